@@ -1,14 +1,34 @@
-"""`packs generate`: text from a base model, with packs or without."""
+"""`packs generate` and `packs chat`: text from a base model, with packs or without."""
 
+import signal
 import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import click
 
+from .. import signals
+from ..bases.turns import IMAGE_MARK
 from ..errors import PackError
-from ..terminal import echo
+from ..terminal import echo, printable
 from . import options
 from .options import option
 from .output import print_report, wants_json
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from ..inference.chat import Chat
+    from ..packs.base import Base
+    from ..packs.pack import Pack
+
+_COMMANDS = """\
+/pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
+/base          answer without a pack
+/image FILE    add an image to the next message
+/history       show the conversation
+/clear         start a new conversation
+/quit          leave; so does Ctrl-D. Ctrl-C ends an answer"""
 
 
 @click.command()
@@ -111,3 +131,163 @@ def _text(flag: str, given: str | bytes) -> str:
         return content.decode()
     except UnicodeError:
         raise PackError(f"{flag}: is not UTF-8.") from None
+
+
+@click.command()
+@options.model_of_pack
+@options.packs(
+    "Pack to start with; PACK=0.7 applies 70 % of its delta. The deltas of several "
+    "packs are added up."
+)
+@options.images("Image that the first message is about; may be given several times.")
+@option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
+@options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
+@options.sampling(max_tokens=512)
+@options.trust_remote_code
+@options.backend
+def chat(
+    model: str | None,
+    packs: tuple[str, ...],
+    images: tuple[str, ...],
+    system: str,
+    template_kwargs: dict,
+    trust_remote_code: bool,
+    **settings,
+) -> None:
+    """Chat with a base model, with or without packs.
+
+    \b
+    /pack PACK    answer with this pack from now on
+    /base         answer without a pack
+    /image FILE   add an image to the next message
+    /history      show the conversation
+    /clear        start a new conversation
+    /quit         leave (or Ctrl-D); Ctrl-C ends an answer
+
+    If standard input is not a terminal, each of its lines is a message.
+    """  # noqa: D301 - click keeps the lines after \b
+    from ..config.fields import build
+    from ..config.sampling import Sampling
+    from ..inference.chat import Chat
+    from ..inference.generate import chat_prompt
+    from ..packs.base import load_base_for
+
+    overrides = {name: value for name, value in settings.items() if value is not None}
+    sampling = build(Sampling, {"max_tokens": 512, **overrides})
+
+    pack = options.one_pack(packs)
+    model = options.base_of(model, pack)
+    base = load_base_for(pack, model, trust_remote_code)
+    base.check_architecture("chat", "decoder")
+    # a base without a template fails now
+    chat_prompt(base, [{"role": "user", "content": "?"}], **template_kwargs)
+
+    model_in_use = _ModelInUse(base)
+    model_in_use.switch_to(pack)
+
+    if sys.stdin.isatty():
+        on = ""
+        if packs:
+            on = f" with {' + '.join(packs)}"
+        echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
+
+    conversation = Chat(base, system, sampling, template_kwargs)
+    for image in images:
+        conversation.attach(image)
+    _talk(conversation, model_in_use)
+
+
+class _ModelInUse:
+    """The base with a pack or without, by the matmul path that generates fastest."""
+
+    def __init__(self, base: "Base") -> None:
+        from ..memory.matmul_path import generation_path
+
+        self._base = base
+        self._matmul_path = generation_path(base.model)
+        self._originals: list[tuple[str, nn.Module]] = []
+
+    def switch_to(self, pack: "Pack | None") -> None:
+        """Use a pack from now on, or the base alone; after an error the model is as before."""
+        from ..nn.quantized import apply_matmul_path
+        from ..nn.surgery import replace_modules
+
+        base = self._base
+        replace_modules(base.model, self._originals)
+        self._originals = []
+        try:
+            base.swap_pack(pack, self._matmul_path)
+        finally:
+            if base.active is None:
+                self._originals = apply_matmul_path(base.model, self._matmul_path)
+
+
+def _talk(conversation: "Chat", model_in_use: _ModelInUse) -> None:
+    """Answer line after line, until there are no more."""
+    while (line := _next_line()) is not None:
+        try:
+            if line.startswith("/"):
+                if not _obey(line, conversation, model_in_use):
+                    return
+            elif line:
+                _answer(conversation, line)
+        except PackError as error:
+            echo(printable(str(error)), err=True)
+
+
+def _next_line() -> str | None:
+    """Return the next line without the spaces around it; None where there is none."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    import readline  # noqa: F401 (lines can be edited, and earlier ones taken again)
+
+    try:
+        return input("> ").strip()
+    except EOFError:
+        echo("")
+        return None
+
+
+def _answer(conversation: "Chat", line: str) -> None:
+    with signals.deferred() as asked, closing(conversation.reply(line)) as pieces:
+        for piece in pieces:
+            echo(piece, end="")
+            if asked:
+                break
+        echo("")
+        if asked == [signal.SIGINT]:  # that ends the answer, not the conversation
+            asked.clear()
+
+
+def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
+    """Execute a line that begins with a slash; return False to leave."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if command == "/quit":
+        return False
+
+    if command == "/base" or command == "/pack" and rest:
+        pack = None
+        if command == "/pack":
+            pack = options.one_pack([rest])
+        model_in_use.switch_to(pack)
+        conversation.forget_keys()
+        echo(printable(f"({rest or 'the base alone'})"))
+    elif command == "/image" and rest:
+        conversation.attach(rest)
+        echo(printable(f"({rest} goes with your next message)"))
+    elif command == "/clear":
+        conversation.clear()
+        echo("(a new conversation)")
+    elif command == "/history":
+        for message in conversation.messages:
+            text = message["content"].replace(IMAGE_MARK, "[image]")
+            echo(f"{message['role']}: {text}")
+    elif command in ("/help", "/pack", "/image"):
+        echo(_COMMANDS)
+    else:
+        raise PackError(f"{command}: is not a command. /help lists them.", "unknown")
+
+    return True

@@ -29,7 +29,7 @@ from .examples import epilog
 COMMANDS = {
     "Train": {"train": "train:train", "sweep": "sweep:sweep"},
     "Prepare": {"data": "data:data", "plan": "plan:plan", "doctor": "doctor:doctor"},
-    "Use": {"generate": "generate:generate", "chat": "chat:chat", "serve": "serve:serve"},
+    "Use": {"generate": "generate:generate", "chat": "generate:chat", "serve": "serve:serve"},
     "Evaluate": {
         "eval": "evaluate:evaluate",
         "eval-batch": "evaluate:eval_batch",
