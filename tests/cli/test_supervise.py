@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import macos
-from mlx_packs.cli import child, supervise
+from mlx_packs.cli import supervise
 from mlx_packs.cli.main import CRASHED, main
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
@@ -43,7 +43,7 @@ def starts(here, run, monkeypatch):
     monkeypatch.setattr(
         supervise, "PROGRAM", (sys.executable, "-I", "-S", str(TESTS / "stand_in_run.py"), "train")
     )
-    monkeypatch.setattr(child, "_TICK_S", 0.02)
+    monkeypatch.setattr(supervise, "_TICK_S", 0.02)
 
     def go(acts: list[dict], *args) -> tuple[int, list[str]]:
         (here / "acts.json").write_text(json.dumps(acts))
@@ -189,12 +189,12 @@ def test_a_run_that_a_signal_killed_on_request_stays_ended(starts):
 
 
 def test_the_messages_of_a_run_see_a_terminal_where_there_is_one(starts, monkeypatch):
-    monkeypatch.setattr(child, "has_terminal", lambda: True)
-    monkeypatch.setattr(child, "terminal_size", lambda: struct.pack("HHHH", 30, 87, 0, 0))
+    monkeypatch.setattr(supervise, "has_terminal", lambda: True)
+    monkeypatch.setattr(supervise, "terminal_size", lambda: struct.pack("HHHH", 30, 87, 0, 0))
     starts([{"terminal": True, "checkpoints": [10], "messages": "bar", **KILL}, DONE], "--out", "p")
     assert "terminal 87" in starts.err
     assert "\x1b[?25h" in starts.err  # a bar hides the cursor
-    monkeypatch.setattr(child, "has_terminal", lambda: False)
+    monkeypatch.setattr(supervise, "has_terminal", lambda: False)
     starts([{"terminal": True}], "--out", "q")
     assert "terminal 0" in starts.err and "\x1b" not in starts.err
 
