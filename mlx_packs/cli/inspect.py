@@ -1,4 +1,4 @@
-"""`packs inspect`, `packs list`, `packs diff`: what packs are, without loading a model."""
+"""`packs inspect`, `packs list`, `packs diff` and `packs report`: what packs and runs contain."""
 
 import math
 import os
@@ -311,3 +311,32 @@ def diff(a: str, b: str) -> None:
 
     report = diff(a, b)
     print_report(report, lines(report))
+
+
+@click.command()
+@click.argument("run_or_pack", type=click.Path())
+@option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    help="File to write.  [default: report.html in the run folder; <pack>-report.html without one; "
+    "leaderboard.html in the folder of a sweep]",
+)
+@options.as_json
+def report(run_or_pack: str, out: str | None) -> None:
+    """Write a page about a run, a pack or a sweep.
+
+    RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, or the folder of a
+    sweep. The page is one self-contained HTML file with the loss curve, results, samples, the mask
+    view, changes by layer, memory and recipe. The page of a sweep has its leaderboard. The
+    page of an unfinished run shows the available parts. No model is loaded.
+    """
+    from ..sweeps import leaderboard
+    from ..training.run_page import write_page
+
+    folder = Path(run_or_pack).expanduser()
+    if (folder / leaderboard.FILE).is_file():
+        file = leaderboard.write_page(folder, out)
+    else:
+        file = write_page(run_or_pack, out)
+    print_report({"page": str(file), "bytes": file.stat().st_size}, [f"page    {file}"])

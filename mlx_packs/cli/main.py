@@ -39,7 +39,7 @@ COMMANDS = {
         "inspect": "inspect:inspect",
         "list": "inspect:list_packs",
         "diff": "inspect:diff",
-        "report": "report:report",
+        "report": "inspect:report",
         "apply": "apply:apply",
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
