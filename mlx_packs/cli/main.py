@@ -44,9 +44,9 @@ COMMANDS = {
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {
-        "merge": "merge:merge",
-        "combine": "merge:combine",
-        "quantize": "quantize:quantize",
+        "merge": "convert:merge",
+        "combine": "convert:combine",
+        "quantize": "convert:quantize",
         "export": "convert:export",
         "import": "convert:import_",
     },
