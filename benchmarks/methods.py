@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.choices import METHODS, WEIGHT_FORMATS
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import make_optimizer

@@ -143,7 +143,7 @@ def timeline_rank() -> None:
     from mlx.utils import tree_flatten
 
     from mlx_packs import LoRAConfig, TrainConfig, load_base
-    from mlx_packs.adapters.method import find_method
+    from mlx_packs.adapters.trainable import find_method
     from mlx_packs.distributed import group as current
     from mlx_packs.objectives.causal_lm import CausalLM, split_head
     from mlx_packs.runtime import mx

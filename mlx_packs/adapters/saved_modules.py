@@ -23,9 +23,8 @@ from ..nn.lora import is_switch_linear
 from ..nn.quantized import QUANTIZED, bare_module, dense_module
 from ..nn.wrapped import FullCopy
 from ..runtime import mx
-from .method import find_method
 from .spec import check_shapes
-from .trainable import Extended, Trainable
+from .trainable import Extended, Trainable, find_method
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel

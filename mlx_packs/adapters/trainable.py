@@ -1,4 +1,7 @@
-"""Trainable parameters on a base: what every method gives to a run."""
+"""Trainable parameters on a base, and the methods that make them.
+
+A new method is one class and its entry in `config.choices.METHODS`, which names the class.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -8,12 +11,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.shapes import Group
+from ..config.choices import METHODS
 from ..errors import PackError
 from ..runtime import mx
-from .spec import Specs
+from .spec import ModuleSpec, Specs
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
+    from ..config.lora import LoRAConfig
+    from ..config.schema import TrainConfig
+
 
 Shape = tuple[int, ...]
 
@@ -142,3 +149,26 @@ def round_adapters(attached: Trainable, dtype: str) -> None:
                 "pack_dtype",
             )
     attached.load(rounded, f"--pack-dtype {dtype}")
+
+
+class Method(Protocol):
+    """A way to train a base; `config.choices.METHODS` has what is known of it without MLX."""
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Raise a PackError if this method cannot train a base."""
+
+    def attach(
+        self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
+    ) -> Trainable:
+        """Make parameters of a base trainable; ``matmul_path`` is what frozen weights use."""
+
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return the shapes of the trainable parameters of adapters, for an estimate of memory."""
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return how many numbers per token an adapter keeps from the forward to the backward."""
+
+
+def find_method(name: str) -> Method:
+    """Return the method of a name; its module is imported now."""
+    return METHODS.load(name, Method)()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from mlx.utils import tree_flatten
 
-from ..adapters.method import find_method
 from ..adapters.targets import plan_specs
+from ..adapters.trainable import find_method
 from ..bases.shapes import Geometry, Group, check_num_layers, is_named
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import runtime, signals
-from ..adapters.method import find_method
 from ..adapters.saved_modules import attach_method
-from ..adapters.trainable import Trainable, round_adapters
+from ..adapters.trainable import Trainable, find_method, round_adapters
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import TASKS

@@ -5,8 +5,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.method import find_method
-from mlx_packs.adapters.trainable import trainable_modules
+from mlx_packs.adapters.trainable import find_method, trainable_modules
 from mlx_packs.config import choices
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.runtime import mx

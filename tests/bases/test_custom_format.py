@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.loading import load_base_model
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import CustomFormat, format_of, named_format

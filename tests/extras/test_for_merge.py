@@ -10,7 +10,7 @@ import pytest
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.merged import Rounding
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.convert import destinations

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.score_head import fresh_score_head
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row

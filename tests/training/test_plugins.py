@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import TrainConfig, plugins, train_pack
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.choices import TASKS, Table
 from tests.helpers.documents import ROOT
 from tests.helpers.errors import raises
@@ -20,7 +20,7 @@ SHORT = "--iters 2 --batch-size 2 --test-batches 1 --val-batches 0 --matmul-path
 SHOWN = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
 FACTS = """
 import sys
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.choices import MethodFacts, TaskFacts
 print("imported", __name__, file=sys.stderr)
 TASK = TaskFacts("{module}:Task", "decoder", settings_of="lm")

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from mlx_packs import load_base, train_pack
-from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import find_method
 from mlx_packs.optim import make_optimizer
 from mlx_packs.training.checkpoint import load_checkpoint
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
