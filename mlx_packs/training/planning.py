@@ -1,4 +1,7 @@
-"""The memory plan of a run, and how its frozen weights are used."""
+"""What is chosen before a run: its dtype, its memory plan, and how its frozen weights are used.
+
+A dtype is kept when the run is resumed, and changed after an overflow.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,9 +11,10 @@ from pathlib import Path
 
 from .. import runtime
 from ..adapters.trainable import Trainable
+from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
-from ..display import VERBOSE, size
+from ..display import VERBOSE, Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..late import load
@@ -24,8 +28,9 @@ from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
+from .checkpoint import has_loss_scale
 from .run_folder import checkpoints, recorded_matmul_path
-from .settings import Run, RunSettings
+from .settings import Place, Run, RunSettings
 
 _OF_STAGES = "extras.pipeline.memory:of_stages"
 
@@ -224,3 +229,37 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
     if warning := warnings.get(verdict(plan, memory)):
         run.display.line("plan", warning)
+
+
+def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype:
+    """Return the dtype of a run on a base that is to be loaded.
+
+    A resumed run stays in float16, or out of it, as its checkpoint is.
+    """
+    if place.overflow:
+        return ComputeDtype("bfloat16", place.overflow, "bfloat16")
+
+    dtype = choose_compute_dtype(config, train.compute_dtype, train.trains_base)
+    if place.resume_point is None or dtype.name == "float32":
+        return dtype
+
+    checkpoint = place.resume_point.folder
+    was_float16 = has_loss_scale(checkpoint)
+    if was_float16 == (dtype.name == "float16"):
+        return dtype
+    name = "float16" if was_float16 else "bfloat16"
+    return ComputeDtype(name, f"as of {checkpoint.name}", name)
+
+
+def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
+    """Show the dtype of a run, unless it is float32 and no other was requested."""
+    if dtype.name == "float32" and requested in ("auto", "float32"):
+        return
+
+    text = dtype.name
+    if requested not in ("auto", dtype.name):
+        text += f" instead of {requested}"
+    text += f": {dtype.why}"
+    if dtype.name == "float16":
+        text += " · the loss is scaled"
+    display.line("dtype", text)

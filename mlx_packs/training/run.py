@@ -51,8 +51,7 @@ from .identity import check_resume, public_recipe, run_identity, start_of, with_
 from .observer import Observer
 from .observers.registry import ObservedRun, make_observers
 from .on_nan import OnNan
-from .planning import check_headers, fit_into_memory, matmul_paths_by_name
-from .precision import run_dtype, show_dtype
+from .planning import check_headers, fit_into_memory, matmul_paths_by_name, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ranks_of_run
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
