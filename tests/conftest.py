@@ -26,7 +26,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 from tests.helpers import bases
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.late import load
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.

@@ -49,7 +49,7 @@ from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of, with_template_date
 from .observer import Observer
-from .observers.registry import ObservedRun, make_observers
+from .observers import ObservedRun, make_observers
 from .on_nan import OnNan
 from .planning import check_headers, fit_into_memory, matmul_paths_by_name, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ranks_of_run

@@ -9,7 +9,7 @@ from pathlib import Path
 from mlx_packs.cli.main import main
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 
 KILLS = Path("kills.json")
 

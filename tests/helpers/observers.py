@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 
 
 def observe(monkeypatch: pytest.MonkeyPatch, **events: Callable[..., None]) -> None:

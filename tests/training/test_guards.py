@@ -302,7 +302,7 @@ from mlx_packs.cli.main import main
 from mlx_packs.runtime import mx
 from mlx_packs.training import guards
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 guards._EVERY = 0
 class Limit(Observer):
     def on_step(self, line):

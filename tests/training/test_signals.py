@@ -130,7 +130,7 @@ def test_nohup_and_a_closed_terminal(few, tmp_path):
 import os, signal, sys
 from mlx_packs.cli.main import main
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.observers.registry import OBSERVERS
+from mlx_packs.training.observers import OBSERVERS
 class Hangup(Observer):
     def on_step(self, line):
         if line["batch"] == 2:

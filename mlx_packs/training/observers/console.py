@@ -6,7 +6,7 @@ from ...display import Task
 from ...objectives.score import Score
 from ...run_clock import COMPUTED_PER_S, TRAIN
 from ..observer import Observer
-from .registry import ObservedRun
+from . import ObservedRun
 
 
 class Console(Observer):

@@ -5,7 +5,7 @@ import time
 from ... import macos
 from ...memory.pressure import memory_pressure
 from ..observer import Observer
-from .registry import ObservedRun
+from . import ObservedRun
 
 _EVERY = 10.0  # seconds between two readings; each starts two programs
 

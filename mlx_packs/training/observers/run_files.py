@@ -17,7 +17,7 @@ from ..checkpoint import batches_of
 from ..observer import Observer
 from ..run_folder import METRICS, PICTURE, REPORT, best_checkpoint, checkpoints
 from ..run_page import run_facts, write_report
-from .registry import ObservedRun
+from . import ObservedRun
 
 _LEAST_POINTS = 3  # of a curve that is worth a picture
 

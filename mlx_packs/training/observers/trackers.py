@@ -9,7 +9,7 @@ from ...objectives.score import Score
 from ...terminal import guarded_native
 from ..observer import Observer
 from ..settings import Run
-from .registry import ObservedRun
+from . import ObservedRun
 
 # What each tracker needs to be installed, by its name.
 PACKAGES = {
