@@ -1,7 +1,8 @@
 """Bounded readers of files that somebody else wrote.
 
 Only regular files are opened; size, depth and numbers are limited before they cost anything; every
-fault is one line that names the file.
+fault is one line that names the file. Hashes of files, and of JSON that contains its own, let
+reading notice damage.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +22,7 @@ FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
 DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 tensors has 15 MB
 YAML_BYTES = 256 << 10  # PyYAML reads about 0.1 MB/s
 HEADER_BYTES = 100_000_000  # of a safetensors header, as the safetensors library has it
+SEAL = "sha256"  # the key of the hash in JSON that is sealed
 _DEPTH = 100  # levels of nested mappings and lists
 _CONTAINERS = 2_000_000  # mappings and lists of a document; 64 bytes each at least
 _DIGITS = 100  # of an integer; all such are floats, too
@@ -325,3 +328,42 @@ def _data_bytes(header: dict) -> int:
             raise ValueError(f"{name} {kind}")
         last = end
     return last
+
+
+def sealed(content: dict) -> dict:
+    """Return JSON content with a hash of itself in place of an earlier one."""
+    content = json.loads(json.dumps(without_seal(content)))  # as it will be read
+    return {**content, SEAL: _digest(content)}
+
+
+def check_seal(content: dict) -> None:
+    """Raise a ValueError if JSON content differs from its hash; content without one passes."""
+    if SEAL in content and content[SEAL] != _digest(without_seal(content)):
+        raise ValueError("it differs from its hash: it was changed or damaged")
+
+
+def without_seal(content: dict) -> dict:
+    return {key: value for key, value in content.items() if key != SEAL}
+
+
+def _digest(content: dict) -> str:
+    """Return a hash of the values in JSON content; order and layout do not count."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_facts(folder: Path, names: Iterable[str]) -> dict[str, dict]:
+    """Return size and SHA-256 of files of a folder by name, as manifests have them."""
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+        for name in names
+    }
+
+
+def check_files(folder: Path, facts: dict[str, dict]) -> None:
+    """Raise a ValueError that names the first file of a folder that differs from its facts."""
+    for name, expected in facts.items():
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
+        if sha256(folder / name) != expected["sha256"]:
+            raise ValueError(f"{name} differs from its hash")

@@ -14,7 +14,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors plugins signals fork late runtime kinds reading hashes filesystem leftovers files tensors run_clock
+terminal errors plugins signals fork late runtime kinds reading filesystem leftovers files tensors run_clock
 display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
 tasks training sweeps

@@ -17,9 +17,8 @@ from ..config.data import COLUMN_SETTINGS
 from ..config.other_names import current_keys
 from ..errors import PackError
 from ..files import to_json
-from ..hashes import check_seal, sealed, without_seal
 from ..kinds import MISSING, check_keys, check_kind
-from ..reading import parse_json, read_json, read_text
+from ..reading import check_seal, parse_json, read_json, read_text, sealed, without_seal
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"

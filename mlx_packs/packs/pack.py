@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..adapters.spec import Specs, check_shapes
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, to_json
-from ..hashes import file_facts
+from ..reading import file_facts
 from ..runtime import mx
 from ..tensors import read_tensors, save_tensors
 from .adapter_config import adapter_config, cut, padded, padded_rank, stored_shapes

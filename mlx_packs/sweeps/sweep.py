@@ -16,8 +16,7 @@ from ..config.recipe import resolve
 from ..errors import PackError, library_errors
 from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
-from ..hashes import sealed, without_seal
-from ..reading import read_json
+from ..reading import read_json, sealed, without_seal
 from .plan import Plan
 from .space import Space, Values, draws
 from .trial import Result, Trial, is_lower_better

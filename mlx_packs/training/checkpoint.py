@@ -21,8 +21,7 @@ from ..distributed.group import group
 from ..errors import PackError
 from ..files import atomic_folder, to_json
 from ..filesystem import sync
-from ..hashes import SEAL, check_files, check_seal, file_facts, sealed
-from ..reading import read_header, read_json
+from ..reading import SEAL, check_files, check_seal, file_facts, read_header, read_json, sealed
 from ..runtime import mx, set_random_state
 from ..tensors import save_tensors
 from .state import TrainingState, Window

@@ -12,9 +12,8 @@ from ..config.optimizer import corrected_in_mlx_lm
 from ..config.other_names import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
-from ..hashes import check_seal, sealed, without_seal
 from ..leftovers import discard, recovered
-from ..reading import parse_json, read_json
+from ..reading import check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
 from .checkpoint import (
     ADAPTERS,

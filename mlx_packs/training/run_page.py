@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..files import atomic_write, to_json
-from ..hashes import check_seal, sealed, without_seal
 from ..packs.facts import (
     changes_of,
     delta_norms,
@@ -16,7 +15,7 @@ from ..packs.facts import (
     memory_of,
 )
 from ..packs.pack import Pack
-from ..reading import read_json
+from ..reading import check_seal, read_json, sealed, without_seal
 from ..report.facts import PAGE, Facts, curve_of, masks_of, number, samples_of, text
 from ..report.page import render
 from ..report.recipe import recipe_sections

@@ -13,11 +13,10 @@ from mlx_packs import train_pack
 from mlx_packs.bases import fingerprint as fingerprints
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.fingerprint import changed_texts, fingerprint, sampled_fingerprint, text_hashes
-from mlx_packs.hashes import without_seal
 from mlx_packs.packs.base import load_base
 from mlx_packs.packs.pack import Pack
 from mlx_packs.packs.weighted_sum import weighted_sum
-from mlx_packs.reading import read_header
+from mlx_packs.reading import read_header, without_seal
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import edit_manifest, random_pack

@@ -16,11 +16,11 @@ from mlx_packs.bench import rates
 from mlx_packs.chips import CHIPS
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
-from mlx_packs.hashes import sealed
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
 from mlx_packs.ops.profile import profile
+from mlx_packs.reading import sealed
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.emulation import emulation

@@ -19,9 +19,8 @@ from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.hashes import file_facts
 from mlx_packs.packs.manifest import ADAPTERS
-from mlx_packs.reading import read_json, sha256
+from mlx_packs.reading import file_facts, read_json, sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import (
     SIZES,

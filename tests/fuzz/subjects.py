@@ -7,9 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_packs import Pack, hashes, load_base
+from mlx_packs import Pack, load_base
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.hashes import SEAL
+from mlx_packs.reading import SEAL, sealed
 from tests.helpers.models import model_of
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import CHATS, write_rows
@@ -67,7 +67,7 @@ def resealed(manifest: bytes, files: dict[str, bytes] | None = None) -> bytes:
             digest = hashlib.sha256(data).hexdigest()
             content["files"][name] |= {"bytes": len(data), "sha256": digest}
         if SEAL in content:
-            content = hashes.sealed(content)
+            content = sealed(content)
         return json.dumps(content).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return manifest

@@ -9,10 +9,9 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.bases.model import BaseModel
-from mlx_packs.hashes import sealed
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs.making import pack_of
-from mlx_packs.reading import sha256
+from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
 
 BASE = {

@@ -14,9 +14,8 @@ from huggingface_hub import constants
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from mlx_packs.hashes import sealed
 from mlx_packs.packs.hub import MAIN
-from mlx_packs.reading import sha256
+from mlx_packs.reading import sealed, sha256
 from tests.helpers.errors import check
 from tests.helpers.local_hub import LocalHub, Repo
 from tests.helpers.packs import EVAL, edit_manifest, write_pack

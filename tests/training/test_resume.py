@@ -13,8 +13,7 @@ from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer
-from mlx_packs.hashes import sealed
-from mlx_packs.reading import sha256
+from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import planning
 from mlx_packs.training.folders import output_folders
