@@ -26,10 +26,10 @@ from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..memory.matmul_path import choose_matmul_path
 from ..memory.memory_choice import MemoryChoice
-from ..nn.frozen_blocks import FrozenBlock, Injection
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.surgery import block_prefixes
+from ..nn.wrapped import FrozenBlock, Injection
 from ..objectives.causal_lm import Head, Preparation, frozen_head, split_head
 from ..objectives.objective import Objective
 from ..packs.base import Base

@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
 from ..late import load
-from ..nn.frozen_blocks import injected
 from ..nn.frozen_weight import frozen_weight
 from ..nn.images import tree_of_images
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
+from ..nn.wrapped import injected
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
 from ..runtime import mx
 from .objective import Inputs, Objective
@@ -165,7 +165,7 @@ def forward(
         model: the model.
         part: the model, or its hidden states.
         tokens: or float [B, T, D], what enters the first adapted block in their place
-            (nn/frozen_blocks.py).
+            (nn/wrapped.py).
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
         prefixes: what B / G rows of tokens in turn follow, or each of their segments, as

@@ -29,10 +29,9 @@ from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..files import cache_folder, free_bytes
 from ..late import load
-from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.image_tokens import names_images
 from ..nn.surgery import block_prefixes, replace_modules
-from ..nn.wrapped import trained_module
+from ..nn.wrapped import FrozenBlock, Injection, frozen_output, trained_module
 from ..ops.profile import profile
 from ..runtime import mx
 from .causal_lm import Head, Preparation, forward, segments_of

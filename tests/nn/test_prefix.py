@@ -15,10 +15,10 @@ from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
 from mlx_packs.nn.surgery import replace_modules
+from mlx_packs.nn.wrapped import FrozenBlock, Injection, frozen_output
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.objectives.shared_prefix import why_not_shared
 from mlx_packs.ops.profile import forced_profile

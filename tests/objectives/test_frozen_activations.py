@@ -15,7 +15,7 @@ from mlx_packs.data.batches import training_set
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
-from mlx_packs.nn.frozen_blocks import FrozenBlock, frozen_output
+from mlx_packs.nn.wrapped import FrozenBlock, frozen_output
 from mlx_packs.objectives import frozen_activations
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import (

@@ -12,8 +12,8 @@ from ...config.lora import LoRAConfig
 from ...display import Display, size
 from ...distributed.group import group, join
 from ...errors import PackError, flag_of
-from ...nn.frozen_blocks import Injection
 from ...nn.surgery import block_prefixes
+from ...nn.wrapped import Injection
 from ...runtime import mx
 from .stage import RemoteBlock, RemoteEmbedding, RemoteHead, Stages, stage_blocks
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...distributed.group import Group, T
 from ...errors import PackError
-from ...nn.frozen_blocks import Injection
+from ...nn.wrapped import Injection
 from ...objectives.causal_lm import forward, split_head
 from ...runtime import mx
 
