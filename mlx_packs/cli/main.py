@@ -40,7 +40,7 @@ COMMANDS = {
         "list": "inspect:list_packs",
         "diff": "inspect:diff",
         "report": "inspect:report",
-        "apply": "apply:apply",
+        "apply": "inspect:apply",
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {
