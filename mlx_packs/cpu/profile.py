@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_blocks import Arrays, Block, BlockAttention, Heads, joined
+from ..ops.attention import Arrays, Block, BlockAttention, Heads, joined
 from ..ops.profile import Piece, Profile
 from . import exponential
 from .exponential import exp2
