@@ -1,8 +1,13 @@
-"""The leaderboard of a sweep as files: JSON, and from it a table, a CSV file and a page."""
+"""The leaderboard of a sweep as files: JSON, and from it a table, a CSV file and a page.
+
+Plots of the page are the geometry that the template of charts draws.
+"""
 
 import csv
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,182 @@ from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..gates import MEANING
 from ..reading import read_json
-from ..report.leaderboard import Axis, Entry, Leaderboard, render, value_text
+from ..report.chart import Chart, Line, Tick, shown, ticks
+from ..report.page import environment
 
+_LABEL = 7.2  # width of a character of a label
+_MOST_LABEL = 14  # characters of the name of a value
+# Kinds of dots and the class of the style sheet that each is drawn with.
+KINDS = {"best": "valid", "finished": "train", "stopped": "other", "failed": "failed"}
+_NAMES = {
+    "best": "best",
+    "finished": "trained to the end",
+    "stopped": "stopped at an earlier rung",
+    "failed": "a gate failed",
+}
+_SIZE = (520, 300)
 FILE = "leaderboard.json"
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a parameter as text: a float without zeros at its end."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a plot.
+
+    Attributes:
+        name: of the parameter.
+        names: of its values where they are listed, in their order; None for a range of numbers.
+        is_log: whether equal ratios of numbers are equally far apart.
+    """
+
+    name: str
+    names: Sequence[str] | None = None
+    is_log: bool = False
+
+    def place(self, value: Any) -> float:
+        """Return where a value is: a number, its logarithm, or its place among the names."""
+        if self.names is not None:
+            return float(self.names.index(value_text(value)))
+        if self.is_log:
+            return math.log10(value)
+        return float(value)
+
+    def ticks(self, low: float, high: float) -> list[tuple[float, str]]:
+        if self.names is not None:
+            return [(float(i), name[:_MOST_LABEL]) for i, name in enumerate(self.names)]
+        if not self.is_log:
+            return [(v, shown(v)) for v in ticks(low, high, 5)]
+
+        factors = (1, 2, 5) if high - low < 2 else (1,)
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        marks = [math.log10(factor) + power for power in powers for factor in factors]
+        return [(m, shown(float(f"{10**m:.3g}"))) for m in marks if low - 1e-9 <= m <= high + 1e-9]
+
+
+def scatter(
+    axis: Axis,
+    series: Mapping[tuple[str, str], Sequence[tuple[Any, float, str]]],
+    y_label: str,
+    size: tuple[int, int],
+) -> Chart | None:
+    """Return a plot of dots; None without any.
+
+    ``series`` has, by name and kind (a class of the style sheet): value of the parameter, metric,
+    and what the dot is in words. ``size`` is width and height of the viewBox.
+    """
+    dots = [(axis.place(x), y) for each in series.values() for x, y, _ in each]
+    if not dots:
+        return None
+
+    low, high = _bounds([x for x, _ in dots])
+    bottom_y, top_y = _bounds([y for _, y in dots])
+    width, height = size
+    y_ticks = [(v, shown(v)) for v in ticks(bottom_y, top_y, 4)]
+    left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
+    right = width - 22
+    top = 34
+    bottom = height - 44
+
+    def x(place: float) -> float:
+        return round(left + (place - low) / (high - low) * (right - left), 1)
+
+    def y(value: float) -> float:
+        return round(bottom - (value - bottom_y) / (top_y - bottom_y) * (bottom - top), 1)
+
+    lines = [
+        Line(
+            name,
+            kind,
+            "",
+            [(x(axis.place(value)), y(metric), words) for value, metric, words in each],
+        )
+        for (name, kind), each in series.items()
+        if each
+    ]
+
+    x_label = axis.name
+    if axis.is_log:
+        x_label += " (log scale)"
+    return Chart(
+        *size,
+        *(left, right, top, bottom),
+        [Tick(x(at), label) for at, label in axis.ticks(low, high)],
+        [Tick(y(at), label) for at, label in y_ticks],
+        lines,
+        x_label,
+        y_label,
+    )
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    low = min(values)
+    high = max(values)
+    margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trial with a value of the metric; ``kind`` is a key of `KINDS`."""
+
+    number: int
+    values: Mapping[str, Any]
+    value: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """The content of the page: plots of ``entries`` over ``axes``, and a table of all trials.
+
+    Attributes:
+        note: search and metric, in one line.
+        figures: name and value of the headline figures.
+        rows: cells of the table, the best trial first.
+    """
+
+    title: str
+    note: str
+    metric: str
+    figures: Sequence[tuple[str, str]]
+    axes: Sequence[Axis]
+    entries: Sequence[Entry]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def render(board: Leaderboard) -> str:
+    """Return the page as HTML: one file, no script, nothing from elsewhere."""
+    template = environment().get_template("leaderboard.html.jinja")
+    kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in board.entries)]
+
+    return template.render(
+        board=board,
+        plots=[plot for axis in board.axes if (plot := _plot(board, axis))],
+        legend=[(KINDS[kind], _NAMES[kind]) for kind in kinds],
+    )
+
+
+def _plot(board: Leaderboard, axis: Axis) -> Chart | None:
+    """Return the metric over one parameter; the best trial is drawn last, on top."""
+    series = {
+        (_NAMES[kind], KINDS[kind]): [
+            (
+                entry.values[axis.name],
+                entry.value,
+                f"trial {entry.number}: {axis.name} {entry.values[axis.name]}, "
+                f"{board.metric} {shown(entry.value)}",
+            )
+            for entry in board.entries
+            if entry.kind == kind
+        ]
+        for kind in reversed(KINDS)
+    }
+    return scatter(axis, series, board.metric, _SIZE)
 
 
 def write_leaderboard(folder: Path, content: Mapping[str, Any]) -> None:

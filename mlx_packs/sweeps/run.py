@@ -11,8 +11,7 @@ from typing import Any
 from ..config.choices import SWEEP_RUNNERS, registered
 from ..display import Display, clock
 from ..errors import PackError
-from ..report.leaderboard import value_text
-from .leaderboard import write_leaderboard
+from .leaderboard import value_text, write_leaderboard
 from .sweep import Sweep
 from .trial import Result, Trial, train, write_result
 
