@@ -41,6 +41,8 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "idefics3": VisionFamily("<image>"),
     "smolvlm": VisionFamily("<image>"),
     "gemma3": VisionFamily("<start_of_image>", scaled=True, divided=True, sees="all"),
+    "llava": VisionFamily("<image>"),
+    "mistral3": VisionFamily("[IMG]"),
     "gemma4": VisionFamily("<|image|>", scaled=True, sees="config"),
 }
 

@@ -131,11 +131,15 @@ def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
     text = render_conversation(base.tokenizer, messages, tokenize=False, add_generation_prompt=True)
     model, processor = load(str(folder))
     pictures = [picture(0), picture(3)]
-    inputs = dict(processor(text=[text], images=pictures, add_special_tokens=False))
+    options = {} if family == "llava" else {"add_special_tokens": False}
+    inputs = dict(processor(text=[text], images=pictures, **options))
+    if family == "llava":  # its processor begins a text, which its chat template does not
+        inputs["input_ids"] = inputs["input_ids"][:, 1:]
     inputs.pop("attention_mask")
     of_mlx_vlm = None  # of Gemma 3 it has other masks (test_vision_bases.py)
     if family != "gemma3":
-        of_mlx_vlm = model(inputs["input_ids"], inputs["pixel_values"], **_others(inputs)).logits
+        arrays = inputs["input_ids"], inputs["pixel_values"]
+        of_mlx_vlm = model(*arrays, mask=None, **_others(inputs)).logits
 
     of_torch = _logits_of_transformers(folder, inputs, pictures)
     if of_mlx_vlm is not None:
