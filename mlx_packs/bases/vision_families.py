@@ -49,6 +49,51 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 # The language model of mlx-lm for a family that mlx-lm lacks, and where the weights of it are.
 TEXT_MODELS = {"idefics3": "llama", "smolvlm": "llama"}
 
+# How paths in a language model begin here, and in transformers and mlx-vlm.
+_IN_TRANSFORMERS = {"language_model.model.": "model.language_model.", "language_model.": ""}
+_LLAMA_IN_TRANSFORMERS = {"model.": "model.text_model."}
+_LLAMA_IN_MLX_VLM = {"model.": "language_model.", "lm_head": "language_model.lm_head"}
+
+
+def path_in_transformers(path: str, model_type: str) -> str:
+    """Return the path of a module of a language model as transformers names it."""
+    return _renamed(path, _of_transformers(model_type))
+
+
+def path_of_transformers(path: str, model_type: str) -> str:
+    """Return the path here of a module that transformers names."""
+    names = {there: here for here, there in _of_transformers(model_type).items() if there}
+    if path.startswith("lm_head") and model_type not in TEXT_MODELS:
+        return f"language_model.{path}"
+    return _renamed(path, names)
+
+
+def _of_transformers(model_type: str) -> Mapping[str, str]:
+    return _LLAMA_IN_TRANSFORMERS if model_type in TEXT_MODELS else _IN_TRANSFORMERS
+
+
+def path_in_mlx_vlm(path: str, model_type: str) -> str:
+    """Return the path of a module of a language model as mlx-vlm names it."""
+    if model_type not in TEXT_MODELS:
+        return path
+    return _renamed(path, _LLAMA_IN_MLX_VLM)
+
+
+def path_of_mlx_vlm(path: str, model_type: str) -> str:
+    """Return the path here of a module that mlx-vlm names."""
+    if model_type not in TEXT_MODELS:
+        return path
+    names = {there: here for here, there in reversed(_LLAMA_IN_MLX_VLM.items())}
+    return _renamed(path, names)
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """Replace the first of these beginnings that a path has."""
+    for begin, other in names.items():
+        if path.startswith(begin):
+            return other + path.removeprefix(begin)
+    return path
+
 
 def has_vision_tower(config: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint is of one of these families, with its vision tower."""

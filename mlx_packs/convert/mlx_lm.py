@@ -4,13 +4,15 @@ Names and shapes are a pack's own. mlx-lm has one rank and one scale for all mod
 padded with zeros to the largest rank, and scales that differ go into lora_b.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
+from ..bases.vision_families import TEXT_MODELS, path_in_mlx_vlm, path_of_mlx_vlm
 from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of
@@ -65,6 +67,7 @@ class MlxLm:
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
     ) -> ExternalAdapter:
         """Cut back ranks padded with zeros; without ``ranks``, to what either factor uses."""
+        stored = _renamed(stored, model_type, path_of_mlx_vlm)
         adapter = ExternalAdapter(dict(stored.tensors))
         for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
@@ -117,7 +120,8 @@ class MlxLm:
         notes: tuple[str, ...] = ()
         if lower := sum(spec.rank < rank for spec in specs.values()):
             notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)
-        return StoredAdapter(padded(specs, tensors, rank), config, file, notes)
+        converted = StoredAdapter(padded(specs, tensors, rank), config, file, notes)
+        return _renamed(converted, base["model_type"], path_in_mlx_vlm)
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
         return save_folder(stored, folder, "mlx")
@@ -129,12 +133,28 @@ class MlxLm:
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scale * (x lora_a) lora_b of each module."""
         deltas = {}
+        stored = _renamed(stored, model_type, path_of_mlx_vlm)
         for name, a in stored.tensors.items():
             if name.endswith(".lora_a") and a.ndim == 2:
                 path = name.removesuffix(".lora_a")
                 scale = stored.config["lora_parameters"]["scale"]
                 deltas[path] = low_rank_delta(a, stored.tensors[f"{path}.lora_b"], scale)
         return deltas
+
+
+def _renamed(
+    stored: StoredAdapter, model_type: str, renamed: Callable[[str, str], str]
+) -> StoredAdapter:
+    """Rename modules where mlx-vlm has other names, and mlx-lm none."""
+    if model_type not in TEXT_MODELS:
+        return stored
+
+    tensors = {renamed(name, model_type): array for name, array in stored.tensors.items()}
+    parameters = dict(stored.config["lora_parameters"])
+    if "keys" in parameters:
+        parameters["keys"] = [renamed(key, model_type) for key in parameters["keys"]]
+    config = {**stored.config, "lora_parameters": parameters}
+    return dataclasses.replace(stored, tensors=tensors, config=config)
 
 
 def _check_pack(pack: Pack) -> None:

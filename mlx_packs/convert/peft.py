@@ -17,6 +17,11 @@ from ..adapters.spec import ModuleSpec, Specs
 from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
+from ..bases.vision_families import (
+    VISION_FAMILIES,
+    path_in_transformers,
+    path_of_transformers,
+)
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
 from ..packs.manifest import head_tables_of, is_reward_model, replaced_of
@@ -63,6 +68,8 @@ _PART = re.compile(
 
 def path_here(theirs: str, model_type: str) -> str:
     """Return a module's path in mlx-lm, or in `bases.encoder`."""
+    if model_type in VISION_FAMILIES:
+        return path_of_transformers(theirs, model_type)
     if model_type == "gpt2":
         return re.sub(r"^transformer\.", "model.", theirs)
     return theirs.removeprefix(ARCHITECTURES[architecture_of(model_type)].prefix)
@@ -70,6 +77,8 @@ def path_here(theirs: str, model_type: str) -> str:
 
 def path_there(ours: str, model_type: str) -> str:
     """Return a module's path in transformers."""
+    if model_type in VISION_FAMILIES:
+        return path_in_transformers(ours, model_type)
     if model_type == "gpt2":
         return re.sub(r"^model\.", "transformer.", ours)
     return ours
@@ -339,10 +348,10 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
     def unsupported(reason: str) -> PackError:
         return PackError(f"{pack.name}: {reason}", "unsupported")
 
-    if model_type not in _SAME_NAMES:
+    if model_type not in (*_SAME_NAMES, *VISION_FAMILIES):
         raise unsupported(
             f"what transformers calls the modules of {model_type} is not known here. PEFT export "
-            f"knows {', '.join(_SAME_NAMES)}."
+            f"knows {', '.join((*_SAME_NAMES, *VISION_FAMILIES))}."
         )
 
     for path, spec in specs.items():
@@ -415,6 +424,8 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list[int] | None]:
     """Return target_modules and layers_to_transform: short if all layers, or the last N, agree."""
     full = [path_there(path, model_type) for path in specs]
+    if model_type in VISION_FAMILIES:  # whose towers have modules of the same names
+        return sorted(full), None
     split = [re.fullmatch(r"(.+)\.(?:layers|h)\.(\d+)\.(.+)", path) for path in full]
     if not all(split):
         return sorted(full), None

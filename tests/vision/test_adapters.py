@@ -1,0 +1,166 @@
+"""Packs on language models that take images, opened by mlx-vlm and PEFT; gradients are theirs."""
+
+from functools import cache
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
+from mlx_packs.bases.vision_families import VISION_FAMILIES, path_of_mlx_vlm
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.data.batches import TokenCollate
+from mlx_packs.data.token_store import Example
+from mlx_packs.packs.pack import Pack
+from mlx_packs.runtime import mx
+from mlx_packs.vision.pictures import ImageSource
+from tests.helpers.vision_bases import write_vision_base
+from tests.vision.test_models import loss_and_gradients, picture
+from tests.vision.test_runs import TRAIN, chats
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.filterwarnings("ignore:At least one mel filter"),  # of Gemma 4's processor of sound
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),  # PEFT's use
+]
+
+FAMILIES = list(VISION_FAMILIES)
+# mlx-vlm masks Gemma 3 in another way (test_vision_bases.py), and fails to freeze Gemma 4's tower of
+# sound, so that it opens no adapter on that.
+IN_MLX_VLM = [family for family in FAMILIES if family not in ("gemma3", "gemma4")]
+# Of the largest logit; the states of Gemma 4 are large.
+ROUNDING = {"gemma4": 5e-4}
+TARGETS = 6
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains a pack on each family once; returns the folders of its base and of the pack."""
+
+    @cache
+    def of(family):
+        folder = tmp_path_factory.mktemp(family)
+        base = write_vision_base(family, folder / "base")
+        data = chats(folder / "data")
+        train = TrainConfig(**(TRAIN | {"learning_rate": 0.05}))
+        train_pack(base, data, LoRAConfig(rank=2), train, folder / "pack", progress=False)
+        return base, folder / "pack"
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+
+
+def conversation() -> list[dict]:
+    content = f"{IMAGE_MARK} What is it?"
+    images = [ImageSource(picture(0))]
+    return [
+        {"role": "user", "content": content, "images": images},
+        {"role": "assistant", "content": "It is that."},
+    ]
+
+
+def inputs_of_mlx_vlm(base, processor) -> tuple[mx.array, mx.array, dict]:
+    """The tokens and pixels of the conversation, and other arguments of the model."""
+    family = base.config["model_type"]
+    text = render_conversation(base.tokenizer, conversation(), tokenize=False)
+    options = {} if family == "llava" else {"add_special_tokens": False}
+    inputs = dict(processor(text=[text], images=[picture(0)], **options))
+    inputs.pop("attention_mask")
+    tokens = inputs.pop("input_ids")
+    if family == "llava":  # its processor begins a text, which its chat template does not
+        tokens = tokens[:, 1:]
+    return tokens, inputs.pop("pixel_values"), inputs
+
+
+@pytest.mark.parametrize("family", IN_MLX_VLM)
+def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, tmp_path):
+    from mlx_vlm.utils import load
+
+    folder, pack = trained(family)
+    base = load_base(folder)
+    exported = tmp_path / "adapter"
+    export_pack(Pack.open(pack), "mlx-lm", exported)
+
+    ids = np.array(render_conversation(base.tokenizer, conversation(), tokenize=True), np.int32)
+    example = Example(ids, np.arange(len(ids)) >= len(ids) - TARGETS, "x")
+    attached = attach(base, LoRAConfig(rank=2))
+    attached.load(Pack.open(pack).load_tensors(), "pack")
+    base.model.train()
+    loss, gradients = loss_and_gradients(base.model, TokenCollate(1, 512)([example], [0]))
+    base.model.update(tree_unflatten(list(gradients.items())))
+    ours = attached.tensors()
+
+    model, processor = load(str(folder), adapter_path=str(exported))
+    tokens, pixels, others = inputs_of_mlx_vlm(base, processor)
+    embedded = model.get_input_embeddings(tokens, pixels, mask=None, **others)
+
+    language_model = model.language_model  # other parts of Gemma 4 take no gradient
+
+    def their_loss(language_model) -> mx.array:
+        named = {k: v for k, v in embedded.to_dict().items() if v is not None}
+        logits = language_model(tokens, **named).logits[0]
+        return nn.losses.cross_entropy(logits[:-1], tokens[0, 1:])[-TARGETS:].sum()
+
+    value, theirs = nn.value_and_grad(language_model, their_loss)(language_model)
+    assert loss == pytest.approx(value.item(), rel=1e-5)
+    named = {f"language_model.{name}": gradient for name, gradient in tree_flatten(theirs)}
+    theirs = {path_of_mlx_vlm(name, family): gradient for name, gradient in named.items()}
+    largest = max(mx.abs(gradient).max().item() for gradient in theirs.values())
+    assert set(ours) == set(theirs)
+    for name, gradient in theirs.items():
+        assert mx.abs(ours[name] - gradient).max().item() <= 5e-5 * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_opens_a_pack_with_the_same_logits(family, trained, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    folder, pack = trained(family)
+    base = load_base(folder)
+    exported = tmp_path / "adapter"
+    export_pack(Pack.open(pack), "peft", exported)
+
+    tokens = render_conversation(base.tokenizer, conversation(), tokenize=True)
+    plain = np.array(base.model(mx.array([tokens])))
+    with base.applied(pack):
+        ours = np.array(base.model(mx.array([tokens])))
+    assert np.abs(ours - plain).max() > 1e-2
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, str(exported)).eval()
+    arrays = AutoImageProcessor.from_pretrained(folder, backend="pil")(
+        images=[[picture(0)]], return_tensors="pt"
+    )
+    for counts in ("num_crops", "num_soft_tokens_per_image"):
+        arrays.pop(counts, None)
+
+    image = base.tokenizer._images.token
+    ids = torch.tensor([[image if token < 0 else token for token in tokens]])
+    kinds = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}
+    if name := kinds.get(family, "mm_token_type_ids"):
+        arrays[name] = (ids == image).long()
+    with torch.no_grad():
+        theirs = model(input_ids=ids, **arrays).logits.numpy()
+    assert np.abs(ours - theirs).max() <= ROUNDING.get(family, 1e-4) * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("form", ["mlx-lm", "peft"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_pack_comes_back_bit_identically(family, form, trained, tmp_path):
+    folder, pack = trained(family)
+    export_pack(Pack.open(pack), form, tmp_path / "adapter")
+    again = import_adapter(tmp_path / "adapter", tmp_path / "again", folder)
+    ours = Pack.open(pack).load_tensors()
+    theirs = Pack.open(tmp_path / "again").load_tensors()
+    assert set(ours) == set(theirs) and again
+    for name, tensor in ours.items():
+        assert np.array_equal(np.array(tensor), np.array(theirs[name])), name
