@@ -40,9 +40,8 @@ from .model import BaseModel, Source, weight_map
 from .model_classes import classes_of
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
-from .tokenizer import load_encoder_tokenizer, load_tokenizer
+from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from .unsupported import unreadable
-from .vision_families import has_vision_tower
 from .weight_formats import named_format
 
 Weights = dict[str, mx.array]
@@ -143,11 +142,8 @@ def _load_decoder(request: _Request) -> BaseModel:
             _check_range(model, names)
 
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
-    if has_vision_tower(config) and not request.lazy:
-        open_images = late.load("vision.images:Images")
-        tokenizer._images = open_images(
-            request.name, path, config, fingerprint(path), dtype_of(model), model
-        )
+    if not request.lazy:
+        take_images(tokenizer, request.name, path, config, model)
 
     return BaseModel(
         name=request.name,

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import late
 from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..terminal import guarded_native
 from .turns import stop_at_answer_end
 from .unsupported import unreadable_tokenizer
+from .vision_families import has_vision_tower
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
@@ -49,6 +51,16 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     with library_errors(partial(unreadable_tokenizer, path)):
         stop_at_answer_end(tokenizer)
     return tokenizer
+
+
+def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any = None) -> None:
+    """Let a tokenizer encode images, if its base has a vision tower.
+
+    Without the language model they are counted and named, but their features are not computed.
+    """
+    if has_vision_tower(config):
+        open_images = late.load("vision.images:Images")
+        tokenizer._images = open_images(name, path, config, model)
 
 
 def _parser_of_named_template(tokenizer: Any) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint, vocab_size_of
-from ..bases.tokenizer import load_tokenizer
+from ..bases.tokenizer import load_tokenizer, take_images
 from ..bases.unsupported import unreadable
 from ..config.choices import TASKS
 from ..config.recipe import Recipe
@@ -92,4 +92,6 @@ def tokenizer_of(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper
     stored = check_files(path)
     with library_errors(partial(unreadable, path, stored)):
         config = load_config(path)
-    return load_tokenizer(path, config, trust_remote_code), vocab_size_of(stored, path)
+    tokenizer = load_tokenizer(path, config, trust_remote_code)
+    take_images(tokenizer, model, path, stored)
+    return tokenizer, vocab_size_of(stored, path)

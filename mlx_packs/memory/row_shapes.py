@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bases.files import check_files, resolve_checkpoint
-from ..bases.tokenizer import load_tokenizer
+from ..bases.tokenizer import load_tokenizer, take_images
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -59,7 +59,9 @@ def row_shapes(
         return None
     try:
         path = resolve_checkpoint(model)
-        tokenizer = load_tokenizer(path, check_files(path), trust_remote_code=False)
+        config = check_files(path)
+        tokenizer = load_tokenizer(path, config, trust_remote_code=False)
+        take_images(tokenizer, model, path, config)
     except PackError:
         return None
 

@@ -97,6 +97,8 @@ class ImageLimits:
 class Images:
     """The images of one base model, and its vision tower while it is needed.
 
+    Without a ``model`` images are counted and named, but their features are not computed.
+
     Attributes:
         limits: what images may be.
         computed: images whose features were computed.
@@ -106,9 +108,7 @@ class Images:
     name: str
     path: Path
     config: Mapping[str, Any]
-    fingerprint: str
-    dtype: mx.Dtype
-    model: Any
+    model: Any = None
     limits: ImageLimits = field(default_factory=ImageLimits)
     computed: int = 0
     recalled: int = 0
@@ -121,7 +121,9 @@ class Images:
         self._tower: Tower | None = None
 
         self._rules = image_rules(self.config)
-        self._inputs = ImageInputs(self.model, self._place_prompt, self._rules)
+        self._inputs = None
+        if self.model is not None:
+            self._inputs = ImageInputs(self.model, self._place_prompt, self._rules)
 
     @property
     def is_read_at_once(self) -> bool:
@@ -152,16 +154,10 @@ class Images:
         return known
 
     def _added(self, picture: Picture, pixels: int) -> Image:
-        store = self._store(pixels)
-        features = store.get(picture.key)
-        if features is not None:
-            self.recalled += 1
+        if self.model is None:
+            features = self._opened_tower().counted(_resized(picture.image, pixels))
         else:
-            if self._tower is None:
-                self._tower = Tower(self.path, self.family, self.token)
-            features = self._tower.features(_resized(picture.image, pixels))
-            store.put(picture.key, features)
-            self.computed += 1
+            features = self._stored(picture, pixels)
 
         image = Image(
             key=picture.key,
@@ -176,6 +172,24 @@ class Images:
         )
         _TABLE.add(image)
         return image
+
+    def _stored(self, picture: Picture, pixels: int) -> Features:
+        """Return the features of an image from disk, or computed and written there."""
+        store = self._store(pixels)
+        features = store.get(picture.key)
+        if features is not None:
+            self.recalled += 1
+            return features
+
+        features = self._opened_tower().features(_resized(picture.image, pixels))
+        store.put(picture.key, features)
+        self.computed += 1
+        return features
+
+    def _opened_tower(self) -> Tower:
+        if self._tower is None:
+            self._tower = Tower(self.path, self.family, self.token)
+        return self._tower
 
     def close_tower(self) -> None:
         """Release the memory of the vision tower; the next image that is new loads it again."""
@@ -260,7 +274,7 @@ class Images:
 
     def _store(self, pixels: int) -> FeatureStore:
         if pixels not in self._stores:
-            facts = tower_facts(self.path, self.fingerprint, self.dtype, pixels)
+            facts = tower_facts(self.path, pixels)
             self._stores[pixels] = FeatureStore(facts)
             self._stores[pixels].sweep()
         return self._stores[pixels]

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import runtime
+from ..bases.fingerprint import fingerprint
 from ..files import cache_folder, remove_unused, replace_file
 from ..leftovers import temporary
 from ..runtime import mx
@@ -85,16 +87,20 @@ class FeatureStore:
             self._last.popitem(last=False)
 
 
-def tower_facts(path: Path, fingerprint: str, dtype: mx.Dtype, max_pixels: int) -> dict[str, Any]:
+def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
     """Return all that features depend on besides the image."""
     files = {}
     for name in _PROCESSOR_FILES:
         if (path / name).is_file():
             files[name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+
+    dtype = "as stored"
+    if runtime.on_cpu():
+        dtype = "float32"
     return {
-        "base": fingerprint,
+        "base": fingerprint(path),
         "processor": files,
-        "dtype": str(dtype),
+        "dtype": dtype,
         "max_pixels": max_pixels,
         "versions": [version(name) for name in ("mlx-vlm", "transformers", "pillow")],
     }

@@ -1,6 +1,8 @@
 """The vision tower, projector and image processor of a checkpoint, as mlx-vlm has them."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,7 @@ class Tower:
         def faulty(reason: str) -> PackError:
             return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
 
-        with library_errors(faulty), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with library_errors(faulty), _quiet():
             path = path.resolve()  # a relative one looks like the name of a repository
             self._model = load_model(path, lazy=True, strict=False)
             # the module of the model registers its processor
@@ -63,12 +64,17 @@ class Tower:
         self._family = family
         self._token = token
 
+    def counted(self, image: Any) -> Features:
+        """Return the text and the number of the features of a PIL image; ``rows`` are [n, 0]."""
+        inputs = self._inputs(image)
+        tokens = np.array(inputs["input_ids"][0])
+        count = np.count_nonzero(tokens == self._token)
+        return Features(self._text(tokens), mx.zeros((count, 0)), _patches(inputs))
+
     def features(self, image: Any) -> Features:
         """Return the features of a PIL image, computed."""
-        family = self._family
-        written = family.before + family.placeholder + family.after
-        inputs = dict(self._processor(text=[written], images=[image], return_tensors="np"))
-        inputs = {name: mx.array(values) for name, values in inputs.items()}
+        inputs = self._inputs(image)
+        patches = _patches(inputs)
         tokens = inputs.pop("input_ids")
         mask = inputs.pop("attention_mask", mx.ones_like(tokens))
 
@@ -77,20 +83,22 @@ class Tower:
         )
         places = np.flatnonzero(np.array(tokens[0]) == self._token)
         rows = entered.inputs_embeds[0][mx.array(places)]
-        if family.divided:
+        if self._family.divided:
             rows = rows * self._model.config.hidden_size**0.5
         levels = None
         if entered.deepstack_visual_embeds is not None:
             levels = mx.stack(list(entered.deepstack_visual_embeds))
 
-        patches = None
-        if "image_grid_thw" in inputs:
-            _, rows_of_patches, columns = inputs["image_grid_thw"][0].tolist()
-            patches = columns, rows_of_patches
-
         text = self._text(np.array(tokens[0]))
         mx.eval([rows] if levels is None else [rows, levels])
         return Features(text, rows, patches, levels, _shifts(entered, places))
+
+    def _inputs(self, image: Any) -> dict[str, mx.array]:
+        """Return what the processor makes of a text that has only this image."""
+        family = self._family
+        written = family.before + family.placeholder + family.after
+        inputs = self._processor(text=[written], images=[image], return_tensors="np")
+        return {name: mx.array(values) for name, values in inputs.items()}
 
     def _text(self, tokens: np.ndarray) -> str:
         """Return what the placeholder has become."""
@@ -100,6 +108,13 @@ class Tower:
             plain = plain[1:]
         text = tokenizer.decode(plain, skip_special_tokens=False)
         return text.removeprefix(self._family.before).removesuffix(self._family.after)
+
+
+def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:
+    if "image_grid_thw" not in inputs:
+        return None
+    _, rows, columns = inputs["image_grid_thw"][0].tolist()
+    return columns, rows
 
 
 def _shifts(entered: Any, places: np.ndarray) -> np.ndarray | None:
@@ -114,6 +129,21 @@ def _shifts(entered: Any, places: np.ndarray) -> np.ndarray | None:
     shifts[:, :3] = (of_text - np.arange(length))[:, places].T
     shifts[-1, 3] = of_text[0, -1] + 1 - length  # of what follows, all axes are the same
     return shifts
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what transformers and Python say to the authors of a processor."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _in_float32(array: mx.array) -> mx.array:
