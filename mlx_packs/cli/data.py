@@ -1,6 +1,7 @@
 """`packs data`: what a data set is, before an hour is spent on it."""
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,9 @@ def data(
     if samples and not isinstance(splits.format, PairFormat):
         split = splits.present()[0]
         rows = splits.rows[split][:samples]
-        examples = encode_tokens(rows, tokenizer, columns, encoding[split], splits.format)
-        shown = [masked(example, tokenizer) for example in examples.items]
+        with suppress(PackError):  # the overview says why none of these can be used
+            examples = encode_tokens(rows, tokenizer, columns, encoding[split], splits.format)
+            shown = [masked(example, tokenizer) for example in examples.items]
 
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
@@ -151,6 +153,11 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         if look.dropped:
             dropped = f", {look.dropped:,} of them without any target left"
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
+    if look.beyond:
+        facts.append(
+            f"{look.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
+            "(--on-long-row drop leaves them out)"
+        )
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
     if look.repeats is not None and split == "train":

@@ -12,8 +12,8 @@ _data = partial(option, section="Model and data")
 _column = partial(_data, metavar="COLUMN", column=True)
 
 ORDER = """
-data chat_feature prompt_feature completion_feature text_feature on_bad_row hold_out template_kwargs
-template_date max_pixels allow_urls hf_dataset
+data chat_feature prompt_feature completion_feature text_feature on_bad_row on_long_row hold_out
+template_kwargs template_date max_pixels allow_urls hf_dataset
 """.split()
 
 # Arguments of transformers' apply_chat_template.
@@ -67,6 +67,12 @@ class TextConfig(Settings):
     prompt_feature: str = _column("prompt", "Column with the prompt.")
     completion_feature: str = _column("completion", "Column with the completion.")
     text_feature: str = _column("text", "Column with plain text.")
+    on_long_row: str = _data(
+        "stop",
+        "What to do with examples whose images do not fit into --max-seq-length: stop with an "
+        "error, or leave them out and count them (drop). No image is cut.",
+        choices=("stop", "drop"),
+    )
     template_kwargs: dict = _data(
         {},
         "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and "

@@ -25,6 +25,7 @@ Reason = Literal[
     "half a surrogate pair",
     "rejected by the chat template",
     "image",
+    "images beyond --max-seq-length",
     "no target",
     "prompts differ",
     "same completions",
@@ -73,7 +74,10 @@ class BadRows:
         """Record a row, or raise its error if rows stop the run."""
         if self.stops:
             raise error
+        self.leave_out(index, error)
 
+    def leave_out(self, index: int, error: RowError) -> None:
+        """Record a row, whether bad rows stop the run or not."""
         error.__traceback__ = None  # of a million rows the frames would stay
         self.errors.append((index, error))
 

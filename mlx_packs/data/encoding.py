@@ -234,6 +234,7 @@ class Encoder:
 
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
         self.bad = BadRows(columns.on_bad_row == "stop")
+        self.drops_long_rows = columns.on_long_row == "drop"  # if they have images
         self.fingerprint = Fingerprint()
         self.lines = ByteFile() if is_part else None
         self.store = TokenStore()
@@ -376,6 +377,9 @@ class Encoder:
                 tokens = [*tokens, *end]
             if images:
                 tokens = self.images.numbered(tokens, images)
+                if min(tokens[self.options.max_seq_length :], default=0) < 0:
+                    self._leave_out(row, len(tokens), len(images))
+                    continue
 
             if self.in_pieces:
                 self.pieces.add(row, text, tokens, places)
@@ -386,6 +390,26 @@ class Encoder:
 
         for row, tokens in self.pieces.encoded():
             self._append(row, tokens, np.ones(len(tokens), dtype=bool))
+
+    def _leave_out(self, row: int, tokens: int, images: int) -> None:
+        """Leave out a row that the maximum length would cut inside or before an image."""
+        shown = "image"
+        if images > 1:
+            shown = f"{images} images"
+
+        error = RowError(
+            self.rows.where(row),
+            f"has {tokens:,} tokens with its {shown}, more than --max-seq-length "
+            f"{self.options.max_seq_length:,}, and no image is cut. Raise --max-seq-length, lower "
+            "--max-pixels, or leave such examples out by --on-long-row drop.",
+            "images beyond --max-seq-length",
+            flag="max_seq_length",
+        )
+
+        if self.drops_long_rows:
+            self.bad.leave_out(row, error)
+        else:
+            self.bad.add(row, error)
 
     def _append(self, row: int, tokens: list[int], target: np.ndarray) -> None:
         """Add an example, cut to the maximum length; without a target it is only counted."""

@@ -37,6 +37,7 @@ class SplitOverview:
     lengths: np.ndarray  # of the examples that were made of these rows, [N]
     cut: int  # rows that are longer than the maximum
     dropped: int  # rows that lose every target by that
+    beyond: int  # rows that have images beyond the maximum, which are not cut
     learned: float | None  # share of the tokens that the loss is on; None of pairs
     common: int  # tokens that every example begins with; 0 if fewer than 16, and of pairs
     # What examples, cut to the maximum, repeat of each other in batches of the default size; None
@@ -73,6 +74,7 @@ class SplitOverview:
             "histogram": [list(each) for each in self.histogram()],
             "cut": self.cut,
             "dropped": self.dropped,
+            "images_beyond": self.beyond,
             "learned": self.learned,
             "common": self.common,
             "repeats": repeats,
@@ -105,14 +107,15 @@ def look_at(
     repeats = None
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
-        facts = ("characters", lengths, 0, 0)
+        facts = ("characters", lengths, 0, 0, 0)
     else:
         limit = options.max_seq_length
         whole = replace(options, max_seq_length=_NO_LIMIT)
         examples = encode_tokens(looked_at, tokenizer, columns, whole, row_format)
         cut = np.flatnonzero(examples.lengths > limit).tolist()
         dropped = sum(not examples.items[i].target[:limit].any() for i in cut)
-        facts = ("tokens", examples.lengths, len(cut), dropped)
+        beyond = sum(examples.items[i].tokens[limit:].min() < 0 for i in cut)
+        facts = ("tokens", examples.lengths, len(cut), dropped, int(beyond))
         learned = examples.targets / max(1, int(examples.lengths.sum()))
         common = common_inputs(examples.items)
         bad = examples.bad

@@ -103,7 +103,7 @@ def encode_preferences(
 
     per_row = 1 if row_format is RATED else 2
     for i, error in examples.bad.errors:
-        bad.add(int(used[i // per_row]), error)
+        bad.leave_out(int(used[i // per_row]), error)
 
     if not len(kept):
         raise PackError(

@@ -35,7 +35,7 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     if pack is not None and source != "tiny":
         recipe = pack._part("recipe")
 
-    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
+    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date", "on_long_row")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
     if recipe.get("max_pixels") is not None:
         trained["max_pixels"] = recipe["max_pixels"]

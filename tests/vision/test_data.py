@@ -1,17 +1,22 @@
 """Commands on rows with images: what they show, count and compute."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlx_packs.bases.tokenizer import readable_text
 from mlx_packs.cli import mask
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
-from mlx_packs.data.encoding import encode
-from mlx_packs.data.rows import load_rows
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.preferences import encode_preferences
+from mlx_packs.data.rows import Row, load_rows
 from mlx_packs.memory.row_shapes import row_shapes
 from mlx_packs.packs.base import load_base
-from tests.helpers.image_rows import write_image_rows
+from tests.helpers.errors import raises
+from tests.helpers.image_rows import write_image, write_image_rows
+from tests.helpers.rows import chat
 from tests.helpers.vision_bases import write_vision_base
 
 pytestmark = pytest.mark.interop
@@ -67,3 +72,88 @@ def test_show_mask_and_data_name_images(family, folders, here, run):
     _, out, _ = run("data", "d", "--model", folders / family)
     assert out.count(LABELS[family]) == 4  # of two samples
     assert not (here / "cache" / "images").exists()
+
+
+def encoded(tokenizer, rows: list, limit: int, **columns):
+    rows = [Row(f"f:{i}", row, Path("d")) for i, row in enumerate(rows)]
+    return encode(rows, tokenizer, DataConfig(**columns), EncodingOptions(max_seq_length=limit))
+
+
+def test_no_image_of_a_long_row_is_cut(folders, here):
+    folder = write_image_rows(here / "d", images=2, train=1, valid=0)
+    row = json.loads((folder / "train.jsonl").read_text())
+    first = {
+        "messages": [*chat("One <image>", "A")["messages"], *chat("Two <image>", "B")["messages"]]
+    }
+    short = {"image": row["images"][0], **chat("What?", "B")}
+    rows = [{**first, "images": row["images"]}, chat("None", "A" * 100), short]
+    tokenizer, _ = mask.tokenizer_of(str(folders / "qwen3_vl"), False)
+    whole = encoded(tokenizer, rows, 4096)
+    last = int(np.flatnonzero(whole[0].tokens < 0)[-1]) + 1  # the length up to the last image
+
+    cut = encoded(tokenizer, [rows[0]], last)
+    assert (cut.lengths.tolist(), cut.cut) == ([last], 1)
+    for limit in (last - 1, last - 20):
+        with raises("data", "max_seq_length", "f:0", "2 images", "--max-pixels") as caught:
+            encoded(tokenizer, rows, limit)
+        assert caught.value.reason == "images beyond --max-seq-length"
+
+    for settings in ({"on_long_row": "drop"}, {"on_bad_row": "skip"}):
+        kept = encoded(tokenizer, rows, last - 1, **settings)
+        assert [i for i, _ in kept.bad.errors] == [0]
+        assert [example.where for example in kept] == ["f:1", "f:2"]
+    with raises("data", "data", "none of 1", "f:0"):
+        encoded(tokenizer, rows[:1], last - 1, on_long_row="drop")
+
+
+def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
+    folder = write_image_rows(here / "d", images=2, train=2, valid=0)
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    images = [json.loads(line)["images"] for line in lines]
+    asked = {"chosen": "Blue", "rejected": "Red, I think"}
+    rows = [
+        {"prompt": "What?", "images": images[0][:1], **asked},
+        {"prompt": "What?" * 9 + "<image><image>", "images": images[1], **asked},
+    ]
+    tokenizer, _ = mask.tokenizer_of(str(folders / "qwen3_vl"), False)
+    rows = [Row(f"f:{i}", row, folder) for i, row in enumerate(rows)]
+    lengths = encode_preferences(rows, tokenizer, DataConfig(), EncodingOptions()).row_lengths
+
+    options = EncodingOptions(max_seq_length=int(lengths[0].max()))
+    with raises("data", "max_seq_length", "f:1"):
+        encode_preferences(rows, tokenizer, DataConfig(), options)
+    kept = encode_preferences(rows, tokenizer, DataConfig(on_long_row="drop"), options)
+    assert (len(kept), kept.dropped, [i for i, _ in kept.bad.errors]) == (2, 0, [1])
+
+
+def test_a_run_reports_rows_whose_images_do_not_fit(folders, here, run):
+    folder = write_image_rows(here / "d", train=5, valid=2)
+    large = write_image(folder / "large.png", 100, 224, 224)
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"image": large.name, **chat("Which?" * 5 + "<image>", "This.")}) + "\n"
+        )
+
+    options = ("--model", folders / "qwen3_vl", "--max-seq-length", "80")
+    code, out, _ = run("data", "d", *options, "--json")
+    assert (code, json.loads(out)["splits"]["train"]["images_beyond"]) == (0, 1)
+    assert "1 have images beyond 80" in run("data", "d", *options)[1]
+
+    arguments = (
+        "train",
+        "--data",
+        "d",
+        *options,
+        "--iters",
+        "1",
+        "--num-layers",
+        "1",
+        "--out",
+        "o",
+    )
+    assert run(*arguments)[0] == 2
+    assert (run.error.code, run.error.flag) == ("data", "max_seq_length")
+    code, out, err = run(*arguments, "--on-long-row", "drop", "--json")
+    assert code == 0, err
+    assert "1 of 6 train examples left out: 1 images beyond --max-seq-length" in err
+    assert json.loads(out)["bad_rows"] == {"train": {"images beyond --max-seq-length": 1}}
