@@ -63,6 +63,11 @@ def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any 
         tokenizer._images = open_images(name, path, config, model)
 
 
+def images_of(tokenizer: Any) -> Any:
+    """The `vision.images.Images` of a tokenizer; None if its base takes none."""
+    return getattr(tokenizer, "_images", None)
+
+
 def _parser_of_named_template(tokenizer: Any) -> str | None:
     """mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
     from mlx_lm import tokenizer_utils
@@ -110,7 +115,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 def readable_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens; an image is ``[image 32x28 patches]``."""
-    images = getattr(tokenizer, "_images", None)
+    images = images_of(tokenizer)
     if images is None or min(tokens, default=0) >= 0:
         return tokenizer.decode(list(tokens))
     return images.readable(tokenizer, list(tokens))

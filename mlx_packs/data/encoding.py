@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..bases.tokenizer import starts_twice, tokenizer_errors
+from ..bases.tokenizer import images_of, starts_twice, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
@@ -142,15 +142,17 @@ def encode(
     columns: DataConfig,
     options: EncodingOptions = DEFAULTS,
     row_format: RowFormat | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> Examples:
     """Return tokens and targets of every row of a split; all must have one format.
 
     Rows are read, rendered and tokenized some at a time, and their text is not stored. A row that
-    cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out.
+    cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out. ``advance`` is
+    called after each row is rendered, with the features of its images.
     """
     first, row_format = checked_format(rows, columns, row_format)
     encoder = Encoder(as_rows(rows), tokenizer, columns, options, row_format, first.where)
-    encoder.encode(0, len(rows))
+    encoder.encode(0, len(rows), advance)
     return encoder.examples()
 
 
@@ -218,7 +220,7 @@ class Encoder:
         self.first = first  # the place of a row of this format, as messages name it
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
-        self.images = getattr(tokenizer, "_images", None)  # of a base that takes some
+        self.images = images_of(tokenizer)
         if self.images is not None:
             self.images.limit(columns.max_pixels, columns.allow_urls)
 
@@ -240,10 +242,10 @@ class Encoder:
         self.store = TokenStore()
         self.cut = self.dropped = 0
 
-    def encode(self, start: int, stop: int) -> None:
+    def encode(self, start: int, stop: int, advance: Callable[[], None] | None = None) -> None:
         with ThreadPoolExecutor(1, "tokenizer") as thread:
             waiting: tuple[list[_Rendered], Future] | None = None
-            for chunk in self._chunks(start, stop):
+            for chunk in self._chunks(start, stop, advance or (lambda: None)):
                 ahead = thread.submit(self._encodings, [each.text for each in chunk])
                 if self.in_pieces:  # which are tokenized where they are stored
                     wait([ahead])
@@ -298,7 +300,9 @@ class Encoder:
         self.cut += cut
         self.dropped += dropped
 
-    def _chunks(self, start: int, stop: int) -> Iterator[list[_Rendered]]:
+    def _chunks(
+        self, start: int, stop: int, advance: Callable[[], None]
+    ) -> Iterator[list[_Rendered]]:
         chunk: list[_Rendered] = []
         size = 0  # characters
         for i, row in enumerate(self.rows[start:stop], start):
@@ -311,6 +315,8 @@ class Encoder:
             except RowError as error:
                 self.bad.add(i, error)
                 continue
+            finally:
+                advance()
 
             chunk.append(rendered)
             size += len(rendered.text)

@@ -67,11 +67,12 @@ def encode_preferences(
     options: EncodingOptions,
     row_format: RowFormat = PREFERENCE,
     num_proc: int | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> PreferenceExamples:
     """Return every row of `PREFERENCE` or `RATED`; targets are the completions.
 
     At most ``num_proc`` processes encode them. A row that cannot be used is a RowError, unless
-    ``columns.on_bad_row`` leaves such rows out.
+    ``columns.on_bad_row`` leaves such rows out. ``advance`` is called as by `encode_cached`.
     """
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
@@ -81,21 +82,14 @@ def encode_preferences(
     options = replace(options, loss_on="completion")
     usable = rows.select(used)
 
+    shared = {"row_format": COMPLETION, "num_proc": num_proc, "advance": advance}
     if row_format is RATED:
-        examples, _ = encode_cached(
-            usable, tokenizer, columns, options, row_format=COMPLETION, num_proc=num_proc
-        )
+        examples, _ = encode_cached(usable, tokenizer, columns, options, **shared)
         kept = examples.items.parts["rows"]
         items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
     else:
-        examples, _ = encode_cached(
-            both_completions(usable, columns),
-            tokenizer,
-            columns,
-            options,
-            row_format=COMPLETION,
-            num_proc=num_proc,
-        )
+        both = both_completions(usable, columns)
+        examples, _ = encode_cached(both, tokenizer, columns, options, **shared)
         sides = examples.items.parts["rows"]
         first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))
         kept = sides[first] // 2
@@ -353,13 +347,16 @@ def encode_scored(
     columns: DataConfig,
     options: EncodingOptions,
     num_proc: int | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> PreferenceExamples:
     """Return both completions of every row, to be scored, as `encode_preferences`.
 
     Rows with a completion of ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one
     would be scored in its middle.
     """
-    examples = encode_preferences(rows, tokenizer, columns, options, num_proc=num_proc)
+    examples = encode_preferences(
+        rows, tokenizer, columns, options, num_proc=num_proc, advance=advance
+    )
     longest = examples.lengths.reshape(-1, 2).max(axis=1)
     kept = np.flatnonzero(longest < options.max_seq_length)
 

@@ -1,7 +1,7 @@
 """Prompts as tokens: the rows whose completions a run generates."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +118,16 @@ class PromptCollate:
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, max_seq_length: int
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    max_seq_length: int,
+    advance: Callable[[], None] = lambda: None,
 ) -> Prompts:
     """Return the prompt of every row as the chat template renders it.
 
     A row that cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out.
+    ``advance`` is called after each row.
     """
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
@@ -140,6 +145,8 @@ def encode_prompts(
         except RowError as error:
             bad.add(i, error)
             continue
+        finally:
+            advance()
 
         fingerprint.add(row)
         used.append(i)

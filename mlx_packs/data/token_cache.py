@@ -23,7 +23,7 @@ from ..errors import PackError
 from ..files import cache_folder, remove_unused
 from .bad_rows import BadRows
 from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
-from .encoding_parts import EncodingJob, encode_parts, parts_of
+from .encoding_parts import EncodingJob, encode_parts, part_count, parts_of
 from .formats import Row, RowFormat
 from .sources import Rows, as_rows
 from .token_store import DTYPES, StoredExamples, read_arrays, write_arrays
@@ -53,7 +53,7 @@ def encode_cached(
 
     Splits of less than ``least_bytes`` are encoded each time, and so is a split that no key can
     cover. At most ``num_proc`` processes encode a split of several parts (`encoding_parts`), and
-    ``advance`` is called after each part.
+    ``advance`` is called after each part, or after each row if the base takes images: `steps_of`.
     """
     rows = as_rows(rows)
     folder = cache_folder("tokens")
@@ -62,7 +62,9 @@ def encode_cached(
         key = cache_key(rows, tokenizer, columns, options, row_format)
 
     if key is None:
-        return encode(rows, tokenizer, columns, options, row_format), None
+        if not takes_images(tokenizer):
+            advance = None
+        return encode(rows, tokenizer, columns, options, row_format, advance), None
 
     file = folder / f"{key}.npy"
     if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
@@ -87,6 +89,13 @@ def encode_cached(
     for kind in ("*.npy", "*.safetensors"):  # and those of earlier versions
         remove_unused(folder, kind, _DAYS)
     return _read(file, key, rows, columns, options, row_format) or examples, file
+
+
+def steps_of(rows: Sequence[Row], tokenizer: Any) -> tuple[int, str]:
+    """Return the steps of `encode_cached` for a bar, and what they are."""
+    if takes_images(tokenizer):
+        return len(rows), "examples"
+    return part_count(as_rows(rows)), "parts"
 
 
 def cache_key(

@@ -33,6 +33,7 @@ from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
+from .images import advance_of
 from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
@@ -101,11 +102,14 @@ class GRPOTask(Task):
             columns = phase.sources[0]
             length = phase.train.max_seq_length
             of_phase = {}
-            for split in read.present():
-                prompts = encode_prompts(read.rows[split], base.tokenizer, columns, length)
-                read.note_encoded(split, prompts.fingerprint, prompts.bad)
-                self.reward.check(prompts)
-                of_phase[split] = prompts
+            rows = {split: read.rows[split] for split in read.present()}
+            with display.task("data", sum(map(len, rows.values())), "prompts") as bar:
+                advance = advance_of(bar, base.tokenizer)
+                for split, own in rows.items():
+                    prompts = encode_prompts(own, base.tokenizer, columns, length, advance)
+                    read.note_encoded(split, prompts.fingerprint, prompts.bad)
+                    self.reward.check(prompts)
+                    of_phase[split] = prompts
 
             counts = " / ".join(f"{len(part):,} {split}" for split, part in of_phase.items())
             display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")

@@ -1,10 +1,11 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ..adapters.trainable import Trainable
+from ..bases.turns import takes_images
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
@@ -39,6 +40,7 @@ from ..packs.base import Base, check_forward
 from ..packs.card import format_change, phase_lines
 from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
+from .images import advance_of
 from .phases import PhaseData, RunPhase
 from .shared_prefix import check_trees
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
@@ -70,14 +72,19 @@ class PreferenceTask(TokenTask):
                 display.line("phase", f"{phase.name}: {t.iters:,} batches")
 
             options = EncodingOptions(max_seq_length=t.max_seq_length, vocab_size=base.vocab_size)
-            present = read.present()
-            with display.task("data", len(present), "splits") as bar:
-                for split in present:
-                    rows = read.rows[split]
-                    examples = self._encoded(rows, columns, options)
+            steps, unit = self._steps(read)
+            with display.task("data", sum(steps.values()), unit) as bar:
+                advance = None
+                if takes_images(base.tokenizer):
+                    advance = advance_of(bar, base.tokenizer)
+
+                for split, count in steps.items():
+                    done = bar.done
+                    examples = self._encoded(read.rows[split], columns, options, advance)
                     read.note_encoded(split, examples.fingerprint, examples.bad)
                     of_phase[split] = examples
-                    bar.advance()
+                    if left := done + count - bar.done:
+                        bar.advance(steps=left)
 
             lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
             self._describe(read, of_phase, t, lost)
@@ -110,11 +117,32 @@ class PreferenceTask(TokenTask):
     def _costs(self, examples: PreferenceExamples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
 
+    def _steps(self, read: Splits) -> tuple[dict[str, int], str]:
+        """Return the steps of encoding each split, and what they are."""
+        present = read.present()
+        if not takes_images(self.base.tokenizer):
+            return dict.fromkeys(present, 1), "splits"
+
+        completions = 2
+        if self._row_format() is RATED:
+            completions = 1
+        return {split: completions * len(read.rows[split]) for split in present}, "completions"
+
     def _encoded(
-        self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
+        self,
+        rows: Sequence[Row],
+        columns: DataConfig,
+        options: EncodingOptions,
+        advance: Callable[[], None] | None,
     ) -> PreferenceExamples:
         return encode_preferences(
-            rows, self.base.tokenizer, columns, options, self._row_format(), self.train.num_proc
+            rows,
+            self.base.tokenizer,
+            columns,
+            options,
+            self._row_format(),
+            self.train.num_proc,
+            advance,
         )
 
     def _row_format(self) -> RowFormat:

@@ -1,6 +1,6 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..adapters.score_head import fresh_score_head, with_score_head
@@ -44,9 +44,14 @@ class RewardTask(PreferenceTask):
         )
 
     def _encoded(
-        self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
+        self,
+        rows: Sequence[Row],
+        columns: DataConfig,
+        options: EncodingOptions,
+        advance: Callable[[], None] | None,
     ) -> PreferenceExamples:
-        return encode_scored(rows, self.base.tokenizer, columns, options, self.train.num_proc)
+        num_proc = self.train.num_proc
+        return encode_scored(rows, self.base.tokenizer, columns, options, num_proc, advance)
 
     def _targets_line(self, examples: PreferenceExamples) -> str:
         return "each completion scored at its last token"

@@ -11,7 +11,6 @@ from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.dataset import Dataset
 from ..data.encoding import EncodingOptions, Examples
-from ..data.encoding_parts import part_count
 from ..data.fim import FillInTheMiddle
 from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
@@ -19,14 +18,14 @@ from ..data.left_out import template_notes
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.sharing import draws_at_random, plan_groups, plan_trees
-from ..data.sources import as_rows
-from ..data.token_cache import encode_cached
+from ..data.token_cache import encode_cached, steps_of
 from ..data.token_store import masked
 from ..data.trees import TreePlan
 from ..display import VERBOSE, Display
 from ..errors import PackError
 from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
+from .images import advance_of
 from .phases import PhaseData, RunPhase, sample
 from .shared_prefix import computes_trees, passes_of, say_nothing_shared, show_trees
 from .task import Task
@@ -166,9 +165,11 @@ def encode_splits(
     """Return the tokens of every split that has examples; show their number and what was cut."""
     present = splits.present()
     examples = {}
-    counts = {split: part_count(as_rows(splits.rows[split])) for split in present}
+    steps = {split: steps_of(splits.rows[split], base.tokenizer) for split in present}
+    counts = {split: count for split, (count, _) in steps.items()}
 
-    with display.task("data", sum(counts.values()), "parts") as bar:
+    with display.task("data", sum(counts.values()), steps["train"][1]) as bar:
+        advance = advance_of(bar, base.tokenizer)
         for split in present:
             done = bar.done
             examples[split], file = encode_cached(
@@ -178,7 +179,7 @@ def encode_splits(
                 encoding_options(train, split, splits.format, base.vocab_size),
                 row_format=splits.format,
                 num_proc=train.num_proc,
-                advance=bar.advance,
+                advance=advance,
             )
 
             for _ in range(done + counts[split] - bar.done):  # what was cached, or small

@@ -101,8 +101,7 @@ class Images:
 
     Attributes:
         limits: what images may be.
-        computed: images whose features were computed.
-        recalled: images whose features were on disk.
+        computed: images whose features were computed since `start_count`.
     """
 
     name: str
@@ -111,12 +110,12 @@ class Images:
     model: Any = None
     limits: ImageLimits = field(default_factory=ImageLimits)
     computed: int = 0
-    recalled: int = 0
 
     def __post_init__(self) -> None:
         self.family = VISION_FAMILIES[self.config["model_type"]]
         self.token = image_token_of(self.config)
         self._known: dict[tuple[str, int], Image] = {}
+        self._used: dict[tuple[str, int], Image] = {}  # since `start_count`
         self._stores: dict[int, FeatureStore] = {}
         self._tower: Tower | None = None
 
@@ -137,6 +136,25 @@ class Images:
             return "the tokens of an image see each other, and a prefix may end inside one"
         return None
 
+    @property
+    def recalled(self) -> int:
+        """How many images were used whose features were known before."""
+        return len(self._used) - self.computed
+
+    def start_count(self) -> None:
+        """Count images anew, as a run does that has a loaded base."""
+        self._used = {}
+        self.computed = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return how many different images were used, and the tokens of all of them."""
+        return {
+            "count": len(self._used),
+            "computed": self.computed,
+            "recalled": self.recalled,
+            "tokens": sum(image.count for image in self._used.values()),
+        }
+
     def limit(self, max_pixels: int, allow_urls: bool) -> None:
         """Set what images may be: see --max-pixels and --allow-urls."""
         self.limits = ImageLimits(max_pixels, allow_urls)
@@ -147,11 +165,11 @@ class Images:
             raise ValueError("a message has a place for an image, but no image.")
         picture = open_picture(source, self.limits.allow_urls)
         pixels = self.limits.max_pixels
-        known = self._known.get((picture.key, pixels))
-        if known is None:
-            known = self._added(picture, pixels)
-            self._known[picture.key, pixels] = known
-        return known
+        key = picture.key, pixels
+        if key not in self._known:
+            self._known[key] = self._added(picture, pixels)
+        self._used[key] = self._known[key]
+        return self._known[key]
 
     def _added(self, picture: Picture, pixels: int) -> Image:
         if self.model is None:
@@ -178,7 +196,6 @@ class Images:
         store = self._store(pixels)
         features = store.get(picture.key)
         if features is not None:
-            self.recalled += 1
             return features
 
         features = self._opened_tower().features(_resized(picture.image, pixels))

@@ -40,6 +40,7 @@ class FeatureStore:
             folder = Path(self._temporary.name)
         self.folder = folder / name
         self._last: OrderedDict[str, Features] = OrderedDict()
+        self._last_bytes = 0
 
     def get(self, key: str) -> Features | None:
         """Return the features of an image; None if they are not stored, or damaged."""
@@ -83,8 +84,10 @@ class FeatureStore:
 
     def _keep(self, key: str, features: Features) -> None:
         self._last[key] = features
-        while sum(each.nbytes for each in self._last.values()) > _IN_MEMORY:
-            self._last.popitem(last=False)
+        self._last_bytes += features.nbytes
+        while self._last_bytes > _IN_MEMORY:
+            _, oldest = self._last.popitem(last=False)
+            self._last_bytes -= oldest.nbytes
 
 
 def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:

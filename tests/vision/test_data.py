@@ -1,11 +1,13 @@
 """Commands on rows with images: what they show, count and compute."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mlx_packs import Observer, train_pack
 from mlx_packs.bases.tokenizer import readable_text
 from mlx_packs.cli import mask
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
@@ -13,10 +15,11 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.preferences import encode_preferences
 from mlx_packs.data.rows import Row, load_rows
 from mlx_packs.memory.row_shapes import row_shapes
-from mlx_packs.packs.base import load_base
+from mlx_packs.packs.base import Base, load_base
 from tests.helpers.errors import raises
 from tests.helpers.image_rows import write_image, write_image_rows
-from tests.helpers.rows import chat
+from tests.helpers.rows import CHATS, chat, write_rows
+from tests.helpers.runs import Lines
 from tests.helpers.vision_bases import write_vision_base
 
 pytestmark = pytest.mark.interop
@@ -157,3 +160,110 @@ def test_a_run_reports_rows_whose_images_do_not_fit(folders, here, run):
     assert code == 0, err
     assert "1 of 6 train examples left out: 1 images beyond --max-seq-length" in err
     assert json.loads(out)["bad_rows"] == {"train": {"images beyond --max-seq-length": 1}}
+
+
+class FirstStep(Observer):
+    """Ends a run by an error at its first step; notes whether the vision tower is open then."""
+
+    def __init__(self, base: Base, fails: bool = False) -> None:
+        self.images = base.tokenizer._images
+        self.fails = fails
+        self.is_open: bool | None = None
+
+    def on_checkpoint(self, folder: Path) -> None:
+        self.is_open = self.images._tower is not None
+        if self.fails:
+            raise ZeroDivisionError
+
+
+def test_features_are_computed_by_the_first_run_only(folders, here):
+    write_image_rows(here / "d", train=5, valid=2)
+    train = {"iters": 2, "save_every": 1, "matmul_path": "dense"}
+    computed = {"count": 7, "computed": 7, "recalled": 0, "tokens": 7 * 16}
+    recalled = {**computed, "computed": 0, "recalled": 7}
+    lora = {"rank": 2, "num_layers": 1}
+
+    base = load_base(folders / "qwen3_vl")
+    first = FirstStep(base)
+    display = Lines()
+    run = train_pack(base, "d", lora, train, "o", callbacks=[first], display=display)
+    assert (run.report["images"], first.is_open) == (computed, False)
+    assert "images 7, 16 tokens each on average: 7 computed" in display.lines
+
+    run = train_pack(base, "d", lora, train, "same", progress=False)  # the base that is loaded
+    assert run.report["images"] == recalled
+
+    base = load_base(folders / "qwen3_vl")
+    with pytest.raises(ZeroDivisionError):
+        broken = FirstStep(base, fails=True)
+        train_pack(base, "d", lora, train, "p", callbacks=[broken], progress=False)
+
+    base = load_base(folders / "qwen3_vl")
+    run = train_pack(base, "d", lora, train, "p", resume=True, display=display)
+    assert run.report["images"] == recalled
+    assert "images 7, 16 tokens each on average: 7 from earlier runs" in display.lines
+
+
+def test_a_run_without_images_reports_none(folders, here):
+    write_rows(here / "d", train=CHATS, valid=CHATS[:1])
+    train = {"iters": 1, "matmul_path": "dense"}
+    run = train_pack(folders / "qwen3_vl", "d", {"rank": 2}, train, "o", progress=False)
+    assert "images" not in run.report
+
+
+@pytest.mark.parametrize("task", ["lm", "dpo", "kto", "reward", "grpo"])
+def test_the_bar_counts_examples_and_computed_images(task, folders, here):
+    write_image_rows(here / "d", train=4, valid=2)
+    for split in ("train", "valid"):
+        rows = [
+            json.loads(line) for line in (here / "d" / f"{split}.jsonl").read_text().splitlines()
+        ]
+        write_rows(here / "d", **{split: [of_task(task, row) for row in rows]})
+
+    bars = Bars()
+    train = {"iters": 1, "matmul_path": "dense", "batch_size": 2}
+    options = {"task": task, "max_seq_length": 128}
+    reward = None
+    if task == "grpo":
+        options |= {"num_generations": 2, "max_completion_length": 4}
+        reward = longest
+    train_pack(
+        folders / "qwen3_vl", "d", {"rank": 2}, train | options, "o", display=bars, reward=reward
+    )
+    steps = {"dpo": 12, "reward": 12}.get(task, 6)
+    assert [(bar.done, bar.total) for bar in bars.encoding] == [(steps, steps)]
+    assert bars.texts[-1].endswith(", 6 images computed")
+
+
+def longest(prompts: list, completions: list, **_) -> list[float]:
+    return [float(len(each)) for each in completions]
+
+
+def of_task(task: str, row: dict) -> dict:
+    asked = {"prompt": "What?", "images": row["images"]}
+    answer = row["messages"][1]["content"]
+    if task in ("dpo", "reward"):
+        return {**asked, "chosen": answer, "rejected": "No."}
+    if task == "kto":
+        return {**asked, "completion": answer, "label": True}
+    if task == "grpo":
+        return asked
+    return row
+
+
+class Bars(Lines):
+    """Keeps the bars of encoding, and the texts beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoding = []
+        self.texts = []
+
+    @contextmanager
+    def task(self, label, *args, **named):
+        with super().task(label, *args, **named) as bar:
+            if label == "data":
+                self.encoding.append(bar)
+                plain = bar.advance
+                bar.advance = lambda text="", steps=1: (self.texts.append(text), plain(text, steps))
+            yield bar
