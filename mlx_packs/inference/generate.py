@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ..bases.model import BaseModel
     from ..runtime import mx
 
+# Maps the tokens so far and logits [1, V] to logits.
+Processor = Callable[["mx.array", "mx.array"], "mx.array"]
+
 PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 _LEAST_SHARED = 16  # tokens that prompts have in common, which are read once
 _READ_AT_ONCE = 2048  # tokens of a prompt, as mlx-lm reads them
@@ -86,15 +89,38 @@ def responses(
         list(prompt),
         max_tokens=sampling.max_tokens,
         sampler=make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k),
-        logits_processors=make_logits_processors(
-            repetition_penalty=None if penalty == 1 else penalty,
-            repetition_context_size=PENALIZED_TOKENS,
+        logits_processors=seeing_no_images(
+            base,
+            make_logits_processors(
+                repetition_penalty=None if penalty == 1 else penalty,
+                repetition_context_size=PENALIZED_TOKENS,
+            ),
         ),
         prompt_cache=cache,
         prefill_step_size=_part_size(base, [prompt]),
     )
     with factors_cast(base.model):
         yield from pieces
+
+
+def seeing_no_images(base: "BaseModel", processors: Sequence[Processor]) -> list[Processor]:
+    """Return processors that are called with the token of the vocabulary for each image token.
+
+    Penalties index logits by tokens, and the tokens of images are numbers below zero.
+    """
+    images = getattr(base.tokenizer, "_images", None)
+    if images is None:
+        return list(processors)
+
+    from ..runtime import mx
+
+    def of_vocabulary(process: Processor) -> Processor:
+        def call(tokens: "mx.array", logits: "mx.array") -> "mx.array":
+            return process(mx.where(tokens < 0, images.token, tokens), logits)
+
+        return call
+
+    return [of_vocabulary(process) for process in processors]
 
 
 def reads_at_once(base: "BaseModel", prompt: Sequence[int]) -> bool:
@@ -118,12 +144,26 @@ def _check_tokens(base: "BaseModel", prompt: Sequence[int]) -> None:
     """Raise PackError for a token that the base lacks: MLX would read past its embeddings."""
     if not len(prompt):
         raise PackError(f"{base.name}: the tokenizer makes no token of the prompt.", "unreadable")
+    check_end(prompt)
     if max(prompt) >= base.vocab_size:
         raise PackError(
             f"{base.name}: token {max(prompt)} of the prompt is beyond the base's vocabulary of "
             f"{base.vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
             "this one beside its weights.",
             "mismatch",
+        )
+
+
+def check_end(prompt: Sequence[int]) -> None:
+    """Raise PackError for an image in the last two tokens, which may be read one at a time.
+
+    The model does not look for images in one token alone (`nn.images.ImageInputs`).
+    """
+    if min(prompt[-2:]) < 0:
+        raise PackError(
+            "the prompt ends with an image, which no text follows. Ask a question after it, or use "
+            "a chat template that begins an answer.",
+            "data",
         )
 
 
