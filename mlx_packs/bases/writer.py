@@ -9,11 +9,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from .. import runtime
+from .. import late, runtime
 from ..display import QUIET, Display, Task
 from ..errors import Interrupted, PackError
 from ..files import (
@@ -34,6 +36,7 @@ from .files import RECORD
 from .fingerprint import fingerprint
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
+from .vision_families import has_vision_tower, path_in_mlx_vlm
 from .weight_formats import WeightFormat, check_finite
 from .write_plan import Item, WritePlan, in_shards
 
@@ -179,6 +182,13 @@ def plan_quantized(
         path, _, parameter = name.rpartition(".")
         weight_format = formats.get(path) if parameter == "weight" else None
         items.append(Item.of(name, tensor, weight_format, options.layout))
+    if _keeps_vision_tower(config, options.layout):
+        family = config["model_type"]
+        tower = late.load("vision.tower:tower_tensors")(source)
+        items = [replace(item, **_in_mlx_vlm(item, family)) for item in items]
+        items += [Item.of(name, tensor, None, options.layout) for name, tensor in tower.items()]
+        tensors = {path_in_mlx_vlm(name, family): tensor for name, tensor in tensors.items()}
+        tensors |= tower
 
     if not any(item.weight_format for item in items):
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
@@ -187,6 +197,21 @@ def plan_quantized(
     config = _new_config(config, options, formats, list(dense), items)
     quantization = options.weight_format.to_config()
     return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
+
+
+def _keeps_vision_tower(config: dict, layout: str) -> bool:
+    """Return whether the tower of a checkpoint is written, too: mlx-vlm names its tensors.
+
+    By the names of transformers nothing is left out.
+    """
+    is_installed = find_spec("mlx_vlm") is not None
+    return has_vision_tower(config) and is_installed and layout != "bitsandbytes"
+
+
+def _in_mlx_vlm(item: Item, family: str) -> dict:
+    """Return the name of an item, and of what it becomes, as mlx-vlm has them."""
+    outline = {path_in_mlx_vlm(name, family): array for name, array in item.outline.items()}
+    return {"name": path_in_mlx_vlm(item.name, family), "outline": outline}
 
 
 def _by_names_of_transformers(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from .. import runtime
 from ..bases.vision_families import VisionFamily
@@ -115,6 +115,19 @@ def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:
         return None
     _, rows, columns = inputs["image_grid_thw"][0].tolist()
     return columns, rows
+
+
+def tower_tensors(path: Path) -> dict[str, mx.array]:
+    """Return the tensors of a checkpoint that no language model has, lazy, by mlx-vlm's names."""
+    from mlx_vlm.utils import load_model
+
+    def faulty(reason: str) -> PackError:
+        return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
+
+    with library_errors(faulty), _quiet():
+        model = load_model(path.resolve(), lazy=True, strict=False)
+    named = tree_flatten(model.parameters())
+    return {name: array for name, array in named if not name.startswith("language_model.")}
 
 
 def _shifts(entered: Any, places: np.ndarray) -> np.ndarray | None:

@@ -9,9 +9,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
 from mlx_packs.bases.vision_families import VISION_FAMILIES, path_of_mlx_vlm
+from mlx_packs.bases.weight_formats import MLXFormat
+from mlx_packs.bases.writer import quantize
 from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.token_store import Example
 from mlx_packs.packs.pack import Pack
@@ -164,3 +168,28 @@ def test_an_exported_pack_comes_back_bit_identically(family, form, trained, tmp_
     assert set(ours) == set(theirs) and again
     for name, tensor in ours.items():
         assert np.array_equal(np.array(tensor), np.array(theirs[name])), name
+
+
+def logits_here(folder, pack=None) -> np.ndarray:
+    base = load_base(folder)
+    tokens = render_conversation(base.tokenizer, conversation(), tokenize=True)
+    if pack is not None:
+        base.swap_pack(pack)
+    return np.array(base.model(mx.array([tokens])))
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "mistral3"])
+def test_quantized_and_merged_bases_keep_their_towers(family, trained, tmp_path):
+    from mlx_vlm.utils import load
+
+    folder, pack = trained(family)
+    merge_pack(pack, folder, tmp_path / "merged")
+    whole = logits_here(folder, pack)
+    assert np.abs(logits_here(tmp_path / "merged") - whole).max() <= 1e-4 * np.abs(whole).max()
+
+    quantized = tmp_path / "quantized"
+    quantize(tmp_path / "merged", quantized, QuantizeOptions(MLXFormat("affine", 8, 32)))
+    model, processor = load(str(quantized))
+    tokens, pixels, others = inputs_of_mlx_vlm(load_base(quantized), processor)
+    theirs = np.array(model(tokens, pixels, mask=None, **others).logits)
+    assert np.abs(logits_here(quantized) - theirs).max() <= 1e-4 * np.abs(theirs).max()
