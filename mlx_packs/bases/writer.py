@@ -182,7 +182,10 @@ def plan_quantized(
         path, _, parameter = name.rpartition(".")
         weight_format = formats.get(path) if parameter == "weight" else None
         items.append(Item.of(name, tensor, weight_format, options.layout))
-    if _keeps_vision_tower(config, options.layout):
+
+    # mlx-vlm names the tensors of a tower; by the names of transformers none is left out
+    has_tower = has_vision_tower(config) and find_spec("mlx_vlm") is not None
+    if has_tower and options.layout != "bitsandbytes":
         family = config["model_type"]
         tower = late.load("vision.tower:tower_tensors")(source)
         items = [replace(item, **_in_mlx_vlm(item, family)) for item in items]
@@ -197,15 +200,6 @@ def plan_quantized(
     config = _new_config(config, options, formats, list(dense), items)
     quantization = options.weight_format.to_config()
     return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
-
-
-def _keeps_vision_tower(config: dict, layout: str) -> bool:
-    """Return whether the tower of a checkpoint is written, too: mlx-vlm names its tensors.
-
-    By the names of transformers nothing is left out.
-    """
-    is_installed = find_spec("mlx_vlm") is not None
-    return has_vision_tower(config) and is_installed and layout != "bitsandbytes"
 
 
 def _in_mlx_vlm(item: Item, family: str) -> dict:
