@@ -24,6 +24,7 @@ NAMES = (
     "whole",
     "prefix",
     "trees",
+    "image_steps",
     "quantization_error",
     "plan_accuracy",
     "quantize",
