@@ -260,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     here = Environment.here()
     seconds = measure(options)
-    found = records(here, options, seconds)
-    for each in found:
+    new_records = records(here, options, seconds)
+    for each in new_records:
         print(f"{each.implementation:18} {each.p50:8.3f} s   {each.ratio:.2f}x of text")
-    history.append(found, options.history)
+    history.append(new_records, options.history)
     return 0
 
 
