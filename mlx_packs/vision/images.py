@@ -7,10 +7,13 @@ batch to the model, and numbers their tokens by rows of these.
 
 import bisect
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,16 +29,19 @@ from .store import FeatureStore, tower_facts
 from .tower import Features, Tower
 
 _FEW_ROWS = 64  # features of a batch are padded to one of few numbers if steps are compiled
+_NUMBERS = (1 << 31) - 1 + FIRST_IMAGE  # of features: a token is an int32
+_IN_MEMORY = 512 << 20  # bytes of the features that `Images.keep_in_memory` keeps
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Image:
-    """An image that texts have been encoded with.
+    """An image that texts have been encoded with. Its tokens have a meaning while it exists.
 
     start: the number of its first feature among those of all images of the process.
     shifts: float32 [count, 4], as `nn.images.ShownImages`; None where positions are places.
+    features: None if they are in a `FeatureStore`.
     """
 
     key: str
@@ -47,6 +53,14 @@ class Image:
     patches: tuple[int, int] | None  # in a row and in a column; None where it is cut into parts
     start: int
     shifts: np.ndarray | None
+    features: Features | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features that the image itself has."""
+        if self.features is None:
+            return 0
+        return self.features.nbytes
 
     @property
     def label(self) -> str:
@@ -62,20 +76,52 @@ class Image:
 
 
 class _Table:
-    """All images of this process, by their features."""
+    """The images of this process that still exist, by their features.
+
+    Numbers of features are given again after 2 billion others; ``rounds`` counts how often.
+    """
 
     def __init__(self) -> None:
-        self._images: list[Image] = []
-        self._starts: list[int] = []
-        self.end = 0
+        self._images: WeakValueDictionary[int, Image] = WeakValueDictionary()
+        self._starts: list[int] = []  # in order; those of images that are gone among them
+        self._lock = threading.Lock()
+        self._end = 0
+        self.rounds = 0
+
+    def reserve(self, count: int) -> int:
+        """Return the first of so many numbers that no image has."""
+        with self._lock:
+            start = self._end
+            if start + count > _NUMBERS:
+                start = 0
+                self.rounds += 1
+
+            if self.rounds:
+                for image in self._in_order():
+                    if image.start < start + count and start < image.start + image.count:
+                        start = image.start + image.count
+            self._end = start + count
+            return start
 
     def add(self, image: Image) -> None:
-        self._images.append(image)
-        self._starts.append(image.start)
-        self.end += image.count
+        with self._lock:
+            if len(self._starts) > len(self._images):
+                self._starts = [other.start for other in self._in_order()]
+            bisect.insort(self._starts, image.start)
+            self._images[image.start] = image
 
     def of(self, token: int) -> Image:
-        return self._images[bisect.bisect_right(self._starts, FIRST_IMAGE - token) - 1]
+        with self._lock:
+            place = bisect.bisect_right(self._starts, FIRST_IMAGE - token) - 1
+            return self._images[self._starts[place]]
+
+    def all(self) -> list[Image]:
+        """Return the images in the order of their numbers."""
+        with self._lock:
+            return self._in_order()
+
+    def _in_order(self) -> list[Image]:
+        return sorted(self._images.values(), key=lambda image: image.start)
 
 
 _TABLE = _Table()
@@ -114,8 +160,10 @@ class Images:
     def __post_init__(self) -> None:
         self.family = VISION_FAMILIES[self.config["model_type"]]
         self.token = image_token_of(self.config)
-        self._known: dict[tuple[str, int], Image] = {}
+        self._known: OrderedDict[tuple[str, int], Image] = OrderedDict()
         self._used: dict[tuple[str, int], Image] = {}  # since `start_count`
+        self._most_bytes: int | None = None  # of known images; None where features are stored
+        self._lock = threading.Lock()
         self._stores: dict[int, FeatureStore] = {}
         self._tower: Tower | None = None
 
@@ -159,23 +207,43 @@ class Images:
         """Set what images may be: see --max-pixels and --allow-urls."""
         self.limits = ImageLimits(max_pixels, allow_urls)
 
-    def add(self, source: ImageSource | None) -> Image:
+    def keep_in_memory(self, most_bytes: int = _IN_MEMORY) -> None:
+        """Keep the features of the images that were added last, and write none to disk.
+
+        An older one exists as long as something else holds it. From now on `add` is called by
+        one thread, which loads the tower, since MLX computes what is loaded there.
+        """
+        self._most_bytes = most_bytes
+        self._tower = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of features in memory, of all images that something holds."""
+        return sum(image.nbytes for image in _TABLE.all() if image.owner is self)
+
+    def add(self, source: ImageSource | Picture | Image | None) -> Image:
         """Return an image whose features are stored; a fault of it is a ValueError."""
         if source is None:
             raise ValueError("a message has a place for an image, but no image.")
-        picture = open_picture(source, self.limits.allow_urls)
+        if isinstance(source, Image):
+            return source
+
+        picture = source
+        if isinstance(source, ImageSource):
+            picture = open_picture(source, self.limits.allow_urls)
         pixels = self.limits.max_pixels
-        key = picture.key, pixels
-        if key not in self._known:
-            self._known[key] = self._added(picture, pixels)
-        self._used[key] = self._known[key]
-        return self._known[key]
+        with self._lock:
+            known = self._known.get((picture.key, pixels))
+            if known is None:
+                known = self._added(picture, pixels)
+            self._remember(known)
+        return known
 
     def _added(self, picture: Picture, pixels: int) -> Image:
-        if self.model is None:
-            features = self._opened_tower().counted(_resized(picture.image, pixels))
-        else:
-            features = self._stored(picture, pixels)
+        features = self._features_of(picture, pixels)
+        in_memory = None
+        if self._most_bytes is not None:
+            in_memory = features
 
         image = Image(
             key=picture.key,
@@ -185,28 +253,45 @@ class Images:
             text=features.text,
             count=len(features.rows),
             patches=features.patches,
-            start=_TABLE.end,
+            start=_TABLE.reserve(len(features.rows)),
             shifts=features.shifts,
+            features=in_memory,
         )
         _TABLE.add(image)
         return image
 
-    def _stored(self, picture: Picture, pixels: int) -> Features:
-        """Return the features of an image from disk, or computed and written there."""
-        store = self._store(pixels)
-        features = store.get(picture.key)
-        if features is not None:
-            return features
+    def _features_of(self, picture: Picture, pixels: int) -> Features:
+        """Return the features of an image from disk, or computed and maybe written there."""
+        store = None
+        if self.model is not None and self._most_bytes is None:
+            store = self._store(pixels)
+            if (features := store.get(picture.key)) is not None:
+                return features
 
-        features = self._opened_tower().features(_resized(picture.image, pixels))
-        store.put(picture.key, features)
-        self.computed += 1
-        return features
-
-    def _opened_tower(self) -> Tower:
         if self._tower is None:
             self._tower = Tower(self.path, self.family, self.token)
-        return self._tower
+        image = _resized(picture.image, pixels)
+        if self.model is None:
+            return self._tower.counted(image)
+
+        features = self._tower.features(image)
+        self.computed += 1
+        if store is not None:
+            store.put(picture.key, features)
+        return features
+
+    def _remember(self, image: Image) -> None:
+        key = image.key, image.pixels
+        self._known[key] = image
+        if self._most_bytes is None:
+            self._used[key] = image
+            return
+
+        self._known.move_to_end(key)
+        total = sum(each.nbytes for each in self._known.values())
+        while total > self._most_bytes and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            total -= oldest.nbytes
 
     def close_tower(self) -> None:
         """Release the memory of the vision tower; the next image that is new loads it again."""
@@ -215,6 +300,9 @@ class Images:
 
     def features(self, image: Image) -> Features:
         """Return the features of an image, from memory or from disk."""
+        if image.features is not None:
+            return image.features
+
         store = self._store(image.pixels)
         if (features := store.get(image.key)) is None:
             raise PackError(

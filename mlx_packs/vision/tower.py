@@ -94,10 +94,21 @@ class Tower:
         return Features(text, rows, patches, levels, _shifts(entered, places))
 
     def _inputs(self, image: Any) -> dict[str, mx.array]:
-        """Return what the processor makes of a text that has only this image."""
+        """Return what the processor makes of a text that has only this image; or a ValueError."""
+
+        def rejected(reason: str) -> PackError:
+            return PackError(
+                f"an image of {image.width:,} x {image.height:,} pixels is rejected by the image "
+                f"processor of the base ({reason}). Crop it, or leave it out."
+            )
+
         family = self._family
         written = family.before + family.placeholder + family.after
-        inputs = self._processor(text=[written], images=[image], return_tensors="np")
+        try:
+            with library_errors(rejected):
+                inputs = self._processor(text=[written], images=[image], return_tensors="np")
+        except PackError as error:
+            raise ValueError(error.message) from None
         return {name: mx.array(values) for name, values in inputs.items()}
 
     def _text(self, tokens: np.ndarray) -> str:
