@@ -36,17 +36,9 @@ class Texts:
     def __init__(self, generator: Generator, count: int, make: MakeRequest) -> None:
         self._generator = generator
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._requests = [make(i, self._listener(i)) for i in range(count)]
+        self._requests = [make(i, _listener(i, self._events)) for i in range(count)]
         self._left = count
         self.choices = [Choice() for _ in range(count)]
-
-    def _listener(self, i: int) -> Callable[[Event], None]:
-        def tell(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (i, event))
-
-        return tell
 
     async def start(self) -> None:
         """Submit all, and wait until each has its place; raise the error of the first with none."""
@@ -86,6 +78,20 @@ class Texts:
         """End what still computes; the client has gone."""
         for request in self._requests:
             self._generator.cancel(request)
+
+
+def _listener(i: int, events: asyncio.Queue[tuple[int, Event]]) -> Callable[[Event], None]:
+    """Return what puts the events of a text into a queue; it holds neither the request nor others.
+
+    So requests end with their last reference, and with them the images that they hold.
+    """
+    loop = asyncio.get_running_loop()
+
+    def tell(event: Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(events.put_nowait, (i, event))
+
+    return tell
 
 
 class ChatAnswer:
