@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..serving.worker import Worker
 
 _OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
+_OF_TEXT += ("max_pixels", "allow_urls")
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -138,6 +139,16 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     type=click.FloatRange(0),
     metavar="SECONDS",
     help="Time that running requests have to end after Ctrl-C or SIGTERM.",
+)
+@options.setting(
+    "max_pixels", "as all packs of --pack were trained, else 1003520", type=click.IntRange(0)
+)
+@option(
+    "--allow-urls",
+    section="Server",
+    is_flag=True,
+    help="Fetch the images that a request names by an HTTP URL, at most 20 MB each. Clients can "
+    "then make this machine fetch any URL that it reaches. By default such a URL is an error.",
 )
 @options.trust_remote_code
 @options.backend
@@ -283,6 +294,8 @@ def _run(
 
     library = Library(worker, folder)
     settings = ServerSettings(
+        max_pixels=_max_pixels(given["max_pixels"], packs),
+        allow_urls=given["allow_urls"],
         api_key=given["api_key"] or "",
         max_tokens=given["max_tokens"],
         template_kwargs=given["template_kwargs"],
@@ -311,6 +324,18 @@ def _run(
         shutdown = partial(_end, worker, given["grace"], server.shutdown)
         server.shutdown = shutdown  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
+
+
+def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:
+    """Return the limit of images: as given, else as all packs were trained, else the default."""
+    from ..config.data import DataConfig
+
+    if given is not None:
+        return given
+    trained = {pack._part("recipe").get("max_pixels") for pack in packs.values()}
+    if len(trained) == 1 and trained != {None}:
+        return trained.pop()
+    return DataConfig.max_pixels
 
 
 @contextmanager

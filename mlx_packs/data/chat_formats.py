@@ -68,7 +68,7 @@ class ConversationFormat(TokenFormat):
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
         turns = self.turns(row, names)
         if image_sources([turn.message for turn in turns]) and not takes_images(tokenizer):
-            raise row.conflict(f"has images, but {NO_IMAGES}", "unsupported", "model")
+            raise row.conflict(f"has images, and {NO_IMAGES}", "unsupported", "model")
         if not tokenizer.has_chat_template:
             raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def content_of(content: Any, folder: Path | None) -> tuple[str | None, Images]:
             )
 
     text = "".join(texts)
-    _check_marks(text, images)
+    check_marks(text, images)
     return text, images
 
 
@@ -87,7 +87,8 @@ def _image_of(part: Mapping, folder: Path | None) -> ImageSource | None:
     return ImageSource(value, folder)
 
 
-def _check_marks(text: str, images: Sequence) -> None:
+def check_marks(text: str, images: Collection) -> None:
+    """Raise a ValueError unless a text has a mark for each image, and no other."""
     if text.count(IMAGE_MARK) != len(images):
         raise ValueError(
             "the text of a message with images has the character U+FFFC, which stands for an image "
@@ -217,7 +218,7 @@ def _filled(message: dict[str, Any], sources: Iterator[ImageSource]) -> dict[str
     if not own and _MARKER not in content:
         return message
 
-    _check_marks(content, own)
+    check_marks(content, own)
     known = iter(own)
     images = []
     for place in _PLACES.finditer(content):

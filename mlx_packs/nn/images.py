@@ -178,9 +178,10 @@ class ImageInputs:
 
         self._read_last = several
         placed = self._place(inputs)
-        offset = mx.array(getattr(cache[0], "offset", 0))
-        if placed is not inputs and self.has_axes and offset.max().item() > 0:
-            raise ValueError("an image follows tokens that were read before it")
+        if placed is not inputs and self.has_axes:
+            offsets = mx.array(getattr(cache[0], "offset", 0))  # of each row, or of all
+            if ((placed < 0).any(axis=1) & (offsets > 0)).any().item():
+                raise ValueError("an image follows tokens that were read before it")
         return placed
 
     def _level(self, i: int) -> Callable[..., mx.array]:
@@ -222,6 +223,7 @@ class ImageInputs:
         own = self._own_shifts(inputs)
         after = own[..., 3]
         shifted = mx.cumsum(after, axis=1) - after
+
         if before is not None:
             shifted = shifted + before[:, None]
         return shifted[None] + own[..., :3].transpose(2, 0, 1)
@@ -293,6 +295,7 @@ class SeeingCache:
         if window_size is not None:
             places = mx.arange(N)
             same = same & (places[:, None] - places < window_size)
+
         before = mask.shape[-1] - N
         return mask | mx.pad(same, [(0, 0), (0, 0), (0, 0), (before, 0)])
 
@@ -311,6 +314,7 @@ class ShiftedRoPE(nn.Module):
 
         exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
         self._frequencies = mx.power(rope.base, -exponents)
+        mx.eval(self._frequencies)  # another thread may compute with the model
 
     @property
     def frequencies(self) -> mx.array:

@@ -36,6 +36,7 @@ from .http import (
     read_body,
     unless_gone,
 )
+from .images import RequestImages
 from .library import Library
 from .metrics import Metrics
 from .prompts import Maker, Prompts
@@ -64,9 +65,11 @@ class Server:
         self.settings = settings
         self.metrics = metrics
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
+        self._decoding = anyio.CapacityLimiter(2)  # an image takes up to 600 MB meanwhile
         if isinstance(worker, Generator):
             limit = settings.max_tokens
             self._prompts = Prompts(worker.base, limit, worker.limits.context)
+            self._images = RequestImages(worker, settings.max_pixels, settings.allow_urls)
 
     # Texts
 
@@ -76,10 +79,16 @@ class Server:
         generator.registry.check_model(body.model)  # at once, however many requests wait
         deadline = self._deadline()
 
+        images: list[Any] = []
+        if any(message.images for message in body.messages):
+            async with self._decoding:
+                images = await run_in_threadpool(self._images.of_chat, body, deadline)
+
         def prepare() -> tuple[list[int], Maker]:
             of_pack = generator.registry.template_kwargs(body.model)
-            prompt = self._prompts.of_chat(body, {**of_pack, **self.settings.template_kwargs})
-            return prompt, self._prompts.chat_maker(body, prompt, deadline)
+            variables = {**of_pack, **self.settings.template_kwargs}
+            prompt = self._prompts.of_chat(body, variables, images)
+            return prompt, self._prompts.chat_maker(body, prompt, deadline, images)
 
         prompt, maker = await self._in_thread(prepare)
         texts = _texts(generator, body.n, maker)

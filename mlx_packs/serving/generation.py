@@ -15,7 +15,9 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from ..bases.families import is_batchable
 from ..bases.model import BaseModel
 from ..errors import PackError
+from ..inference.generate import reads_at_once
 from ..runtime import mx
+from ..vision.images import rounds_of_numbers
 from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
 from .output import Output
 from .registry import Entry, PackRegistry
@@ -102,7 +104,7 @@ class Generator(Worker):
             self._model,
             completion_batch_size=self.limits.batch_size,
             prefill_batch_size=min(8, self.limits.batch_size),
-            prefill_step_size=self.limits.prefill_chunk,
+            prefill_step_size=self.limits.context,  # prompts are inserted in parts
             stream=self._stream,
         )
         self._prompts = LRUPromptCache(_CACHED_PROMPTS, self.limits.kv_bytes)
@@ -211,8 +213,8 @@ class Generator(Worker):
             prompt = request.prompt
             cache, known = self._recalled(entry, prompt)
             request.on_event(Started(known))
-            (uid,) = self._generator.insert(
-                [prompt[known:]],
+            (uid,) = self._generator.insert_segments(
+                [self._parts(prompt, known)],
                 [request.max_tokens],
                 caches=[[*cache, PackOfSequence([entry.slot])]],
                 all_tokens=[prompt[:known]],
@@ -233,7 +235,10 @@ class Generator(Worker):
 
     def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:
         """Return caches of the longest beginning of a prompt that is in memory, and its tokens."""
-        cache, rest = self._prompts.fetch_nearest_cache(entry.key, prompt)
+        if reads_at_once(self.base, prompt):
+            return self._model.new_cache(), 0
+
+        cache, rest = self._prompts.fetch_nearest_cache(_key(entry), prompt)
         if cache is not None and not rest:  # at least one token is left to be computed
             rest = prompt[-1:]
             if not (can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)):
@@ -242,6 +247,13 @@ class Generator(Worker):
         if cache is None:
             return self._model.new_cache(), 0
         return cache, len(prompt) - len(rest)
+
+    def _parts(self, prompt: list[int], known: int) -> list[list[int]]:
+        """Return what is left of a prompt in the parts that are computed between two tokens."""
+        size = self.limits.prefill_chunk
+        if reads_at_once(self.base, prompt):
+            size = len(prompt)
+        return [prompt[start : start + size] for start in range(known, len(prompt), size)]
 
     def _take(self, response: Any, running: _Running) -> None:
         request = running.request
@@ -278,9 +290,9 @@ class Generator(Worker):
             return
 
         del self._running[response.uid]
-        if response.prompt_cache is not None:
+        if response.prompt_cache is not None and not reads_at_once(self.base, request.prompt):
             *cache, _ = response.prompt_cache
-            self._prompts.insert_cache(running.entry.key, list(response.all_tokens), cache)
+            self._prompts.insert_cache(_key(running.entry), list(response.all_tokens), cache)
         self.registry.release(running.entry)
         request.on_event(Finished(ended, running.tokens))
 
@@ -312,6 +324,11 @@ class Generator(Worker):
         self.on_failure(reason)
         self._generator.close()
         self.registry.close()
+
+
+def _key(entry: Entry) -> tuple[int, int]:
+    """Return what a cached prompt must have in common with another, besides its tokens."""
+    return entry.key, rounds_of_numbers()
 
 
 def _isolated(process: Processor, faults: list[Exception]) -> Processor:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ..config.data import DataConfig
 from ..errors import PackError
 from .metrics import Metrics
 from .protocol import error_body
@@ -62,6 +63,8 @@ class ServerSettings:
         body_bytes: the largest body of a request.
         request_seconds: how long a request may take.
         host: the address that it listens on; on this machine's own, other names are rejected.
+        max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
+        allow_urls: whether images that a request names by an HTTP URL are fetched.
     """
 
     api_key: str = ""
@@ -70,6 +73,8 @@ class ServerSettings:
     body_bytes: int = 10_000_000
     request_seconds: float = 600.0
     host: str = "127.0.0.1"
+    max_pixels: int = DataConfig.max_pixels
+    allow_urls: bool = False
 
 
 class Guard:

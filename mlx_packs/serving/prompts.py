@@ -9,7 +9,13 @@ from mlx_lm.sample_utils import make_logits_processors
 from ..bases.model import BaseModel
 from ..bases.turns import given_variables, render_conversation
 from ..errors import PackError
-from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
+from ..inference.generate import (
+    PENALIZED_TOKENS,
+    chat_prompt,
+    check_end,
+    raw_prompt,
+    seeing_no_images,
+)
 from .grammar import ANY_OBJECT, Grammars, has_tool_grammar
 from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
@@ -37,8 +43,16 @@ class Prompts:
         functions = (template, chat_prompt, render_conversation)
         self._own = {"self"}.union(*(inspect.signature(f).parameters for f in functions))
 
-    def of_chat(self, body: ChatBody, defaults: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the tokens of a conversation; a PackError if the template cannot render it."""
+    def of_chat(
+        self,
+        body: ChatBody,
+        defaults: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
+    ) -> list[int]:
+        """Return the tokens of a conversation; a PackError if the template cannot render it.
+
+        ``images`` are those of `RequestImages.of_chat`.
+        """
         tokenizer = self._base.tokenizer
         if not tokenizer.has_chat_template:
             raise PackError(
@@ -65,8 +79,17 @@ class Prompts:
             tools = [tool.to_template() for tool in body.usable_tools]
 
         messages = [message.to_template() for message in body.messages]
+        remaining = iter(images)
+        for message in messages:
+            if "images" in message:
+                message["images"] = [next(remaining) for _ in message["images"]]
+
         variables = {**(defaults or {}), **given_variables(variables)}
-        return self._checked(chat_prompt(self._base, messages, tools, **variables))
+        prompt = chat_prompt(self._base, messages, tools, **variables)
+        if images:
+            check_end(prompt)
+        self._checked([token for token in prompt if not images or token >= 0])
+        return prompt
 
     def of_texts(self, body: CompletionBody) -> list[list[int]]:
         if body.prompt and isinstance(body.prompt[0], int):
@@ -75,7 +98,9 @@ class Prompts:
             raise PackError(f"prompt: must have 1 to {_MAX_PROMPTS} texts.", flag="prompt")
         return [self._checked(raw_prompt(self._base, text)) for text in body.prompt]
 
-    def chat_maker(self, body: ChatBody, prompt: list[int], deadline: float) -> Maker:
+    def chat_maker(
+        self, body: ChatBody, prompt: list[int], deadline: float, images: Sequence[Any] = ()
+    ) -> Maker:
         state: str | None = first_state(self._base.tokenizer, prompt)
         grammar = self._tool_grammar(body, state)
         if grammar is None:
@@ -106,6 +131,7 @@ class Prompts:
                 one_call=one_call,
                 top_logprobs=top,
                 deadline=deadline,
+                images=images,
             )
 
         return make
@@ -181,7 +207,7 @@ class Prompts:
             raise PackError(f"logit_bias: token {beyond[0]} is unknown.", flag="logit_bias")
 
         repetition = body.repetition_penalty
-        return make_logits_processors(
+        penalties = make_logits_processors(
             logit_bias=bias or None,
             repetition_penalty=None if repetition == 1 else repetition,
             repetition_context_size=PENALIZED_TOKENS,
@@ -190,6 +216,7 @@ class Prompts:
             frequency_penalty=body.frequency_penalty or None,
             frequency_context_size=_ALL,
         )
+        return seeing_no_images(self._base, penalties)
 
     def _checked(self, prompt: list[int]) -> list[int]:
         if not prompt:

@@ -20,9 +20,12 @@ from pydantic import (
     model_validator,
 )
 
+from ..bases.turns import IMAGE_MARK
+from ..data.images import check_marks
 from ..data.messages import name_thoughts
 from ..data.tool_calls import normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
+from ..vision.pictures import ImageSource
 from .fields import UNSUPPORTED, Object
 
 _log = logging.getLogger("mlx_packs.serving")
@@ -35,10 +38,24 @@ _Share = Field(1.0, gt=0, le=1)
 _Penalty = Field(0.0, ge=-2, le=2)
 
 
+class _Image(Object):
+    url: str
+    detail: Literal["auto", "high"] = "auto"  # both are the whole image
+
+    @model_validator(mode="before")
+    @classmethod
+    def _to_object(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+
 class _Part(Object):
-    type: Literal["text", "refusal"]
+    """A part of a content; an image may have the type of either of OpenAI's interfaces."""
+
+    type: Literal["text", "refusal", "image_url", "input_image"]
     text: str = ""
     refusal: str = ""
+    image_url: _Image | None = None
+    detail: Literal["auto", "high"] = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -46,11 +63,31 @@ class _Part(Object):
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
             return value  # which `type` itself rejects
-        if kind not in ("text", "refusal"):
-            raise ValueError(f"a part of type '{kind:.40}' is not supported. Send text parts")
-        if kind not in value:
-            raise ValueError(f"a part of type '{kind}' needs '{kind}'")
+        if kind not in _NEEDED:
+            raise ValueError(
+                f"a part of type '{kind:.40}' is not supported. Send parts of text or 'image_url'"
+            )
+        if _NEEDED[kind] not in value:
+            raise ValueError(f"a part of type '{kind}' needs '{_NEEDED[kind]}'")
+        if _NEEDED[kind] != "image_url" and value.get("image_url") is not None:
+            raise ValueError(f"a part of type '{kind}' cannot have an 'image_url'")
         return value
+
+    @property
+    def written(self) -> str:
+        """The text of the part, with a mark for an image."""
+        if self.image_url is not None:
+            return IMAGE_MARK
+        return self.text + self.refusal
+
+
+# The key that a part of each type must have.
+_NEEDED = {
+    "text": "text",
+    "refusal": "refusal",
+    "image_url": "image_url",
+    "input_image": "image_url",
+}
 
 
 class Function(Object):
@@ -138,11 +175,32 @@ class Message(Object):
     def text(self) -> str:
         """The content, or what OpenAI's field ``refusal`` has in its place."""
         parts = self.content or ()
-        return "".join(part.text + part.refusal for part in parts) or self.refusal or ""
+        return "".join(part.written for part in parts) or self.refusal or ""
+
+    @property
+    def images(self) -> dict[int, ImageSource]:
+        """The images of the content, by the number of their part."""
+        return {
+            number: ImageSource(part.image_url.url)
+            for number, part in enumerate(self.content or ())
+            if part.image_url is not None
+        }
+
+    @model_validator(mode="after")
+    def _check_images(self) -> "Message":
+        if not self.images:
+            return self
+        if self.role == "assistant":
+            raise ValueError("an answer cannot have images. Send them in a message of the user")
+        check_marks(self.text, self.images)
+        return self
 
     def to_template(self) -> dict[str, Any]:
+        """Return the message as training has it: a text with a mark for each of its images."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
+        if images := self.images:
+            message["images"] = list(images.values())
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
@@ -128,6 +128,7 @@ class Request:
         top_logprobs: likeliest tokens that are reported with each token; None reports nothing.
         deadline: on the clock of `time.monotonic`.
         on_event: is called by the thread that computes, and must not block.
+        images: what the tokens below zero of the prompt name; they exist while the request does.
     """
 
     model: str
@@ -142,3 +143,4 @@ class Request:
     one_call: bool = False
     top_logprobs: int | None = None
     deadline: float = float("inf")
+    images: Sequence[Any] = ()

@@ -232,6 +232,7 @@ class Images:
         if isinstance(source, ImageSource):
             picture = open_picture(source, self.limits.allow_urls)
         pixels = self.limits.max_pixels
+
         with self._lock:
             known = self._known.get((picture.key, pixels))
             if known is None:
@@ -375,6 +376,7 @@ class Images:
                 image = _TABLE.of(token)
                 written += [tokenizer.decode(text), image.label]
                 text = []
+
         return "".join([*written, tokenizer.decode(text)])
 
     def _store(self, pixels: int) -> FeatureStore:
@@ -405,9 +407,15 @@ def image_rules(config: Mapping[str, Any]) -> ImageRules:
     if sees == "config":
         is_set = text.get("use_bidirectional_attention") == "vision"
         sees = "window" if is_set else "none"
+
     levels = config["vision_config"].get("deepstack_visual_indexes") or ()
     sections = mrope_sections(config)
     return ImageRules(scale, sections, family.interleaved, len(levels), sees)
+
+
+def rounds_of_numbers() -> int:
+    """Return how often the numbers of features have been given anew: tokens differ by it."""
+    return _TABLE.rounds
 
 
 def images_in(tokens: np.ndarray) -> list[Image]:
@@ -477,6 +485,7 @@ def _resized(image: Any, most_pixels: int) -> Any:
     width, height = image.size
     if not most_pixels or width * height <= most_pixels:
         return image
+
     scale = math.sqrt(most_pixels / (width * height))
     return image.resize((max(1, int(width * scale)), max(1, int(height * scale))))
 

@@ -47,7 +47,12 @@ class Tower:
     """Computes features; its language model is never read from disk."""
 
     def __init__(self, path: Path, family: VisionFamily, token: int) -> None:
-        from mlx_vlm.utils import load_model, load_processor
+        try:
+            from mlx_vlm.utils import load_model, load_processor
+        except ImportError:
+            raise PackError(
+                "images need mlx-vlm. Run `pip install 'mlx-packs[vision]'`.", "dependency"
+            ) from None
 
         def faulty(reason: str) -> PackError:
             return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
