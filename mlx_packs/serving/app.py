@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ..adapters.spec import ranks_of
 from ..bases.tokenizer import tokens_of
+from ..bases.turns import takes_images
 from ..errors import PackError
 from ..packs.manifest import specs_of
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, sse
@@ -224,7 +225,11 @@ class Server:
             )
 
         base = self.worker.base
-        facts = {"base": base.public_name, "architecture": base.architecture}
+        facts = {
+            "base": base.public_name,
+            "architecture": base.architecture,
+            "images": takes_images(base.tokenizer),
+        }
         return JSONResponse({"object": "list", **facts, "data": data})
 
     async def add_pack(self, request: Request) -> Response:

@@ -58,8 +58,10 @@ class RequestImages:
                 f"messages: have {len(sources)} images, but {MOST_IMAGES} is the most. Send fewer.",
                 flag="messages",
             )
+
         if self._images.nbytes > _MOST_BYTES:
             raise PackError("The images that wait take too much memory. Try again later.", "busy")
+
         return [self._read(place, source, deadline) for place, source in sources.items()]
 
     def _read(self, place: str, source: ImageSource, deadline: float) -> Any:

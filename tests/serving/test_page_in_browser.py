@@ -1,5 +1,7 @@
 """The page at `/` in a browser: Chromium or Chrome of this machine, driven by Playwright."""
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -9,6 +11,8 @@ import pytest
 
 from mlx_packs import load_base
 from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
@@ -75,6 +79,20 @@ def encoder_server(encoder, tmp_path):
             yield running
     finally:
         worker.close(0.0)
+
+
+@pytest.fixture
+def image_server(tmp_path, monkeypatch):
+    """A server of a small base that takes images."""
+    from tests.helpers.vision_bases import write_vision_base
+
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    limits = Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
+    worker = Generator(load_base(write_vision_base("smolvlm", tmp_path / "base")), limits)
+    worker.start()
+    with Running(worker) as running:
+        yield running
+    worker.close(0.0)
 
 
 def ask(page, expect, text: str, columns: int = 2) -> None:
@@ -182,6 +200,43 @@ def test_columns_are_added_and_removed_and_take_weighted_sums(server, opened, ex
     for _ in range(2):
         page.get_by_role("button", name="Remove column 1").click()
     expect(page.get_by_role("button", name="Remove column")).to_have_count(0)
+
+
+def test_images_are_attached_removed_and_sent(image_server, opened, expect):
+    from PIL import Image
+
+    page = opened(image_server)
+    bodies = []
+    page.on("request", lambda request: request.post_data and bodies.append(request.post_data_json))
+    files = []
+    for name, color in (("a.png", "red"), ("b.png", "blue")):
+        file = io.BytesIO()
+        Image.new("RGB", (56, 84), color).save(file, "PNG")
+        files.append({"name": name, "mimeType": "image/png", "buffer": file.getvalue()})
+
+    page.get_by_label("Images").set_input_files(files)
+    page.get_by_role("button", name="Remove image 1").click()
+    expect(page.get_by_role("button", name="Remove image")).to_have_count(1)
+    options(page, max_tokens="4")
+    ask(page, expect, "Which color?", 1)
+
+    url = "data:image/png;base64," + base64.b64encode(files[1]["buffer"]).decode()
+    image = {"type": "image_url", "image_url": {"url": url}}
+    question = [image, {"type": "text", "text": "Which color?"}]
+    assert bodies[0]["messages"] == [{"role": "user", "content": question}]
+    expect(page.locator(".turn img")).to_have_count(1)
+    expect(page.get_by_role("button", name="Remove image")).to_have_count(0)
+    expect(page.locator(".error:visible")).to_have_count(0)
+
+    ask(page, expect, "Sure?", 1)
+    assert bodies[1]["messages"][0]["content"] == question
+    assert bodies[1]["messages"][-1]["content"] == "Sure?"
+
+
+def test_a_base_without_images_offers_none(server, opened, expect):
+    page = opened(server)
+    expect(page.locator(".column")).to_have_count(2)
+    expect(page.get_by_label("Images")).to_be_hidden()
 
 
 def test_keyboard_alone(server, opened, expect):
