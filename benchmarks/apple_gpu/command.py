@@ -224,7 +224,10 @@ def parser() -> argparse.ArgumentParser:
         ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
         (
             "--method",
-            ("lora", "dora", "pissa", *(f"for-merge-{name}" for name in WEIGHT_FORMATS)),
+            (
+                *("lora", "dora", "pissa", "images", "images-with-axes"),
+                *(f"for-merge-{name}" for name in WEIGHT_FORMATS),
+            ),
             "Methods, in steps; of mlx-lm lora and dora [lora]",
         ),
     ):

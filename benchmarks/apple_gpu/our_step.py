@@ -31,6 +31,7 @@ from mlx_packs.extras.for_merge import ForMerge
 from mlx_packs.extras.initial_factors import ResidualLoRA
 from mlx_packs.nn.blocks import attends_by_spans
 from mlx_packs.nn.dora import GroupedDoRA
+from mlx_packs.nn.images import ImageInputs, ImageRules, ShownImages
 from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
 from mlx_packs.ops import _check
 from mlx_packs.ops.span_attention import Spans
@@ -42,6 +43,7 @@ from mlx_packs.training.step import Stepper
 _TYPICAL = math.log(300) - 0.7**2 / 2, 0.7  # of the logarithms of tokens: mean 300
 _EXAMPLES = 4000
 _FOR_MERGE = "for-merge-"  # and a format
+_WITH_IMAGES = ("images", "images-with-axes")
 
 
 def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends on)
@@ -74,7 +76,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
             attention costs depends on the sum of their squares.
         method: of training: lora, dora, or pissa, which stands for olora too; or lora with
-            --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4.
+            --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4; or lora on rows of
+            which three quarters are images: images, or images-with-axes, as Qwen3-VL takes them.
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, which are computed once.
         root: of these, inputs that all sequences begin with, which are computed before the others.
@@ -84,6 +87,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         state; and every array that exists before it and is read.
     """
     base = Base("captured", Path("."), model, None, args, "")
+    shown = _show_images(model, args, batch * length, method)
     own_path = "quantized" if method.startswith(_FOR_MERGE) else path  # it applies the path itself
     attached = attach(base, LoRAConfig(rank=rank), matmul_path=own_path)
     known = _made_of(attached, method, path)
@@ -109,12 +113,33 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         if root:
             inputs["root"] = mx.zeros((1, root), mx.int32)
         layout = Tree(groups, prefix, root=root)
-    state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
+    state = [model.parameters(), shown, known, optimizer.state, mx.random.state[0]]
     leaves = [array for _, array in tree_flatten([state, inputs])]
     with _unchecked_kernels():
         results = stepper.whole(inputs, layout)
     updated = [model.trainable_parameters(), optimizer.state, results]
     return [array for _, array in tree_flatten(updated)], leaves
+
+
+def _show_images(model: nn.Module, args: dict, inputs: int, method: str) -> list[mx.array]:
+    """Let a model take images in three of four inputs; return the arrays that it then reads."""
+    if method not in _WITH_IMAGES:
+        return []
+
+    count = 3 * inputs // 4
+    width = args["hidden_size"]
+    arrays = [mx.zeros((count, width), mx.bfloat16), mx.zeros((count,), mx.bool_)]
+    rules = ImageRules()
+    if method == "images-with-axes":
+        pairs = args.get("head_dim", width // args["num_attention_heads"]) // 2
+        others = pairs // 3
+        rules = ImageRules(sections=(pairs - 2 * others, others, others), levels=3)
+        arrays += [mx.zeros((3, count, width), mx.bfloat16), mx.zeros((count, 4))]
+
+    images = ImageInputs(model, lambda tokens: tokens, rules)
+    images.show(ShownImages(*arrays))
+    ropes = [block.self_attn.rope for block in model.layers]
+    return [*arrays, images.axes, *(rope.frequencies for rope in ropes if rules.sections)]
 
 
 def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
@@ -127,7 +152,7 @@ def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
         name = method.removeprefix(_FOR_MERGE)
         grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, named_format(name)))
         ForMerge(attached, name, grid, path)
-    elif method != "lora":
+    elif method not in ("lora", *_WITH_IMAGES):
         raise ValueError(f"no step of {method}")
     groups = list(attached.model.modules())
     norms = [m.norms for m in groups if isinstance(m, GroupedDoRA)]

@@ -80,9 +80,8 @@ class ImageInputs:
         self._inner = inner_model(model)
         self._place = place
         self._rules = rules
-        self._axes = None
-        if rules.sections is not None:
-            self._axes = _axes_of(rules.sections, rules.interleaved)
+        # of each pair of dimensions; empty with one axis
+        self.axes = _axes_of(rules.sections or (), rules.interleaved)
 
         self._read_last = False  # whether the last part of a prompt had several tokens
         self._shown: tuple[mx.array, mx.array] | None = None  # of the inputs that are computed now
@@ -93,14 +92,14 @@ class ImageInputs:
         _call_through(self._inner, self._enter)
         for i, block in enumerate(self._inner.layers[: rules.levels]):
             _call_through(block, self._level(i))
-        if self._axes is not None:
+        if self.has_axes:
             for block in self._inner.layers:
                 block.self_attn.rope = ShiftedRoPE(block.self_attn.rope, self)
 
     @property
     def has_axes(self) -> bool:
         """Whether positions have three axes."""
-        return self._axes is not None
+        return self._rules.sections is not None
 
     def show(self, images: ShownImages) -> None:
         """Set what tokens below zero stand for, until the next call."""
@@ -202,7 +201,7 @@ class ImageInputs:
 
         What is generated after a prompt has its place as position, so a prompt is shifted to that.
         """
-        if self._axes is None:
+        if not self.has_axes:
             return None
         if self._tree:
             shifts = self._tree[inputs.shape]
@@ -212,7 +211,7 @@ class ImageInputs:
             shifts = shifts - shifts[:, :, -1:]
 
         frequencies = self._inner.layers[0].self_attn.rope.frequencies
-        angles = mx.take(shifts, self._axes, axis=0).transpose(1, 2, 0) * frequencies
+        angles = mx.take(shifts, self.axes, axis=0).transpose(1, 2, 0) * frequencies
         return mx.cos(angles), mx.sin(angles)
 
     def _shifts_of(self, inputs: mx.array, before: mx.array | None = None) -> mx.array:
