@@ -287,7 +287,9 @@ def test_large_images_are_made_smaller(server, base):
     with Running(server.worker, max_pixels=0) as wide:
         _, most = answered(wide, [asks("What?", large)])
     assert usage["prompt_tokens"] <= most["prompt_tokens"]
-    if base.tokenizer._images.is_read_at_once:  # whose images have as many tokens as they have pixels
+    if (
+        base.tokenizer._images.is_read_at_once
+    ):  # whose images have as many tokens as they have pixels
         assert usage["prompt_tokens"] < most["prompt_tokens"]
 
 

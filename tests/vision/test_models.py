@@ -1,5 +1,6 @@
 """Language models that take images, against mlx-vlm and transformers on the same batches."""
 
+import shutil
 from dataclasses import replace
 from functools import cache
 
@@ -25,6 +26,7 @@ from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.vision.images import for_step
 from mlx_packs.vision.pictures import ImageSource
+from tests.helpers.interpreter import run_python
 from tests.helpers.vision_bases import FAMILIES as WRITTEN
 from tests.helpers.vision_bases import write_vision_base
 
@@ -80,6 +82,11 @@ def examples_of(base: Base) -> list[Example]:
         target = np.arange(len(tokens)) >= len(tokens) - ANSWER
         examples.append(Example(tokens, target, "x"))
     return examples
+
+
+def as_text(examples: list[Example]) -> list[Example]:
+    """The same lengths and targets without images."""
+    return [replace(e, tokens=np.where(e.tokens < 0, 7, e.tokens)) for e in examples]
 
 
 def with_adapters(base: Base) -> nn.Module:
@@ -230,3 +237,42 @@ def test_a_base_without_a_vision_tower_is_named(tmp_path):
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
     with raises("unsupported", "model", "data.jsonl:3"):
         encode([Row("data.jsonl:3", {"messages": messages})], small_base().tokenizer, DataConfig())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "gemma3"])
+def test_steps_are_the_same_compiled_and_uncompiled(family, folder_of):
+    """Rows and trees with images and without take turns, as on a GPU, where steps are compiled."""
+    code = f"""
+import numpy as np
+import mlx.optimizers as optimizers
+from mlx_packs import load_base, runtime
+from mlx_packs.data.batches import TokenCollate
+from mlx_packs.data.dataset import Tree
+from mlx_packs.data.trees import planted
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.vision.test_models import as_text, examples_of, with_adapters
+
+def losses(compiles):
+    runtime.COMPILES = compiles
+    (mx.enable_compile if compiles else mx.disable_compile)()
+    base = load_base({str(folder_of(family))!r})
+    images = examples_of(base)
+    text = as_text(images)
+    model = with_adapters(base)
+    optimizer = optimizers.SGD(learning_rate=0.3)
+    optimizer.init(model.trainable_parameters())
+    stepper = Stepper(model, CausalLM(model, split_head(model)).loss, optimizer, 1.0)
+    two, four, tree = TokenCollate(2, 512), TokenCollate(4, 512), Tree(2, 16)
+    batches = [two(text, [0, 1]), two(images, [0, 1]), two(images, [2, 3]), two(text, [2, 3])]
+    batches += [planted(four(each, range(4)), tree) for each in (images, text)]
+    return [stepper(batch, True, True)[0] for batch in batches], stepper.traces
+
+plain, none = losses(False)
+compiled, several = losses(True)
+print(float(np.abs(np.array(plain) / compiled - 1).max()), none, several)
+"""
+    difference, none, several = run_python(code).split()
+    assert float(difference) < 1e-5 and none == "0" and 2 <= int(several) <= 6
