@@ -25,7 +25,7 @@ from tests.helpers.runs import LORA, TRAIN
 # network, a Mac or a person, or measure for minutes.
 ELSEWHERE = re.compile(
     r"mlx-community/|all-MiniLM|some-bf16-checkpoint|base-affine|someones-lora|llama3_8b|--launch-agent|--runner ray"
-    r"|packs/pairs|--hosts|--model (M|BASE)\b|\b(me|owner)/|^from openai |^(bench|bench-serve|chat|doctor|eval-tasks|pull|push|serve)\b"
+    r"|packs/(pairs|charts)\b|--hosts|--model (M|BASE)\b|\b(me|owner)/|^from openai |^(bench|bench-serve|chat|doctor|eval-tasks|pull|push|serve)\b"
 )
 QUICK = {
     "--iters": "2",

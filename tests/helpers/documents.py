@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "examples", "examples/tiny", "benchmarks", "kernels")
+FOLDERS = (".", "docs", "examples", "examples/images", "examples/tiny", "benchmarks", "kernels")
 DOCUMENTS = sorted(
     file.relative_to(ROOT).as_posix() for folder in FOLDERS for file in ROOT.glob(f"{folder}/*.md")
 )

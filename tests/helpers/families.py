@@ -23,6 +23,7 @@ from mlx_packs.adapters.lora import Attached
 from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
 from mlx_packs.bases.model_classes import classes_of
+from mlx_packs.bases.vision_families import TEXT_MODELS, VISION_FAMILIES
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.packs.base import Base
@@ -510,7 +511,7 @@ def table() -> str:
             + ".",
             "- **mlx-vlm** has language models that mlx-lm lacks. With `pip install '.[vision]'` these "
             f"load and train, too: {', '.join(OF_MLX_VLM)}. Their packs open in mlx-vlm "
-            "(`--adapter-path`). Images are not trained on. These cannot be trained: "
+            "(`--adapter-path`). They take no images. These cannot be trained: "
             + "; ".join(f"{name} ({reason})" for name, reason in others.items())
             + ". tests/bases/test_mlx_vlm.py compares losses and gradients with plain LoRA, and "
             "logits with mlx-vlm's own.",
@@ -522,8 +523,26 @@ def table() -> str:
             "|---|---|---|---|",
             *rows,
             "",
+            "## Images",
+            "",
+            "With `pip install '.[vision]'`, checkpoints of these families take [images](images.md). Their "
+            "vision tower and image processor are mlx-vlm's; adapters are on the language model.",
+            "",
+            "| family | language model, of mlx-lm | tokens of an image see each other |",
+            "|---|---|---|",
+            *[_image_row(family) for family in VISION_FAMILIES],
+            "",
         ]
     )
+
+
+def _image_row(family: str) -> str:
+    """The line of a family that takes images."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    text = TEXT_MODELS.get(family) or MODEL_REMAPPING.get(family, family)
+    sees = {"none": "no", "all": "yes", "config": "if `use_bidirectional_attention` is `vision`"}
+    return f"| {family} | {text} | {sees[VISION_FAMILIES[family].sees]} |"
 
 
 if __name__ == "__main__":
