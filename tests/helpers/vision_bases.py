@@ -6,6 +6,7 @@ Writing one needs torch and transformers, which know the tensors of each class.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +45,16 @@ _FAMILIES = {
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
 
-def write_vision_base(family: str, folder: Path, seed: int = 0) -> Path:
+def write_vision_base(family: str, folder: Path, seed: int = 0, **changes: dict) -> Path:
     """Write a checkpoint of `family` into `folder`, and return the folder.
 
     Args:
         family: one of `FAMILIES`, the `model_type` of its config.json.
         folder: made if it does not exist.
         seed: of the weights, which are float32.
+        changes: other sizes by part of config.json, such as ``text_config``.
     """
-    facts = _FAMILIES[family]
+    facts = _changed(_FAMILIES[family], changes)
     folder.mkdir(parents=True, exist_ok=True)
 
     ids = _write_tokenizer(folder, facts)
@@ -64,6 +66,14 @@ def write_vision_base(family: str, folder: Path, seed: int = 0) -> Path:
     weights = _random_weights(folder, facts, np.random.default_rng(seed))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _changed(facts: Family, changes: dict[str, dict]) -> Family:
+    def config(ids: dict[str, int]) -> dict:
+        own = facts.config(ids)
+        return {**own, **{part: {**own[part], **sizes} for part, sizes in changes.items()}}
+
+    return replace(facts, config=config)
 
 
 def _write_json(path: Path, content: dict) -> None:
