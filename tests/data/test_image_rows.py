@@ -264,6 +264,7 @@ def test_a_prompt_has_the_images_of_its_row():
     assert image_sources([turn.message for turn in turns]) == [ImageSource("a.png", Path("/d"))]
 
 
+@pytest.mark.interop
 def test_paths_are_relative_to_the_file_of_the_row(tmp_path):
     import pyarrow as arrow
     import pyarrow.parquet as parquet
@@ -288,6 +289,7 @@ def test_paths_are_relative_to_the_file_of_the_row(tmp_path):
     ]
 
 
+@pytest.mark.interop
 def test_rows_of_a_table_are_padded_with_nulls(tmp_path):
     import pyarrow as arrow
     import pyarrow.parquet as parquet
