@@ -34,8 +34,12 @@ class Speed:
 
 
 def cut_prompts(rows: Sequence[np.ndarray], count: int, length: int) -> list[list[int]]:
-    """Return ``count`` prompts of ``length`` tokens, cut from the concatenated rows."""
+    """Return ``count`` prompts of ``length`` tokens, cut from the concatenated rows.
+
+    Tokens of images are left out, since a cut would leave a part of one.
+    """
     tokens = np.concatenate(rows)
+    tokens = tokens[tokens >= 0]
     return np.resize(tokens, (count, length)).tolist()
 
 

@@ -18,6 +18,7 @@ from mlx_packs.evaluation import compare as comparison
 from mlx_packs.evaluation import throughput as speed
 from mlx_packs.evaluation.perplexity import Difference, ExampleScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
+from mlx_packs.nn.image_tokens import FIRST_IMAGE
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
@@ -224,6 +225,8 @@ def test_timing_counts_the_tokens_of_all_completions(monkeypatch):
 def test_prompts_are_cut_from_the_rows_one_behind_the_other():
     rows = [np.array([1, 2, 3]), np.array([4, 5])]
     assert speed.cut_prompts(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
+    with_image = [np.array([1, FIRST_IMAGE, FIRST_IMAGE - 1, 2, 3]), np.array([4, 5])]
+    assert speed.cut_prompts(with_image, 3, 2) == [[1, 2], [3, 4], [5, 1]]
 
 
 def test_named_packs_are_called_after_their_folders(packs_here):
