@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
@@ -63,6 +64,7 @@ class Tower:
             # the module of the model registers its processor
             self._processor = load_processor(str(path), add_detokenizer=False)
 
+        _stand_in(self._model)
         if runtime.on_cpu():
             self._model.update(tree_map(_in_float32, self._model.parameters()))
         self._model.eval()
@@ -124,6 +126,17 @@ class Tower:
             plain = plain[1:]
         text = tokenizer.decode(plain, skip_special_tokens=False)
         return text.removeprefix(self._family.before).removesuffix(self._family.after)
+
+
+def _stand_in(model: nn.Module) -> None:
+    """Replace embeddings of texts in NF4, which mlx-vlm does not read, by zeros without memory.
+
+    Features enter in their place, so that their values do not matter.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.dtype == mx.uint8:
+            count, packed = module.weight.shape  # two weights in a byte
+            module.weight = mx.broadcast_to(mx.zeros((1, 1)), (count, 2 * packed))
 
 
 def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:

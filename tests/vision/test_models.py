@@ -1,5 +1,6 @@
 """Language models that take images, against mlx-vlm and transformers on the same batches."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -10,8 +11,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.nf4 import NF4Format
+from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
-from mlx_packs.bases.vision_families import VISION_FAMILIES
+from mlx_packs.bases.vision_families import VISION_FAMILIES, image_token_of
+from mlx_packs.bases.writer import quantize
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate, TokenCollate
@@ -26,6 +30,7 @@ from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.vision.images import for_step
 from mlx_packs.vision.pictures import ImageSource
+from mlx_packs.vision.tower import Tower
 from tests.helpers.interpreter import run_python
 from tests.helpers.vision_bases import FAMILIES as WRITTEN
 from tests.helpers.vision_bases import write_vision_base
@@ -224,6 +229,20 @@ def test_features_are_computed_once(family, folder_of):
     tokens_of(again, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
     images = again.tokenizer._images
     assert (images.computed, images.recalled, images._tower) == (0, 2, None)
+
+
+@pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_nf4_copy_has_the_same_features(family, folder_of, tmp_path):
+    """mlx-vlm cannot read its embeddings of texts."""
+    folder = folder_of(family)
+    quantize(folder, tmp_path / "nf4", QuantizeOptions(NF4Format()))
+    token = image_token_of(json.loads((folder / "config.json").read_text()))
+
+    towers = [Tower(each, VISION_FAMILIES[family], token) for each in (folder, tmp_path / "nf4")]
+    plain, ours = (tower.features(picture(0)) for tower in towers)
+    assert plain.text == ours.text and np.array_equal(plain.rows, ours.rows)
+    load_base(tmp_path / "nf4")
 
 
 def test_a_base_without_a_vision_tower_is_named(tmp_path):
