@@ -183,7 +183,10 @@ def cost(report: Mapping) -> str:
 
 
 def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
-    """Return commands that use the pack of a run, which can be pasted as they are."""
+    """Return commands that use the pack of a run, which can be pasted as they are.
+
+    FILE stands for an image, if examples have some.
+    """
     pack = shlex.quote(str(report["pack"]))
     lines = [f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:"]
     if report.get("raw_prompt"):
@@ -191,7 +194,8 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
         return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]
 
     if prompt and len(prompt) <= _MOST_PASTED and prompt.isprintable():
-        lines.append(f"packs generate --pack {pack} --prompt {shlex.quote(prompt)}")
+        image = " --image FILE" if report.get("images") else ""
+        lines.append(f"packs generate --pack {pack}{image} --prompt {shlex.quote(prompt)}")
     return [*lines, f"packs chat --pack {pack}"]
 
 

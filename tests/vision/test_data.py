@@ -16,6 +16,7 @@ from mlx_packs.data.preferences import encode_preferences
 from mlx_packs.data.rows import Row, load_rows
 from mlx_packs.memory.row_shapes import row_shapes
 from mlx_packs.packs.base import Base, load_base
+from mlx_packs.tasks.task import try_lines
 from tests.helpers.errors import raises
 from tests.helpers.image_rows import write_image, write_image_rows
 from tests.helpers.rows import CHATS, chat, write_rows
@@ -202,6 +203,14 @@ def test_features_are_computed_by_the_first_run_only(folders, here):
     run = train_pack(base, "d", lora, train, "p", resume=True, display=display)
     assert run.report["images"] == recalled
     assert "images 7, 16 tokens each on average: 7 from earlier runs" in display.lines
+
+
+def test_the_command_to_try_has_an_image():
+    report = {"pack": "packs/p", "pack_mb": 1.0, "images": {"count": 7}}
+    assert try_lines(report, "Which?")[1:] == [
+        "packs generate --pack packs/p --image FILE --prompt 'Which?'",
+        "packs chat --pack packs/p",
+    ]
 
 
 def test_a_run_without_images_reports_none(folders, here):
