@@ -5,6 +5,7 @@ Values come from manifests and run folders that somebody else may have written, 
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -19,6 +20,7 @@ SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad
 MOST_POINTS = 500  # of a series on a page
 MOST_SAMPLES = 12
 MOST_TEXT = 3000  # characters of a sample on a page
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,60000}={0,2}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Sample:
     wanted: str
     before: str
     after: str
+    images: Sequence[str] = ()  # small ones of the prompt, data URLs
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,13 @@ def samples_of(stored: object) -> list[Sample]:
     for entry in stored[:MOST_SAMPLES]:
         if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
             keys = ("prompt", "wanted", "before", "after")
-            samples.append(Sample(*(text(entry.get(key), MOST_TEXT).strip() for key in keys)))
+            texts = [text(entry.get(key), MOST_TEXT).strip() for key in keys]
+            urls = entry.get("images")
+            if not isinstance(urls, list):
+                urls = []
+            # a report may be anybody's
+            images = [url for url in urls if isinstance(url, str) and _THUMBNAIL.fullmatch(url)]
+            samples.append(Sample(*texts, images))
     return samples
 
 

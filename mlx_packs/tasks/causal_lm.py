@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change, phase_lines
 from ..packs.pack import Pack
+from ..vision.pictures import thumbnails
 from .phases import OWN, PhaseData, RunPhase
 from .shared_prefix import check_trees, merge_chains, shared_report
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
@@ -59,18 +60,26 @@ class SamplePrompt:
     tokens: list[int]
     wanted: str | None = None  # the answer that the examples have
     is_raw: bool = False  # whether it is the beginning of a text, rather than a question
+    images: tuple[str, ...] = ()  # of the prompt, as `thumbnails`
 
     def complete(self, base: Base) -> str:
         """Return the base's completion as it is now, sampled with a fixed seed."""
         text = complete(base, self.tokens, SAMPLE_TOKENS, temperature=_TEMPERATURE)
         return " ".join(text.split())
 
-    def report(self, trainable: Trainable, base: Base) -> dict[str, str | None]:
+    def report(self, trainable: Trainable, base: Base) -> dict[str, Any]:
         """Return it with the completions without and with what was trained."""
         with trainable.disabled():
             before = self.complete(base)
         after = self.complete(base)
-        return {"prompt": self.text, "wanted": self.wanted, "before": before, "after": after}
+        return self.entry(before=before, after=after)
+
+    def entry(self, **texts: str | None) -> dict[str, Any]:
+        """Return the prompt with texts that complete it."""
+        entry = {"prompt": self.text, "wanted": self.wanted, **texts}
+        if self.images:
+            entry["images"] = list(self.images)
+        return entry
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,7 @@ class CausalLMTask(TokenTask):
             *row_format.prompt(row, columns, base.tokenizer),
             row_format.answer(row, columns),
             is_raw=row_format is TEXT,
+            images=thumbnails(row_format.images(row, columns), columns.allow_urls),
         )
 
         metric = metric_of(self.train.metric, columns)
@@ -272,7 +282,7 @@ class CausalLMTask(TokenTask):
         outcome = self.outcome(trainable, last, trained)
         phases = phase_reports(data, sources, trained)
 
-        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **outcome.texts}
+        sample = self.sample.entry(**outcome.texts)
         samples = []
         if any(outcome.texts.values()):
             samples = [sample]
@@ -388,9 +398,10 @@ def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
     return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]
 
 
-def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the texts of a sample that a manifest has, each of a limited length."""
-    return {key: text[:STORED_CHARACTERS] for key, text in sample.items() if text is not None}
+def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a sample that a manifest has, each of a limited length; no image."""
+    texts = {key: text for key, text in sample.items() if isinstance(text, str)}
+    return {key: text[:STORED_CHARACTERS] for key, text in texts.items()}
 
 
 def _shortened(text: str, width: int = 160) -> str:

@@ -15,10 +15,17 @@ from ..adapters.trainable import Trainable
 from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.encoding import Example
-from ..data.formats import PROMPT
+from ..data.formats import COMPLETION, PROMPT
 from ..data.images import plain_text
 from ..data.left_out import template_notes
-from ..data.prompts import PromptCollate, Prompts, SharedPrompts, encode_prompts, wanted_text
+from ..data.prompts import (
+    PromptCollate,
+    Prompts,
+    SharedPrompts,
+    encode_prompts,
+    wanted_text,
+    with_placeholder,
+)
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
@@ -32,6 +39,7 @@ from ..objectives.objective import Objective
 from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
 from ..runtime import mx
+from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
 from .images import advance_of
 from .phases import PhaseData, RunPhase, sample
@@ -134,7 +142,10 @@ class GRPOTask(Task):
         if not isinstance(prompt, str):  # the last message
             prompt = plain_text(prompt[-1].get("content"))
 
-        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted_text(row, columns))
+        sources = COMPLETION.images(with_placeholder(row, columns), columns)
+        images = thumbnails(sources, columns.allow_urls)
+        wanted = wanted_text(row, columns)
+        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted, images=images)
         return data
 
     def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:

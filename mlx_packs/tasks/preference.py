@@ -39,6 +39,7 @@ from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change, phase_lines
 from ..runtime import mx
+from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
 from .images import advance_of
 from .phases import PhaseData, RunPhase
@@ -204,7 +205,8 @@ class PreferenceTask(TokenTask):
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
-        self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
+        images = thumbnails(COMPLETION.images(row, columns), columns.allow_urls)
+        self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns), images=images)
 
     def bind(
         self,

@@ -11,7 +11,7 @@ import io
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ MOST_PIXELS = 64_000_000
 MOST_BYTES = 256 << 20  # of a file: 64 million pixels of four bytes each have a little less
 MOST_URL_BYTES = 20_000_000
 URL_SECONDS = 30
+THUMBNAIL_URL = "data:image/jpeg;base64,"
+_THUMBNAIL = 160  # pixels of its longer side
+_MOST_THUMBNAILS = 4
 _SHOWN = 120  # characters of a path
 _KINDS = {  # the first bytes of a file, the plug-in of pillow that reads it, and its name there
     b"\xff\xd8\xff": ("Jpeg", "JPEG"),
@@ -333,6 +336,19 @@ def _check_size(image: Any) -> None:
         )
     if width * height > MOST_PIXELS:
         raise _too_many_pixels(f"is {width:,} x {height:,} pixels, which is")
+
+
+def thumbnails(sources: Sequence[ImageSource], allow_urls: bool = False) -> tuple[str, ...]:
+    """Return the first images as small JPEGs, data URLs that a page shows."""
+    urls = []
+    for source in sources[:_MOST_THUMBNAILS]:
+        image = open_picture(source, allow_urls).image.copy()
+        image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=80)
+        urls.append(THUMBNAIL_URL + base64.b64encode(file.getvalue()).decode())
+    return tuple(urls)
 
 
 def _too_many_pixels(verb: str) -> PackError:

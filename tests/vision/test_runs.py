@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.bases.turns import IMAGE_MARK
 from mlx_packs.runtime import mx
 from tests.helpers.rows import write_rows
 from tests.helpers.tasks import interrupted
@@ -146,3 +147,25 @@ def test_a_resumed_run_computes_no_features_and_ends_the_same(folder_of, tmp_pat
     assert (images.computed, images.recalled, images._tower) == (0, len(NAMES), None)
     resumed = weights(out)
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("task", ["lm", "dpo", "grpo"])
+def test_the_page_of_a_run_shows_the_images_of_its_sample(task, folder_of, tmp_path):
+    folder = tmp_path / "data"
+    answers = {"lm": {"completion": "A"}, "dpo": {"chosen": "A", "rejected": "B"}, "grpo": {}}
+    rows = [{"image": name, "prompt": "What is it?", **answers[task]} for name in images(folder)]
+    data = write_rows(folder, train=rows, valid=rows[:2])
+
+    settings = {"task": task, "iters": 1, "save_every": 1}
+    reward = None
+    if task == "grpo":
+        settings |= {"num_generations": 2, "max_completion_length": 4}
+        reward = lambda completions, **_: [float(len(c)) for c in completions]  # noqa: E731
+    train = TrainConfig(**(TRAIN | settings))
+    base = folder_of("qwen3_vl")
+    train_pack(base, data, LORA, train, tmp_path / "a", reward=reward, progress=False)
+
+    page = (tmp_path / "a-run" / "report.html").read_text()
+    assert page.count('<img class="thumbnail" src="data:image/jpeg;base64,') == 1
+    assert IMAGE_MARK not in page
