@@ -12,7 +12,12 @@ import numpy as np
 
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
-from ..bases.vision_families import TEXT_MODELS, path_in_mlx_vlm, path_of_mlx_vlm
+from ..bases.vision_families import (
+    TEXT_MODELS,
+    VISION_FAMILIES,
+    path_in_mlx_vlm,
+    path_of_mlx_vlm,
+)
 from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of
@@ -117,6 +122,8 @@ class MlxLm:
 
         base = pack.manifest["base"]
         config = config_with(specs, base["model_type"], base["num_layers"], rank, scale)
+        if base["model_type"] in VISION_FAMILIES:  # mlx-vlm reads absolute ones alone, mlx-lm both
+            config["lora_parameters"]["keys"] = list(specs)
         notes: tuple[str, ...] = ()
         if lower := sum(spec.rank < rank for spec in specs.values()):
             notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)

@@ -8,7 +8,6 @@ mlx-vlm names modules by their paths.
 from collections.abc import Iterable, Mapping
 
 from ..adapters.spec import ModuleSpec, Specs, factor_names
-from ..bases.vision_families import VISION_FAMILIES
 from ..config.choices import package_of
 from ..runtime import mx
 from .manifest import architecture_facts, replaced_of, shapes_of, specs_of
@@ -59,8 +58,7 @@ def config_with(specs: Specs, model_type: str, blocks: int, rank: int, scale: fl
 
     keys = list(specs)  # absolute ones, which mlx-swift-lm does not know
     first = 0
-    is_of_mlx_lm = package_of(model_type) == "mlx-lm" and model_type not in VISION_FAMILIES
-    if sum(lengths.values()) <= blocks and is_of_mlx_lm:
+    if sum(lengths.values()) <= blocks and package_of(model_type) == "mlx-lm":
         keys = [place[2] if place else path for path, place in places.items()]
         if len(lengths) == 1:
             first = min(place[1] for place in places.values() if place)
