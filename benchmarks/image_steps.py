@@ -226,6 +226,7 @@ def records(here: Environment, options: argparse.Namespace, seconds: dict) -> li
     shape = f"{options.rows} rows of 67 + {options.words} tokens, rank {RANK}"
     text = float(np.median(seconds[TEXT]))
     fields = {"baseline": TEXT, "note": f"{options.blocks} blocks, random weights."}
+
     return [
         record(
             here,
