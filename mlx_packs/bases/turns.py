@@ -212,6 +212,12 @@ def takes_images(tokenizer: Any) -> bool:
     return getattr(tokenizer, "_images", None) is not None
 
 
+def why_no_trees(tokenizer: Any) -> str | None:
+    """Return why rows with images that begin alike are no trees, in a line; None if they are."""
+    images = getattr(tokenizer, "_images", None)
+    return None if images is None else images.why_no_trees
+
+
 def image_sources(messages: Sequence[Mapping]) -> list[Any]:
     """Return the images of messages, in the order in which they appear."""
     return [source for message in messages for source in message.get("images") or ()]

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..adapters.trainable import trainable_modules
+from ..bases.turns import why_no_trees
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch, Layout
 from ..data.encoding import EncodingOptions, Examples, encode
@@ -258,7 +259,9 @@ def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[B
 
 def _computes_trees(base: Base, settings: EvalSettings) -> bool:
     """Return whether a model computes trees exactly; an error where it has to."""
-    reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    reason = why_no_trees(base.tokenizer)
+    if reason is None:
+        reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:
         reason = why_length_matters(base.model, settings.max_seq_length)
     if reason and settings.share_prefix == "on":

@@ -5,6 +5,7 @@ import mlx.nn as nn
 from .. import runtime
 from ..adapters.attach import attach
 from ..adapters.trainable import Trainable
+from ..bases.turns import why_no_trees
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -90,8 +91,7 @@ def computes_trees(
     Raises:
         PackError: it does not, and trees are asked for.
     """
-    images = getattr(base.tokenizer, "_images", None)
-    reason = None if images is None else images.why_no_trees
+    reason = why_no_trees(base.tokenizer)
     if reason is None:
         reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.turns import IMAGE_MARK
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.helpers.rows import write_rows
 from tests.helpers.tasks import interrupted
 from tests.helpers.vision_bases import write_vision_base
@@ -169,3 +170,15 @@ def test_the_page_of_a_run_shows_the_images_of_its_sample(task, folder_of, tmp_p
     page = (tmp_path / "a-run" / "report.html").read_text()
     assert page.count('<img class="thumbnail" src="data:image/jpeg;base64,') == 1
     assert IMAGE_MARK not in page
+
+
+def test_examples_with_images_that_see_themselves_are_evaluated_in_rows(folder_of, tmp_path):
+    name = images(tmp_path / "data")[0]
+    question = "What is on this picture, in one word of your own, number"
+    rows = [{"image": name, "prompt": f"{question} {i}?", "completion": "A"} for i in range(4)]
+    data = write_rows(tmp_path / "data", train=rows, valid=rows[:2])
+    base = load_base(folder_of("gemma3"))
+    scores = [evaluate(base, None, data, "train", share_prefix=s) for s in ("auto", "off")]
+    assert scores[0].base == scores[1].base
+    with raises("unsupported", "share_prefix"):
+        evaluate(base, None, data, "train", share_prefix="on")
