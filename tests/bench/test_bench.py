@@ -435,7 +435,7 @@ def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     single, several = (steps._entries(of, (1, 4), "dense", "none")[1] for _ in range(2))
     losses = [single.implementation.step(single.batch)[1] for _ in range(4)]
     times = several.implementation.steps(several.batch, 3)
-    assert len(times) == 3 and all(ms > 0 for ms in times)
+    assert len(times) == (1 if ahead else 3) and all(ms > 0 for ms in times)
     assert several.implementation.step(several.batch)[1] == losses[3] != losses[0]
 
 
