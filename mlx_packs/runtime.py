@@ -38,7 +38,8 @@ def _finish() -> None:
     """
     if fork.in_fork():  # its streams are the parent's
         return
-    mx.synchronize()
+    with suppress(RuntimeError):  # a stream of a thread that has ended, where there is nothing
+        mx.synchronize()
     if generate := sys.modules.get("mlx_lm.generate"):
         mx.synchronize(generate.generation_stream)
 
