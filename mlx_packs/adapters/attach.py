@@ -20,7 +20,14 @@ from ..nn.quantized import apply_matmul_path
 from ..runtime import mx
 from .lora import Attached, add_adapters
 from .spec import ModuleSpec, Specs, factor_shapes
-from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
+from .targets import (
+    experts_note,
+    fp16_copies,
+    open_projector,
+    plan_specs,
+    with_heads,
+    without_narrow,
+)
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -70,6 +77,7 @@ def attach(
         check_trainable(base.name, base.model)
     lora = lora or load("config.lora:LoRAConfig")()
 
+    open_projector(base, lora.target_modules if specs is None else specs)
     groups, fallback, notes = _probed(base, lora, specs, fp16_fallback)
     if not groups and specs != {}:
         raise PackError("--target-modules: no projection gets an adapter.", "unknown")

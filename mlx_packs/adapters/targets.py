@@ -11,7 +11,9 @@ import mlx.nn as nn
 
 from ..bases.geometry import linears
 from ..bases.shapes import Geometry, GeometryError, Group
+from ..bases.vision_families import is_of_projector
 from ..errors import PackError
+from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
 from ..nn.quantized import HalfLinear
@@ -22,6 +24,12 @@ from .spec import ModuleSpec, SliceSpec, Specs
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
     from ..config.lora import LoRAConfig
+
+
+def open_projector(base: "BaseModel", names: Iterable[str]) -> None:
+    """Make the projector of a vision tower a part of a base if names of modules ask for it."""
+    if any(map(is_of_projector, names)):
+        load("vision.projector:open_projector")(base)
 
 
 def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:

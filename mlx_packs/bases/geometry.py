@@ -154,8 +154,8 @@ def select_targets(
     They are named by leaf (q_proj), by tail (self_attn.q_proj) or by path. Without names: every
     linear inside the last ``num_layers`` blocks but routers, indexers, the experts of a mixture,
     whose adapters would be as many as there are experts, and ``modules_to_save``. Names are those
-    of modules in these blocks, else of modules outside of all blocks; a full path may be anywhere
-    (as with mlx-lm's absolute keys).
+    of modules in these blocks, else of modules outside of all blocks, or of what these are in
+    (``projector``); a full path may be anywhere (as with mlx-lm's absolute keys).
     """
     prefixes = block_prefixes(model)
     check_num_layers(num_layers, len(prefixes))
@@ -182,6 +182,7 @@ def select_targets(
     for target in target_modules:
         matched = [(p, m) for p, m in inside if is_named(p, target)]
         matched = matched or [(p, m) for p, m in outside if is_named(p, target)]
+        matched = matched or [(p, m) for p, m in outside if p.rpartition(".")[0] == target]
         matched = matched or [(p, m) for p, m in every if p == target]
         if not matched:
             raise _no_target(model, target, every)

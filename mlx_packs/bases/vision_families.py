@@ -21,6 +21,8 @@ class VisionFamily:
     interleaved: whether three axes of positions take turns in the pairs of a head.
     sees: in which blocks the tokens of an image see each other: ``none``, ``all``, or ``config``,
         those with a window if ``use_bidirectional_attention`` is ``vision``.
+    projector: the linears, with GELU between them, that are the last part of the tower, as mlx-vlm
+        names them; none if the projector has other weights.
     """
 
     placeholder: str
@@ -30,24 +32,37 @@ class VisionFamily:
     divided: bool = False
     interleaved: bool = False
     sees: str = "none"
+    projector: tuple[str, ...] = ()
 
 
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+_QWEN2_PROJECTOR = ("vision_tower.merger.mlp.0", "vision_tower.merger.mlp.2")
+_QWEN3_PROJECTOR = ("vision_tower.merger.linear_fc1", "vision_tower.merger.linear_fc2")
+_ONE_LINEAR = ("connector.modality_projection.proj",)
+_TWO_LINEARS = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
-    "qwen2_vl": VisionFamily(*_QWEN),
-    "qwen2_5_vl": VisionFamily(*_QWEN),
-    "qwen3_vl": VisionFamily(*_QWEN, interleaved=True),
-    "idefics3": VisionFamily("<image>"),
-    "smolvlm": VisionFamily("<image>"),
+    "qwen2_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR),
+    "qwen2_5_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR),
+    "qwen3_vl": VisionFamily(*_QWEN, interleaved=True, projector=_QWEN3_PROJECTOR),
+    "idefics3": VisionFamily("<image>", projector=_ONE_LINEAR),
+    "smolvlm": VisionFamily("<image>", projector=_ONE_LINEAR),
     "gemma3": VisionFamily("<start_of_image>", scaled=True, divided=True, sees="all"),
-    "llava": VisionFamily("<image>"),
-    "mistral3": VisionFamily("[IMG]"),
-    "gemma4": VisionFamily("<|image|>", scaled=True, sees="config"),
+    "llava": VisionFamily("<image>", projector=_TWO_LINEARS),
+    "mistral3": VisionFamily("[IMG]", projector=_TWO_LINEARS),
+    "gemma4": VisionFamily(
+        "<|image|>",
+        scaled=True,
+        sees="config",
+        projector=("embed_vision.embedding_projection",),
+    ),
 }
 
 # The language model of mlx-lm for a family that mlx-lm lacks, and where the weights of it are.
 TEXT_MODELS = {"idefics3": "llama", "smolvlm": "llama"}
+
+# Where the last linears of a tower are in a base, if adapters on them are asked for.
+PROJECTOR = "projector"
 
 # How paths in a language model begin here, and in transformers and mlx-vlm.
 _IN_TRANSFORMERS = {"language_model.model.": "model.language_model.", "language_model.": ""}
@@ -55,8 +70,19 @@ _LLAMA_IN_TRANSFORMERS = {"model.": "model.text_model."}
 _LLAMA_IN_MLX_VLM = {"model.": "language_model.", "lm_head": "language_model.lm_head"}
 
 
+def is_of_projector(path: str) -> bool:
+    """Return whether a path names the projector, or a linear of it."""
+    return path.partition(".")[0] == PROJECTOR
+
+
+def projector_paths(model_type: str) -> dict[str, str]:
+    """Return the linears of a projector, as they are named here and in mlx-vlm."""
+    paths = VISION_FAMILIES[model_type].projector
+    return {f"{PROJECTOR}.linear_{i}": path for i, path in enumerate(paths, 1)}
+
+
 def path_in_transformers(path: str, model_type: str) -> str:
-    """Return the path of a module of a language model as transformers names it."""
+    """Return the path of a module of a base as transformers names it."""
     return _renamed(path, _of_transformers(model_type))
 
 
@@ -69,22 +95,27 @@ def path_of_transformers(path: str, model_type: str) -> str:
 
 
 def _of_transformers(model_type: str) -> Mapping[str, str]:
-    return _LLAMA_IN_TRANSFORMERS if model_type in TEXT_MODELS else _IN_TRANSFORMERS
+    projector = {}
+    for here, there in projector_paths(model_type).items():
+        projector[here] = "model." + there.replace("vision_tower.", "visual.")
+    of_text = _LLAMA_IN_TRANSFORMERS if model_type in TEXT_MODELS else _IN_TRANSFORMERS
+    return {**projector, **of_text}
 
 
 def path_in_mlx_vlm(path: str, model_type: str) -> str:
-    """Return the path of a module of a language model as mlx-vlm names it."""
-    if model_type not in TEXT_MODELS:
-        return path
-    return _renamed(path, _LLAMA_IN_MLX_VLM)
+    """Return the path of a module of a base as mlx-vlm names it."""
+    return _renamed(path, _of_mlx_vlm(model_type))
 
 
 def path_of_mlx_vlm(path: str, model_type: str) -> str:
     """Return the path here of a module that mlx-vlm names."""
-    if model_type not in TEXT_MODELS:
-        return path
-    names = {there: here for here, there in reversed(_LLAMA_IN_MLX_VLM.items())}
+    names = {there: here for here, there in reversed(_of_mlx_vlm(model_type).items())}
     return _renamed(path, names)
+
+
+def _of_mlx_vlm(model_type: str) -> dict[str, str]:
+    projector = projector_paths(model_type)
+    return projector | (_LLAMA_IN_MLX_VLM if model_type in TEXT_MODELS else {})
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..adapters.spec import ModuleSpec
+from ..adapters.targets import open_projector
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD
@@ -163,6 +164,7 @@ def plan_changes(request: MergeRequest) -> Changes:
     """Return which weights of the base change, and how each is quantized."""
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
+    open_projector(base, request.pack.specs)
     planner = _Planner(request, base)
     tensors = request.pack.load_tensors()
 

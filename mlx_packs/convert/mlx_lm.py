@@ -13,7 +13,6 @@ import numpy as np
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
 from ..bases.vision_families import (
-    TEXT_MODELS,
     VISION_FAMILIES,
     path_in_mlx_vlm,
     path_of_mlx_vlm,
@@ -153,7 +152,7 @@ def _renamed(
     stored: StoredAdapter, model_type: str, renamed: Callable[[str, str], str]
 ) -> StoredAdapter:
     """Rename modules where mlx-vlm has other names, and mlx-lm none."""
-    if model_type not in TEXT_MODELS:
+    if model_type not in VISION_FAMILIES:
         return stored
 
     tensors = {renamed(name, model_type): array for name, array in stored.tensors.items()}

@@ -443,7 +443,10 @@ def load_base_for(
     if pack is None:
         return load_base(model, trust_remote_code=trust_remote_code)
     _, config = check_checkpoint(pack, model)
-    return load_base(model, quantize_for(pack, config), trust_remote_code, **quantize_options(pack))
+    quantize = quantize_for(pack, config)
+    base = load_base(model, quantize, trust_remote_code, **quantize_options(pack))
+    load("adapters.targets:open_projector")(base, pack.specs)  # before it encodes an image
+    return base
 
 
 def check_no_pack(base: Base) -> None:

@@ -8,6 +8,7 @@ from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import read_factors
 from ..bases.model import BaseModel
+from ..bases.vision_families import is_of_projector
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
@@ -156,6 +157,8 @@ def _unservable(pack: Pack) -> str:
     for path, spec in pack.specs.items():
         if spec.experts is not None:
             return f"{path} has an adapter for each expert"
+        if is_of_projector(path):
+            return "it has adapters on the projector of images"
     return ""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..adapters.targets import open_projector
 from ..adapters.trainable import Trainable
 from ..bases.families import check_task
 from ..bases.geometry import select_targets
@@ -115,6 +116,7 @@ class Task(PhaseTask, ABC):
         """Return `target`, once its modules are known to exist: nothing is encoded before."""
         target, lora = self.target(base)
         if not self.train.trains_base:
+            open_projector(target, lora.target_modules)
             select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
         return target, lora
 

@@ -1,9 +1,10 @@
 """The vision tower, projector and image processor of a checkpoint, as mlx-vlm has them."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .. import runtime
 from ..bases.vision_families import VisionFamily
 from ..errors import PackError, library_errors
 from ..runtime import mx
+from .stop import Stop
 
 _LOADING = "its vision tower cannot be loaded"
 
@@ -24,7 +26,7 @@ class Features:
     """What a tower makes of one image.
 
     text: what stands for the image in a text, in which each token of the image is one feature.
-    rows: [n, D], features in the order of these tokens.
+    rows: [n, D], features in the order of these tokens; or what enters the projector [n, C].
     patches: in a row and in a column of the image; None where the processor does not say.
     levels: [K, n, D], added after the first K blocks; None without.
     shifts: float32 [n, 4], as `nn.images.ShownImages`; None where positions are places.
@@ -45,29 +47,28 @@ class Features:
 
 
 class Tower:
-    """Computes features; its language model is never read from disk."""
+    """Computes features; its language model is never read from disk.
 
-    def __init__(self, path: Path, family: VisionFamily, token: int) -> None:
-        try:
-            from mlx_vlm.utils import load_model, load_processor
-        except ImportError:
-            raise PackError(
-                "images need mlx-vlm. Run `pip install 'mlx-packs[vision]'`.", "dependency"
-            ) from None
+    Args:
+        path: of the checkpoint.
+        family: of it.
+        token: that stands for a feature.
+        before: the linears of the projector that features are taken before; none by default.
+    """
 
-        def faulty(reason: str) -> PackError:
-            return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
-
-        with library_errors(faulty), _quiet():
-            path = path.resolve()  # a relative one looks like the name of a repository
-            self._model = load_model(path, lazy=True, strict=False)
-            # the module of the model registers its processor
-            self._processor = load_processor(str(path), add_detokenizer=False)
+    def __init__(
+        self, path: Path, family: VisionFamily, token: int, before: Sequence[str] = ()
+    ) -> None:
+        self._model = load_tower(path)
+        self._processor = _processor_of(path)  # which the module of the model registers
 
         _stand_in(self._model)
         if runtime.on_cpu():
-            self._model.update(tree_map(_in_float32, self._model.parameters()))
+            self._model.update(tree_map(in_float32, self._model.parameters()))
         self._model.eval()
+        self._stop = None
+        if before:
+            self._stop = Stop(self._model, before)
         self._family = family
         self._token = token
 
@@ -90,6 +91,8 @@ class Tower:
         )
         places = np.flatnonzero(np.array(tokens[0]) == self._token)
         rows = entered.inputs_embeds[0][mx.array(places)]
+        if self._stop is not None:
+            rows = self._stop.rows(rows)
         if self._family.divided:
             rows = rows * self._model.config.hidden_size**0.5
         levels = None
@@ -146,16 +149,34 @@ def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:
     return columns, rows
 
 
+def load_tower(path: Path) -> nn.Module:
+    """Return mlx-vlm's model of a checkpoint, lazy. Raises: PackError."""
+    try:
+        from mlx_vlm.utils import load_model
+    except ImportError:
+        raise PackError(
+            "images need mlx-vlm. Run `pip install 'mlx-packs[vision]'`.", "dependency"
+        ) from None
+
+    with library_errors(partial(_faulty, path)), _quiet():
+        # a relative path looks like the name of a repository
+        return load_model(path.resolve(), lazy=True, strict=False)
+
+
+def _processor_of(path: Path) -> Any:
+    from mlx_vlm.utils import load_processor
+
+    with library_errors(partial(_faulty, path)), _quiet():
+        return load_processor(str(path.resolve()), add_detokenizer=False)
+
+
+def _faulty(path: Path, reason: str) -> PackError:
+    return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
+
+
 def tower_tensors(path: Path) -> dict[str, mx.array]:
     """Return the tensors of a checkpoint that no language model has, lazy, by mlx-vlm's names."""
-    from mlx_vlm.utils import load_model
-
-    def faulty(reason: str) -> PackError:
-        return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
-
-    with library_errors(faulty), _quiet():
-        model = load_model(path.resolve(), lazy=True, strict=False)
-    named = tree_flatten(model.parameters())
+    named = tree_flatten(load_tower(path).parameters())
     return {name: array for name, array in named if not name.startswith("language_model.")}
 
 
@@ -188,7 +209,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _in_float32(array: mx.array) -> mx.array:
+def in_float32(array: mx.array) -> mx.array:
+    """Return a float array in float32, others as they are."""
     if array.dtype in (mx.float16, mx.bfloat16):
         return array.astype(mx.float32)
     return array

@@ -483,7 +483,7 @@ def test_off_never_caches():
         ({"iters": 4}, 1, "take no example twice (an epoch has 4)"),
         ({"iters": 5}, 1, None),
         ({"neftune_noise_alpha": 5.0}, 1, "other activations enter them at every step"),
-        ({}, 4, "the first block or the embedding is trained"),
+        ({}, 4, "the first block, the embedding or the projector is trained"),
         ({}, 3, None),
     ],
 )

@@ -1,0 +1,71 @@
+"""The projector of a base: its last linears, which are part of the model if they have adapters.
+
+Features that are stored are then what enters these linears, and a step computes the linears.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlx.utils import tree_map
+
+from .. import runtime
+from ..bases.files import weight_files
+from ..bases.model import BaseModel
+from ..bases.shapes import is_named
+from ..bases.tokenizer import images_of
+from ..bases.vision_families import PROJECTOR, has_vision_tower, projector_paths
+from ..errors import PackError
+from ..nn.projector import Projector
+from ..reading import read_header
+from ..runtime import mx
+from .tower import in_float32, load_tower
+
+
+def open_projector(base: BaseModel) -> None:
+    """Make the projector a part of a base, whose features are then what enters it.
+
+    Raises: PackError if the base has no projector with linears.
+    """
+    if PROJECTOR in base.model:
+        return
+    if not has_vision_tower(base.config):
+        raise PackError(
+            f"--target-modules {PROJECTOR}: {base.name} takes no images, and has no projector.",
+            "unknown",
+            "target_modules",
+        )
+
+    family = base.config["model_type"]
+    paths = projector_paths(family)
+    if not paths:
+        raise PackError(
+            f"--target-modules {PROJECTOR}: the projector of {family} has no linear layer, and "
+            "cannot have an adapter. Leave it out.",
+            "unsupported",
+            "target_modules",
+        )
+
+    tower = dict(load_tower(base.path).named_modules())
+    projector = Projector([tower[path] for path in paths.values()])
+    if runtime.on_cpu():
+        projector.update(tree_map(in_float32, projector.parameters()))
+    if not base.is_lazy:
+        mx.eval(projector.parameters())
+    projector.freeze()
+    projector.train(base.model.training)
+    base.model[PROJECTOR] = projector
+    base.weight_map.update(_sources(base.path, paths))
+
+    images = images_of(base.tokenizer)
+    if images is not None:
+        images.stop_before_projector()
+
+
+def _sources(folder: Path, paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the tensors of a checkpoint that are weights of linears, by their names here."""
+    names = [name for file in weight_files(folder) for name in read_header(file)[0]]
+    sources = {}
+    for here, there in paths.items():
+        weight = f"{there.removeprefix('vision_tower.')}.weight"
+        sources[f"{here}.weight"] = next(name for name in names if is_named(name, weight))
+    return sources
