@@ -25,6 +25,8 @@ TEXT_FAMILIES = {
     "qwen3_vl": "qwen3",
     "idefics3": "llama",
     "smolvlm": "llama",
+    "llava": "llama",
+    "mistral3": "mistral",
 }
 
 

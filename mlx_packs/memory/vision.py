@@ -25,6 +25,7 @@ _NAMES = {
     "model.layers.": "model.layers.",
     "model.norm.": "model.norm.",
 }
+_OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
 
 
 def describe(config: Mapping) -> Tensors:
@@ -51,4 +52,7 @@ def estimate(
 def _config_of_text(config: Mapping) -> dict:
     text = text_config(dict(config))
     family = TEXT_FAMILIES[config["model_type"]]
+    if text.get("model_type") in _OTHER_TEXTS:
+        family = text["model_type"]
+
     return {"dtype": config.get("dtype"), **config, **text, "model_type": family}

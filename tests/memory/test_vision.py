@@ -1,12 +1,20 @@
 """The plan of a base with a vision tower is that of its language model."""
 
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlx_packs import load_base, train_pack
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory.decoder_sizes import TEXT_FAMILIES
 from mlx_packs.memory.estimate import estimator_of
+from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe
+from tests.helpers.errors import raises
+from tests.helpers.memory import active_bytes
+from tests.helpers.rows import write_rows
+from tests.helpers.vision_bases import write_vision_base
 
 TEXT = {
     "hidden_size": 64,
@@ -32,3 +40,46 @@ def test_the_plan_is_that_of_the_language_model(family):
     train = TrainConfig()
     expected = estimator_of(plain).estimate(describe("base", plain), lora, train)
     assert estimator_of(whole).estimate(describe("base", whole), lora, train) == expected
+
+
+def test_a_mistral3_with_another_text_has_no_plan():
+    text = {**TEXT, "model_type": "mistral4"}
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {}}
+    with raises("unsupported", None, "mistral4"):
+        describe("base", whole)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("family", ["smolvlm", "llava", "mistral3"])
+def test_the_plan_is_within_its_error_of_the_measured_peak(
+    family, recompute, tmp_path, monkeypatch
+):
+    from PIL import Image
+
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+    if family == "mistral3":
+        sizes["head_dim"] = 64
+    folder = write_vision_base(family, tmp_path / "base", text_config=sizes)
+
+    pixels = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    row = {"image": str(tmp_path / "a.png"), "prompt": "What is it? " * 20, "completion": "A" * 32}
+    data = write_rows(tmp_path / "data", train=[row] * 4, valid=[row], test=[row])
+
+    train = TrainConfig(
+        iters=8,
+        max_seq_length=512,
+        matmul_path="dense",
+        recompute=recompute,
+        share_prefix="off",
+        val_batches=0,
+    )
+    base = load_base(folder)
+    own = sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
+    train_pack(base, data, LoRAConfig(rank=8), train, tmp_path / "first", progress=False)
+    held = (active_bytes() - own) / 1e9
+
+    run = train_pack(base, data, LoRAConfig(rank=8), train, tmp_path / "second", progress=False)
+    assert run.report["plan_peak_gb"] == pytest.approx(run.report["peak_gb"] - held, rel=ERROR)
