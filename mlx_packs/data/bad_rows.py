@@ -11,6 +11,7 @@ from ..errors import Code, PackError
 from ..files import atomic_write
 
 QUARANTINE = "bad-rows.jsonl"  # of a run folder
+TOO_LONG: Literal["images beyond --max-seq-length"] = "images beyond --max-seq-length"
 Reason = Literal[
     "not UTF-8",
     "not JSON",
@@ -89,14 +90,18 @@ class BadRows:
 
     def check_some_left(self, count: int) -> None:
         """Raise a PackError if all of ``count`` rows are bad."""
-        if self.errors and len(self.errors) == count:
-            first = self.errors[0][1]
-            raise PackError(
-                f"--on-bad-row: none of {count:,} examples can be used "
-                f"({shown_counts(self.counts())}). The first: {first.message}",
-                "data",
-                "data",
-            )
+        if not self.errors or len(self.errors) < count:
+            return
+
+        flag = "data"
+        reasons = self.counts()
+        fault = f"--on-bad-row: none of {count:,} examples can be used ({shown_counts(reasons)})."
+        if set(reasons) == {TOO_LONG}:
+            flag = "max_seq_length"
+            fault = "--max-seq-length: no example fits with its images."
+
+        first = self.errors[0][1]
+        raise PackError(f"{fault} The first: {first.message}", "data", flag)
 
     def to_json(self) -> list:
         """`from_json` reads it; the places of rows are left out."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..bases.tokenizer import images_of, starts_twice, tokenizer_errors
 from ..config.data import DataConfig
-from ..errors import PackError
-from .bad_rows import BadRows, RowError
+from ..errors import PackError, any_of
+from .bad_rows import TOO_LONG, BadRows, RowError
 from .conversations import Span, split_prompts
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .formats import (
@@ -29,6 +29,7 @@ from .formats import (
     first_format,
     format_of,
 )
+from .images import FEWER_BY_MAX_PIXELS
 from .sources import Fingerprint, Rows, as_rows, canonical_line
 from .token_store import (
     DTYPES,
@@ -403,12 +404,18 @@ class Encoder:
         if images > 1:
             shown = f"{images} images"
 
+        ways = ["Raise --max-seq-length"]
+        if self.images.config["model_type"] in FEWER_BY_MAX_PIXELS:
+            ways.append("lower --max-pixels")
+        if not self.drops_long_rows:
+            ways.append("leave such examples out by --on-long-row drop")
+
         error = RowError(
             self.rows.where(row),
             f"has {tokens:,} tokens with its {shown}, more than --max-seq-length "
-            f"{self.options.max_seq_length:,}, and no image is cut. Raise --max-seq-length, lower "
-            "--max-pixels, or leave such examples out by --on-long-row drop.",
-            "images beyond --max-seq-length",
+            f"{self.options.max_seq_length:,}, and no image is cut. "
+            f"{any_of(ways)}.",
+            TOO_LONG,
             flag="max_seq_length",
         )
 

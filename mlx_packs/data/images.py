@@ -19,6 +19,8 @@ from ..vision.pictures import ImageSource
 from .row_format import Row, optional
 
 IMAGE_COLUMNS = ("image", "images")
+# Families whose images have fewer tokens if --max-pixels makes them smaller.
+FEWER_BY_MAX_PIXELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3")
 _MARKER = "<image>"  # the place of an image in data for LLaVA, LLaMA-Factory and ms-swift
 _PLACES = re.compile(f"{IMAGE_MARK}|{_MARKER}")
 _TEXTS = ("text", "input_text")  # types of parts, as OpenAI's two interfaces have them

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_packs import Observer, train_pack
 from mlx_packs.bases.tokenizer import readable_text
+from mlx_packs.bases.vision_families import VISION_FAMILIES
 from mlx_packs.cli import mask
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
@@ -106,8 +107,23 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
         kept = encoded(tokenizer, rows, last - 1, **settings)
         assert [i for i, _ in kept.bad.errors] == [0]
         assert [example.where for example in kept] == ["f:1", "f:2"]
-    with raises("data", "data", "none of 1", "f:0"):
+    with raises("data", "max_seq_length", "no example fits", "f:0") as caught:
         encoded(tokenizer, rows[:1], last - 1, on_long_row="drop")
+    assert "--on-" not in caught.value.message
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, here):
+    write_image(here / "a.png", 0, 224, 224)
+    row = {"image": str(here / "a.png"), "prompt": "What?", "completion": "A"}
+    folder = write_vision_base(family, here / "base")
+    tokenizer, _ = mask.tokenizer_of(str(folder), False)
+
+    limits = (0, 56 * 56)
+    large, small = (encoded(tokenizer, [row], 4096, max_pixels=n).lengths[0] for n in limits)
+    with raises("data", "max_seq_length", "Raise --max-seq-length", "--on-long-row") as caught:
+        encoded(tokenizer, [row], 8, max_pixels=0)
+    assert ("--max-pixels" in caught.value.message) == (small < large)
 
 
 def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
