@@ -30,6 +30,7 @@ from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ..data.sharing import least_saved, may_share
+from ..evaluation.images import advance_of
 from ..inference.generate import sample_batch, text_of
 from ..memory.memory_choice import MemoryChoice
 from ..nn.blocks import takes_one_pass
@@ -41,7 +42,6 @@ from ..packs.base import Base, check_forward
 from ..runtime import mx
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
-from .images import advance_of
 from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of

@@ -28,6 +28,7 @@ from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
 from ..errors import PackError
+from ..evaluation.images import advance_of
 from ..evaluation.preferences import PairScore, score_preferences
 from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
@@ -41,7 +42,6 @@ from ..packs.card import format_change, phase_lines
 from ..runtime import mx
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
-from .images import advance_of
 from .phases import PhaseData, RunPhase
 from .shared_prefix import check_trees
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines

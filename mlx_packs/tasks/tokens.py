@@ -23,9 +23,9 @@ from ..data.token_store import masked
 from ..data.trees import TreePlan
 from ..display import VERBOSE, Display
 from ..errors import PackError
+from ..evaluation.images import advance_of
 from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
-from .images import advance_of
 from .phases import PhaseData, RunPhase, sample
 from .shared_prefix import computes_trees, passes_of, say_nothing_shared, show_trees
 from .task import Task

@@ -239,7 +239,7 @@ def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         {
             "gates": _check_gates(start, pack, summary, memory),  # first: they change its size
             **_report(run, pack, fit, summary, memory),
-            **load("tasks.images:images_report")(start.base),
+            **load("evaluation.images:images_report")(start.base),
             "bad_rows": {key: bad.counts() for key, (bad, _) in start.left_out.items()},
             "compute_dtype": start.dtype.to_json(),
             "matmul_paths": paths,
@@ -272,7 +272,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     target, lora = targets[settings.last_phase.train.task]
 
     settings = with_template_date(settings, base, earlier, display)
-    with load("tasks.images:images_of_run")(base, display):
+    with load("evaluation.images:images_of_run")(base, display):
         data = _encode(tasks, base, settings, splits)
     settings, data = with_batches(settings, data, display)
     run = Run(
