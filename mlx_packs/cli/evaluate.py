@@ -83,6 +83,7 @@ def evaluate(
         opened,
         data,
         columns=columns_of(opened, data, **columns),
+        display=Display(),
         **settings,
     )
     print_report(report.to_json(), report.lines())

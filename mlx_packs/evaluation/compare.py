@@ -20,7 +20,7 @@ from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
 from ..data.batches import PackedCollate, evaluation_batches
 from ..data.dataset import Batch
-from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.encoding import EncodingOptions, Examples
 from ..data.in_memory import Data
 from ..data.packing import Packed, first_fit
 from ..data.shapes import padded_length, sequence_inputs
@@ -33,6 +33,7 @@ from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack, as_pack
 from ..packs.weighted_sum import check_distinct
+from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows
 from .throughput import Speed, cut_prompts, generation_path, measure_throughput
@@ -156,7 +157,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     loss_on = loss_on or _trained_loss_on(models[1:])
 
     options = EncodingOptions(loss_on, length, base.vocab_size)
-    examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
+    examples = encode_shown(evaluation_rows(columns, split, limit), base, columns, options, display)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
     evaluations = len(models) * len(batches)
     scoring_path, generating_path = _matmul_paths(base, matmul_path, batches, evaluations)

@@ -14,6 +14,7 @@ from ..packs.pack import Pack
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
+    from ..display import Display
     from .embeddings import EmbeddingReport
     from .perplexity import EvalReport
     from .preferences import RewardReport
@@ -59,6 +60,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     columns: DataConfig | None = None,
     metric: str | None = None,
     share_prefix: str = "auto",
+    display: "Display | None" = None,
 ) -> "EvalReport | EmbeddingReport | RewardReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
@@ -85,6 +87,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
             otherwise.
         share_prefix: Whether the common prefix of examples is computed once for each batch:
             ``"on"``, ``"off"``, or ``"auto"`` if it is exact and saves 15 % of the inputs.
+        display: Progress output; none by default.
 
     Raises:
         PackError: If examples cannot be used, the pack has another base model, or a pack is active.
@@ -109,6 +112,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         matmul_path,
         metric,
         share_prefix,
+        display,
     )
 
     rows = evaluation_rows(columns, split, limit)

@@ -1,11 +1,15 @@
 """The images of a run: progress while their features are computed, and how many there were."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..bases.tokenizer import images_of
-from ..display import Display
+from ..bases.turns import takes_images
+from ..config.data import DataConfig
+from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.formats import Row
+from ..display import QUIET, Display
 from ..display import Task as Bar
 from ..packs.base import Base
 
@@ -40,6 +44,32 @@ def images_of_run(base: Base, display: Display) -> Iterator[None]:
     counts = images.counts()
     if counts["count"]:
         display.line("images", _line(counts))
+
+
+def encode_shown(
+    rows: Sequence[Row],
+    base: Base,
+    columns: DataConfig,
+    options: EncodingOptions,
+    display: Display | None,
+) -> Examples:
+    """Encode rows that are evaluated, and show their images."""
+    with encoding_progress(len(rows), base, display) as advance:
+        return encode(rows, base.tokenizer, columns, options, advance=advance)
+
+
+@contextmanager
+def encoding_progress(
+    count: int, base: Base, display: Display | None
+) -> Iterator[Callable[[], None] | None]:
+    """Yield what counts a text that is encoded, None without images; release the tower at last."""
+    if not takes_images(base.tokenizer):
+        yield None
+        return
+
+    display = display or Display(QUIET)
+    with images_of_run(base, display), display.task("data", count, "examples") as bar:
+        yield advance_of(bar, base.tokenizer)
 
 
 def _line(counts: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from ..adapters.trainable import trainable_modules
 from ..bases.turns import why_no_trees
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch, Layout
-from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..data.trees import WORTHWHILE, TreePlan
 from ..distributed.group import group
@@ -26,6 +26,7 @@ from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
 from .answers import AnswerReport, Exam, answer_line, questions_of
+from .images import encode_shown
 from .metrics import metric_of
 from .rows import EvalSettings
 
@@ -281,7 +282,7 @@ class PerplexityEvaluator:
         length = settings.max_seq_length
         columns = settings.columns
         options = EncodingOptions(settings.loss_on, length, base.vocab_size)
-        examples = encode(rows, base.tokenizer, columns, options)
+        examples = encode_shown(rows, base, columns, options, settings.display)
         self._base = base
         self._batches = batches_of(base, examples, settings)
 

@@ -24,6 +24,7 @@ from ..packs.base import Base
 from ..packs.pack import Pack
 from ..packs.rewards import attached_reward_model
 from ..runtime import mx
+from .images import encoding_progress
 from .metrics import NO_METRIC
 from .perplexity import perplexity
 from .rows import EvalSettings
@@ -214,7 +215,9 @@ def evaluate_reward_model(
 
     length = settings.max_seq_length
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-    examples = encode_scored(rows, base.tokenizer, settings.columns, options)
+    with encoding_progress(2 * len(rows), base, settings.display) as advance:
+        examples = encode_scored(rows, base.tokenizer, settings.columns, options, advance=advance)
+
     chosen = np.arange(examples.count)
     inputs = sequence_inputs(length)
     batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()

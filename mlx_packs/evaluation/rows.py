@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
@@ -10,6 +10,9 @@ from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
 from ..errors import PackError
 from ..packs.pack import Pack
+
+if TYPE_CHECKING:
+    from ..display import Display
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class EvalSettings:
     matmul_path: str = "auto"
     metric: str | None = None
     share_prefix: str = "auto"
+    display: "Display | None" = None
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

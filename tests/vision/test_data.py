@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import Observer, train_pack
+from mlx_packs import Observer, evaluate, evaluate_batch, train_pack
 from mlx_packs.bases.tokenizer import readable_text
 from mlx_packs.bases.vision_families import VISION_FAMILIES
 from mlx_packs.cli import mask
@@ -219,6 +219,28 @@ def test_features_are_computed_by_the_first_run_only(folders, here):
     run = train_pack(base, "d", lora, train, "p", resume=True, display=display)
     assert run.report["images"] == recalled
     assert "images 7, 16 tokens each on average: 7 from earlier runs" in display.lines
+
+
+def test_an_evaluation_shows_its_images_and_releases_the_tower(folders, here, run):
+    write_image_rows(here / "d", valid=3)
+    base = load_base(folders / "qwen3_vl")
+    bars = Bars()
+    evaluate(base, None, "d/valid.jsonl", metric="exact", display=bars)
+    assert [(bar.done, bar.total) for bar in bars.encoding] == [(3, 3)]
+    assert bars.texts[-1] == "examples, 3 images computed"
+    assert base.tokenizer._images._tower is None
+
+    lines = Lines()
+    evaluate_batch(base, [], "d/valid.jsonl", batch_sizes=[1], max_tokens=2, display=lines)
+    assert "images 3, 16 tokens each on average: 3 from earlier runs" in lines.lines
+    assert base.tokenizer._images._tower is None
+
+    write_rows(here / "text", train=CHATS, valid=CHATS[:1])
+    train = {"iters": 1, "matmul_path": "dense"}
+    train_pack(base, "text", {"rank": 2}, train, "o", progress=False)
+    code, out, err = run("eval", "o", "--model", folders / "qwen3_vl", "--data", "d/valid.jsonl")
+    assert code == 0, err
+    assert "images  3, 16 tokens each on average: 3 from earlier runs" in err
 
 
 def test_the_command_to_try_has_an_image():
