@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from .. import late, runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..errors import Float16Overflow, PackError, library_errors
-from ..nn.frozen_weight import CustomWeight
+from ..nn.frozen_weight import CustomWeight, with_dense_dtype
+from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .custom_weights import (
@@ -129,6 +130,7 @@ def _load_decoder(request: _Request) -> BaseModel:
         if keep:
             quantization = {**quantization, "keep": list(keep)}
 
+    _set_dense_dtype(model, dtype)
     names: list[str] = []
     if runtime.on_cpu() or request.compute_dtype != "auto":
         names = _cast(model, dtype)
@@ -178,6 +180,7 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
         return weights
 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
+    _set_dense_dtype(model, dense_dtype(dict(tree_flatten(model.parameters()))))
     model.freeze()
     model.eval()
 
@@ -342,6 +345,16 @@ def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     if requested == "auto":
         requested = stored_dtype(config)
     return DTYPES[requested]
+
+
+def _set_dense_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
+    replaced = []
+    for path, module in model.named_modules():
+        other = with_dense_dtype(module, dtype)
+        if other is not module:
+            replaced.append((path, other))
+
+    replace_modules(model, replaced)
 
 
 def _constants(model: nn.Module) -> list[mx.array]:

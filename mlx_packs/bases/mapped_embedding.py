@@ -6,12 +6,19 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
+from ..nn.frozen_weight import FloatingEmbedding, frozen_weight
 from ..reading import read_header
 from ..runtime import mx
 from .files import weight_files
 
 # numpy has no bfloat16: its bits are read
-_KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32}
+_KINDS = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "U32": np.uint32,
+    "U8": np.uint8,
+}
 
 
 class MappedEmbedding:
@@ -28,6 +35,7 @@ class MappedEmbedding:
         if isinstance(module, nn.QuantizedEmbedding):
             settings = ("group_size", "bits", "mode")
             self._quantization = {name: getattr(module, name) for name in settings}
+            self._quantization["dtype"] = frozen_weight(module).dtype
 
     def __call__(self, tokens: np.ndarray) -> mx.array:
         """Rows [..., D] of tokens [...]."""
@@ -51,7 +59,7 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
 
     ``key`` is the name of its weight in the files, if it is one tensor there.
     """
-    if type(module) not in (nn.Embedding, nn.QuantizedEmbedding):
+    if type(module) not in (nn.Embedding, nn.QuantizedEmbedding, FloatingEmbedding):
         return f"rows of a {type(module).__name__} are not read from a file"
     if key is None:
         return "its tensor in the files is not known"

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..errors import PackError, did_you_mean
-from ..nn.frozen_weight import CustomWeight
+from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..runtime import mx
 from .shapes import is_named
 
@@ -169,7 +169,7 @@ class MLXFormat(WeightFormat):
             module.biases = module["biases"].astype(dtype)
 
         module.freeze()
-        return module
+        return with_dense_dtype(module, dtype)
 
     def _quantize(self, w: mx.array) -> tuple[mx.array, ...]:
         return tuple(mx.quantize(w, self.group_size, self.bits, self.mode))

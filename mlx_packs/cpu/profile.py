@@ -193,10 +193,12 @@ class CPUProfile(Profile):
         group_size: int,
         bits: int,
         mode: str,
+        dtype: mx.Dtype | None = None,
     ) -> mx.array:
         """Return the same by array operations, which are vectorized, unlike `mx.dequantize`."""
-        if mode != "affine" or bits not in (4, 8) or scales.dtype != mx.float32:
-            return super().dequantize(weight, scales, biases, group_size, bits, mode)
+        in_float32 = scales.dtype == (dtype or mx.float32) == mx.float32
+        if mode != "affine" or bits not in (4, 8) or not in_float32:
+            return super().dequantize(weight, scales, biases, group_size, bits, mode, dtype)
 
         codes = weight.view(mx.uint8)
         if bits == 4:  # spread two at a time: three operations on half as many bytes as weights

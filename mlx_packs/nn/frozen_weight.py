@@ -141,7 +141,11 @@ class MLXWeight(QuantizedWeight):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.module.scales.dtype
+        if self.mode == "affine":
+            return self.module.scales.dtype
+
+        # other scales are bytes, and MLX's modules do not know the dtype of activations
+        return getattr(self.module, "dense_dtype", mx.bfloat16)
 
     def check(self) -> None:
         *stack, outputs, words = self.module.weight.shape
@@ -163,7 +167,7 @@ class MLXWeight(QuantizedWeight):
                 )
 
     def dense(self) -> mx.array:
-        return mx.dequantize(*self._arrays(self.module), **self._format)
+        return mx.dequantize(*self._arrays(self.module), **self._format, dtype=self.dtype)
 
     def stored(self, dtype: mx.Dtype) -> mx.array:
         weight, scales, biases = self._arrays(self.module)
@@ -172,7 +176,7 @@ class MLXWeight(QuantizedWeight):
             scales = scales.astype(dtype)
             biases = biases.astype(dtype)
 
-        return mx.dequantize(weight, scales, biases, **self._format).astype(dtype)
+        return mx.dequantize(weight, scales, biases, **self._format, dtype=dtype)
 
     def rows(self, at: slice | mx.array) -> mx.array:
         return self._dequantized(self._rows_of_arrays(at))
@@ -208,7 +212,30 @@ class MLXWeight(QuantizedWeight):
     def _dequantized(self, arrays: list[mx.array]) -> mx.array:
         weight, scales, *biases = arrays
         bias = next(iter(biases), None)
-        return profile().dequantize(weight, scales, bias, self.group_size, self.bits, self.mode)
+        settings = (self.group_size, self.bits, self.mode)
+        return profile().dequantize(weight, scales, bias, *settings, self.dtype)
+
+
+class FloatingEmbedding(nn.QuantizedEmbedding):
+    """An embedding in mxfp4, nvfp4 or mxfp8; rows of MLX's own are bfloat16 whatever follows."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return frozen_weight(self).rows(tokens)
+
+
+def with_dense_dtype(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    """Let a module in mxfp4, nvfp4 or mxfp8 be dense in ``dtype``: in place, but for embeddings."""
+    if getattr(module, "mode", "affine") == "affine" or isinstance(module, CustomWeight):
+        return module
+
+    if type(module) is nn.QuantizedEmbedding:
+        embedding = FloatingEmbedding.__new__(FloatingEmbedding)
+        vars(embedding).update(vars(module))
+        dict.update(embedding, module)
+        module = embedding
+
+    module.dense_dtype = dtype
+    return module
 
 
 class CustomWeight(nn.Module):

@@ -18,6 +18,7 @@ from .frozen_weight import (
     CustomEmbedding,
     CustomLinear,
     CustomWeight,
+    FloatingEmbedding,
     FrozenWeight,
     frozen_weight,
 )
@@ -27,7 +28,8 @@ from .surgery import replace_modules
 LINEARS = (nn.QuantizedLinear, CustomLinear)
 EMBEDDINGS = (nn.QuantizedEmbedding, CustomEmbedding)
 QUANTIZED = (*LINEARS, *EMBEDDINGS)
-_MLX_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_MLX_EMBEDDINGS = (nn.QuantizedEmbedding, FloatingEmbedding)
+_MLX_QUANTIZED = (nn.QuantizedLinear, *_MLX_EMBEDDINGS)
 
 
 class TransientLinear(nn.Module):
@@ -197,7 +199,7 @@ def _transient(module: nn.Module) -> nn.Module | None:
     """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
     if type(module) is nn.QuantizedLinear:
         return TransientLinear(module)
-    if type(module) is nn.QuantizedEmbedding:
+    if type(module) in _MLX_EMBEDDINGS:
         return TransientEmbedding(module)
     return None
 

@@ -92,9 +92,11 @@ class Profile:
         group_size: int,
         bits: int,
         mode: str,
+        dtype: mx.Dtype | None = None,
     ) -> mx.array:
         """Return `mx.dequantize`'s result, bit-identical; a CPU takes three times its memory."""
-        return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+        how = {"group_size": group_size, "bits": bits, "mode": mode}
+        return mx.dequantize(weight, scales, biases, **how, dtype=dtype)
 
 
 GPU = Profile()

@@ -1,0 +1,67 @@
+"""Bases in mxfp4 and nvfp4: what they compute is what their dequantized weights compute."""
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, load_base
+from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.mapped_embedding import map_embedding
+from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import dense_module, quantized_modules
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.runtime import mx
+from tests.helpers.fp4 import GROUP_SIZES, dequantized, write_dequantized, write_fp4
+from tests.helpers.steps import (
+    examples_of,
+    fill_b,
+    largest_difference,
+    loss_and_gradients,
+    make_batch,
+)
+
+
+def loss_and_gradient(folder, path):
+    """Of two examples, with random adapters on every projection."""
+    base = load_base(folder)
+    attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
+    mx.random.seed(1)
+    fill_b(attached)
+    batch = make_batch(examples_of((9, 14)), [0, 1], 2, 16)
+    return loss_and_gradients(base.model, split_head(base.model), [batch])
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_loss_and_gradient_are_those_of_the_dequantized_weights(tmp_path, mode):
+    folder = write_fp4(tmp_path / "fp4", mode)
+    loss, gradient = loss_and_gradient(write_dequantized(tmp_path / "dense", folder), "dense")
+    largest = max(mx.abs(g).max().item() for g in gradient.values())
+    for path in MATMUL_PATHS:
+        result, gradient_of_path = loss_and_gradient(folder, path)
+        assert abs(result - loss) < 1e-5 * loss, path
+        assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_are_dense_in_the_dtype_of_activations(tmp_path, mode, dtype, monkeypatch):
+    monkeypatch.setattr("mlx_packs.runtime.on_cpu", lambda: False)
+    base = load_base(write_fp4(tmp_path / "fp4", mode), compute_dtype=dtype)
+    embedding = base.model.model.embed_tokens
+    expected = getattr(mx, dtype)
+    assert embedding(mx.array([1, 2])).dtype == base.model(mx.array([[1, 2]])).dtype == expected
+
+    for path, module in quantized_modules(base.model):
+        weight = frozen_weight(module)
+        stored = np.array(module.weight), np.array(module.scales)
+        assert weight.dtype == weight.dense().dtype == weight.rows(slice(2)).dtype == expected
+        dense = np.array(dense_module(module).weight.astype(mx.float32))
+        assert np.array_equal(dense, dequantized(*stored, mode)), path
+
+
+def test_rows_of_a_mapped_embedding_are_those_of_the_loaded_one(tmp_path):
+    folder = write_fp4(tmp_path / "fp4", "mxfp4")
+    embedding = load_base(folder).model.model.embed_tokens
+    tokens = np.array([[3, 95, 0], [17, 3, 2000]], np.int32)
+    rows = map_embedding(folder, "model.embed_tokens.weight", embedding)(tokens)
+    assert rows.dtype == mx.float32 and mx.array_equal(rows, embedding(mx.array(tokens)))

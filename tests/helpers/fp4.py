@@ -1,0 +1,78 @@
+"""The 4-bit floating formats by their specifications, in NumPy and without MLX's own code.
+
+mxfp4: OCP Microscaling Formats 1.0. nvfp4: FP8 scales (E4M3), and one float32 for the tensor.
+"""
+
+import json
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_files
+from tests.helpers.models import model_of
+
+GROUP_SIZES = {"mxfp4": 32, "nvfp4": 16}
+_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1
+_LEVELS = np.array(_MAGNITUDES + [-m for m in _MAGNITUDES], np.float32)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 4096}
+
+
+def e4m3(code: int) -> float:
+    """The FP8 number of a byte."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent = code >> 3 & 0xF
+    mantissa = code & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+_E4M3 = np.array([e4m3(code) for code in range(256)], np.float32)
+
+
+def codes_of(packed: np.ndarray) -> np.ndarray:
+    """The codes [O, D] of bytes [O, D / 2], of which the lower half comes first."""
+    packed = np.ascontiguousarray(packed).view(np.uint8)
+    return np.stack([packed & 0xF, packed >> 4], -1).reshape(len(packed), -1)
+
+
+def dequantized(
+    packed: np.ndarray, scales: np.ndarray, mode: str, global_scale: float | None = None
+) -> np.ndarray:
+    """The weight [O, D], float32, of codes (of any type of words) and bytes of scales."""
+    levels = _LEVELS[codes_of(packed)]
+    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    if mode == "nvfp4":
+        factors = _E4M3[scales]
+    if global_scale is not None:
+        factors = factors / np.float32(global_scale)
+    return levels * np.repeat(factors.astype(np.float32), GROUP_SIZES[mode], axis=1)
+
+
+def write_fp4(folder: Path, mode: str, family: str = "qwen3", **changes) -> Path:
+    """Write a small random checkpoint in one of MLX's formats, embedding and head too."""
+    model, config = model_of(family, **SIZES | changes)
+    nn.quantize(model, GROUP_SIZES[mode], 4, mode=mode)
+    config["quantization"] = {"group_size": GROUP_SIZES[mode], "bits": 4, "mode": mode}
+    return write_files(folder, dict(tree_flatten(model.parameters())), config)
+
+
+def write_dequantized(folder: Path, source: Path) -> Path:
+    """Write a checkpoint of `write_fp4` with dense weights, dequantized by NumPy."""
+    config = json.loads((source / "config.json").read_text())
+    mode = config.pop("quantization")["mode"]
+    tensors = mx.load(str(source / "model.safetensors"))
+
+    dense = {}
+    for name, tensor in tensors.items():
+        scales = tensors.get(f"{name.removesuffix('.weight')}.scales")
+        if name.endswith(".weight") and scales is not None:
+            tensor = mx.array(dequantized(np.array(tensor), np.array(scales), mode))
+        if not name.endswith(".scales"):
+            dense[name] = tensor
+    return write_files(folder, dense, config)
