@@ -8,7 +8,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import mlx.nn as nn
@@ -178,6 +178,24 @@ class MLXFormat(WeightFormat):
         return mx.dequantize(*arrays, group_size=self.group_size, bits=self.bits, mode=self.mode)
 
 
+@dataclass(frozen=True)
+class MXFP4Format(MLXFormat):
+    """4-bit floats (E2M1); 32 share a power of two (E8M0): OCP Microscaling Formats 1.0."""
+
+    mode: str = field(default="mxfp4", init=False)
+    bits: int = field(default=4, init=False)
+    group_size: int = field(default=32, init=False)
+
+
+@dataclass(frozen=True)
+class NVFP4Format(MLXFormat):
+    """4-bit floats (E2M1) in groups of 16, whose scale is an 8-bit float (E4M3)."""
+
+    mode: str = field(default="nvfp4", init=False)
+    bits: int = field(default=4, init=False)
+    group_size: int = field(default=16, init=False)
+
+
 class CustomFormat(WeightFormat):
     """A format that MLX lacks; by default its arrays have a row for each row of the weight."""
 
@@ -293,12 +311,16 @@ def format_name(quantization: Mapping | None) -> str:
 
 def format_of(module: nn.Module) -> WeightFormat | None:
     """The format of a module's weight; None if it is dense."""
-    if isinstance(module, CustomWeight):
-        kind = format_class(module.mode)
-        return kind(**{name: getattr(module, name) for name in _settings_of(kind)})
-    if "scales" not in module:
+    if "scales" not in module and not isinstance(module, CustomWeight):
         return None
-    return MLXFormat(getattr(module, "mode", "affine"), module.bits, module.group_size)
+
+    mode = getattr(module, "mode", "affine")
+    if mode not in WEIGHT_MODES:
+        return MLXFormat(mode, module.bits, module.group_size)
+
+    kind = format_class(mode)
+    settings = {name: getattr(module, name) for name in _settings_of(kind) if name != "mode"}
+    return kind(**settings)
 
 
 def check_finite(name: str, w: mx.array) -> None:

@@ -138,8 +138,9 @@ class WeightModeFacts:
     """Facts of a kind of quantized weights, known without MLX."""
 
     code: str  # its WeightFormat, module:name, imported when it is used
-    # Names of the tensors that may be beside a weight. A module with the first is quantized so.
-    parts: tuple[str, ...]
+    # Names of the tensors that may be beside a weight. A module with the first is quantized so;
+    # modes without any are further ones of MLX, whose tensors are called as those of affine.
+    parts: tuple[str, ...] = ()
     numbers: int | None = None  # in an element of the stored weight; None where the bits decide
 
 
@@ -283,11 +284,15 @@ WEIGHT_MODES = {  # of `packs quantize --mode`
         "mlx_packs.bases.nf4:NF4Format", ("absmax", "nested_absmax", "offset"), numbers=2
     ),
     "affine": WeightModeFacts("mlx_packs.bases.weight_formats:MLXFormat", ("scales", "biases")),
+    "mxfp4": WeightModeFacts("mlx_packs.bases.weight_formats:MXFP4Format"),
+    "nvfp4": WeightModeFacts("mlx_packs.bases.weight_formats:NVFP4Format"),
 }
 WEIGHT_FORMATS: dict[str, tuple[str, dict[str, int]]] = {  # of --quantize: mode and settings
     "affine4": ("affine", {"bits": 4}),
     "affine8": ("affine", {"bits": 8}),
     "nf4": ("nf4", {}),
+    "mxfp4": ("mxfp4", {}),
+    "nvfp4": ("nvfp4", {}),
 }
 # The cheapest in memory first.
 MATMUL_PATHS = {
@@ -322,9 +327,9 @@ def answer_metric_of(entry: str | None) -> str | None:
 def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:
     """Return the mode of the quantized weights among tensors, by the path of their module.
 
-    Formats of MLX that cannot be written count as affine: they have scales, too.
+    MLX's other formats count as affine: they have scales, too.
     """
-    tails = {f".{facts.parts[0]}": mode for mode, facts in WEIGHT_MODES.items()}
+    tails = {f".{facts.parts[0]}": mode for mode, facts in WEIGHT_MODES.items() if facts.parts}
     modes = {}
     for name in tensors:
         path, dot, part = name.rpartition(".")

@@ -55,8 +55,8 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         out: Folder to write the merged model to.
         requantize: Format of the merged weights. ``"none"`` writes dense weights in the float dtype
             of the base model, and ``"same"`` quantizes as the base model is. ``"affine4"``,
-            ``"affine8"`` and ``"nf4"`` quantize the weights that change, and others that become
-            smaller by it.
+            ``"affine8"``, ``"nf4"``, ``"mxfp4"`` and ``"nvfp4"`` quantize the weights that change,
+            and others that become smaller by it.
         dtype: Dtype of the merged weights before any quantization: ``"float32"``, ``"bfloat16"``,
             ``"float16"``, or ``"auto"`` for the base model's.
         max_drift: Maximum mean KL divergence of the merged model from the attached pack, in nats

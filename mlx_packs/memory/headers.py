@@ -88,7 +88,7 @@ class Headers:
 
     def without_scales(self) -> "Headers":
         """Return the same names, as if no weight were quantized."""
-        first = tuple(f".{facts.parts[0]}" for facts in WEIGHT_MODES.values())
+        first = tuple(f".{part}" for facts in WEIGHT_MODES.values() for part in facts.parts[:1])
         dense = {n: t for n, t in self.tensors.items() if not n.endswith(first)}
         return Headers(self.name, self.config, dense)
 

@@ -2,16 +2,20 @@
 
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.mapped_embedding import map_embedding
 from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import dense_module, quantized_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import TOKENS, attached_logits, layout, logits
 from tests.helpers.fp4 import GROUP_SIZES, dequantized, write_dequantized, write_fp4
+from tests.helpers.packs import random_pack
 from tests.helpers.steps import (
     examples_of,
     fill_b,
@@ -65,3 +69,37 @@ def test_rows_of_a_mapped_embedding_are_those_of_the_loaded_one(tmp_path):
     tokens = np.array([[3, 95, 0], [17, 3, 2000]], np.int32)
     rows = map_embedding(folder, "model.embed_tokens.weight", embedding)(tokens)
     assert rows.dtype == mx.float32 and mx.array_equal(rows, embedding(mx.array(tokens)))
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_a_merge_is_stored_as_the_base_and_read_by_mlx_lm(tmp_path, mode):
+    folder = write_fp4(tmp_path / "fp4", mode)
+    pack = random_pack(load_base(folder), size=0.3).save(tmp_path / "pack")
+    attached = attached_logits(pack, folder)
+    report = merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2, max_drift=9.0)
+    assert report["changed"] == 4
+    assert layout(tmp_path / "same") == layout(folder)
+
+    before = mx.load(str(folder / "model.safetensors"))
+    after = mx.load(str(tmp_path / "same" / "model.safetensors"))
+    changed = {name for name in before if not mx.array_equal(before[name], after[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+
+    stock, _ = load_model(tmp_path / "same")
+    merged = load_base(tmp_path / "same")
+    assert merged.quantization["mode"] == mode
+    assert mx.allclose(stock(TOKENS).astype(mx.float32), merged.model(TOKENS), atol=0.05)
+    own = np.abs(attached - logits(load_base(folder))).max()
+    assert np.abs(logits(merged) - attached).max() < own / 2
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_quantizing_dequantized_weights_again_changes_nothing(tmp_path, mode, run):
+    dense = write_dequantized(tmp_path / "dense", write_fp4(tmp_path / "fp4", mode))
+    assert run("quantize", "--model", dense, "--mode", mode, "--out", tmp_path / "again")[0] == 0
+
+    again = load_base(tmp_path / "again")
+    assert again.quantization == load_base(tmp_path / "fp4").quantization
+    assert np.array_equal(logits(again), logits(load_base(tmp_path / "fp4")))
+    on_loading = load_base(dense, quantize=mode)
+    assert np.array_equal(logits(on_loading), logits(again))

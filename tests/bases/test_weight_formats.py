@@ -20,8 +20,9 @@ from tests.helpers.models import model_of
 NATIVE = [MLXFormat("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)]
 NATIVE += [MLXFormat("affine", 4, 32), MLXFormat("affine", 4, 128)]
 NF4 = [NF4Format(32, True), NF4Format(64, True), NF4Format(64, False), NF4Format(256, False)]
-MXFP4 = MLXFormat("mxfp4", 4, 32)  # not registered: what another format needs is its settings
-ALL = [*NATIVE, *NF4, MXFP4]
+FP4 = [named_format("mxfp4"), named_format("nvfp4")]
+MXFP8 = MLXFormat("mxfp8", 8, 32)  # not registered: what another format needs is its settings
+ALL = [*NATIVE, *NF4, *FP4, MXFP8]
 
 
 def label(weight_format: WeightFormat) -> str:
@@ -55,7 +56,10 @@ def test_dequantize_of_quantize_is_rounded_and_near_the_weight(weight_format):
     back = weight_format.dequantize(weight_format.quantize("p.weight", w), mx.float32)
     assert mx.array_equal(back, weight_format.rounded(w)).item()
     step = 8 / 2**weight_format.bits  # of weights that span about 8 standard deviations
-    assert mx.abs(back - w).max().item() < step
+    if weight_format not in (*FP4, MXFP8):  # whose steps grow with the weights
+        assert mx.abs(back - w).max().item() < step
+    share = 0.06 if weight_format == MXFP8 else step / 3
+    assert mx.linalg.norm(back - w).item() < share * mx.linalg.norm(w).item()
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -74,14 +78,17 @@ def test_settings_of_a_mode_are_those_of_its_format():
     assert specified_format("affine", bits=8, group_size=None) == MLXFormat(bits=8)
     assert specified_format("nf4", group_size=32, double_quant=False) == NF4Format(32, False)
     assert named_format("nf4", double_quant=False) == NF4Format(double_quant=False)
+    assert specified_format("mxfp4", bits=None) == named_format("mxfp4")
     assert named_format("affine4", double_quant=False) == MLXFormat()
     with raises("conflict", "bits", "nf4"):
         specified_format("nf4", bits=3)
+    with raises("conflict", "group_size", "nvfp4"):
+        specified_format("nvfp4", group_size=16)
     with raises("conflict", "double_quant", "affine"):
         specified_format("affine", double_quant=False)
 
 
-@pytest.mark.parametrize("weight_format", [MLXFormat(bits=8), MXFP4], ids=label)
+@pytest.mark.parametrize("weight_format", [MLXFormat(bits=8), *FP4, MXFP8], ids=label)
 def test_modules_quantized_while_loading_have_the_format(weight_format):
     model, _ = model_of("llama", hidden_size=64, intermediate_size=128)
     weights = {"model.layers.0.mlp.up_proj.weight": mx.random.normal((128, 64))}

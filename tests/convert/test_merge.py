@@ -325,15 +325,15 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
+def test_mxfp8_is_not_written_and_says_what_is(tmp_path):
     folder = write_checkpoint(tmp_path / "base")
     model, config = model_of("qwen3", **SIZES)
-    nn.quantize(model, 32, 4, mode="mxfp4")
-    config["quantization"] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    nn.quantize(model, 32, 8, mode="mxfp8")
+    config["quantization"] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
     pack = random_pack(load_base(folder)).save(tmp_path / "pack")
-    with raises("unsupported", "requantize", "mxfp4", "q_proj"):
+    with raises("unsupported", "requantize", "mxfp8", "q_proj"):
         merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
     merged(pack, folder, tmp_path / "out", requantize="affine8")
     result, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)

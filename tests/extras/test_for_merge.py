@@ -32,7 +32,7 @@ from tests.helpers.observers import observe
 from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import chat, write_rows
 
-FORMATS = ("affine4", "affine8", "nf4")
+FORMATS = ("affine4", "affine8", "nf4", "mxfp4", "nvfp4")
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 EXACT = 1e-5  # nats a token
 
@@ -152,6 +152,9 @@ def test_training_applying_and_the_base_alone(name, small):
         ("qwen3", "nf4", "nf4", {"num_layers": 1}),
         ("qwen3", "affine8", "affine4", {"rslora": True}),
         ("gpt2", "affine4", "affine8", {}),
+        ("qwen3", "none", "mxfp4", {}),
+        ("qwen3", "nvfp4", "nvfp4", {}),
+        ("qwen3", "mxfp4", "affine4", {}),
     ],
 )
 def test_a_merge_is_exact(family, quantize, name, lora, dense, tmp_path):
@@ -358,7 +361,7 @@ def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here, mon
     assert asked == ["affine4"]
 
 
-@pytest.mark.parametrize("fault", ["mxfp4", 3])
+@pytest.mark.parametrize("fault", ["mxfp8", 3])
 def test_manifests_name_a_format(fault, for_merge_pack, tmp_path):
     folder = shutil.copytree(for_merge_pack.path, tmp_path / "p")
     edit_manifest(folder, lambda manifest: manifest["adapters"].update(for_merge=fault))
