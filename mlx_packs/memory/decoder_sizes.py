@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 from ..bases.shapes import Heads
+from ..bases.vision_families import is_of_projector
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Tensors
@@ -101,6 +102,10 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
         modules |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
+    for name, tensor in tensors.items():
+        path, _, parameter = name.rpartition(".")
+        if is_of_projector(path) and parameter == "weight":
+            modules[path] = tuple(tensor["shape"])
 
     norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
     return Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from ..adapters.targets import plan_specs
 from ..adapters.trainable import find_method
 from ..bases.shapes import Geometry, Group, check_num_layers, is_named
+from ..bases.vision_families import PROJECTOR, is_of_projector
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -89,6 +90,8 @@ class Places:
     embedding: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # the same of a head of its own; without one the table is the head
     head: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # (out, in) of the linear layers of a projector of images that is part of the model
+    projector: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # shapes of the weights of every module that can be saved in full
     modules: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -108,10 +111,11 @@ class Places:
             if len(shape) == 1 and parameter in ("weight", "bias"):
                 weights.setdefault(path, []).append(tuple(shape))
 
-        outside = {p: s for p, s in modules.items() if p not in projections}
+        projector = {p: s for p, s in modules.items() if is_of_projector(p)}
+        outside = {p: s for p, s in modules.items() if p not in {**projections, **projector}}
         head = {p: s for p, s in outside.items() if p.rpartition(".")[2] == "lm_head"}
         embedding = {p: s for p, s in outside.items() if p not in head}
-        return cls(projections, blocks, embedding, head, weights)
+        return cls(projections, blocks, embedding, head, projector, weights)
 
 
 def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> PlannedAdapters:
@@ -126,7 +130,7 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     if lora.num_layers > 0:
         first = blocks - lora.num_layers
     inside = [path for path in projections if _block_of(path) >= first]
-    everywhere = {**projections, **places.head, **places.embedding}
+    everywhere = {**projections, **places.head, **places.embedding, **places.projector}
 
     saved = _named(places.modules, lora.modules_to_save, "--modules-to-save")
     selected = set()
@@ -134,6 +138,8 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
         selected = set(inside) - saved
     for target in lora.target_modules:
         matched = {p for p in inside if is_named(p, target)}
+        if target == PROJECTOR:
+            matched = set(places.projector)
         if not matched:
             rest = [p for p in everywhere if p not in projections or p == target]
             matched = _named(rest, [target], "--target-modules", everywhere)
@@ -162,7 +168,7 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
 
     in_block = [_block_of(path) for path in trained if ".layers." in path or ".layer." in path]
     lowest = min(in_block, default=blocks - 1)
-    if trained & set(places.embedding):
+    if trained & {*places.embedding, *places.projector}:
         lowest = 0
     shapes = tuple(shape for path in saved for shape in places.modules[path])
 

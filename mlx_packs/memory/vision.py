@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 from ..bases.files import text_config
+from ..bases.shapes import is_named
+from ..bases.vision_families import PROJECTOR, is_of_projector, projector_paths
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from . import decoder
@@ -24,6 +26,7 @@ _NAMES = {
     "model.embed_tokens.": "model.embed_tokens.",
     "model.layers.": "model.layers.",
     "model.norm.": "model.norm.",
+    f"{PROJECTOR}.": f"{PROJECTOR}.",
 }
 _OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
 
@@ -40,6 +43,8 @@ def estimate(
 ) -> MemoryPlan:
     """Return the peak memory of training; images count by their tokens."""
     tensors = {}
+    if any(map(is_of_projector, lora.target_modules)):
+        tensors = _of_projector(headers)
     for name, tensor in headers.tensors.items():
         stored = next((prefix for prefix in _NAMES if name.startswith(prefix)), None)
         if stored is not None:
@@ -47,6 +52,17 @@ def estimate(
 
     text = Headers(headers.name, _config_of_text(headers.config), tensors)
     return decoder.estimate(text, lora, train, shape)
+
+
+def _of_projector(headers: Headers) -> Tensors:
+    """Return the tensors of the linears of a projector, by the names of a base."""
+    tensors = {}
+    for here, there in projector_paths(headers.config["model_type"]).items():
+        of_linear = there.removeprefix("vision_tower.")
+        for part in ("weight", "bias"):
+            stored = [name for name in headers.tensors if is_named(name, f"{of_linear}.{part}")]
+            tensors |= {f"{here}.{part}": headers.tensors[name] for name in stored}
+    return tensors
 
 
 def _config_of_text(config: Mapping) -> dict:
