@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..bases.model import BaseModel
     from ..packs.pack import Pack
 
+_TAKES_IMAGES = "images  the base takes images: --image FILE of packs generate and packs chat"
+
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
@@ -78,6 +80,7 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
     """
     from ..bases.fingerprint import short_fingerprint
     from ..bases.loading import lazy_base
+    from ..bases.vision_families import has_vision_tower
 
     base = lazy_base(name)
     facts = {
@@ -87,6 +90,7 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
         "quantization": base.quantization,
         "fingerprint": base.fingerprint,
         "vocab_size": base.vocab_size,
+        "takes_images": has_vision_tower(base.config),
     }
     lines = [
         f"base    {base.summary()}",
@@ -96,6 +100,8 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
     if base.architecture == "decoder":
         facts |= _text_facts(base)
         lines.append(_text_line(facts))
+    if facts["takes_images"]:
+        lines.append(_TAKES_IMAGES)
     return facts, lines
 
 
@@ -135,8 +141,13 @@ def _pin_of(folder: Path) -> dict | None:
 
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
-    from ..bases.files import quantization_name
+    from ..bases.files import CONFIG, quantization_name, read_config
     from ..bases.fingerprint import short_fingerprint
+    from ..bases.vision_families import has_vision_tower
+
+    images = []
+    if has_vision_tower(read_config(folder / CONFIG)):
+        images.append(_TAKES_IMAGES)
 
     total = sum(facts["bytes"] for facts in record["files"].values())
     kind = quantization_name(record["quantization"])
@@ -145,6 +156,7 @@ def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
         bits_line(record),
         f"source  fingerprint {short_fingerprint(record['source'])} · "
         f"mlx {record['versions'].get('mlx')}",
+        *images,
         *_file_lines(record["files"]),
     ]
 
@@ -217,6 +229,8 @@ def _adapter_lines(pack: "Pack") -> list[str]:
             f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full"
         )
 
+    if base.get("takes_images"):
+        lines.append(_TAKES_IMAGES)
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
     if license := m.get("license"):
@@ -237,7 +251,10 @@ def _training_lines(pack: "Pack") -> list[str]:
             learned = f"embeddings, loss {loss}"
         if pack.is_reward_model:
             learned = "a reward model, which scores the last token"
-        lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
+        images = ""
+        if count := data.get("images"):
+            images = f" with {count:,} images"
+        lines.append(f"data    {data.get('source')} · {rows or '?'} examples{images} · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
 
     result = pack._part("eval")

@@ -103,6 +103,8 @@ def _card_metadata(manifest: dict) -> list[str]:
         lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
 
     task = architecture_facts(manifest).hub_task
+    if _has_images(manifest):
+        task = "image-text-to-text"
     if is_reward_model(manifest):
         task = "text-classification"
     lines.append(f"pipeline_tag: {task}")
@@ -111,6 +113,12 @@ def _card_metadata(manifest: dict) -> list[str]:
     if is_lora:
         tags.insert(1, "lora")
     return [*lines, f"tags: [{', '.join(tags)}]", "---"]
+
+
+def _has_images(manifest: Mapping) -> bool:
+    """Return whether the examples of a pack had images."""
+    data = manifest.get("data") or {}
+    return bool(data.get("images"))
 
 
 def _card_data(data: Mapping) -> list[str]:
@@ -298,6 +306,9 @@ def card_command(manifest: dict) -> str:
         return f"packs eval . --model {base} --data ..."
     if base == TINY:
         return "packs generate --pack . --prompt ..."
+
+    if _has_images(manifest):
+        return f"packs generate --model {base} --pack . --image FILE --prompt ..."
 
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
     is_file = is_local_model(base) or names_file(base)

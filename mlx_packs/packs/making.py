@@ -13,6 +13,7 @@ from ..adapters.targets import tied_tables
 from ..adapters.trainable import Trainable
 from ..bases.fingerprint import sampled_fingerprint, text_hashes
 from ..bases.shapes import Group, Heads
+from ..bases.vision_families import has_vision_tower
 from ..errors import PackError
 from ..late import load
 from ..nn.surgery import block_prefixes
@@ -92,21 +93,25 @@ def modules_json(
 def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) -> dict:
     """``facts`` are optional parts of the manifest."""
     heads = Heads.of(base.config)
+    facts_of_base = {
+        "id": base.public_name,
+        "fingerprint": base.fingerprint,
+        "sampled_fingerprint": sampled_fingerprint(base.path),
+        "text_files": text_hashes(base.path),
+        "model_type": base.config["model_type"],
+        "quantization": base.quantization or None,
+        "num_layers": len(block_prefixes(base.model)),
+        "num_heads": heads.heads,
+        "num_kv_heads": heads.kv_heads,
+        "head_dim": heads.head_dim,
+        "hidden_size": heads.hidden,
+    }
+    if has_vision_tower(base.config):
+        facts_of_base["takes_images"] = True
+
     return {
         "format_version": FORMAT_VERSION,
-        "base": {
-            "id": base.public_name,
-            "fingerprint": base.fingerprint,
-            "sampled_fingerprint": sampled_fingerprint(base.path),
-            "text_files": text_hashes(base.path),
-            "model_type": base.config["model_type"],
-            "quantization": base.quantization or None,
-            "num_layers": len(block_prefixes(base.model)),
-            "num_heads": heads.heads,
-            "num_kv_heads": heads.kv_heads,
-            "head_dim": heads.head_dim,
-            "hidden_size": heads.hidden,
-        },
+        "base": facts_of_base,
         "adapters": adapters,
         "versions": versions_line(),
         **facts,

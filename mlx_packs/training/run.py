@@ -382,6 +382,8 @@ def _save(
         "fingerprint": start.identity["data"],
         "rows": counts_of(start.data),
     }
+    if report := load("evaluation.images:images_report")(start.base):
+        data["images"] = report["images"]["count"]
 
     pack = pack_of(
         trainable,

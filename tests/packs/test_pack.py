@@ -352,6 +352,15 @@ def test_model_card_prints_a_command_that_can_load_the_base(full_pack, quantized
         assert f"\npacks generate --model {name} --pack . --prompt" in model_card(of_gguf, "p")
 
 
+def test_model_card_of_a_pack_trained_on_images_has_an_image_in_its_command(full_pack):
+    manifest = Pack.open(full_pack).manifest
+    named = {**manifest, "base": {**manifest["base"], "id": "owner/name"}}
+    card = model_card({**named, "data": {**manifest["data"], "images": 7}}, "p")
+    ours = "\npacks generate --model owner/name --pack . --image FILE --prompt ...\n"
+    assert ours in card and "\npipeline_tag: image-text-to-text\n" in card
+    assert "--image" not in model_card(named, "p")
+
+
 def test_evaluate_takes_columns_and_length_from_the_pack(pack, shared_tiny):
     rows = write_rows(Path("d"), train=[{"words": "x"}], test=[{"words": "one two three " * 20}])
     assert evaluate(shared_tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted

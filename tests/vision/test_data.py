@@ -243,6 +243,27 @@ def test_an_evaluation_shows_its_images_and_releases_the_tower(folders, here, ru
     assert "images  3, 16 tokens each on average: 3 from earlier runs" in err
 
 
+def test_a_pack_and_its_base_say_that_they_take_images(folders, here, run):
+    write_image_rows(here / "d", train=3, valid=2)
+    write_rows(here / "text", train=CHATS, valid=CHATS[:1])
+    train = {"iters": 1, "matmul_path": "dense"}
+    base = load_base(folders / "qwen3_vl")
+    takes = "images  the base takes images: --image FILE of packs generate and packs chat\n"
+    for data, counted in (("d", True), ("text", False)):
+        train_pack(base, data, {"rank": 2}, train, f"p-{data}", progress=False)
+        out = run("inspect", f"p-{data}")[1]
+        assert takes in out and (" examples with 5 images · " in out) == counted
+        card = (here / f"p-{data}" / "README.md").read_text()
+        assert (" --image FILE " in card) == counted
+
+    quantized = here / "quantized"
+    code, _, err = run("quantize", "--model", folders / "qwen3_vl", "--out", quantized)
+    assert code == 0, err
+    for name in (folders / "qwen3_vl", quantized):
+        assert takes in run("inspect", name)[1]
+    assert takes not in run("inspect", "tiny")[1]
+
+
 def test_the_command_to_try_has_an_image():
     report = {"pack": "packs/p", "pack_mb": 1.0, "images": {"count": 7}}
     assert try_lines(report, "Which?")[1:] == [
