@@ -10,7 +10,7 @@ from ..bases.turns import NO_IMAGES, image_sources, takes_images
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, Span
-from .images import IMAGE_COLUMNS, with_row_images, without_marks
+from .images import IMAGE_COLUMNS, column_without_place, with_row_images, without_marks
 from .messages import Turn, turns_of
 from .row_format import Row, TokenFormat, optional, shown, text_of
 from .tool_calls import is_given, json_value, normal_tools, without_padding
@@ -68,7 +68,14 @@ class ConversationFormat(TokenFormat):
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
         turns = self.turns(row, names)
         if image_sources([turn.message for turn in turns]) and not takes_images(tokenizer):
-            raise row.conflict(f"has images, and {NO_IMAGES}", "unsupported", "model")
+            messages = [turn.message for turn in self.own_turns(row, names)]
+            fault = f"has images, and {NO_IMAGES}"
+            if column := column_without_place(row, messages):
+                fault += (
+                    f" If the text is not about them, remove the column '{column}'; of a data set "
+                    f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
+                )
+            raise row.conflict(fault, "unsupported", "model")
         if not tokenizer.has_chat_template:
             raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "

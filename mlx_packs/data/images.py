@@ -143,6 +143,14 @@ def with_row_images(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, 
     return messages
 
 
+def column_without_place(row: Row, messages: Sequence[Mapping]) -> str | None:
+    """Return the column with the images of a row if its messages have no place for them."""
+    has_place = any("images" in each or _MARKER in each["content"] for each in messages)
+    if has_place:
+        return None
+    return next((name for name in IMAGE_COLUMNS if optional(row, name) not in (None, [])), None)
+
+
 def _check_before_answer(messages: Sequence[Mapping]) -> None:
     """Raise a ValueError for an image after the last answer, which nothing is trained on with."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
