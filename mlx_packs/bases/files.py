@@ -15,6 +15,7 @@ from ..kinds import check_keys
 from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
+from .compressed_tensors import check_compressed
 from .readers import is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
@@ -221,6 +222,7 @@ def check_files(path: Path) -> dict:
 
     config = read_config(path / CONFIG, tensors)
     check_method(path, config)
+    check_compressed(path, config, tensors)
     return config
 
 

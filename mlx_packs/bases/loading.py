@@ -18,6 +18,7 @@ from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
+from .compressed_tensors import from_compressed_tensors
 from .custom_weights import (
     already_quantized,
     check_stored,
@@ -224,6 +225,7 @@ def load_model_of(
 
             def sanitize(weights: Weights) -> Weights:
                 own = from_bitsandbytes(dict(weights), str(path))
+                own = from_compressed_tensors(own, config, path)
                 # the caller keeps this one: nothing else may reference a dense weight
                 weights.clear()
 

@@ -49,10 +49,10 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
         return None
 
     if requantize == "same":
-        if stored and stored.mode not in WEIGHT_MODES:
+        if stored and not _is_written(stored):
             raise PackError(
                 f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
-                "affine4, affine8 or none.",
+                "nvfp4, affine4, affine8 or none.",
                 "unsupported",
             )
         return stored
@@ -76,8 +76,13 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
     return wanted
 
 
+def _is_written(weight_format: WeightFormat) -> bool:
+    facts = WEIGHT_MODES.get(weight_format.mode)
+    return facts is not None and not facts.read_only
+
+
 def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
-    """Formats of unchanged weights of a quantized base that become smaller by them."""
+    """Formats of unchanged weights that become smaller by them, or cannot stay as they are."""
     formats: Formats = {}
     if not base.quantization or requantize == "same":
         return formats
@@ -87,7 +92,8 @@ def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) 
             continue
 
         wanted = format_after(path, module, requantize)
-        if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
+        is_smaller = wanted is None or wanted.bits_per_weight < stored.bits_per_weight
+        if is_smaller or not _is_written(stored):
             formats[path] = wanted
 
     return formats

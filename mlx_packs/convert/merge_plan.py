@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from ..adapters.spec import ModuleSpec
 from ..adapters.targets import open_projector
 from ..adapters.tensors import delta_of
+from ..bases import compressed_tensors
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD
 from ..bases.loading import lazy_base
@@ -220,7 +221,10 @@ def _config(
     options: QuantizeOptions,
     requantize: str,
 ) -> dict:
-    if requantize == "same" and (quantization or not any(c.weight_format for c in changes)):
+    # of compressed-tensors what changes is written by the names of MLX
+    method = base_files.stored_quantization(config).get("quant_method")
+    is_stored = quantization or not any(c.weight_format for c in changes)
+    if requantize == "same" and is_stored and method != compressed_tensors.METHOD:
         return config
 
     quantized = dict(quantization)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..bases.compressed_tensors import renamed_headers
 from ..bases.files import (
     CONFIG,
     check_files,
@@ -41,7 +42,7 @@ def read_headers(name: str | Path) -> Headers:
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
         tensors |= read_header(file)[0]
-    return Headers(str(name), config, tensors)
+    return Headers(str(name), config, renamed_headers(tensors))
 
 
 def describe(name: str, config: dict) -> Headers:
@@ -97,4 +98,4 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
         for file in headers.files_metadata.values()
         for name, t in file.tensors.items()
     }
-    return read_config(Path(file), tensors), tensors
+    return read_config(Path(file), tensors), renamed_headers(tensors)

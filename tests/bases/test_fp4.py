@@ -4,44 +4,26 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from mlx_packs import LoRAConfig, load_base
-from mlx_packs.adapters.attach import attach
+from mlx_packs import load_base
 from mlx_packs.bases.mapped_embedding import map_embedding
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import dense_module, quantized_modules
-from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import TOKENS, attached_logits, layout, logits
 from tests.helpers.fp4 import GROUP_SIZES, dequantized, write_dequantized, write_fp4
 from tests.helpers.packs import random_pack
-from tests.helpers.steps import (
-    examples_of,
-    fill_b,
-    largest_difference,
-    loss_and_gradients,
-    make_batch,
-)
-
-
-def loss_and_gradient(folder, path):
-    """Of two examples, with random adapters on every projection."""
-    base = load_base(folder)
-    attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
-    mx.random.seed(1)
-    fill_b(attached)
-    batch = make_batch(examples_of((9, 14)), [0, 1], 2, 16)
-    return loss_and_gradients(base.model, split_head(base.model), [batch])
+from tests.helpers.steps import largest_difference, lora_loss_and_gradients
 
 
 @pytest.mark.parametrize("mode", GROUP_SIZES)
 def test_loss_and_gradient_are_those_of_the_dequantized_weights(tmp_path, mode):
     folder = write_fp4(tmp_path / "fp4", mode)
-    loss, gradient = loss_and_gradient(write_dequantized(tmp_path / "dense", folder), "dense")
+    loss, gradient = lora_loss_and_gradients(write_dequantized(tmp_path / "dense", folder), "dense")
     largest = max(mx.abs(g).max().item() for g in gradient.values())
     for path in MATMUL_PATHS:
-        result, gradient_of_path = loss_and_gradient(folder, path)
+        result, gradient_of_path = lora_loss_and_gradients(folder, path)
         assert abs(result - loss) < 1e-5 * loss, path
         assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
 

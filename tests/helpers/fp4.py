@@ -76,3 +76,80 @@ def write_dequantized(folder: Path, source: Path) -> Path:
         if not name.endswith(".scales"):
             dense[name] = tensor
     return write_files(folder, dense, config)
+
+
+def write_compressed(folder: Path, mode: str, family: str = "qwen3", **changes) -> Path:
+    """Write a checkpoint as compressed-tensors does: linears of the blocks are quantized."""
+    model, config = model_of(family, **SIZES | changes)
+    tensors = dict(tree_flatten(model.parameters()))
+    packed = {}
+    for name, tensor in tensors.items():
+        path = name.removesuffix(".weight")
+        if "proj" not in path:
+            packed[name] = ("F32", np.array(tensor))
+            continue
+        packed |= {f"{path}.{part}": value for part, value in compressed(tensor, mode).items()}
+
+    config["quantization_config"] = scheme_of(mode)
+    write_files(folder, tensors, config)
+    write_raw(folder / "model.safetensors", packed)
+    return folder
+
+
+def compressed(weight: mx.array, mode: str) -> dict[str, tuple[str, np.ndarray]]:
+    """A weight as compressed-tensors stores it: dtypes of safetensors and arrays by part."""
+    if mode == "mxfp4":
+        codes, scales = mx.quantize(weight, mode=mode)
+        return {
+            "weight_packed": ("U8", np.array(codes).view(np.uint8)),
+            "weight_scale": ("U8", np.array(scales)),
+        }
+
+    largest = mx.abs(weight).max()
+    codes, scales = mx.quantize(weight, mode=mode, global_scale=largest)
+    return {
+        "weight_packed": ("U8", np.array(codes).view(np.uint8)),
+        "weight_scale": ("F8_E4M3", np.array(scales)),
+        "weight_global_scale": ("F32", np.array([6 * 448 / largest.item()], np.float32)),
+        "input_global_scale": ("F32", np.array([12.0], np.float32)),
+    }
+
+
+def scheme_of(mode: str) -> dict:
+    """The ``quantization_config`` of such a checkpoint; nvfp4 quantizes activations, too."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": GROUP_SIZES[mode],
+        "strategy": "group" if mode == "mxfp4" else "tensor_group",
+        "dynamic": False,
+    }
+    activations = None
+    if mode == "nvfp4":
+        activations = {**weights, "dynamic": "local"}
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{mode}-pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def write_raw(file: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """Write safetensors of dtypes that NumPy lacks; arrays have the bytes."""
+    header = {}
+    end = 0
+    for name, (dtype, array) in tensors.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
+
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(array).tobytes() for _, array in tensors.values())
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)

@@ -1,13 +1,14 @@
 """Steps of small causal language models, without a run around them."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.adapters.trainable import Trainable
@@ -155,6 +156,16 @@ def loss_and_gradients(
         total += loss.item()
         gradients = of_batch if gradients is None else tree_map(mx.add, gradients, of_batch)
     return total, dict(tree_flatten(gradients))
+
+
+def lora_loss_and_gradients(folder: Path, path: str) -> tuple[float, dict[str, mx.array]]:
+    """Of two examples on a checkpoint, by a matmul path, with random adapters everywhere."""
+    base = load_base(folder)
+    attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
+    mx.random.seed(1)
+    fill_b(attached)
+    batch = make_batch(examples_of((9, 14)), [0, 1], 2, 16)
+    return loss_and_gradients(base.model, split_head(base.model), [batch])
 
 
 def assert_same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> None:

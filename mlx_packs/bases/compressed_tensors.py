@@ -1,0 +1,206 @@
+"""4-bit floating checkpoints of the package compressed-tensors: the same bits by our names.
+
+Beside a packed weight, bytes [O, D / 2], they have ``weight_scale``, a byte for each group, and for
+nvfp4 ``weight_global_scale``: a weight is its code times scale / global scale, in float32.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import PackError
+from ..kinds import check_keys
+from ..runtime import mx
+from .unsupported import INSTEAD
+
+_log = logging.getLogger("mlx_packs")
+
+METHOD = "compressed-tensors"  # quant_method in a config.json
+_FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # and their group sizes
+_PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+_BY_FAMILIES = "pack-quantized"  # integers, which mlx-lm reads for some families
+_REMEDY = "Download the checkpoint again."
+_KEYS = {
+    "format": "text?",
+    "config_groups": "a mapping?",
+    "config_groups.*": "a mapping",
+    "config_groups.*.format": "text?",
+    **dict.fromkeys(("transform_config", "sparsity_config"), "a mapping?"),
+    **{
+        f"config_groups.*.{part}": "a mapping?"
+        for part in ("weights", "input_activations", "output_activations")
+    },
+}
+
+
+def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> None:
+    """Check a checkpoint of compressed-tensors: that weights in mxfp4 or nvfp4 are all it needs."""
+    stored = _stored(config)
+    if not stored:
+        return
+
+    try:
+        check_keys(dict(stored), _KEYS, "quantization_config")
+    except ValueError as error:
+        raise PackError(f"{path / 'config.json'}: {error}. {_REMEDY}", "unreadable") from None
+
+    _check_scheme(path, stored)
+    is_packed = any(name.endswith(".weight_packed") for name in tensors)
+    if stored.get("format") in _FORMATS and not is_packed:
+        raise PackError(
+            f"{path}: config.json says {stored['format']}, but no tensor is a weight_packed. "
+            f"{_REMEDY}",
+            "unreadable",
+        )
+
+
+def _stored(config: Mapping) -> Mapping:
+    """The ``quantization_config`` of compressed-tensors; {} where the config has another."""
+    text = config.get("text_config") or {}
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
+    if stored.get("quant_method") != METHOD or config.get("quantization"):
+        return {}
+    return stored
+
+
+def _check_scheme(path: Path, stored: Mapping) -> None:
+    kind = stored.get("format")
+    if kind == _BY_FAMILIES:
+        return
+    if kind not in _FORMATS:
+        raise _unsupported(path, f"its format is {kind}; {' and '.join(_FORMATS)} are read")
+
+    groups = stored.get("config_groups") or {}
+    for name, group in groups.items():
+        if fault := _fault_of(group, kind):
+            raise _unsupported(path, f"config_groups.{name}: {fault}")
+
+    if stored.get("transform_config"):
+        raise _unsupported(path, "its transforms (transform_config) are not computed here")
+    sparsity = stored.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _unsupported(path, f"its weights are sparse ({sparsity['format']})")
+
+    if any(group.get("input_activations") for group in groups.values()):
+        say_weights_only(path)
+
+
+def _fault_of(group: Mapping, kind: str) -> str:
+    """Return what of a group of modules cannot be computed, or nothing."""
+    if group.get("format", kind) not in (kind, None):
+        return f"its format is {group['format']} beside {kind}"
+
+    weights = group.get("weights") or {}
+    expected = {"num_bits": 4, "type": "float", "group_size": _FORMATS[kind]}
+    for key, value in expected.items():
+        if weights.get(key) != value:
+            return f"weights.{key} is {weights.get(key)}, but {kind} has {value}"
+    if not weights.get("symmetric", True):
+        return "its weights have zero points"
+
+    if group.get("output_activations"):
+        return "it quantizes outputs (output_activations), which is not computed here"
+    activations = group.get("input_activations") or {}
+    if activations.get("type", "float") != "float" or activations.get("dynamic") is False:
+        return "its activations are integers or have fixed scales, which is not computed here"
+    return ""
+
+
+@lru_cache(maxsize=256)
+def say_weights_only(path: Path) -> None:
+    _log.warning(
+        "%s: asks for quantized activations, which are not computed here: only weights are 4-bit.",
+        path,
+    )
+
+
+def _unsupported(path: Path, fault: str) -> PackError:
+    return PackError(f"{path}: is quantized by {METHOD}: {fault}. {INSTEAD}", "unsupported")
+
+
+def from_compressed_tensors(
+    weights: dict[str, mx.array], config: Mapping, where: Path
+) -> dict[str, mx.array]:
+    """Return all weights of a checkpoint, 4-bit ones by our names; codes stay lazy."""
+    group_size = _FORMATS.get(_stored(config).get("format", ""))
+    if group_size is None:
+        return weights
+
+    renamed = dict(weights)
+    for name in weights:
+        path, _, part = name.rpartition(".")
+        if part not in ("weight_packed", "weight_scale") or f"{path}.weight" in renamed:
+            continue
+
+        parts = {stored: renamed.pop(f"{path}.{stored}", None) for stored in _PARTS}
+        try:
+            _check_shapes(parts, group_size)
+            renamed |= {f"{path}.{own}": array for own, array in _by_our_names(parts).items()}
+        except ValueError as error:
+            raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
+
+    return renamed
+
+
+def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None:
+    """A ValueError names the contradiction."""
+    needed = _PARTS[:3] if group_size == 16 else _PARTS[:2]
+    for name in needed:
+        if parts[name] is None:
+            raise ValueError(f"{name} is missing.")
+
+    codes = parts["weight_packed"]
+    scales = parts["weight_scale"]
+    if codes.dtype != mx.uint8 or codes.ndim != 2 or 2 * codes.shape[1] % group_size:
+        raise ValueError(
+            f"weight_packed must be bytes [O, D / 2], and {group_size} divide D, but is "
+            f"{codes.dtype} {list(codes.shape)}."
+        )
+
+    expected = [codes.shape[0], 2 * codes.shape[1] // group_size]
+    if scales.dtype != mx.uint8 or list(scales.shape) != expected:
+        raise ValueError(
+            f"weight_scale must be bytes {expected} but is {scales.dtype} {list(scales.shape)}."
+        )
+
+
+def _by_our_names(parts: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Scales are read: a ValueError names those that are no numbers."""
+    words = parts["weight_packed"].view(mx.uint32)
+    scales = parts["weight_scale"]
+    global_scale = parts["weight_global_scale"]
+
+    if global_scale is None:
+        if (scales == 0xFF).any().item():  # E8M0
+            raise ValueError("weight_scale has NaN.")
+        return {"weight": words, "scales": scales}
+
+    if ((scales & 0x7F) == 0x7F).any().item():  # E4M3
+        raise ValueError("weight_scale has NaN.")
+    if global_scale.size != 1 or not 0 < global_scale.item() < math.inf:
+        raise ValueError("weight_global_scale must be one number above 0.")
+    return {"weight": words, "block_scales": scales, "global_scale": global_scale.reshape(1)}
+
+
+def renamed_headers(tensors: Mapping[str, Mapping]) -> dict[str, Mapping]:
+    """Return headers of tensors as `from_compressed_tensors` names the tensors."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        is_global = f"{path}.weight_global_scale" in tensors
+        is_packed = tensors.get(f"{path}.weight_packed", {}).get("dtype") == "U8"
+
+        if part == "weight_packed" and is_packed:
+            *rows, columns = tensor["shape"]
+            renamed[f"{path}.weight"] = {"dtype": "U32", "shape": [*rows, columns // 4]}
+        elif part == "weight_scale" and is_packed:
+            scales = "block_scales" if is_global else "scales"
+            renamed[f"{path}.{scales}"] = {**tensor, "dtype": "U8"}
+        elif part == "weight_global_scale":
+            renamed[f"{path}.global_scale"] = tensor
+        elif part != "input_global_scale":
+            renamed[name] = tensor
+
+    return renamed

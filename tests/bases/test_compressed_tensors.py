@@ -1,0 +1,292 @@
+"""Checkpoints of compressed-tensors in mxfp4 and nvfp4: the bits of the specification, or an error."""
+
+import json
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base
+from mlx_packs.bases.weight_formats import format_of
+from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.read import read_headers
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import apply_matmul_path, count_weights, quantized_modules
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import attached_logits, logits, merged, write_files
+from tests.helpers.errors import raises
+from tests.helpers.fp4 import GROUP_SIZES, dequantized, scheme_of, write_compressed, write_raw
+from tests.helpers.models import model_of
+from tests.helpers.packs import random_pack
+from tests.helpers.steps import largest_difference, lora_loss_and_gradients
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def write_dense_of(folder, source):
+    """The same weights, dequantized by NumPy."""
+    config = json.loads((source / "config.json").read_text())
+    mode = config.pop("quantization_config")["format"].partition("-")[0]
+    tensors = mx.load(str(source / "model.safetensors"))
+
+    dense = {}
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        if part == "weight_packed":
+            scales = np.array(tensors[f"{path}.weight_scale"])
+            factor = tensors.get(f"{path}.weight_global_scale")
+            factor = None if factor is None else factor.item()
+            weight = dequantized(np.array(tensor), scales, mode, factor)
+            dense[f"{path}.weight"] = mx.array(weight)
+        elif "scale" not in part:
+            dense[name] = tensor
+    return write_files(folder, dense, config)
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_weights_are_bit_identical_to_the_specification(tmp_path, mode):
+    folder = write_compressed(tmp_path / "base", mode)
+    expected = dict(
+        tree_flatten(load_base(write_dense_of(tmp_path / "d", folder)).model.parameters())
+    )
+    base = load_base(folder)
+    modules = quantized_modules(base.model)
+    assert len(modules) == 14 and base.quantization["mode"] == mode
+
+    for path, module in modules:
+        weight = frozen_weight(module)
+        weight.check()
+        dense = expected[f"{path}.weight"]
+        assert mx.array_equal(weight.dense(), dense), path
+        assert mx.array_equal(weight.rows(slice(3, 9)), dense[3:9])
+        assert mx.array_equal(weight.stored(mx.bfloat16), dense.astype(mx.bfloat16))
+        assert format_of(module).bits == 4
+    assert count_weights(base.model) == count_weights(load_base(tmp_path / "d").model)
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_loss_and_gradient_are_those_of_the_dense_weights(tmp_path, mode):
+    folder = write_compressed(tmp_path / "base", mode)
+    loss, gradient = lora_loss_and_gradients(write_dense_of(tmp_path / "dense", folder), "dense")
+    largest = max(mx.abs(g).max().item() for g in gradient.values())
+    for path in MATMUL_PATHS:
+        result, gradient_of_path = lora_loss_and_gradients(folder, path)
+        assert abs(result - loss) < 1e-5 * loss, path
+        assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+
+@pytest.mark.parametrize("path", MATMUL_PATHS)
+def test_products_with_a_global_scale_stay_in_the_range_of_float16(tmp_path, path):
+    base = load_base(write_compressed(tmp_path / "base", "nvfp4"), compute_dtype="float16")
+    module = base.model.layers[0].mlp.up_proj
+    x = 40 * mx.ones((3, module.weight.shape[1] * 8), mx.float16)
+    expected = x.astype(mx.float32) @ frozen_weight(module).stored(mx.float32).T
+    apply_matmul_path(base.model, path)
+    y = base.model.layers[0].mlp.up_proj(x)
+    assert y.dtype in (mx.float16, mx.float32) and mx.allclose(y, expected, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_a_plan_counts_its_tensors(tmp_path, mode):
+    folder = write_compressed(tmp_path / "base", mode)
+    base = load_base(folder)
+    nbytes = sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
+    train = TrainConfig(matmul_path="transient", compute_dtype="float32")
+    assert estimate(read_headers(folder), LoRAConfig(), train).base == nbytes
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_merges_are_dense_or_in_formats_of_mlx(tmp_path, mode):
+    folder = write_compressed(tmp_path / "base", mode)
+    pack = random_pack(load_base(folder)).save(tmp_path / "pack")
+    expected = attached_logits(pack, folder)
+    merged(pack, folder, tmp_path / "dense", dtype="float32")
+    assert np.abs(logits(load_base(tmp_path / "dense")) - expected).max() < 1e-4
+
+    merged(pack, folder, tmp_path / "fp4", requantize=mode)
+    written = load_base(tmp_path / "fp4")
+    assert {format_of(m).mode for _, m in quantized_modules(written.model)} == {mode}
+    assert written.quantization["mode"] == mode
+
+    if mode == "nvfp4":
+        with raises("unsupported", "requantize", "nvfp4", "q_proj"):
+            merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
+    else:
+        merged(pack, folder, tmp_path / "same", requantize="same")
+        assert np.array_equal(logits(load_base(tmp_path / "same")), logits(written))
+
+
+def edited(**changes):
+    def edit(scheme):
+        scheme.update(changes)
+
+    return edit
+
+
+def of_group(part, **changes):
+    def edit(scheme):
+        group = scheme["config_groups"]["group_0"]
+        group[part] = {**(group.get(part) or {}), **changes}
+
+    return edit
+
+
+SCHEMES = {
+    "fp8": (edited(format="float-quantized"), "float-quantized"),
+    "int8": (edited(format="int-quantized"), "int-quantized"),
+    "mixed": (edited(format="mixed-precision"), "mixed-precision"),
+    "no format": (edited(format=None), "nvfp4-pack-quantized"),
+    "groups": (of_group("weights", group_size=32), "group_size"),
+    "bits": (of_group("weights", num_bits=8), "num_bits"),
+    "zero points": (of_group("weights", symmetric=False), "zero points"),
+    "fixed scales": (of_group("input_activations", dynamic=False), "activations"),
+    "int8 activations": (of_group("input_activations", type="int"), "activations"),
+    "outputs": (of_group("output_activations", num_bits=8), "output_activations"),
+    "rotations": (edited(transform_config={"config_groups": {}}), "transform_config"),
+    "sparse": (edited(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
+}
+TEXTS = {
+    "a list": (edited(config_groups=[]), "config_groups"),
+    "a text": (edited(config_groups={"group_0": {"weights": "W4"}}), "weights"),
+}
+
+
+@pytest.fixture(scope="module")
+def nvfp4(tmp_path_factory):
+    return write_compressed(tmp_path_factory.mktemp("nvfp4") / "base", "nvfp4")
+
+
+def with_scheme(folder, edit):
+    config = json.loads((folder / "config.json").read_text())
+    scheme = scheme_of("nvfp4")
+    edit(scheme)
+    config["quantization_config"] = scheme
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_other_schemes_are_named(nvfp4, name):
+    edit, shown = SCHEMES[name]
+    with raises("unsupported", None, shown, "compressed-tensors", "--quantize"):
+        load_base(with_scheme(nvfp4, edit))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_values_of_other_types_are_named(nvfp4, name):
+    edit, shown = TEXTS[name]
+    with raises("unreadable", None, shown, "config.json"):
+        load_base(with_scheme(nvfp4, edit))
+
+
+def test_activations_that_stay_dense_are_said_once(nvfp4, caplog):
+    load_base(with_scheme(nvfp4, edited()))
+    load_base(nvfp4)
+    assert caplog.text.count("quantized activations") <= 1
+
+
+def raw(folder):
+    dtypes = {"weight_scale": "F8_E4M3"}
+    tensors = mx.load(str(folder / "model.safetensors"))
+    names = {mx.uint8: "U8", mx.float32: "F32"}
+    return {
+        name: (dtypes.get(name.rpartition(".")[2], names[t.dtype]), np.array(t))
+        for name, t in tensors.items()
+    }
+
+
+def without(part):
+    return lambda tensors: tensors.pop(f"{UP}.{part}")
+
+
+def replaced(part, value):
+    def replace(tensors):
+        tensors[f"{UP}.{part}"] = (tensors[f"{UP}.{part}"][0], value(tensors[f"{UP}.{part}"][1]))
+
+    return replace
+
+
+TENSORS = {
+    "no scale": (without("weight_scale"), "weight_scale"),
+    "no codes": (without("weight_packed"), "weight_packed"),
+    "no global scale": (without("weight_global_scale"), "weight_global_scale"),
+    "fewer scales": (replaced("weight_scale", lambda a: a[:, :-1]), "weight_scale"),
+    "fewer rows": (replaced("weight_packed", lambda a: a[:-1]), "weight_scale"),
+    "two global scales": (replaced("weight_global_scale", lambda a: np.tile(a, 2)), "global_scale"),
+    "NaN": (replaced("weight_global_scale", lambda a: a * np.float32("nan")), "global_scale"),
+    "zero": (replaced("weight_global_scale", lambda a: a * 0), "global_scale"),
+    "NaN of scales": (replaced("weight_scale", lambda a: a | 0x7F), "NaN"),
+    "another width": (
+        lambda tensors: [
+            replaced("weight_packed", lambda a: a[:, :16])(tensors),
+            replaced("weight_scale", lambda a: a[:, :2])(tensors),
+        ],
+        "up_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_damaged_tensors_are_named(tmp_path, name):
+    damage, shown = TENSORS[name]
+    folder = write_compressed(tmp_path / "base", "nvfp4")
+    tensors = raw(folder)
+    damage(tensors)
+    write_raw(folder / "model.safetensors", tensors)
+    with raises("unreadable", None, shown):
+        load_base(folder)
+
+
+def test_a_file_cut_short_and_one_without_packed_weights_are_named(tmp_path):
+    folder = write_compressed(tmp_path / "base", "mxfp4")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with raises("unreadable", None, "model.safetensors"):
+        load_base(folder)
+
+    model, config = model_of("qwen3", vocab_size=4096)
+    config["quantization_config"] = scheme_of("mxfp4")
+    dense = write_files(tmp_path / "dense", dict(tree_flatten(model.parameters())), config)
+    with raises("unreadable", None, "weight_packed"):
+        load_base(dense)
+
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_weights_of_the_package_are_bit_identical(tmp_path, mode):
+    pytest.importorskip("compressed_tensors")
+    import torch
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    folder = write_compressed(tmp_path / "base", mode)
+    scheme = QuantizationScheme(**scheme_of(mode)["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(f"{mode}-pack-quantized")
+
+    weight = 0.02 * torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    groups = weight.reshape(96, -1, GROUP_SIZES[mode])
+    state = {"weight": weight}
+    if mode == "nvfp4":
+        state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+    state["weight_scale"], _ = calculate_qparams(
+        groups.amin(-1), groups.amax(-1), scheme.weights, state.get("weight_global_scale")
+    )
+    stored = compressor.compress(state, scheme)
+    theirs = compressor.decompress(stored, scheme)["weight"]
+
+    tensors = raw(folder)
+    for part in ("weight_packed", "weight_scale", "weight_global_scale"):
+        if part in stored:
+            tensor = stored[part]
+            if not part.endswith("global_scale"):
+                tensor = tensor.view(torch.uint8)
+            tensors[f"{UP}.{part}"] = (tensors[f"{UP}.{part}"][0], tensor.numpy())
+    write_raw(folder / "model.safetensors", tensors)
+
+    ours = frozen_weight(load_base(folder).model.layers[0].mlp.up_proj).stored(mx.bfloat16)
+    assert theirs.dtype == torch.bfloat16
+    assert np.array_equal(np.array(ours.astype(mx.float32)), theirs.float().numpy())
