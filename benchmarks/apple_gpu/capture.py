@@ -37,6 +37,7 @@ class StepJob:
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, computed once.
         root: of these, inputs that all sequences begin with, computed before the others.
+        weights: how the model is quantized.
     """
 
     config: dict
@@ -52,6 +53,7 @@ class StepJob:
     groups: int = 0
     prefix: int = 0
     root: int = 0
+    weights: str = "affine4"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,14 @@ def _result(result: dict | list) -> Captured | list[tuple]:
     return Captured([Node(*node) for node in result["nodes"]], result["outputs"], result["targets"])
 
 
-def _model(config: dict) -> object:
+WEIGHTS = {  # group size, bits and mode
+    "affine4": (64, 4, "affine"),
+    "mxfp4": (32, 4, "mxfp4"),
+    "nvfp4": (16, 4, "nvfp4"),
+}
+
+
+def _model(config: dict, weights: str) -> object:
     """Return mlx-lm's model of a config, 4-bit, bfloat16, frozen; nothing of it is evaluated."""
     import mlx.core as mx
     import mlx.nn as nn
@@ -117,7 +126,8 @@ def _model(config: dict) -> object:
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=64, bits=4)
+    group_size, bits, mode = WEIGHTS[weights]
+    nn.quantize(model, group_size, bits, mode=mode)
     model.freeze()
     return model
 
@@ -138,8 +148,9 @@ class _Ours:
         names = ("path", "recompute", "packed", "method", "groups", "prefix", "root")
         options = {name: getattr(job, name) for name in names}
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
-        quantized = {"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}
-        model, config = _model(job.config), job.config | quantized
+        quantization = dict(zip(("group_size", "bits", "mode"), WEIGHTS[job.weights], strict=True))
+        config = job.config | {"quantization": quantization}
+        model = _model(job.config, job.weights)
         return self.graph.lazy_step(model, config, targets=job.targets, **size, **options)
 
     def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:
@@ -156,7 +167,7 @@ class _MlxLM:
     def step(self, job: StepJob) -> tuple[list, list]:
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         options = {"recompute": job.recompute, "method": job.method}
-        return self.module.lazy_step(_model(job.config), **options, **size)
+        return self.module.lazy_step(_model(job.config, job.weights), **options, **size)
 
     def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:
         shapes = self.module.batch_shapes(job.lengths, job.batch_size, job.max_length)

@@ -14,7 +14,7 @@ from .. import history
 from ..history import Environment, Record
 from ..workloads import CONFIGS
 from . import published, tables, trees
-from .capture import MLX_LM, OURS, Failed, StepJob
+from .capture import MLX_LM, OURS, WEIGHTS, Failed, StepJob
 from .costs import Unpriced
 from .epoch import Examples, epochs
 from .libmlx import Unsupported, check_supported
@@ -42,7 +42,7 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
     for model in options.model or ["qwen3_4b", "qwen3_0_6b"]:
         for batch, length in sizes:
             size = {"config": CONFIGS[model], "batch": batch, "length": length}
-            size["rank"] = options.rank
+            size |= {"rank": options.rank, "weights": options.weights or "affine4"}
             methods = options.method or ["lora"]
             theirs = [
                 (MLX_LM, StepJob(**size, recompute=p, method=m))
@@ -148,7 +148,10 @@ _PARTS = {
     "steps": _Part(
         _steps,
         frozenset(
-            {"model", "batch", "length", "supervised", "path", "recompute", "method", "step_ms"}
+            {
+                *("model", "batch", "length", "supervised", "path", "recompute", "method"),
+                *("weights", "step_ms"),
+            }
         ),
     ),
     "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
@@ -239,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
         ("--examples", "Examples of an epoch, in batches [4000]"),
     ):
         add(flag, type=_positive, metavar="N", help=shown)
+    add("--weights", choices=list(WEIGHTS), help="Format of the frozen weights, in steps [affine4]")
     add("--rank", type=_positive, default=16, metavar="N", help="Rank of all adapters [16]")
     add(
         "--supervised",

@@ -256,7 +256,10 @@ def _quantized_matmul(op: Op) -> None:
     depth = x.shape[-1]
     op.rows = x.layout.size // depth
     op.operations = 2 * _tiled(op.rows) * depth * output.shape[-1]
+    is_floating = op.inputs[2].dtype == "uint8"  # its scales
     op.rate = "quantized product"
+    if is_floating and not op.attributes:
+        op.rate = "floating gradient"
     op.stream()
     if x.layout.ndim > 1 and not x.layout[(0,) * (x.layout.ndim - 2)].flags.c_contiguous:
         op.bytes += x.read_bytes + x.nbytes

@@ -86,6 +86,15 @@ class _Slice(_Primitive):
     _fields_ = [("starts", _Shape), ("ends", _Shape), ("steps", _Shape)]
 
 
+class _QuantizedMatmul(Structure):
+    """Its numbers begin where those of `_Primitive` end, which ctypes would align to 8 bytes."""
+
+    _fields_ = [
+        *[("functions", POINTER(c_void_p)), ("stream", c_int * 3)],
+        *[("group_size", c_int), ("bits", c_int), ("mode", c_int), ("transpose", c_bool)],
+    ]
+
+
 class _Attention(_Primitive):
     """ScaledDotProductAttention and its gradient: behind a std::function."""
 
@@ -107,7 +116,8 @@ class Node:
         primitive: its address, 0 if it is an input.
         inputs: names of arrays.
         outputs: name, shape and dtype of each array.
-        attributes: axes of a transpose, steps of a slice, whether attention is causal.
+        attributes: axes of a transpose, steps of a slice, whether attention is causal, whether a
+            quantized product is with the transposed weight, as a forward pass has it.
     """
 
     name: str
@@ -206,6 +216,8 @@ def _attributes(name: str, pointer: int) -> list[int] | bool | None:
         return _Transpose.from_address(pointer).axes.items(c_int)
     if name == "Slice":
         return list(_Slice.from_address(pointer).steps)
+    if name == "QuantizedMatmul":
+        return _QuantizedMatmul.from_address(pointer).transpose
     if name.startswith("ScaledDotProductAttention"):
         return _Attention.from_address(pointer).is_causal
     return None

@@ -24,6 +24,7 @@ SHARES = {
     "product": MATMUL_REACHED,
     "float32 product": MATMUL_REACHED,
     "quantized product": 0.64,
+    "floating gradient": 0.64,
     "attention": 0.55,
     "kernel": 0.30,
     "kernel product": 0.45,
@@ -36,6 +37,9 @@ EMULATED_QUANTIZED = 0.48
 _ROWS = (64, 128, 256)
 _OF_ROWS = (0.68, 0.85, 1.0)
 _FLOAT32 = ("float32 product", "kernel")
+# MLX 0.32.4 has kernels for the matrix units of M5 for products x @ W.T with weights in mxfp4 and
+# nvfp4, and for both directions of affine ones, but none for x @ W (names in its metallib).
+_WITHOUT_MATRIX_UNITS = "floating gradient"
 CHIPS = {
     name.removeprefix("Apple "): chip
     for name, chip in chips.CHIPS.items()
@@ -58,9 +62,11 @@ def rate(kind: str, chip: Chip, rows: int | None = None) -> float:
 
     ``rows`` are those of a product; None of what has none.
     """
-    nominal = chip.vector_tflops if kind in _FLOAT32 else chip.matrix_tflops
+    nominal = chip.matrix_tflops
+    if kind in _FLOAT32 or kind == _WITHOUT_MATRIX_UNITS:
+        nominal = chip.vector_tflops
     share = SHARES[kind]
-    if kind == "quantized product" and not chip.native_bf16:
+    if kind in ("quantized product", "floating gradient") and not chip.native_bf16:
         share = EMULATED_QUANTIZED
     if rows:
         share *= float(np.interp(np.log2(rows), np.log2(_ROWS), _OF_ROWS))

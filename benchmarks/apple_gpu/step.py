@@ -64,6 +64,8 @@ class Step:
     @property
     def name(self) -> str:
         method = f" {self.job.method}" if self.job.method != "lora" else ""
+        if self.job.weights != "affine4":
+            method += f" {self.job.weights}"
         if self.implementation == MLX_LM:
             return MLX_LM + method + " --grad-checkpoint" * (self.job.recompute == "block")
         name = f"{OURS}{method} {self.job.path}"

@@ -39,7 +39,7 @@ from .estimate import (
 from .headers import Headers
 from .plan import ERROR, MemoryPlan, has_logits, has_score_head, recompute_policies, verdict
 from .row_shapes import RowShapes, ShapesOf
-from .step_time import StepTime, predict
+from .step_time import StepTime, predict, slow_in_place
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
@@ -189,7 +189,7 @@ def recommend(
 
     options = [_option(request, way) for way in _ways(request)]
     small = options[0].plan.base_weights < SMALL_WEIGHTS
-    options.sort(key=lambda option: _harm(option, small))
+    options.sort(key=lambda option: _harm(option, headers, small))
 
     best = options[0]
     if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
@@ -248,7 +248,7 @@ def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) ->
     return replace(train, **own)
 
 
-def _harm(option: Option, small: bool) -> tuple:
+def _harm(option: Option, headers: Headers, small: bool) -> tuple:
     """Return the sort key of an option, worse options last, the most important part first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
@@ -265,7 +265,7 @@ def _harm(option: Option, small: bool) -> tuple:
         -train.max_seq_length,
         # MLX's quantized products on a CPU take ten times as long as dense ones
         # (README, "Measured")
-        runtime.on_cpu() and MATMUL_PATHS[path].in_place,
+        MATMUL_PATHS[path].in_place and slow_in_place(headers, train) != "",
         _METHODS[small].index(option.method),
         -train.batch_size,
         list(POLICIES).index(train.recomputes),
@@ -292,7 +292,8 @@ def _ways(request: PlanRequest) -> list[_Way]:
         if quantize != "none":
             # other formats have one quantized path; those of MLX are slow on that of a CPU
             native = named_format(quantize).native
-            path = "quantized" if native and not runtime.on_cpu() else "transient"
+            slow = slow_in_place(headers, replace(train, quantize=quantize))
+            path = "quantized" if native and not slow else "transient"
             if train.matmul_path != "auto":
                 path = train.matmul_path
             ways.append(_Way("qlora", quantize, path, dtype))
@@ -509,6 +510,10 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }
+
+    if MATMUL_PATHS[best.plan.matmul_path].dequantizes and not runtime.on_cpu():
+        if reason := slow_in_place(headers, best.train):
+            notes["path"] = f"{best.plan.matmul_path}: {reason}"
 
     if best.step:
         time = f"seconds per step: {best.step.source}"

@@ -27,7 +27,7 @@ from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
-from .matmul_path import matmul_rates
+from .matmul_path import matmul_rates, quantized_share
 from .plan import has_logits, recompute_policies
 from .planned_adapters import plan_adapters
 
@@ -35,7 +35,7 @@ _KIND = "step-times"
 _LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more
 _OTHER_BYTES = 40  # times the widths of a block, forward and backward, beside its products
 _ATTENTION_REACHED = 0.6  # of the nominal rate
-_QUANTIZED = 0.9  # of a dense product's rate, that of a quantized one on GPUs
+_SLOW = 0.6  # of a dense product's rate: a path at this share is not proposed
 _LEAST_ERROR = 0.1  # that a calibrated prediction claims
 
 
@@ -160,6 +160,18 @@ def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime 
     return StepTime(seconds, f"predicted by rates of the {chip.name}, not measured")
 
 
+def slow_in_place(headers: Headers, train: TrainConfig) -> str:
+    """Return why the quantized path is far slower here than the others, by rates; else nothing."""
+    if runtime.on_cpu():
+        return "CPUs multiply by quantized weights slowly"
+
+    chip = chips.known_chip()
+    mode = _precision(headers, train)[0][2]
+    if chip is None or quantized_share(chip, mode) > _SLOW:
+        return ""
+    return f"gradients through {mode} do not use the matrix units of {chip.name}"
+
+
 def measured_steps() -> list[MeasuredStep]:
     """The steps that `packs bench` has measured on this device, if any."""
     record = recall(_KIND, {}) or {}
@@ -223,26 +235,27 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
     on_cpu = runtime.on_cpu()
     nominal = chip.vector_tflops if on_cpu else chip.matrix_tflops
     if not headers.is_quantized and train.quantize == "none":
-        products = _product_seconds(needed, chip, "dense", nominal)
+        products = _product_seconds(needed, chip, "dense", "affine", nominal)
     else:
         path = "quantized" if train.matmul_path == "auto" else train.matmul_path
-        rates = matmul_rates(*_precision(headers, train))
+        quantization, dtype = _precision(headers, train)
+        rates = matmul_rates(quantization, dtype)
         if path in rates:
             products = needed.products / (2 * rates[path])
         elif on_cpu:
             return None
         else:
-            products = _product_seconds(needed, chip, path, nominal)
+            products = _product_seconds(needed, chip, path, quantization[2], nominal)
 
     dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
     return products + dense / (1e12 * nominal) + needed.bytes / _bandwidth(chip)
 
 
-def _product_seconds(needed: Work, chip: Chip, path: str, tflops: float) -> float:
+def _product_seconds(needed: Work, chip: Chip, path: str, mode: str, tflops: float) -> float:
     facts = MATMUL_PATHS[path]
     seconds = needed.products / (1e12 * tflops * MATMUL_REACHED)
     if facts.in_place:
-        seconds /= _QUANTIZED
+        seconds /= quantized_share(chip, mode)
     if facts.dequantizes:
         seconds += 2.6 * needed.dequantized / _bandwidth(chip)  # bytes: 4 bits in, 16 out
     return seconds

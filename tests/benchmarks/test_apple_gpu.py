@@ -27,6 +27,8 @@ LIMITS = {
 }
 MLX_LM_PRIMITIVES = {"none": 114, "block": 148}
 
+PATHS = ("quantized", "transient")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _supported():
@@ -295,6 +297,23 @@ def test_products_of_few_rows_and_of_emulated_bfloat16_are_slower():
     nominal = old.matrix_tflops / new.matrix_tflops
     assert rate(kind, old) / rate(kind, new) / nominal == pytest.approx(0.48 / 0.64)
     assert rate("product", old) / rate("product", new) == pytest.approx(nominal)
+
+
+def test_gradients_through_fp4_do_not_use_matrix_units():
+    kind, m4, m5 = "floating gradient", CHIPS["M4 Max"], CHIPS["M5 Max"]
+    assert rate(kind, m4) == rate("quantized product", m4)
+    assert rate(kind, m5) == pytest.approx(rate("quantized product", m5) / 4, rel=0.25)
+
+    job = StepJob(QWEN3_4B, 1, 512, weights="nvfp4")
+    affine = dataclasses.replace(job, weights="affine4")
+    jobs = [dataclasses.replace(j, path=p) for j in (job, affine) for p in PATHS]
+    steps = lay_out([(OURS, each) for each in jobs], ["M5 Max"])
+    fp4_slower, affine_slower = (
+        first.whole.seconds["M5 Max"] / other.whole.seconds["M5 Max"]
+        for first, other in (steps[:2], steps[2:])
+    )
+    assert fp4_slower > 1.4 > affine_slower
+    assert steps[0].name == "mlx_packs nvfp4 quantized"
 
 
 def test_a_suffix_attends_to_the_whole_prefix():

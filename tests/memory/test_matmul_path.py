@@ -189,6 +189,22 @@ def test_formula_of_a_gpu_dequantizes_for_many_tokens(monkeypatch, tokens, faste
     assert min(expected, key=expected.get) == fastest
 
 
+@pytest.mark.parametrize(
+    ("mode", "chip", "fastest"),
+    [("mxfp4", "M5", "transient"), ("mxfp4", "M4", "quantized"), ("affine", "M5", "quantized")],
+)
+def test_formula_of_matrix_units_knows_that_gradients_of_fp4_have_none(
+    monkeypatch, mode, chip, fastest
+):
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+    monkeypatch.setattr(chips, "chip_here", lambda: chips.chip(f"Apple {chip}"))
+    model = base_of("qwen3", hidden_size=512, intermediate_size=1536).model
+    nn.quantize(model, group_size=32, bits=4, mode=mode)
+    kinds = matmul_path.weight_kinds(model, 256, 256)
+    expected = matmul_path._expected(kinds, ["quantized", "transient"])
+    assert min(expected, key=expected.get) == fastest
+
+
 def test_formula_takes_the_rates_that_were_measured(cache, monkeypatch):
     rates = {"quantized": 4e9, "transient": 2e9, "dense": 1e9}
     monkeypatch.setattr(matmul_path, "_LARGE", 1)

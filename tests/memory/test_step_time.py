@@ -49,11 +49,11 @@ def run(rows: int, length: int, **settings) -> TrainConfig:
     return TrainConfig(batch_size=rows, max_seq_length=length + 1, **settings)
 
 
-def quantized(config: dict) -> Headers:
+def quantized(config: dict, mode: str = "affine", group_size: int = 64) -> Headers:
     """The headers of a 4-bit checkpoint of a config."""
     headers = describe("base", config)
     scales = {n.replace(".weight", ".scales"): t for n, t in headers.tensors.items()}
-    quantization = {"bits": 4, "group_size": 64}
+    quantization = {"bits": 4, "group_size": group_size, "mode": mode}
     return Headers("base", config | {"quantization": quantization}, {**headers.tensors, **scales})
 
 
@@ -86,6 +86,29 @@ def test_rates_of_a_chip_give_what_captured_graphs_give(on_gpu, config, rows, le
         assert predicted.seconds == pytest.approx(seconds, rel=0.15)
         assert predicted.source == f"predicted by rates of the Apple {name}, not measured"
         assert predicted.error is None
+
+
+# Seconds of captured graphs of Qwen3-4B in nvfp4 at 1 x 2048, `python -m benchmarks graph`
+NVFP4 = {
+    "M4 Max": {"quantized": 3.50, "transient": 3.31},
+    "M5 Max": {"quantized": 1.88, "transient": 1.08},
+}
+
+
+@pytest.mark.parametrize("chip", NVFP4)
+def test_gradients_through_fp4_do_not_use_matrix_units(on_gpu, chip):
+    on_gpu(f"Apple {chip}")
+    base = quantized(QWEN3_4B, "nvfp4", 16)
+    for path, seconds in NVFP4[chip].items():
+        predicted = predict(base, LORA, run(1, 2048, matmul_path=path)).seconds
+        assert predicted == pytest.approx(seconds, rel=0.15), path
+
+    is_m5 = chip == "M5 Max"
+    lines = " ".join(table(options := recommend(base, 64 << 30), base, 64 << 30))
+    assert options[0].plan.matmul_path == ("transient" if is_m5 else "quantized")
+    assert ("gradients through nvfp4" in lines) == is_m5
+    affine = quantized(QWEN3_4B)
+    assert recommend(affine, 64 << 30)[0].plan.matmul_path == "quantized"
 
 
 def test_more_work_takes_longer(on_gpu):
