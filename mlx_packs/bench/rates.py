@@ -1,17 +1,22 @@
 """Rates that no table of chips has: the fixed time of a training step, and 4-bit products."""
 
+import itertools
 from pathlib import Path
 
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
+from ..bases.weight_formats import named_format
 from ..chips import least_seconds
+from ..nn.frozen_weight import Product, frozen_weight
+from ..nn.quantized import linear_of
 from ..packs.base import Base
 from ..runtime import mx, on_cpu
 from .implementations import SCALE, Adapters, Ours, Rows
 
 ROWS = (64, 128, 256, 2048)  # of a product: inputs that are computed together
 _ROWS_ON_CPU = (64, 256)
+_FORMATS = ("affine4", "mxfp4", "nvfp4")  # whose kernels differ on M5
 _CALLS = 4  # of a product, which do not wait for each other
 _STEPS = 5
 _BLOCKS = 36
@@ -35,34 +40,38 @@ _TINY = {
 
 def examine_rates() -> dict:
     """Return the ``step`` of next to nothing, and ``products``: 4-bit TFLOP/s, both directions."""
+    dtypes = (mx.float16, mx.bfloat16)
+    counts = ROWS
+    size = 4096
     if on_cpu():
-        products = [_product(mx.float32, rows, 512) for rows in _ROWS_ON_CPU]
-    else:
-        dtypes = mx.float16, mx.bfloat16
-        products = [_product(dtype, rows, 4096) for dtype in dtypes for rows in ROWS]
+        dtypes = (mx.float32,)
+        counts = _ROWS_ON_CPU
+        size = 512
+
+    products = [
+        _product(name, dtype, rows, size)
+        for name, dtype, rows in itertools.product(_FORMATS, dtypes, counts)
+    ]
     return {"step": _fixed_time(), "products": products}
 
 
-def _product(dtype: mx.Dtype, rows: int, size: int) -> dict:
+def _product(name: str, dtype: mx.Dtype, rows: int, size: int) -> dict:
     x = mx.random.normal((rows, size), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((size, size), key=mx.random.key(1)).astype(dtype)
-    packed, scales, biases = mx.quantize(weight, group_size=64, bits=4)
-    mx.eval(x, packed, scales, biases)
+    module = named_format(name).module(linear_of(weight), dtype)
+    forward, backward = frozen_weight(module).slice_products(0, size)
+    mx.eval(x, module.parameters())
 
-    def reached(transpose: bool) -> float:
-        def product() -> mx.array:
-            return mx.quantized_matmul(
-                x, packed, scales, biases, transpose=transpose, group_size=64, bits=4
-            )
-
-        seconds = least_seconds(lambda: [product() for _ in range(_CALLS)])
+    def reached(product: Product) -> float:
+        seconds = least_seconds(lambda: [product(x) for _ in range(_CALLS)])
         return 2 * _CALLS * rows * size * size / seconds / 1e12
 
     return {
+        "format": name,
         "dtype": str(dtype).rpartition(".")[2],
         "rows": rows,
-        "tflops": reached(transpose=True),
-        "gradient_tflops": reached(transpose=False),
+        "tflops": reached(forward),
+        "gradient_tflops": reached(backward),
     }
 
 

@@ -189,14 +189,14 @@ def _rate_lines(rates: dict) -> list[str]:
         "training step takes beside its products"
     ]
 
-    for dtype in dict.fromkeys(product["dtype"] for product in rates["products"]):
-        reached = [
-            f"{p['rows']:,} rows {p['tflops']:.3g} and {p['gradient_tflops']:.3g}"
-            for p in rates["products"]
-            if p["dtype"] == dtype
-        ]
+    reached: dict[tuple[str, str], list[str]] = {}
+    for p in rates["products"]:
+        text = f"{p['rows']:,} rows {p['tflops']:.3g} and {p['gradient_tflops']:.3g}"
+        reached.setdefault((p["format"], p["dtype"]), []).append(text)
+
+    for (name, dtype), texts in reached.items():
         lines.append(
-            f"4-bit   {dtype}, TFLOP/s of a product and of its gradient: {', '.join(reached)}"
+            f"{name:<8}{dtype}, TFLOP/s of a product and of its gradient: {', '.join(texts)}"
         )
     return lines
 

@@ -102,7 +102,15 @@ def test_generate_streams_and_the_pack_changes_the_text(answers):
 
 RATES = {
     "step": {"ms": 26.4, "blocks": 36, "inputs": 8},
-    "products": [{"dtype": "float16", "rows": 64, "tflops": 4.51, "gradient_tflops": 3.9}],
+    "products": [
+        {
+            "format": "mxfp4",
+            "dtype": "float16",
+            "rows": 64,
+            "tflops": 4.51,
+            "gradient_tflops": 3.9,
+        }
+    ],
 }
 
 
@@ -114,11 +122,13 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "report.json").read_text()) == report
 
     assert report_lines(report, verbose=False)[-1].startswith("        nf4           float16")
-    assert len(report_lines(report, verbose=True)) == 8 + len(report["kernels"])
+    assert len(report_lines(report, verbose=True)) == 10 + len(report["kernels"])
 
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["rates"]["step"]["ms"] > 0 and report["rates"]["step"]["blocks"] == 36
     assert all(p["tflops"] > 0 and p["gradient_tflops"] > 0 for p in report["rates"]["products"])
+    formats = {p["format"] for p in report["rates"]["products"]}
+    assert formats == {"affine4", "mxfp4", "nvfp4"}
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["streams"] == profile().streams
 
