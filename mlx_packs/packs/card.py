@@ -21,6 +21,8 @@ from .manifest import (
     specs_of,
 )
 
+_MANY = 1e9  # of a perplexity, whose digits say nothing then
+
 
 def model_card(manifest: dict, name: str) -> str:
     base = manifest["base"]
@@ -251,9 +253,12 @@ def format_change(result: Mapping) -> str:
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    text = f"{ppl:.{digits}f}"
+    form = f".{digits}f"
+    if ppl >= _MANY:
+        form = ".3g"
+    text = f"{ppl:{form}}"
     if se is not None:
-        text += f" ± {se:.{digits}f}"
+        text += f" ± {se:{form}}"
     return text
 
 

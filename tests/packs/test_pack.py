@@ -20,7 +20,7 @@ from mlx_packs.adapters.trainable import round_adapters
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import find_base
-from mlx_packs.packs.card import model_card
+from mlx_packs.packs.card import format_perplexity, model_card
 from mlx_packs.packs.compatibility import check_fit, quantize_options
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_stored
@@ -329,6 +329,11 @@ def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
         lambda m: (m["eval"].pop("ppl_before_se"), m["eval"].update(ppl_after_se=None)),
     )
     assert "held-out PPL 10.00 → 5.00 on 2 test examples" in run("inspect", "p")[1]
+
+
+def test_a_perplexity_of_a_random_base_is_short():
+    assert format_perplexity(12.345, 0.5) == "12.35 ± 0.50"
+    assert format_perplexity(3.14e51, 1.4e51, digits=3) == "3.14e+51 ± 1.4e+51"
 
 
 def test_model_card_signs_the_change_of_perplexity(full_pack):
