@@ -1,5 +1,6 @@
 """`packs plan`: what fits into memory."""
 
+import dataclasses
 import shlex
 import shutil
 import textwrap
@@ -174,8 +175,9 @@ def plan(
         rows = None
         if examples:
             rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
-        shapes_of = rows.shapes_of if rows else None
-        choices = recommend(headers, limit - least, recipe.lora, recipe.train, names, shapes_of)
+        headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
+        known = recipe.lora, recipe.train, names, rows and rows.shapes_of
+        choices = recommend(headers, limit - least, *known)
         repeats = rows.repeats_of(choices[0].train.batch_size) if rows else None
 
         report = []
@@ -242,6 +244,10 @@ def _data_lines(
         lines.append(
             f"rows    at most {rows.longest:,} tokens · planned for {best.train.batch_size} x "
             f"{best.longest:,} tokens (longest batch of the data)"
+        )
+    if rows is not None and rows.image_tokens:
+        lines.append(
+            f"images  {rows.image_tokens:,} tokens in all · their features count as activations"
         )
     if repeats is not None:
         lines += [f"prefix  {line}" for line in repeats.lines()]

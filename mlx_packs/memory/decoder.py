@@ -119,7 +119,7 @@ def plan_step(
     if has_score_head(train):
         adapters = adapters.beside((1, sizes.hidden))
 
-    shape = shape or _largest_shape(train)
+    shape = shape or largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     custom = headers.custom_format(train.quantize) is not None
     path_facts = MATMUL_PATHS[_path_of(train)]
@@ -165,7 +165,7 @@ def _path_of(train: TrainConfig) -> str:
     return "quantized" if train.matmul_path == "auto" else train.matmul_path
 
 
-def _largest_shape(train: TrainConfig) -> Shape:
+def largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
     if not has_logits(train):  # packed ones may hold many completions
         if not train.packing:
@@ -222,7 +222,7 @@ def _plan_full(
     trainable = sum(math.prod(shape) for shape in paths.values())
     largest = max(math.prod(shape) for shape in paths.values())
 
-    targets = (shape or _largest_shape(train))[1]
+    targets = (shape or largest_shape(train))[1]
     moments = {}
     for moment, of_plan in plan.moments.items():
         parts = dict(of_plan)

@@ -38,11 +38,15 @@ _WIDEST = 64  # bits of a number whose dtype is not known
 
 @dataclass(frozen=True)
 class Headers:
-    """Name, config and tensor headers of a base."""
+    """Name, config and tensor headers of a base, and how many tokens the images of rows have.
+
+    ``image_tokens`` is None where rows are not known.
+    """
 
     name: str
     config: dict
     tensors: Tensors
+    image_tokens: int | None = None
 
     @classmethod
     def of(cls, base: "BaseModel") -> "Headers":

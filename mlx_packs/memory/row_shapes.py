@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bases.files import check_files, resolve_checkpoint
-from ..bases.tokenizer import load_tokenizer, take_images
+from ..bases.tokenizer import images_of, load_tokenizer, take_images
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -45,6 +45,7 @@ class RowShapes(NamedTuple):
     longest: int  # tokens of the longest row
     shapes_of: ShapesOf  # of a run's batches
     repeats_of: RepeatsOf  # in batches of a size
+    image_tokens: int = 0  # of all images
 
 
 def row_shapes(
@@ -96,7 +97,10 @@ def row_shapes(
         compared = Examples([examples[i] for i in chosen], examples.format, examples.loss_on)
         return repeats_of(compared, batch_size, train.max_seq_length)
 
-    return RowShapes(int(lengths.max()), shapes_of, repeats)
+    image_tokens = 0
+    if images := images_of(tokenizer):
+        image_tokens = images.counts()["tokens"]
+    return RowShapes(int(lengths.max()), shapes_of, repeats, image_tokens)
 
 
 def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> set[Shape]:

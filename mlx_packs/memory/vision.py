@@ -1,18 +1,22 @@
 """Memory of the language model of a vision-language base, whose tower is gone in training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..bases.files import text_config
+from ..bases.precision import activation_bytes
 from ..bases.shapes import is_named
 from ..bases.vision_families import PROJECTOR, is_of_projector, projector_paths
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from . import decoder
-from .decoder import ASSUMED, resized, run_settings, smallest_shape, why_not_quantized
+from .decoder import largest_shape, resized, run_settings, smallest_shape, why_not_quantized
 from .decoder_sizes import TEXT_FAMILIES, sizes_of
 from .headers import Headers, Tensors, dense_tensors
 from .plan import MemoryPlan, Shape
 
+ASSUMED = "Every token is taken as a target, and as one of an image."
+KEPT_BYTES = 512 << 20  # of the features that were read last, as vision/store.py keeps them
 __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
 
 # How names of its tensors begin, in files and in memory, and in a base without images.
@@ -41,7 +45,7 @@ def describe(config: Mapping) -> Tensors:
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """Return the peak memory of training; images count by their tokens."""
+    """Return the peak memory of training; images count by their tokens and features."""
     tensors = {}
     if any(map(is_of_projector, lora.target_modules)):
         tensors = _of_projector(headers)
@@ -51,7 +55,31 @@ def estimate(
             tensors[_NAMES[stored] + name.removeprefix(stored)] = tensor
 
     text = Headers(headers.name, _config_of_text(headers.config), tensors)
-    return decoder.estimate(text, lora, train, shape)
+    plan = decoder.estimate(text, lora, train, shape)
+
+    features = _feature_bytes(headers, train, shape)
+    moments = {
+        name: {**parts, "activations": parts["activations"] + features}
+        for name, parts in plan.moments.items()
+    }
+    return replace(plan, moments=moments)
+
+
+def _feature_bytes(headers: Headers, train: TrainConfig, shape: Shape | None) -> int:
+    """Return the bytes of the features of a batch, and of those that were read before.
+
+    Where rows are not known, each token of a batch is one of an image, and there are no others.
+    """
+    in_batch = train.sequences * (shape or largest_shape(train))[0]
+    tokens = headers.image_tokens
+    if tokens is None:
+        tokens = in_batch
+
+    vision = headers.config.get("vision_config") or {}
+    levels = len(vision.get("deepstack_visual_indexes") or ())
+    width = text_config(headers.config)["hidden_size"]
+    of_token = (1 + levels) * width * activation_bytes(headers.config, "auto")
+    return of_token * min(tokens, in_batch) + min(of_token * tokens, KEPT_BYTES)
 
 
 def _of_projector(headers: Headers) -> Tensors:

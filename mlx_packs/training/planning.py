@@ -12,6 +12,7 @@ from pathlib import Path
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.precision import ComputeDtype, choose_compute_dtype
+from ..bases.tokenizer import images_of
 from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size
@@ -109,6 +110,8 @@ def fit_into_memory(
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.batch_shares)
     headers = Headers.of(base)
+    if images := images_of(base.tokenizer):
+        headers = replace(headers, image_tokens=images.counts()["tokens"])
     estimate_of = _estimate_of(run.train)
     force = run.request.force
 

@@ -1,16 +1,21 @@
 """The plan of a base with a vision tower is that of its language model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base, train_pack
+from mlx_packs.bases.precision import activation_bytes
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
+from mlx_packs.memory import vision
 from mlx_packs.memory.decoder_sizes import TEXT_FAMILIES
 from mlx_packs.memory.estimate import estimator_of
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe
+from mlx_packs.vision import store
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.rows import write_rows
@@ -39,7 +44,28 @@ def test_the_plan_is_that_of_the_language_model(family):
     lora = LoRAConfig()
     train = TrainConfig()
     expected = estimator_of(plain).estimate(describe("base", plain), lora, train)
-    assert estimator_of(whole).estimate(describe("base", whole), lora, train) == expected
+    headers = replace(describe("base", whole), image_tokens=0)
+    assert estimator_of(whole).estimate(headers, lora, train) == expected
+
+
+def test_features_of_the_batch_and_those_kept_in_memory_are_activations():
+    def activations(tokens: int | None, levels: list[int], shape: tuple = (100, 10)) -> int:
+        tower = {"deepstack_visual_indexes": levels}
+        config = {"model_type": "qwen3_vl", "text_config": TEXT, "vision_config": tower}
+        headers = replace(describe("base", config), image_tokens=tokens)
+        train = TrainConfig(batch_size=2)
+        plan = estimator_of(config).estimate(headers, LoRAConfig(), train, shape)
+        return plan.parts()["activations"]
+
+    of_token = 64 * activation_bytes(TEXT, "auto")
+    none = activations(0, [])
+    assert activations(30, []) - none == 2 * 30 * of_token
+    assert activations(30, [5, 6]) - none == 3 * 2 * 30 * of_token
+    assert activations(1000, []) - none == (200 + 1000) * of_token
+    assert activations(None, []) - none == 2 * 200 * of_token
+
+    kept = activations(10**9, []) - activations(10**8, [])
+    assert kept == 0 and vision.KEPT_BYTES == store._IN_MEMORY
 
 
 def test_a_mistral3_with_another_text_has_no_plan():
@@ -93,3 +119,28 @@ def test_the_plan_is_within_its_error_of_the_measured_peak(
 
     run = train_pack(base, data, lora, train, tmp_path / "second", progress=False)
     assert run.report["plan_peak_gb"] == pytest.approx(run.report["peak_gb"] - held, rel=ERROR)
+
+
+@pytest.mark.interop
+def test_features_that_are_kept_are_a_large_part_of_a_small_run(tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    folder = write_vision_base("qwen3_vl", tmp_path / "base")
+    numbers = np.random.default_rng(0)
+    rows = []
+    for i in range(60):
+        pixels = numbers.integers(0, 255, (448, 448, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+        rows.append({"image": str(tmp_path / f"{i}.png"), "prompt": "What?", "completion": "A"})
+    data = write_rows(tmp_path / "data", train=rows, valid=rows[:1], test=rows[:1])
+
+    train = TrainConfig(iters=30, batch_size=2, recompute="block", val_batches=0)
+    first = train_pack(folder, data, LoRAConfig(rank=8), train, tmp_path / "p", progress=False)
+    held = active_bytes() / 1e9
+    run = train_pack(folder, data, LoRAConfig(rank=8), train, tmp_path / "q", progress=False)
+
+    features = 60 * 64 * 3 * 64 * 4 / 1e9
+    assert first.report["images"]["tokens"] == 60 * 64
+    assert run.report["plan_peak_gb"] == pytest.approx(run.report["peak_gb"] - held, rel=ERROR)
+    assert run.report["peak_gb"] - held > 1.5 * features
