@@ -261,8 +261,8 @@ class Encoder:
         self.bad.check_some_left(len(self.rows))
         if not len(self.store):
             raise PackError(
-                f"{self.rows.where(0)}: no example has a target within "
-                f"{self.options.max_seq_length} tokens.",
+                f"{self.rows.where(0)}: no example has a target within --max-seq-length "
+                f"{self.options.max_seq_length}. Raise it.",
                 "data",
                 "max_seq_length",
             )

@@ -101,7 +101,8 @@ def encode_preferences(
 
     if not len(kept):
         raise PackError(
-            f"{rows.where(0)}: no example has targets within {options.max_seq_length} tokens.",
+            f"{rows.where(0)}: no example has targets within --max-seq-length "
+            f"{options.max_seq_length}. Raise it.",
             "data",
             "max_seq_length",
         )
