@@ -331,6 +331,17 @@ _TEXT_KEYS = {
 _KEYS = {"model_type": "text", "model_file": "text?", "text_config": "a mapping?", **_TEXT_KEYS}
 
 
+# What transformers takes for a size that the text_config of a LLaVA lacks, as that of 1.5 7B does.
+_LLAVA_TEXT = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+}
+
+
 def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dict:
     """Return the config.json of a base.
 
@@ -347,6 +358,8 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
     except ValueError as error:
         raise PackError(f"{file}: {error}. {_REMEDY}", "unreadable") from None
 
+    if config.get("model_type") == "llava":
+        config["text_config"] = _LLAVA_TEXT | (config.get("text_config") or {})
     if tensors is not None:
         for part in (config, config.get("text_config") or {}):
             _check_counts(file, part, tensors)

@@ -213,6 +213,8 @@ def load_model_of(
     flags = {}
     if "trust_remote_code" in inspect.signature(load_model).parameters:
         flags["trust_remote_code"] = True
+    if "text_config" in stored:  # with sizes that its file may lack
+        flags["model_config"] = {"text_config": stored["text_config"]}
 
     sources: dict[str, Source] = {}
 

@@ -1,6 +1,7 @@
 """Small vision-language checkpoints: transformers, mlx-vlm and mlx-lm compute the same from each."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_packs import load_base
+from mlx_packs.bases import files
+from mlx_packs.memory.read import read_headers
 from mlx_packs.runtime import mx
 from tests.helpers.vision_bases import FAMILIES, write_vision_base
 
@@ -352,3 +356,27 @@ def test_a_checkpoint_is_small_and_depends_on_the_seed(family, opened, tmp_path)
     assert contents[0] == contents[1] != contents[2] and len(contents[0]) < 2e6
     assert {path.name for path in again.iterdir()} == {path.name for path in other.iterdir()}
     assert len(opened(family).processor.tokenizer) < 400
+
+
+def test_a_llava_whose_file_lacks_the_sizes_of_its_text_has_those_of_transformers(
+    tmp_path, monkeypatch
+):
+    from transformers import LlamaConfig
+
+    published = LlamaConfig().to_dict()
+    assert all(published[name] == size for name, size in files._LLAVA_TEXT.items())
+
+    whole = write_vision_base("llava", tmp_path / "whole")
+    sparse = shutil.copytree(whole, tmp_path / "sparse")
+    config = json.loads((whole / "config.json").read_text())
+    text = config["text_config"]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: text.pop(name) for name in names}
+    config["vocab_size"] = text["vocab_size"]
+    (sparse / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(files, "_LLAVA_TEXT", sizes)
+    tokens = mx.arange(8)[None]
+    one, other = (load_base(folder).model(tokens) for folder in (whole, sparse))
+    assert mx.array_equal(one, other)
+    assert read_headers(sparse).config["text_config"] == text | sizes
