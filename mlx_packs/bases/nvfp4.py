@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
+from ..nn.frozen_weight import LARGEST_NVFP4
 from ..nn.nvfp4 import GROUP_SIZE, NVFP4Embedding, NVFP4Linear, dequantized
 from ..runtime import mx
 from .weight_formats import CustomFormat, Shape, Tensors, by_slices, part_name
 
-_LARGEST = 6.0 * 448.0  # of a code, times that of a scale
 _PARTS = ("weight", "block_scales", "global_scale")
 
 
@@ -32,13 +32,13 @@ class GlobalNVFP4Format(CustomFormat):
     def arrays(self, w: mx.array) -> Tensors:
         largest = _largest(w)
         codes, scales = _quantized(w, largest)
-        return dict(zip(_PARTS, (codes, scales, _LARGEST / largest), strict=True))
+        return dict(zip(_PARTS, (codes, scales, LARGEST_NVFP4 / largest), strict=True))
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         largest = _largest(w)
         codes, scales = by_slices(name, w, 1, lambda rows: _quantized(rows, largest))
         names = [part_name(name, part) for part in _PARTS]
-        return dict(zip(names, (codes, scales, _LARGEST / largest), strict=True))
+        return dict(zip(names, (codes, scales, LARGEST_NVFP4 / largest), strict=True))
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
         return dequantized(*tensors.values(), dtype)

@@ -315,6 +315,8 @@ def format_of(module: nn.Module) -> WeightFormat | None:
         return None
 
     mode = getattr(module, "mode", "affine")
+    if module.get("global_scale") is not None and not isinstance(module, CustomWeight):
+        mode = "nvfp4 with global scales"  # of experts, which mlx-lm alone writes
     if mode not in WEIGHT_MODES:
         return MLXFormat(mode, module.bits, module.group_size)
 

@@ -289,7 +289,7 @@ WEIGHT_MODES = {  # of `packs quantize --mode`
     "nvfp4": WeightModeFacts("mlx_packs.bases.weight_formats:NVFP4Format"),
     "nvfp4-global": WeightModeFacts(
         "mlx_packs.bases.nvfp4:GlobalNVFP4Format",
-        ("global_scale", "block_scales"),
+        ("block_scales", "global_scale"),
         numbers=8,
         read_only=True,
     ),

@@ -16,6 +16,7 @@ from ..ops.matmul import sliced_matmul
 from ..ops.profile import profile
 
 Product = Callable[[mx.array], mx.array]
+LARGEST_NVFP4 = 6.0 * 448.0  # code times scale; a global scale of MLX is the largest weight
 
 
 class FrozenWeight(ABC):
@@ -167,7 +168,8 @@ class MLXWeight(QuantizedWeight):
                 )
 
     def dense(self) -> mx.array:
-        return mx.dequantize(*self._arrays(self.module), **self._format, dtype=self.dtype)
+        dense = mx.dequantize(*self._arrays(self.module), **self._format, dtype=self.dtype)
+        return self._scaled(dense)
 
     def stored(self, dtype: mx.Dtype) -> mx.array:
         weight, scales, biases = self._arrays(self.module)
@@ -176,7 +178,7 @@ class MLXWeight(QuantizedWeight):
             scales = scales.astype(dtype)
             biases = biases.astype(dtype)
 
-        return mx.dequantize(weight, scales, biases, **self._format, dtype=dtype)
+        return self._scaled(mx.dequantize(weight, scales, biases, **self._format, dtype=dtype))
 
     def rows(self, at: slice | mx.array) -> mx.array:
         return self._dequantized(self._rows_of_arrays(at))
@@ -197,6 +199,13 @@ class MLXWeight(QuantizedWeight):
             lambda h: mx.quantized_matmul(h, *arrays, **self._format),
             lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **self._format),
         )
+
+    def _scaled(self, dense: mx.array) -> mx.array:
+        """Multiply experts in nvfp4 by their ``global_scale`` [E], if mlx-lm gave them one."""
+        largest = self.module.get("global_scale")
+        if largest is None:
+            return dense
+        return (dense * (largest / LARGEST_NVFP4)[:, None, None]).astype(dense.dtype)
 
     @property
     def _format(self) -> dict[str, Any]:

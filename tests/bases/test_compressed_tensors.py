@@ -7,7 +7,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.bases.weight_formats import format_of
+from mlx_packs.bases.nvfp4 import GlobalNVFP4Format
+from mlx_packs.bases.weight_formats import NVFP4Format, format_of
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.memory.estimate import estimate
@@ -75,6 +76,14 @@ def test_loss_and_gradient_are_those_of_the_dense_weights(tmp_path, mode):
         result, gradient_of_path = lora_loss_and_gradients(folder, path)
         assert abs(result - loss) < 1e-5 * loss, path
         assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+
+@pytest.mark.parametrize(("size", "without"), [(1.0, 0.096), (0.02, 0.104), (0.01, 0.126)])
+def test_small_weights_need_the_global_scale(size, without):
+    w = size * mx.random.normal((256, 1024), key=mx.random.key(0))
+    for weight_format, error in ((NVFP4Format(), without), (GlobalNVFP4Format(), 0.0955)):
+        measured = mx.linalg.norm(weight_format.rounded(w) - w) / mx.linalg.norm(w)
+        assert measured.item() == pytest.approx(error, rel=0.02)
 
 
 @pytest.mark.parametrize("path", MATMUL_PATHS)

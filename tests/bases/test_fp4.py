@@ -2,17 +2,26 @@
 
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from mlx_packs import load_base
 from mlx_packs.bases.mapped_embedding import map_embedding
-from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.bases.requantize import format_after
+from mlx_packs.config.choices import MATMUL_PATHS, weight_modes_of
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.frozen_weight import frozen_weight, with_dense_dtype
 from mlx_packs.nn.quantized import dense_module, quantized_modules
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import TOKENS, attached_logits, layout, logits
-from tests.helpers.fp4 import GROUP_SIZES, dequantized, write_dequantized, write_fp4
+from tests.helpers.errors import raises
+from tests.helpers.fp4 import (
+    GROUP_SIZES,
+    dequantized,
+    write_dequantized,
+    write_fp4,
+    write_gpt_oss,
+)
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import largest_difference, lora_loss_and_gradients
 
@@ -85,3 +94,37 @@ def test_quantizing_dequantized_weights_again_changes_nothing(tmp_path, mode, ru
     assert np.array_equal(logits(again), logits(load_base(tmp_path / "fp4")))
     on_loading = load_base(dense, quantize=mode)
     assert np.array_equal(logits(on_loading), logits(again))
+
+
+def test_experts_of_gpt_oss_are_trained_and_merged_in_mxfp4(tmp_path):
+    folder = tmp_path / "gpt-oss"
+    write_gpt_oss(folder, tmp_path / "dense")
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    loss, gradient = lora_loss_and_gradients(tmp_path / "dense", "dense", targets)
+    largest = max(mx.abs(g).max().item() for g in gradient.values())
+    for path in MATMUL_PATHS:
+        result, gradient_of_path = lora_loss_and_gradients(folder, path, targets)
+        assert abs(result - loss) < 1e-5 * loss, path
+        assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+    pack = random_pack(load_base(folder), targets=targets).save(tmp_path / "pack")
+    expected = attached_logits(pack, folder)
+    merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2, max_drift=9.0)
+    merged = load_base(tmp_path / "same")
+    assert {m.mode for _, m in merged.model.named_modules() if "scales" in m} == {"mxfp4"}
+    # means, since another choice of experts changes a token entirely
+    own = np.abs(expected - logits(load_base(folder))).mean()
+    assert np.abs(logits(merged) - expected).mean() < own / 2
+
+
+def test_experts_with_global_scales_are_dequantized_and_not_written():
+    dense = SwitchLinear(64, 32, 3, bias=False)
+    dense.weight = 0.01 * mx.random.normal(dense.weight.shape, key=mx.random.key(0))
+    module = dense.to_quantized(16, 4, "nvfp4", global_scale=True)
+    weight = frozen_weight(with_dense_dtype(module, mx.float32))
+    for result in (weight.dense(), weight.stored(mx.float32)):
+        assert mx.linalg.norm(result - dense.weight) < 0.1 * mx.linalg.norm(dense.weight)
+    with raises("unsupported", "requantize", "experts", "global"):
+        format_after("experts", module, "same")
+    weights = {f"experts.{name}": module[name] for name in ("weight", "scales", "global_scale")}
+    assert weight_modes_of(weights) == {"experts": "affine"}

@@ -3,6 +3,7 @@
 mxfp4: OCP Microscaling Formats 1.0. nvfp4: FP8 scales (E4M3), and one float32 for the tensor.
 """
 
+import importlib
 import json
 from pathlib import Path
 
@@ -153,3 +154,57 @@ def write_raw(file: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
     text = json.dumps(header).encode()
     data = b"".join(np.ascontiguousarray(array).tobytes() for _, array in tensors.values())
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def gpt_oss_config() -> dict:
+    """Of two blocks of four experts, whose weights are in mxfp4."""
+    return {
+        "model_type": "gpt_oss",
+        **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+        "rope_theta": 10000,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+
+
+def write_gpt_oss(folder: Path, dense: Path) -> None:
+    """Write a random gpt-oss in OpenAI's layout, and the same with experts dequantized by NumPy.
+
+    Gate and up projections alternate by rows; a block has 16 bytes and a scale.
+    """
+    config = gpt_oss_config()
+    module = importlib.import_module("mlx_lm.models.gpt_oss")
+    mx.random.seed(3)
+    tensors = dict(tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters()))
+
+    stored = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    plain = dict(stored)
+    for block in range(config["num_hidden_layers"]):
+        experts = f"model.layers.{block}.mlp.experts."
+        of = {part: tensors[f"{experts}{part}_proj.weight"] for part in ("gate", "up", "down")}
+        bias = {part: tensors[f"{experts}{part}_proj.bias"] for part in ("gate", "up", "down")}
+
+        pairs = mx.stack([of["gate"], of["up"]], 2).flatten(1, 2)
+        for name, weight in (("gate_up_proj", pairs), ("down_proj", of["down"])):
+            codes, scales = mx.quantize(weight, mode="mxfp4")
+            packed = mx.contiguous(codes).view(mx.uint8).reshape(*scales.shape, 16)
+            stored[f"{experts}{name}_blocks"] = packed
+            stored[f"{experts}{name}_scales"] = scales
+
+            rows = np.array(codes).reshape(-1, codes.shape[-1])
+            values = dequantized(rows, np.array(scales).reshape(len(rows), -1), "mxfp4")
+            plain[f"{experts}{name}"] = mx.array(values.reshape(weight.shape))
+
+        stored[f"{experts}gate_up_proj_bias"] = mx.stack([bias["gate"], bias["up"]], 2).flatten(1)
+        stored[f"{experts}down_proj_bias"] = bias["down"]
+        both = plain.pop(f"{experts}gate_up_proj")
+        plain[f"{experts}gate_proj.weight"] = mx.contiguous(both[:, ::2])
+        plain[f"{experts}up_proj.weight"] = mx.contiguous(both[:, 1::2])
+        plain[f"{experts}down_proj.weight"] = plain.pop(f"{experts}down_proj")
+        plain |= {f"{experts}{part}_proj.bias": b for part, b in bias.items()}
+
+    write_files(folder, stored, config)
+    config.pop("quantization_config")
+    write_files(dense, plain, config)

@@ -158,10 +158,12 @@ def loss_and_gradients(
     return total, dict(tree_flatten(gradients))
 
 
-def lora_loss_and_gradients(folder: Path, path: str) -> tuple[float, dict[str, mx.array]]:
-    """Of two examples on a checkpoint, by a matmul path, with random adapters everywhere."""
+def lora_loss_and_gradients(
+    folder: Path, path: str, targets: tuple[str, ...] = ()
+) -> tuple[float, dict[str, mx.array]]:
+    """Of two examples on a checkpoint, by a matmul path, with random adapters."""
     base = load_base(folder)
-    attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
+    attached = attach(base, LoRAConfig(rank=2, target_modules=targets), matmul_path=path)
     mx.random.seed(1)
     fill_b(attached)
     batch = make_batch(examples_of((9, 14)), [0, 1], 2, 16)
