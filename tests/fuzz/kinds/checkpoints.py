@@ -15,6 +15,7 @@ from mlx_packs.config.choices import ARCHITECTURES
 from tests.fuzz.kind import SUBJECT, Kind, command, library
 from tests.fuzz.subjects import resealed, write_base
 from tests.helpers.checkpoints import write_quantized
+from tests.helpers.fp4 import write_compressed
 
 CONFIG, FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -120,6 +121,18 @@ class BaseRec(CheckpointKind):
     def cheap(self):
         inspect = ("inspect", SUBJECT)
         return [*super().cheap(), command(*inspect), command(*inspect, "--json")]
+
+
+class BaseFp4(CheckpointKind):
+    """A checkpoint in nvfp4 as compressed-tensors writes it."""
+
+    name = "base-fp4"
+    words = "format config_groups weights input_activations num_bits type symmetric dynamic".split()
+    words += ["weight_packed", "weight_scale", "weight_global_scale", "mxfp4-pack-quantized"]
+    parts = {FILE: 3, CONFIG: 3}
+
+    def make(self, folder):
+        write_compressed(folder, "nvfp4", num_hidden_layers=1)
 
 
 class BaseBnb(CheckpointKind):
