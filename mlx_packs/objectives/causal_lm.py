@@ -135,7 +135,7 @@ def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
 
         return HeadSlice(biased, backward)
 
-    return FrozenHead(*weight.shape, part, weight.rows)
+    return FrozenHead(*weight.shape, part, weight.rows, module.get("bias"))
 
 
 def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
@@ -237,15 +237,8 @@ def target_loss(
     """
     z_loss = options.z_loss
     smoothing = options.label_smoothing
-    part = part_of(model, head)
     targets = inputs["targets"]
-
-    tokens = inputs["tokens"]
-    entering = inputs.get("states", tokens)
-    segments = segments_of(inputs, layout)
-    prefixes = prefixes_in(inputs)
-    states = forward(model, part, entering, segments, prefixes=prefixes, unread=tokens)
-    states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
+    states = target_states(model, head, inputs, layout)
 
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(
@@ -259,6 +252,19 @@ def target_loss(
     else:
         loss = cross_entropy(logits, targets, z_loss, smoothing)
     return loss, mx.argmax(logits, axis=-1) == targets
+
+
+def target_states(
+    model: nn.Module, head: Head | None, inputs: Inputs, layout: Layout = ()
+) -> mx.array:
+    """Return the states [M, D] that the head reads for each target; without one logits [M, V]."""
+    tokens = inputs["tokens"]
+    entering = inputs.get("states", tokens)
+    segments = segments_of(inputs, layout)
+    prefixes = prefixes_in(inputs)
+    part = part_of(model, head)
+    states = forward(model, part, entering, segments, prefixes=prefixes, unread=tokens)
+    return states.reshape(-1, states.shape[-1])[inputs["positions"]]
 
 
 def _check_losses(loss: object, targets: mx.array) -> None:

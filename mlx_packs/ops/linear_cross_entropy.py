@@ -18,6 +18,7 @@ from .profile import profile
 # The sum of a row's weights in float16: probabilities below 6e-8 would be zero, and in a large
 # vocabulary they are a share that counts.
 _FLOAT16_TOTAL = 1024.0
+GATHERED_BYTES = 32 << 20  # of the rows of a head that `linear_logits` gathers at a time
 
 
 class HeadSlice(NamedTuple):
@@ -34,6 +35,7 @@ class FrozenHead(NamedTuple):
     width: int
     part: Callable[[int, int], HeadSlice]  # rows [start, stop)
     rows: Callable[[mx.array], mx.array]  # tokens [n] to W[tokens]
+    bias: mx.array | None = None  # [V], which the logits of ``part`` have too
 
 
 def cross_entropy(
@@ -183,6 +185,58 @@ def linear_cross_entropy(
         return (cotangents[0][:, None] * outputs[1]).astype(primal.dtype)
 
     return loss_of(hidden)[0], None
+
+
+def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.array:
+    """Return the logits of some tokens of each row, which are different ones in every row.
+
+    Semantics: logits[n, k] = hidden[n] @ W[tokens[n, k]] (and its bias). They are rounded as
+    `linear_cross_entropy` rounds the logits of its slices, so that both can be subtracted.
+
+    The rows of W are gathered in float32 for some n at a time, again for the gradient.
+
+    Args:
+        hidden: [N, D], any float dtype.
+        tokens: [N, K], token ids.
+        head: The frozen head.
+
+    Returns:
+        Logits [N, K] float32.
+    """
+    width = head.width
+    count, chosen = tokens.shape
+    step = max(1, GATHERED_BYTES // (4 * chosen * width))
+
+    def gathered(start: int) -> mx.array:
+        own = tokens[start : start + step]
+        return head.rows(own.reshape(-1)).astype(mx.float32).reshape(*own.shape, width)
+
+    def forward(h: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for start in range(0, count, step):
+            own = h[start : start + step].astype(mx.float32)
+            if parts:  # one after the other, so that only one is in memory
+                own = mx.depends(own, parts[-1:])
+            parts.append((gathered(start) @ own[..., None])[..., 0])
+
+        logits = mx.concatenate(parts).astype(h.dtype)
+        if head.bias is not None:
+            logits = logits + head.bias[tokens].astype(h.dtype)
+        return logits.astype(mx.float32)
+
+    logits_of = mx.custom_function(forward)
+
+    @logits_of.vjp
+    def logits_vjp(primal: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for start in range(0, count, step):
+            own = cotangent[start : start + step]
+            if parts:
+                own = mx.depends(own, parts[-1:])
+            parts.append((own[:, None] @ gathered(start))[:, 0])
+        return mx.concatenate(parts).astype(primal.dtype)
+
+    return logits_of(hidden)
 
 
 def _of_slice(

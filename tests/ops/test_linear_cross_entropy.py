@@ -10,7 +10,13 @@ from mlx_packs.cpu.profile import CPU
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear
 from mlx_packs.objectives.causal_lm import frozen_head
-from mlx_packs.ops.linear_cross_entropy import columns, cross_entropy, linear_cross_entropy
+from mlx_packs.ops import linear_cross_entropy as op
+from mlx_packs.ops.linear_cross_entropy import (
+    columns,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logits,
+)
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 
@@ -101,6 +107,28 @@ def test_linear_cross_entropy_hits_are_those_of_all_logits(rows):
         loss, hits = linear_cross_entropy(states, targets, frozen_head(head), gradient=False)
     assert mx.array_equal(hits, mx.argmax(head(states), axis=-1) == targets).item()
     assert mx.allclose(loss, cross_entropy(head(states), targets), atol=1e-5).item()
+
+
+@pytest.mark.parametrize("name", heads())
+def test_logits_of_some_tokens_are_those_of_all_logits(monkeypatch, name):
+    """Of 10 rows at a time; values and gradients."""
+    monkeypatch.setattr(op, "GATHERED_BYTES", 10 * 4 * 7 * 64)
+    layer, call = heads()[name]
+    states = mx.random.normal((33, 64))
+    tokens = mx.random.randint(0, VOCABULARY, (33, 7))
+    weight = mx.random.normal((33, 7))
+
+    def chosen(h):
+        return (linear_logits(h, tokens, frozen_head(layer)) * weight).sum()
+
+    def of_all_logits(h):
+        logits = mx.take_along_axis(call(h).astype(mx.float32), tokens, axis=-1)
+        return (logits * weight).sum()
+
+    value, gradient = mx.value_and_grad(chosen)(states)
+    expected, wanted = mx.value_and_grad(of_all_logits)(states)
+    assert abs(value.item() - expected.item()) < 1e-3
+    assert mx.allclose(gradient, wanted, atol=1e-4).item()
 
 
 def test_frozen_head_is_none_for_other_modules():
