@@ -31,6 +31,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs data faq.csv --prompt-feature question --completion-feature answer --out data",
         ),
     ),
+    "logits": (
+        (
+            "Cache the 64 most likely next tokens of a teacher for the examples in ./data:",
+            "packs logits --model mlx-community/Qwen3-8B-4bit --data data --out cache",
+        ),
+        (
+            "Score them with a pack of the teacher, from the recipe of the student's run:",
+            "packs logits -c student.yaml --model mlx-community/Qwen3-8B-4bit --pack packs/tickets "
+            "--out cache",
+        ),
+        (
+            "Keep less for every token, of the bundled model:",
+            "packs logits --top-k 16 --out cache",
+        ),
+    ),
     "plan": (
         (
             "Estimate the memory of a run on a Mac with 16 GB:",

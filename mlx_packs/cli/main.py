@@ -28,7 +28,12 @@ from .examples import epilog
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
     "Train": {"train": "train:train", "sweep": "sweep:sweep"},
-    "Prepare": {"data": "data:data", "plan": "plan:plan", "doctor": "doctor:doctor"},
+    "Prepare": {
+        "data": "data:data",
+        "logits": "logits:logits",
+        "plan": "plan:plan",
+        "doctor": "doctor:doctor",
+    },
     "Use": {"generate": "generate:generate", "chat": "generate:chat", "serve": "serve:serve"},
     "Evaluate": {
         "eval": "evaluate:evaluate",

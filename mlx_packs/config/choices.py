@@ -249,6 +249,12 @@ TASKS = Table(
             defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
             generates=True,
         ),
+        "distill": TaskFacts(
+            "mlx_packs.tasks.distill:DistillTask",
+            "decoder",
+            masks=True,
+            losses=("forward-kl", "reverse-kl", "jsd"),
+        ),
     },
 )
 # Tasks by what they train on.

@@ -27,7 +27,8 @@ grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric pat
 steps_per_eval save_every time loss similarity_scale mini_batch_size triplet_margin
 triplet_distance beta simpo_gamma cpo_alpha desirable_weight undesirable_weight
 center_rewards_coefficient reward
-num_generations max_completion_length temperature exchange_dtype pipeline warmup_ratio
+num_generations max_completion_length temperature teacher_cache ce_weight jsd_beta
+exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
 long_rows fim_rate fim_spm_rate fim_tokens num_proc max_grad_norm on_nan recompute micro_batches
 cache_frozen share_prefix objective ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path
@@ -207,8 +208,8 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         text = f"{train.loss} needs --task {any_of(owners)}. Take {any_of(losses)}."
         yield Fault("loss", text, "conflict")
 
-    if train.cache_frozen == "on" and "lm" not in train.tasks:
-        yield Fault("cache_frozen", "on needs --task lm.", "conflict")
+    if train.cache_frozen == "on" and not {"lm", "distill"} & set(train.tasks):
+        yield Fault("cache_frozen", "on needs --task lm or distill.", "conflict")
     if train.beta == 0 and (tasks := [task for task in train.tasks if task in PREFERENCE_TASKS]):
         yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
 

@@ -102,9 +102,10 @@ class NamedLoss(Settings):
     loss: str = option(
         "auto",
         "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. "
+        "Divergence from a teacher (distill): forward-kl, reverse-kl or jsd. "
         "Loss of embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
         "cached-mnrl for anchors with positives, triplet for those with negatives. auto is "
-        "sigmoid; of embeddings cosine or mnrl, by the data.",
+        "sigmoid; of a teacher forward-kl; of embeddings cosine or mnrl, by the data.",
         choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
         section="Model and data",
         memory=True,
@@ -146,8 +147,8 @@ class PreferenceConfig(PackableConfig, Beta):
 
 
 @dataclass(frozen=True, repr=False)
-class LMConfig(PackableConfig, LabelSmoothing):
-    """Settings of next-token prediction."""
+class TargetConfig(PackableConfig):
+    """Settings of tasks with a loss of each target token."""
 
     loss_on: str | None = _data(
         None,
@@ -166,6 +167,35 @@ class LMConfig(PackableConfig, LabelSmoothing):
         choices=(*ANSWER_METRICS, "none"),
         common="Also report the share of right answers.",
     )
+    long_rows: str = _data(
+        "cut",
+        "Texts over --max-seq-length: truncate them, or split them into several examples.",
+        choices=("cut", "split"),
+    )
+    ce_last_k: int | None = _optimization(
+        None,
+        "Train only on the last K target tokens of each example.",
+        metavar="K",
+        at_least=1,
+    )
+    max_ppl_ratio: float | None = _gate(
+        None,
+        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
+        "base model's.",
+        metavar="RATIO",
+    )
+    min_tps_ratio: float | None = _gate(
+        None,
+        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times the base "
+        "model's.",
+        metavar="RATIO",
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class LMConfig(TargetConfig, LabelSmoothing):
+    """Settings of next-token prediction."""
+
     for_merge: str = option(
         "none",
         "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round "
@@ -174,11 +204,6 @@ class LMConfig(PackableConfig, LabelSmoothing):
         choices=("none", *WEIGHT_FORMATS),
         extra=True,
         memory=True,
-    )
-    long_rows: str = _data(
-        "cut",
-        "Texts over --max-seq-length: truncate them, or split them into several examples.",
-        choices=("cut", "split"),
     )
     fim_rate: float = _share(
         0.0,
@@ -201,29 +226,11 @@ class LMConfig(PackableConfig, LabelSmoothing):
         choices=OBJECTIVES,
         extra=True,
     )
-    ce_last_k: int | None = _optimization(
-        None,
-        "Train only on the last K target tokens of each example.",
-        metavar="K",
-        at_least=1,
-    )
     z_loss: float = _step(
         0.0,
         "Weight of the z-loss, logsumexp(logits)^2, which keeps logits small.",
         metavar="WEIGHT",
         at_least=0,
-    )
-    max_ppl_ratio: float | None = _gate(
-        None,
-        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
-        "base model's.",
-        metavar="RATIO",
-    )
-    min_tps_ratio: float | None = _gate(
-        None,
-        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times the base "
-        "model's.",
-        metavar="RATIO",
     )
 
     def _conflicts(self) -> Iterator[Fault]:
@@ -238,6 +245,38 @@ class LMConfig(PackableConfig, LabelSmoothing):
                 "must be three different tokens (before prefix, suffix, middle), or a fourth that "
                 f"ends the middle, but is {', '.join(tokens)}.",
             )
+
+
+@dataclass(frozen=True, repr=False)
+class DistillConfig(TargetConfig, NamedLoss):
+    """Settings of distillation."""
+
+    teacher_cache: str | None = _data(
+        None,
+        "Folder with the log-probabilities of a teacher, which packs logits writes.",
+        metavar="DIR",
+    )
+    ce_weight: float = _optimization(
+        0.0,
+        "Weight of the cross-entropy of the data; the divergence from the teacher has the rest.",
+        metavar="WEIGHT",
+        at_least=0,
+        at_most=1,
+    )
+    jsd_beta: float = _optimization(
+        0.5,
+        "Weight of the teacher in the mixture that --loss jsd compares both with. Near 0 it is "
+        "like forward-kl, near 1 like reverse-kl.",
+        metavar="BETA",
+        above=0,
+        below=1,
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.share_prefix == "on":
+            yield Fault("share_prefix", "on does not go with --task distill.", "conflict")
+        if self.loss != "jsd" and self.changed(["jsd_beta"]):
+            yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
 
 
 @dataclass(frozen=True, repr=False)
@@ -345,6 +384,7 @@ class AllTasksConfig(
     KTOConfig,
     RewardConfig,
     GRPOConfig,
+    DistillConfig,
 ):
     """Settings of all tasks."""
 
@@ -362,6 +402,7 @@ CONFIGS: dict[str, type[Settings]] = registered(
         "kto": KTOConfig,
         "reward": RewardConfig,
         "grpo": GRPOConfig,
+        "distill": DistillConfig,
     },
 )
 

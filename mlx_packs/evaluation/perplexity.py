@@ -186,6 +186,8 @@ class Scorer:
         traces: number of traces that MLX has compiled.
     """
 
+    kind: type[ExampleScores] = ExampleScores
+
     def __init__(
         self,
         model: nn.Module,
@@ -196,11 +198,17 @@ class Scorer:
         self.traces = 0
         self._prepare = prepare
 
-        def forward(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
+        def forward(inputs: Inputs, layout: Layout) -> tuple[mx.array, ...]:
             self.traces += is_traced(inputs["positions"])
-            return target_loss(model, head, inputs, layout, LossOptions(gradient=False))
+            return self.values(head, inputs, layout)
 
         self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
+
+    def values(
+        self, head: Head | None, inputs: Inputs, layout: Layout
+    ) -> tuple[mx.array | None, ...]:
+        """Return NLL [M] and hit [M] of every target, and what else ``kind`` has a sum of."""
+        return target_loss(self.model, head, inputs, layout, LossOptions(gradient=False))
 
     def examples(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
@@ -218,17 +226,17 @@ class Scorer:
             mx.eval(values)
             if advance is not None:
                 advance()
-            nll, hits = (np.array(value, dtype=np.float64)[real] for value in values)
-            return [np.bincount(owners[real], weights, count) for weights in (nll, None, hits)]
+            nll, *others = (np.array(value, dtype=np.float64)[real] for value in values)
+            sums = (nll, None, *others)
+            return [np.bincount(owners[real], weights, count) for weights in sums]
 
         parts = zip(*group().map(scored, batches), strict=True)
         order = [example for batch in batches for example in batch.examples]
         by_example = np.argsort(order, kind="stable")
-        nll, targets, hits = (np.concatenate(part)[by_example] for part in parts)
-        return ExampleScores(nll, targets, hits)
+        return self.kind(*(np.concatenate(part)[by_example] for part in parts))
 
     def _values(self, batch: Batch) -> Sequence[mx.array]:
-        """Return the NLL [M] of every target, and whether it ranks first [M]."""
+        """Return `values` of a batch."""
         batch = self._prepare(batch)
         return self._forward(arrays_of(batch), batch.layout)
 

@@ -99,7 +99,8 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
     if not isinstance(hidden, int) or not isinstance(blocks, int):
         return 0
 
-    cached = not train.trains_base and train.cache_frozen != "off" and train.task == "lm"
+    has_cache = train.task in ("lm", "distill") and not train.trains_base
+    cached = has_cache and train.cache_frozen != "off"
     if not (cached and 0 < lora.num_layers < blocks):
         return 0
     return hidden * activation_bytes(config, train.compute_dtype)

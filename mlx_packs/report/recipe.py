@@ -11,7 +11,13 @@ from ..config.tasks import tasks_of
 from .facts import name_alone, text
 
 Setting = tuple[str, str, bool]  # name, value, whether it differs from the default
-_NAMES = ("model", "data", "hf_dataset", "resume_adapter_file")  # which may be paths
+_NAMES = (
+    "model",
+    "data",
+    "hf_dataset",
+    "resume_adapter_file",
+    "teacher_cache",
+)  # which may be paths
 
 
 def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:

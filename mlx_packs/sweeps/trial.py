@@ -141,6 +141,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "lm": ("ppl", "accuracy", "answers"),
     **dict.fromkeys(PREFERENCE_TASKS, _PREFERENCES),
     "grpo": ("reward",),
+    "distill": ("teacher_loss", "ppl", "accuracy", "answers"),
     "embedding": (
         "spearman",
         "ndcg_at_10",
@@ -150,7 +151,7 @@ METRICS: dict[str, tuple[str, ...]] = {
         "recall_at_1",
     ),
 }
-_LOWER = ("ppl", "chosen_ppl", "loss")
+_LOWER = ("ppl", "chosen_ppl", "loss", "teacher_loss")
 
 
 def metrics_of(task: str) -> tuple[str, ...]:

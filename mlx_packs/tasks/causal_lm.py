@@ -99,6 +99,7 @@ class CausalLMTask(TokenTask):
     validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     completes_text: ClassVar[bool] = True  # whether this process has all of the base
+    shares_prefixes: ClassVar[bool] = True  # whether examples may be merged, and batches be trees
 
     base: Base
     sample: SamplePrompt
@@ -118,7 +119,8 @@ class CausalLMTask(TokenTask):
         encoded = encode_phases(phases, splits, base, self.train, self.display)
         self.masks = self._masked(encoded[-1]["train"], base)
         for phase, own in zip(phases, encoded, strict=True):
-            own["train"] = merge_chains(phase.train, self.lora, own["train"], self.display)
+            if self.shares_prefixes:
+                own["train"] = merge_chains(phase.train, self.lora, own["train"], self.display)
         data = self._phase_data(phases, encoded)
 
         split = data[-1].held_out_split
@@ -145,7 +147,9 @@ class CausalLMTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-        trees = self._plan_trees(phase, examples, sampler)
+        trees = None
+        if self.shares_prefixes:
+            trees = self._plan_trees(phase, examples, sampler)
         return training_batches(trees, examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
@@ -217,7 +221,7 @@ class CausalLMTask(TokenTask):
         else:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
 
-        self.scorer = Scorer(trainable.model, head)
+        self.scorer = self.scorer_of(trainable, head)
         return [self.objective_of(trainable, head, self.frozen)] * len(data)
 
     def _frozen_activations(
@@ -239,6 +243,10 @@ class CausalLMTask(TokenTask):
             self.display,
             memory.disk.total_bytes if memory.disk else 0,
         )
+
+    def scorer_of(self, trainable: Trainable, head: Head | None) -> Scorer:
+        """Return what scores held-out examples."""
+        return Scorer(trainable.model, head)
 
     def objective_of(
         self, trainable: Trainable, head: Head | None, preparation: Preparation | None

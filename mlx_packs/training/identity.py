@@ -129,6 +129,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 def public_recipe(recipe: Recipe, base: Base) -> dict:
     """Return a recipe as a manifest has it: folders without their paths."""
     public = {**recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)}
+    if cache := public["teacher_cache"]:
+        public["teacher_cache"] = public_name(cache)
     for phase in public.get("phases", ()):
         if "data" in phase:
             data = phase["data"]

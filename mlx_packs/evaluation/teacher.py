@@ -1,0 +1,78 @@
+"""Held-out perplexity of a student, and its divergence from a teacher with a cache."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import mlx.nn as nn
+import numpy as np
+
+from ..data.dataset import Batch, Layout
+from ..objectives.causal_lm import Head
+from ..objectives.distillation import Distillation, target_losses
+from ..objectives.objective import Inputs
+from ..runtime import mx
+from .perplexity import ExampleScores, PerplexityScore, Scorer
+
+
+@dataclass(frozen=True)
+class StudentScore(PerplexityScore):
+    """Its value is the loss of the training, a target.
+
+    Attributes:
+        divergence: from the teacher, in nats a target.
+        ce_weight: share of the cross-entropy in the loss.
+    """
+
+    divergence: float = 0.0
+    ce_weight: float = 0.0
+    numbers: ClassVar = ("valid_loss", "valid_ppl", "valid_accuracy", "valid_teacher_loss")
+
+    @property
+    def value(self) -> float:
+        return (1 - self.ce_weight) * self.divergence + self.ce_weight * self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
+        values = (self.value, self.ppl, self.accuracy, self.divergence)
+        return dict(zip(self.numbers, values, strict=True))
+
+    @property
+    def text(self) -> str:
+        return f"loss {self.value:.3f}, PPL {self.ppl:.2f}"
+
+
+@dataclass(frozen=True)
+class StudentScores(ExampleScores):
+    """Sums of examples; ``divergence`` [R] is that from the teacher."""
+
+    divergence: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def score(self) -> PerplexityScore:
+        score = super().score
+        divergence = float(self.divergence.sum()) / score.targets
+        return StudentScore(**vars(score), divergence=divergence)
+
+
+class StudentScorer(Scorer):
+    """Scores batches with the arrays of a `TeacherCache`."""
+
+    kind = StudentScores
+
+    def __init__(self, model: nn.Module, head: Head | None, distillation: Distillation) -> None:
+        super().__init__(model, head)
+        self.distillation = distillation
+
+    def values(
+        self, head: Head | None, inputs: Inputs, layout: Layout
+    ) -> tuple[mx.array | None, ...]:
+        losses = target_losses(self.model, head, inputs, layout, self.distillation, gradient=False)
+        return losses.nll, losses.hits, losses.divergence
+
+    def score(
+        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
+    ) -> PerplexityScore:
+        score = super().score(batches, advance)
+        return dataclasses.replace(score, ce_weight=self.distillation.ce_weight)

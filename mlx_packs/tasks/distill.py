@@ -1,0 +1,166 @@
+"""The next token as a teacher predicts it, whose log-probabilities are cached."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..adapters.trainable import Trainable
+from ..config.choices import ANSWER_METRICS, TASKS
+from ..data.batches import PackedCollate, TokenCollate
+from ..data.dataset import Batch, Dataset, Shape
+from ..data.encoding import Examples
+from ..data.rows import Splits
+from ..data.sampler import Draw
+from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key, without_teacher
+from ..errors import PackError
+from ..evaluation.perplexity import Scorer
+from ..evaluation.teacher import StudentScore, StudentScorer
+from ..objectives.causal_lm import CausalLM, Head, Preparation
+from ..objectives.distillation import Distillation, DistillationObjective
+from ..packs.base import Base
+from .causal_lm import CausalLMTask
+from .phases import PhaseData, RunPhase
+from .preference import before_and_after
+from .task import Summary, Trained
+
+
+@dataclass(frozen=True)
+class TeacherCollate:
+    """Adds what is cached of the targets to batches, and to pieces of them."""
+
+    tokens: TokenCollate | PackedCollate
+    teacher: TeacherTargets
+
+    def __call__(self, examples: Examples, order: Any) -> Batch:
+        return self.teacher.having(self.tokens(examples, order))
+
+    def shapes(self, examples: Examples, orders: Iterator[Any]) -> set[Shape]:
+        return self.tokens.shapes(examples, orders)
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        pieces = self.tokens.split(without_teacher(batch), parts)
+        return [self.teacher.having(piece) for piece in pieces]
+
+
+class DistillTask(CausalLMTask):
+    """``--task distill``: as ``lm``, with another loss."""
+
+    validated = (*StudentScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
+
+    shares_prefixes = False  # merged examples would not be those of the cache
+
+    cache: TeacherCache
+
+    def check(self, name: str, model_type: str) -> None:
+        super().check(name, model_type)
+        folder = self.train.teacher_cache
+        if folder is None:
+            raise PackError(
+                "--teacher-cache: name the folder with the log-probabilities of a teacher, which "
+                "`packs logits` writes."
+            )
+        self.cache = TeacherCache.load(Path(folder).expanduser())
+
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        if len(phases) > 1:
+            raise PackError(
+                "phases: a run has one phase of --task distill, since it reads one cache.",
+                "conflict",
+                "phases",
+            )
+        if tokenizer_key(base.tokenizer) != self.cache.facts.tokenizer:
+            raise PackError(
+                f"--teacher-cache {self.cache.folder}: its teacher ({self.cache.facts.teacher}) "
+                f"has another tokenizer than {base.name}. Name a student of the same family.",
+                "mismatch",
+            )
+
+        self.teachers: list[tuple[Examples, TeacherTargets]] = []
+        return super().encode(base, phases, splits)
+
+    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
+        return self._with_teacher(super().training(phase, examples, draw))
+
+    def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
+        return self._with_teacher(super().evaluation(phase, examples, chosen))
+
+    def _with_teacher(self, data: Dataset) -> Dataset:
+        """Add what the cache has of their split, which is checked once."""
+        known = [targets for examples, targets in self.teachers if examples is data.examples]
+        if not known:
+            known = [self.cache.of(data.examples, self.base.vocab_size)]
+            self.teachers.append((data.examples, known[0]))
+
+        return dataclasses.replace(data, collate=TeacherCollate(data.collate, known[0]))
+
+    @property
+    def distillation(self) -> Distillation:
+        train = self.train
+        loss = train.loss
+        if loss == "auto":
+            loss = TASKS[train.task].losses[0]
+
+        temperature = self.cache.facts.temperature
+        return Distillation(loss, train.jsd_beta, train.ce_weight, temperature)
+
+    def scorer_of(self, trainable: Trainable, head: Head | None) -> Scorer:
+        return StudentScorer(trainable.model, head, self.distillation)
+
+    def objective_of(
+        self, trainable: Trainable, head: Head | None, preparation: Preparation | None
+    ) -> CausalLM:
+        return DistillationObjective(
+            self.distillation,
+            trainable.model,
+            head,
+            preparation,
+            self.scorer.score,
+            validate=self._validation_score,
+        )
+
+    def summary(
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
+    ) -> Summary:
+        summary = super().summary(trainable, data, trained, sources)
+
+        scores = trained.ends(data[-1].phase)
+        changes = before_and_after(*scores, {"teacher_loss": "divergence"})
+
+        facts = self.cache.facts
+        teacher = {
+            "teacher": facts.teacher,
+            "top_k": facts.top_k,
+            "temperature": facts.temperature,
+            "loss": self.distillation.loss,
+            "ce_weight": self.train.ce_weight,
+        }
+
+        return dataclasses.replace(
+            summary,
+            eval=summary.eval | changes,
+            objective=summary.objective | {"task": "distill"} | teacher,
+            report=summary.report | {"teacher": teacher},
+        )
+
+    @staticmethod
+    def report_lines(report: dict) -> list[str]:
+        teacher = report["teacher"]
+        done, *others = CausalLMTask.report_lines(report)
+
+        before = report["teacher_loss_before"]
+        after = report["teacher_loss_after"]
+        line = (
+            f"teacher {teacher['loss']} from {teacher['teacher']} {before:.4f} → {after:.4f} nats "
+            f"a token, by its {teacher['top_k']:,} most likely tokens"
+        )
+        return [done, line, *others]

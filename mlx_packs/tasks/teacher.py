@@ -1,0 +1,244 @@
+"""The log-probabilities of a teacher at every target of a data set: what `packs logits` writes."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..bases.chat_template import reads_clock
+from ..bases.turns import takes_images
+from ..config.recipe import Recipe
+from ..data.batches import evaluation_set
+from ..data.dataset import Batch
+from ..data.encoding import Examples
+from ..data.teacher_cache import (
+    FACTS,
+    CacheFacts,
+    TeacherCache,
+    split_facts,
+    tokenizer_key,
+)
+from ..display import Display, size
+from ..errors import PackError
+from ..files import exclusive_writer, make_folder
+from ..memory.matmul_path import choose_matmul_path
+from ..objectives.causal_lm import Head, split_head, target_states
+from ..objectives.objective import arrays_of
+from ..ops.profile import profile
+from ..packs.base import Base, activated
+from ..packs.pack import Pack
+from ..runtime import mx
+from .phases import resolve_phases
+from .tokens import encode_splits
+
+_LOGIT_BYTES = 64 << 20  # of the logits that are computed at a time
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A base model, maybe with a pack, that scores the next tokens of examples."""
+
+    base: Base
+    pack: Pack | None
+    top_k: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        if self.pack is None:
+            return self.base.public_name
+        return f"{self.base.public_name} with {self.pack.short_name}"
+
+    @property
+    def weights(self) -> str:
+        """A hash of the weights of the base and of its pack."""
+        digest = hashlib.sha256(f"{self.base.fingerprint} {self.base.quantization}".encode())
+        if self.pack is not None:
+            digest.update(json.dumps(self.pack.manifest["adapters"], sort_keys=True).encode())
+            for name, tensor in sorted(self.pack.load_tensors().items()):
+                digest.update(name.encode())
+                digest.update(np.array(tensor.astype(mx.float32)).tobytes())
+
+        return digest.hexdigest()
+
+    def facts(self, examples: dict[str, Examples], max_seq_length: int) -> CacheFacts:
+        """Return what the cache of some splits depends on; a PackError if it cannot be one."""
+        vocab_size = self.base.vocab_size
+
+        if self.top_k > vocab_size:
+            raise PackError(
+                f"--top-k {self.top_k:,}: is larger than the vocabulary of {self.base.name}, "
+                f"which has {vocab_size:,} tokens. Name a number up to that.",
+            )
+
+        if takes_images(self.base.tokenizer):
+            raise PackError(
+                f"--model {self.base.name}: takes images, which teachers are not cached for. Name "
+                "a model of texts.",
+                "unsupported",
+            )
+
+        splits = {
+            split: split_facts(own, self.top_k, vocab_size) for split, own in examples.items()
+        }
+        return CacheFacts(
+            self.name,
+            self.weights,
+            tokenizer_key(self.base.tokenizer),
+            vocab_size,
+            self.top_k,
+            self.temperature,
+            max_seq_length,
+            splits,
+        )
+
+
+def write_teacher_cache(
+    teacher: Teacher, recipe: Recipe, out: Path, overwrite: bool, display: Display
+) -> dict[str, Any]:
+    """Write the log-probabilities of a teacher at the targets of all splits; return a report.
+
+    A run on ``recipe`` reads them: the examples are encoded as its own, and known by their tokens.
+    A cache that is not complete is continued.
+
+    Raises:
+        PackError: the folder has something else, or examples cannot be used.
+    """
+    base = teacher.base
+    base.check_architecture("logits", "decoder")
+    (phase,) = resolve_phases(recipe.train, recipe.data)
+    columns = phase.sources[0]
+    if columns.template_date is None and reads_clock(base.tokenizer):
+        today = replace(columns, template_date=date.today().isoformat())
+        phase = replace(phase, sources=(today,))
+
+    examples = encode_splits(phase.load_rows(), base, phase.sources[0], phase.train, display)
+    facts = teacher.facts(examples, phase.train.max_seq_length)
+    per_target = facts.target_bytes
+    total = size(facts.targets * per_target)
+    shown = f"{facts.targets:,} target tokens, {per_target:,} bytes each: {total}"
+    display.line("logits", f"the {facts.top_k} most likely of {facts.vocab_size:,} · {shown}")
+
+    cache = TeacherCache(out, facts)
+    make_folder(out)
+    with exclusive_writer(out / FACTS):
+        _begin(cache, overwrite)
+        missing = {split: cache.missing(split) for split in facts.splits}
+        _write(teacher, cache, examples, missing, phase.train.batch_size, display)
+
+    return {
+        "out": str(out),
+        "teacher": facts.teacher,
+        "top_k": facts.top_k,
+        "temperature": facts.temperature,
+        "vocab_size": facts.vocab_size,
+        "max_seq_length": facts.max_seq_length,
+        "bytes_per_target": per_target,
+        "bytes": facts.targets * per_target,
+        "targets": {split: own["targets"] for split, own in facts.splits.items()},
+        "shards": sum(len(own["edges"]) - 1 for own in facts.splits.values()),
+        "written": sum(map(len, missing.values())),
+    }
+
+
+def _begin(cache: TeacherCache, overwrite: bool) -> None:
+    """Write cache.json, unless the folder has the same; then its shards are continued."""
+    out = cache.folder
+    if (out / FACTS).exists() and not overwrite:
+        if TeacherCache.load(out).facts == cache.facts:
+            return
+        raise PackError(
+            f"--out {out}: has a cache of another teacher, of other data or settings. Pass "
+            "--overwrite to replace it, or name another folder.",
+            "exists",
+        )
+
+    others = [file for file in out.iterdir() if not file.name.startswith(".")]
+    if others and not (out / FACTS).exists():
+        raise PackError(f"--out {out}: has other files. Name a new folder.", "exists")
+
+    for file in out.glob("*-*.npy"):
+        file.unlink()
+    cache.create()
+
+
+def _write(
+    teacher: Teacher,
+    cache: TeacherCache,
+    examples: dict[str, Examples],
+    missing: dict[str, list[int]],
+    batch_size: int,
+    display: Display,
+) -> None:
+    """Write the shards that are missing, each in one piece."""
+    base = teacher.base
+    length = cache.facts.max_seq_length
+    path = choose_matmul_path(base.model, batch_size * length).matmul_path
+    shards = [(split, shard) for split, numbers in missing.items() for shard in numbers]
+
+    with activated(base, teacher.pack, path):
+        base.model.eval()
+        head = split_head(base.model)
+        with display.task("logits", len(shards), "shards") as bar:
+            for split, shard in shards:
+                first, stop = cache.facts.splits[split]["edges"][shard : shard + 2]
+                own = np.arange(first, stop)
+                batches = evaluation_set(examples[split], batch_size, length, own).once()
+                arrays = _shard(teacher, head, batches, examples[split].target_counts[own])
+                cache.write(split, shard, arrays)
+                bar.advance()
+
+
+def _shard(
+    teacher: Teacher, head: Head | None, batches: list[Batch], counts: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a shard, whose examples have so many targets, from its batches."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    first = min(min(batch.examples) for batch in batches)
+
+    arrays = {
+        "logprobs": np.empty((starts[-1], teacher.top_k), np.float32),
+        "rest": np.empty(starts[-1], np.float32),
+        "tokens": np.empty((starts[-1], teacher.top_k), np.int32),
+    }
+
+    for batch in batches:
+        states = target_states(teacher.base.model, head, arrays_of(batch))[: batch.targets]
+        at = [starts[i - first] + np.arange(counts[i - first]) for i in batch.examples]
+        places = np.concatenate(at)
+        step = max(1, _LOGIT_BYTES // (4 * teacher.base.vocab_size))
+
+        for start in range(0, len(places), step):
+            logits = states[start : start + step]
+            if head is not None:
+                logits = head.logits(logits)
+            values = most_likely(logits, teacher.top_k, teacher.temperature)
+            for name, value in values.items():
+                arrays[name][places[start : start + step]] = np.array(value)
+
+    return arrays
+
+
+def most_likely(logits: mx.array, top_k: int, temperature: float = 1.0) -> dict[str, mx.array]:
+    """Return the most likely tokens of logits [n, V], divided by the temperature.
+
+    The result has ``tokens`` [n, K], their ``logprobs`` float32 [n, K] in no order, and ``rest``
+    float32 [n], the logarithm of the probability of all other tokens together; -inf if there are
+    none.
+    """
+    logits = logits.astype(mx.float32) / temperature
+    tokens = mx.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
+    largest = logits.max(axis=-1, keepdims=True)
+    weights = profile().exp(logits - largest)
+    lse = mx.log(weights.sum(axis=-1, keepdims=True)) + largest
+
+    others = mx.put_along_axis(weights, tokens, mx.array(0.0), axis=-1).sum(axis=-1)
+    return {
+        "tokens": tokens,
+        "logprobs": mx.take_along_axis(logits, tokens, axis=-1) - lse,
+        "rest": mx.log(others) + (largest - lse)[:, 0],
+    }

@@ -1,0 +1,151 @@
+"""The files of a teacher's log-probabilities: found by the tokens of examples, checked, continued."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_packs.data import teacher_cache
+from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.packing import Packed
+from mlx_packs.data.teacher_cache import (
+    FACTS,
+    CacheFacts,
+    TeacherCache,
+    split_facts,
+    without_teacher,
+)
+from tests.helpers.damage import flip_bit
+from tests.helpers.errors import raises
+from tests.helpers.steps import examples_of
+
+TOP_K = 3
+LENGTHS = (9, 4, 12, 7, 5)
+
+
+def examples(lengths=LENGTHS) -> Examples:
+    return Examples(examples_of(lengths), "text", "all")
+
+
+def facts_of(own: Examples, **changes) -> CacheFacts:
+    known = {"vocab_size": 128, "top_k": TOP_K, "temperature": 1.0, "max_seq_length": 32}
+    splits = {"train": split_facts(own, TOP_K, 128)}
+    return CacheFacts("teacher", "w", "t", splits=splits, **known | changes)
+
+
+def written(folder, own: Examples) -> TeacherCache:
+    """A cache whose values are the numbers of the targets."""
+    cache = TeacherCache(folder, facts_of(own))
+    cache.create()
+    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
+    edges = cache.facts.splits["train"]["edges"]
+    for shard in cache.missing("train"):
+        numbers = np.arange(starts[edges[shard]], starts[edges[shard + 1]])
+        several = np.repeat(numbers, TOP_K)
+        arrays = {"logprobs": -several, "rest": -numbers, "tokens": several % 128}
+        cache.write("train", shard, arrays)
+    return cache
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(teacher_cache, "_SHARD_BYTES", 10 * teacher_cache.target_bytes(TOP_K, 128))
+
+
+def numbers_in(own: Examples, batch) -> list[int]:
+    """The numbers of a batch's targets among those of all examples."""
+    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
+    return [n for i in batch.examples for n in range(starts[i], starts[i + 1])]
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path):
+    own = examples()
+    cache = written(tmp_path, own)
+    assert len(cache.facts.splits["train"]["edges"]) == 4
+    targets = TeacherCache.load(tmp_path).of(own, 128)
+
+    padded = TokenCollate(4, 16)
+    packed = PackedCollate(2, 32)
+    batches = [
+        (padded, padded(own, np.array([3, 0, 4]))),
+        (packed, packed(own, Packed([[2, 1], [4, 0, 3]]))),
+    ]
+    for collate, batch in batches:
+        whole = targets.having(batch)
+        assert without_teacher(whole).inputs.keys() == batch.inputs.keys()
+        pieces = [targets.having(piece) for piece in collate.split(batch, 2)]
+        for piece in (whole, *pieces):
+            numbers = numbers_in(own, piece)
+            assert len(numbers) == piece.targets
+            logprobs = piece.inputs["teacher_logprobs"]
+            assert logprobs.shape == (len(piece.inputs["targets"]), TOP_K)
+            assert (logprobs[: piece.targets, 1] == -np.array(numbers)).all()
+            assert not logprobs[piece.targets :].any()
+            assert (
+                piece.inputs["teacher_rest"][: piece.targets] == logprobs[: len(numbers), 0]
+            ).all()
+            assert piece.inputs["teacher_tokens"].dtype == np.int32
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_other_examples_are_rejected(tmp_path):
+    own = examples()
+    cache = written(tmp_path, own)
+    items = list(own.items)
+    other_target = Example(items[2].tokens, np.arange(12) > 6, "x")
+    others = [items[::-1], items[:-1], [*items[:2], other_target, *items[3:]]]
+    for each in others:
+        with raises("mismatch", "teacher_cache", str(tmp_path)):
+            cache.of(Examples(each, "text", "all"), 128)
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_a_cache_cut_short_is_rejected_and_can_be_continued(tmp_path, damage):
+    own = examples()
+    cache = written(tmp_path, own)
+    file = tmp_path / "train-00001.npy"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(content[:-40])
+    else:
+        flip_bit(file, 4 * len(content))
+
+    with raises("unreadable", "teacher_cache", file.name):
+        cache.of(own, 128)
+    assert cache.missing("train") == [1]
+    written(tmp_path, own)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_k", 0), ("temperature", -1), ("splits", {}), ("format", 2), ("teacher", None)],
+)
+def test_a_wrong_cache_json_is_rejected(tmp_path, key, value):
+    written(tmp_path, examples())
+    content = json.loads((tmp_path / FACTS).read_text())
+    (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
+    with raises("unreadable", "teacher_cache", FACTS):
+        TeacherCache.load(tmp_path)
+
+
+def test_shards_belong_to_their_cache_json(tmp_path):
+    """Another temperature there would be that of other log-probabilities."""
+    own = examples()
+    written(tmp_path, own)
+    content = json.loads((tmp_path / FACTS).read_text())
+    (tmp_path / FACTS).write_text(json.dumps(content | {"temperature": 2.0}))
+    with raises("unreadable", "teacher_cache", "train-00000.npy"):
+        TeacherCache.load(tmp_path).of(own, 128)
+
+
+def test_tokens_beyond_the_vocabulary_of_the_student_are_rejected(tmp_path):
+    own = examples()
+    targets = written(tmp_path, own).of(own, vocab_size=5)
+    with raises("mismatch", "teacher_cache", "5"):
+        targets.having(TokenCollate(2, 16)(own, np.array([2, 3])))
