@@ -1,0 +1,67 @@
+"""The divergence from a teacher whose whole vocabulary is cached beside TRL's loss of GKD."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.objectives.distillation import Distillation, target_losses
+from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.runtime import mx
+from mlx_packs.tasks.teacher import most_likely
+from tests.helpers.steps import examples_of, make_batch
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+VOCABULARY = 128
+BETAS = {"forward-kl": 0.0, "reverse-kl": 1.0, "jsd": 0.3}  # TRL's, of each loss
+
+
+def jsd_loss():
+    pytest.importorskip("torch")
+    pytest.importorskip("trl")
+    try:
+        from trl.experimental.gkd import GKDTrainer
+    except ImportError:
+        from trl import GKDTrainer
+    return GKDTrainer.generalized_jsd_loss
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.7])
+@pytest.mark.parametrize("loss", BETAS)
+def test_loss_and_gradient_are_those_of_trl(loss, temperature):
+    theirs = jsd_loss()
+    import torch
+
+    batch = make_batch(examples_of((9, 14, 5)), (0, 1, 2), 4, 16)
+    shape = (*batch.inputs["tokens"].shape, VOCABULARY)
+    student, teacher = (np.random.default_rng(i).normal(0, 3, shape) for i in (0, 1))
+    student = student.astype(np.float32)
+    teacher = teacher.astype(np.float32)
+
+    positions = batch.inputs["positions"]
+    of_targets = mx.array(teacher.reshape(-1, VOCABULARY)[positions])
+    top = most_likely(of_targets, VOCABULARY, temperature)
+    inputs = arrays_of(batch.having(**{f"teacher_{n}": value for n, value in top.items()}))
+    distillation = Distillation(loss, 0.3, temperature=temperature)
+    is_target = inputs["owners"] >= 0
+
+    def total(logits):
+        losses = target_losses(lambda tokens: logits, None, inputs, (), distillation)
+        return (losses.divergence * is_target).sum()
+
+    value, gradient = mx.value_and_grad(total)(mx.array(student))
+
+    labels = torch.full((shape[0] * shape[1],), -100)
+    labels[positions[: batch.targets]] = 1
+    logits = torch.tensor(student.reshape(-1, VOCABULARY), requires_grad=True)
+    expected = theirs(
+        logits,
+        torch.tensor(teacher.reshape(-1, VOCABULARY)),
+        labels,
+        beta=BETAS[loss],
+        temperature=temperature,
+        reduction="sum",
+    )
+    expected.backward()
+
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+    wanted = logits.grad.numpy().reshape(shape)
+    assert np.abs(np.array(gradient) - wanted).max() < 1e-5 * np.abs(wanted).max()
