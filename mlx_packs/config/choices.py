@@ -89,6 +89,7 @@ class TaskFacts:
     rated: bool = False  # whether its examples are single completions, each good or bad
     generates: bool = False  # whether it trains on completions that the model generates
     scores: bool = False  # whether a head of its own gives a number, in the place of logits
+    teacher: bool = False  # whether it reads what a teacher predicts
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
     # Of a task that an installed package adds: the class of its ``task_config``, module:name, and
@@ -253,6 +254,7 @@ TASKS = Table(
             "mlx_packs.tasks.distill:DistillTask",
             "decoder",
             masks=True,
+            teacher=True,
             losses=("forward-kl", "reverse-kl", "jsd"),
         ),
     },

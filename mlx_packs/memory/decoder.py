@@ -15,6 +15,7 @@ from ..bases.weight_formats import named_format
 from ..config.choices import (
     MATMUL_PATHS,
     POLICIES,
+    TASKS,
 )
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -149,6 +150,7 @@ def plan_step(
         rounding=rounding,
         head=adapters.head,
         logits=has_logits(train),
+        teacher=any(TASKS[task].teacher for task in train.tasks),
     )
 
     return adapters.plan(

@@ -12,12 +12,15 @@ from typing import NamedTuple
 from .. import runtime
 from ..config.choices import PolicyFacts
 from ..data.shapes import TreeShape
+from ..ops.linear_cross_entropy import GATHERED_BYTES
 from ..ops.linear_cross_entropy import columns as loss_columns
 from ..ops.profile import profile
 from .decoder_sizes import Sizes
 from .plan import Shape, moment_parts
 
 WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
+TEACHER_TOKENS = 64  # of a target, in a cache whose size is not known yet
+_TEACHER_ARRAYS = 12  # arrays of the probabilities of a teacher's tokens
 _HEAD_SLICE = 1.25  # arrays of the size of a slice of the head that is dequantized
 
 
@@ -114,6 +117,7 @@ class Step:
     rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
     head: bool = False  # whether the head is trained or adapted, and all logits are made
     logits: bool = True  # whether there are any; a reward model reads states of targets alone
+    teacher: bool = False  # whether the loss reads the logits of a teacher's tokens
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
@@ -123,7 +127,7 @@ class Step:
             if not self.apart:
                 states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
             if own is self.passes[-1]:
-                logits = itemsize * self.loss_numbers()
+                logits = itemsize * self.loss_numbers() + self.teacher_bytes()
                 moments["loss"] = moment_parts(self.waiting, itemsize * (before + states), logits)
 
             again = max(self._kept(own)) * self.policy.blocks  # of one that is computed again
@@ -176,6 +180,14 @@ class Step:
         if self.unpacks:
             numbers += _HEAD_SLICE * columns * self.sizes.hidden
         return numbers
+
+    def teacher_bytes(self) -> float:
+        """Return the bytes in flight for a teacher's tokens: rows of the head, probabilities."""
+        if not self.teacher:
+            return 0
+        tokens = self.targets * TEACHER_TOKENS
+        rows = min(4 * tokens * self.sizes.hidden, GATHERED_BYTES)
+        return 2 * rows + 4 * _TEACHER_ARRAYS * tokens
 
     def dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""

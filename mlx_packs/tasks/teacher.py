@@ -110,6 +110,8 @@ def write_teacher_cache(
     """
     base = teacher.base
     base.check_architecture("logits", "decoder")
+    _check_folder(out)
+
     (phase,) = resolve_phases(recipe.train, recipe.data)
     columns = phase.sources[0]
     if columns.template_date is None and reads_clock(base.tokenizer):
@@ -145,6 +147,17 @@ def write_teacher_cache(
     }
 
 
+def _check_folder(out: Path) -> None:
+    """Check that nothing but a cache is in the folder."""
+    if out.exists() and not out.is_dir():
+        raise PackError(f"--out {out}: is a file. Name a folder.", "exists")
+    if not out.is_dir() or (out / FACTS).exists():
+        return
+
+    if any(not file.name.startswith(".") for file in out.iterdir()):
+        raise PackError(f"--out {out}: has other files. Name a new folder.", "exists")
+
+
 def _begin(cache: TeacherCache, overwrite: bool) -> None:
     """Write cache.json, unless the folder has the same; then its shards are continued."""
     out = cache.folder
@@ -156,10 +169,6 @@ def _begin(cache: TeacherCache, overwrite: bool) -> None:
             "--overwrite to replace it, or name another folder.",
             "exists",
         )
-
-    others = [file for file in out.iterdir() if not file.name.startswith(".")]
-    if others and not (out / FACTS).exists():
-        raise PackError(f"--out {out}: has other files. Name a new folder.", "exists")
 
     for file in out.glob("*-*.npy"):
         file.unlink()

@@ -119,6 +119,16 @@ def test_pieces_of_a_batch_add_up_to_it(data, cache, tmp_path, changes):
     assert np.allclose(sum(map(loss, pieces)), loss(batch), rtol=1e-5)
 
 
+@pytest.mark.slow  # two runs
+def test_cached_frozen_activations_change_nothing(tmp_path, data, cache):
+    lora = LoRAConfig(rank=4, num_layers=1)
+    for cached in ("on", "off"):
+        train = settings(teacher_cache=cache, cache_frozen=cached, iters=10, packing=True)
+        train_pack(base_with(2), data, lora, train, tmp_path / cached)
+    ours, theirs = tensors_of(tmp_path / "on"), tensors_of(tmp_path / "off")
+    assert all(np.allclose(ours[n], theirs[n], atol=1e-5) for n in theirs)
+
+
 @pytest.mark.slow  # two runs each
 @pytest.mark.parametrize("changes", [{"packing": True}, {"grad_accumulation_steps": 2}])
 def test_a_resumed_run_is_bit_identical(tmp_path, data, cache, changes):
