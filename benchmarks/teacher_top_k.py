@@ -7,6 +7,7 @@ depend on the machine, but for the order of float32 sums.
 """
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 import mlx.nn as nn
@@ -18,7 +19,7 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.teacher_cache import target_bytes
 from mlx_packs.evaluation.rows import columns_of
-from mlx_packs.objectives.causal_lm import Head, split_head, target_states
+from mlx_packs.objectives.causal_lm import split_head, target_states
 from mlx_packs.objectives.distillation import Distillation, target_losses
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.packs.base import Base, activated, load_base_for
@@ -40,39 +41,52 @@ def batches_of(base: Base, pack: Pack, data: str, rows: int) -> list[Batch]:
     return evaluation_batches(examples, 1, _LENGTH)
 
 
-def logits_of(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:
-    """The logits of all targets of a batch, which has few."""
-    states = target_states(model, head, arrays_of(batch))
-    return states if head is None else head.logits(states)
+def logits_of(model: nn.Module, batches: list[Batch]) -> list[mx.array]:
+    """The logits [M, V] of the targets of each batch, which has few."""
+    head = split_head(model)
+    found = []
+    for batch in batches:
+        logits = target_states(model, head, arrays_of(batch))[: batch.targets]
+        if head is not None:
+            logits = head.logits(logits)
+        mx.eval(logits)
+        found.append(logits)
+    return found
 
 
-def table(base: Base, batches: list[Batch], teacher: list[mx.array]) -> list[str]:
+def sums_of(student: mx.array, teacher: mx.array, top_k: int) -> dict[str, float]:
+    """The sum of each divergence over targets, and of what the teacher gives to other tokens."""
+    top = most_likely(teacher, top_k)
+    at = mx.arange(len(teacher))
+    inputs = {f"teacher_{name}": value for name, value in top.items()}
+    inputs |= {"tokens": at[None], "positions": at, "targets": mx.zeros_like(at)}
+    sums = {"rest": mx.exp(top["rest"]).sum().item()}
+    for loss in LOSSES:
+        losses = target_losses(lambda tokens: student, None, inputs, (), Distillation(loss), False)
+        sums[loss] = losses.divergence.sum().item()
+    return sums
+
+
+def table(student: list[mx.array], teacher: list[mx.array]) -> list[str]:
     """A row for each number of tokens, and one for the whole vocabulary."""
-    head = split_head(base.model)
-    targets = sum(batch.targets for batch in batches)
-    found = {}
-    rest = {}
-    for top_k in (*SIZES, base.vocab_size):
-        sums = dict.fromkeys(LOSSES, 0.0)
-        rest[top_k] = 0.0
-        for batch, logits in zip(batches, teacher, strict=True):
-            top = most_likely(logits, top_k)
-            rest[top_k] += mx.exp(top["rest"])[: batch.targets].sum().item()
-            inputs = arrays_of(batch.having(**{f"teacher_{n}": v for n, v in top.items()}))
-            for loss in LOSSES:
-                losses = target_losses(base.model, head, inputs, (), Distillation(loss), False)
-                sums[loss] += losses.divergence[: batch.targets].sum().item()
-        found[top_k] = sums
+    targets = sum(map(len, teacher))
+    vocab_size = teacher[0].shape[-1]
+    means = {}
+    for top_k in (*SIZES, vocab_size):
+        total: Counter[str] = Counter()
+        for own, theirs in zip(student, teacher, strict=True):
+            total.update(sums_of(own, theirs, top_k))
+        means[top_k] = {name: value / targets for name, value in total.items()}
 
     lines = [
-        "| K | bytes per token | left to the others | forward KL | reverse KL | JSD |",
+        "| K | bytes per token | left to other tokens | forward KL | reverse KL | JSD |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for top_k, sums in found.items():
-        cells = [f"{target_bytes(top_k, base.vocab_size):,}", f"{rest[top_k] / targets:.2%}"]
-        for loss, value in sums.items():
-            whole = found[base.vocab_size][loss]
-            cells.append(f"{value / targets:.4f} ({value / whole:.1%})")
+    for top_k, mean in means.items():
+        cells = [f"{target_bytes(top_k, vocab_size):,}", f"{mean['rest']:.2%}"]
+        for loss in LOSSES:
+            share = mean[loss] / means[vocab_size][loss]
+            cells.append(f"{mean[loss]:.4f} ({share:.1%})")
         lines.append(f"| {top_k:,} | {' | '.join(cells)} |")
     return lines
 
@@ -90,11 +104,10 @@ def main() -> None:
     base = load_base_for(pack, options.model)
     batches = batches_of(base, pack, options.data, options.rows)
     with activated(base, pack, "dense"):
-        head = split_head(base.model)
-        teacher = [logits_of(base.model, head, batch) for batch in batches]
-        mx.eval(teacher)
+        teacher = logits_of(base.model, batches)
     with activated(base, None, "dense"):
-        lines = table(base, batches, teacher)
+        student = logits_of(base.model, batches)
+    lines = table(student, teacher)
 
     targets = sum(batch.targets for batch in batches)
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())

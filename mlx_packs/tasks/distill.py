@@ -157,8 +157,9 @@ class DistillTask(CausalLMTask):
         teacher = report["teacher"]
         done, *others = CausalLMTask.report_lines(report)
 
-        before = report["teacher_loss_before"]
-        after = report["teacher_loss_after"]
+        # no divergence is negative, but for rounding
+        before = max(0.0, report["teacher_loss_before"])
+        after = max(0.0, report["teacher_loss_after"])
         line = (
             f"teacher {teacher['loss']} from {teacher['teacher']} {before:.4f} → {after:.4f} nats "
             f"a token, by its {teacher['top_k']:,} most likely tokens"
