@@ -44,14 +44,14 @@ def batches_of(base: Base, pack: Pack, data: str, rows: int) -> list[Batch]:
 def logits_of(model: nn.Module, batches: list[Batch]) -> list[mx.array]:
     """The logits [M, V] of the targets of each batch, which has few."""
     head = split_head(model)
-    found = []
+    logits_by_batch = []
     for batch in batches:
         logits = target_states(model, head, arrays_of(batch))[: batch.targets]
         if head is not None:
             logits = head.logits(logits)
         mx.eval(logits)
-        found.append(logits)
-    return found
+        logits_by_batch.append(logits)
+    return logits_by_batch
 
 
 def sums_of(student: mx.array, teacher: mx.array, top_k: int) -> dict[str, float]:

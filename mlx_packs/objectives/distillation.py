@@ -1,11 +1,10 @@
 """The divergence from a teacher whose most likely tokens are cached, and the cross-entropy.
 
 The teacher's probabilities of its K most likely tokens are known, and what all others have
-together. These others count as one token, the ghost token of https://arxiv.org/abs/2503.16870: both
-distributions are compared on K + 1 outcomes. Without it, the K probabilities would have to be
-scaled up to a sum of 1, and the student would become more certain than its teacher. Merging
-outcomes never raises a divergence (data processing), so it is at most that of the whole vocabulary;
-where K is the vocabulary, nothing is merged.
+together. These others count as one token, as with TRL's ``loss_add_tail``: both distributions are
+compared on K + 1 outcomes. The K probabilities alone, scaled up to a sum of 1, would be those of a
+teacher that is too certain (https://arxiv.org/abs/2503.16870). Merging outcomes never raises a
+divergence (data processing), so it is at most that of the whole vocabulary.
 
 Divergences are those of generalized knowledge distillation (https://arxiv.org/abs/2306.13649).
 """

@@ -1,4 +1,4 @@
-"""The divergence from a teacher whose whole vocabulary is cached beside TRL's loss of GKD."""
+"""The divergence from a cached teacher beside TRL's: of the whole vocabulary, with a tail."""
 
 import numpy as np
 import pytest
@@ -65,3 +65,27 @@ def test_loss_and_gradient_are_those_of_trl(loss, temperature):
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     wanted = logits.grad.numpy().reshape(shape)
     assert np.abs(np.array(gradient) - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("loss", ["forward-kl", "reverse-kl"])
+def test_other_tokens_are_the_tail_of_trl(loss):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("trl")
+    from trl.experimental.sdpo.loss_utils import add_tail_bucket
+
+    student, teacher = (np.random.default_rng(i).normal(0, 3, (9, VOCABULARY)) for i in (0, 1))
+    student = student.astype(np.float32)
+    top = most_likely(mx.array(teacher.astype(np.float32)), 8)
+    at = mx.arange(9)
+    inputs = {f"teacher_{name}": value for name, value in top.items()}
+    inputs |= {"tokens": at[None], "positions": at, "targets": at}
+    ours = target_losses(lambda _: mx.array(student), None, inputs, (), Distillation(loss), False)
+
+    tokens = torch.tensor(np.array(top["tokens"]).astype(np.int64))
+    q = torch.log_softmax(torch.tensor(student), -1).gather(-1, tokens)
+    p = torch.log_softmax(torch.tensor(teacher), -1).gather(-1, tokens).float()
+    p, q = add_tail_bucket(p), add_tail_bucket(q)
+    if loss == "reverse-kl":
+        p, q = q, p
+    expected = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    assert np.allclose(np.array(ours.divergence), expected.numpy(), rtol=1e-4, atol=1e-6)
