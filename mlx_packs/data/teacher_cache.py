@@ -148,7 +148,12 @@ class TeacherCache:
                 raise ValueError(f"format must be {_FORMAT}, but is {content['format']}")
             facts = CacheFacts(**content)
         except (TypeError, ValueError) as error:
-            raise _damaged(folder, f"{FACTS} is not one of a cache: {error}") from None
+            raise PackError(
+                f"{file}: is damaged, or not of a teacher's cache ({error}). Write the cache again "
+                "with `packs logits --overwrite`.",
+                "unreadable",
+                "teacher_cache",
+            ) from None
         return cls(folder, facts)
 
     def create(self) -> None:
@@ -187,24 +192,29 @@ class TeacherCache:
 
     def _targets(self, split: str, examples: Examples, vocab_size: int) -> "TeacherTargets":
         edges = self.facts.splits[split]["edges"]
-        if edges != sorted({0, *edges, len(examples)}) or edges[-1] != len(examples):
-            raise _damaged(self.folder, f"the edges of {split} in {FACTS} are wrong")
+        if edges != sorted({0, *edges}) or edges[-1] != len(examples):
+            raise self._damaged(FACTS)
 
         starts = np.concatenate([[0], np.cumsum(examples.target_counts)])
         shards = []
 
         for shard in range(len(edges) - 1):
-            arrays = self._read(split, shard)
-            if arrays is None:
-                file = self._file(split, shard).name
-                raise _damaged(self.folder, f"{file} is missing, cut short or damaged")
-
-            expected = starts[edges[shard + 1]] - starts[edges[shard]]
-            if len(arrays["rest"]) != expected:
-                raise _damaged(self.folder, f"{split} has other lengths than {FACTS}")
+            arrays = self._read(split, shard) or {}
+            count = starts[edges[shard + 1]] - starts[edges[shard]]
+            lengths = {name: len(array) for name, array in arrays.items()}
+            several = count * self.facts.top_k
+            if lengths != {"logprobs": several, "rest": count, "tokens": several}:
+                raise self._damaged(self._file(split, shard).name)
             shards.append(arrays)
 
         return TeacherTargets(self.facts.top_k, vocab_size, np.array(edges), starts, shards)
+
+    def _damaged(self, name: str) -> PackError:
+        return PackError(
+            f"--teacher-cache {self.folder}: {name} is missing, cut short or damaged. Run the same "
+            "`packs logits` again, which writes the rest.",
+            "unreadable",
+        )
 
     def _read(self, split: str, shard: int) -> dict[str, np.ndarray] | None:
         return read_arrays(self._file(split, shard), self._key(split, shard), self.facts.dtypes)
@@ -253,10 +263,10 @@ class TeacherTargets:
             rest[place] = arrays["rest"][start:stop]
             at = place.stop
 
-        if tokens.max(initial=0) >= self.vocab_size:
+        if tokens.max(initial=0) >= self.vocab_size or tokens.min(initial=0) < 0:
             raise PackError(
-                f"--teacher-cache: has token {tokens.max()}, but the student's vocabulary is "
-                f"{self.vocab_size:,}. Write the cache with a smaller --top-k.",
+                f"--teacher-cache: has tokens up to {tokens.max()}, but the student's vocabulary "
+                f"is {self.vocab_size:,}. Write the cache with a smaller --top-k.",
                 "mismatch",
             )
 
@@ -268,11 +278,3 @@ def without_teacher(batch: Batch) -> Batch:
     """Return a batch without `TEACHER_ARRAYS`."""
     inputs = {name: own for name, own in batch.inputs.items() if name not in TEACHER_ARRAYS}
     return replace(batch, inputs=inputs)
-
-
-def _damaged(folder: Path, fault: str) -> PackError:
-    return PackError(
-        f"--teacher-cache {folder}: {fault}. Run the same `packs logits` again, which writes what "
-        "is missing.",
-        "unreadable",
-    )

@@ -198,7 +198,7 @@ class Scorer:
         self.traces = 0
         self._prepare = prepare
 
-        def forward(inputs: Inputs, layout: Layout) -> tuple[mx.array, ...]:
+        def forward(inputs: Inputs, layout: Layout) -> tuple[mx.array | None, ...]:
             self.traces += is_traced(inputs["positions"])
             return self.values(head, inputs, layout)
 
@@ -235,7 +235,7 @@ class Scorer:
         by_example = np.argsort(order, kind="stable")
         return self.kind(*(np.concatenate(part)[by_example] for part in parts))
 
-    def _values(self, batch: Batch) -> Sequence[mx.array]:
+    def _values(self, batch: Batch) -> Sequence[mx.array | None]:
         """Return `values` of a batch."""
         batch = self._prepare(batch)
         return self._forward(arrays_of(batch), batch.layout)

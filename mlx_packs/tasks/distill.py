@@ -10,8 +10,7 @@ import numpy as np
 
 from ..adapters.trainable import Trainable
 from ..config.choices import ANSWER_METRICS, TASKS
-from ..data.batches import PackedCollate, TokenCollate
-from ..data.dataset import Batch, Dataset, Shape
+from ..data.dataset import Batch, Collate, Dataset, Shape
 from ..data.encoding import Examples
 from ..data.rows import Splits
 from ..data.sampler import Draw
@@ -32,7 +31,7 @@ from .task import Summary, Trained
 class TeacherCollate:
     """Adds what is cached of the targets to batches, and to pieces of them."""
 
-    tokens: TokenCollate | PackedCollate
+    tokens: Collate
     teacher: TeacherTargets
 
     def __call__(self, examples: Examples, order: Any) -> Batch:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..data.teacher_cache import (
 )
 from ..display import Display, size
 from ..errors import PackError
-from ..files import exclusive_writer, make_folder
+from ..files import exclusive_writer, free_bytes, make_folder
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Head, split_head, target_states
 from ..objectives.objective import arrays_of
@@ -112,6 +113,14 @@ def write_teacher_cache(
     base.check_architecture("logits", "decoder")
     _check_folder(out)
 
+    if recipe.train.phases:
+        raise PackError(
+            "phases: `packs logits` reads the examples of one run without phases. Name those of "
+            "the phase by --data, and its lengths.",
+            "conflict",
+            "phases",
+        )
+
     (phase,) = resolve_phases(recipe.train, recipe.data)
     columns = phase.sources[0]
     if columns.template_date is None and reads_clock(base.tokenizer):
@@ -128,8 +137,9 @@ def write_teacher_cache(
     cache = TeacherCache(out, facts)
     make_folder(out)
     with exclusive_writer(out / FACTS):
-        _begin(cache, overwrite)
         missing = {split: cache.missing(split) for split in facts.splits}
+        _check_disk(cache, missing)
+        _begin(cache, overwrite)
         _write(teacher, cache, examples, missing, phase.train.batch_size, display)
 
     return {
@@ -175,6 +185,22 @@ def _begin(cache: TeacherCache, overwrite: bool) -> None:
     cache.create()
 
 
+def _check_disk(cache: TeacherCache, missing: dict[str, list[int]]) -> None:
+    """Raise a PackError if the shards that are missing do not fit on the disk."""
+    facts = cache.facts
+    shards = sum(len(split["edges"]) - 1 for split in facts.splits.values())
+    share = sum(map(len, missing.values())) / shards
+    needed = int(facts.targets * facts.target_bytes * share)
+
+    free = free_bytes(cache.folder)
+    if free is not None and needed > free:
+        raise PackError(
+            f"--out {cache.folder}: {size(needed)} are to be written, but {size(free)} are free. "
+            "Make room, or pass a smaller --top-k.",
+            "unwritable",
+        )
+
+
 def _write(
     teacher: Teacher,
     cache: TeacherCache,
@@ -187,23 +213,29 @@ def _write(
     base = teacher.base
     length = cache.facts.max_seq_length
     path = choose_matmul_path(base.model, batch_size * length).matmul_path
-    shards = [(split, shard) for split, numbers in missing.items() for shard in numbers]
+    shards = [
+        (split, shard, np.arange(*cache.facts.splits[split]["edges"][shard : shard + 2]))
+        for split, numbers in missing.items()
+        for shard in numbers
+    ]
+    steps = sum(-(-len(own) // batch_size) for _, _, own in shards)
 
     with activated(base, teacher.pack, path):
         base.model.eval()
         head = split_head(base.model)
-        with display.task("logits", len(shards), "shards") as bar:
-            for split, shard in shards:
-                first, stop = cache.facts.splits[split]["edges"][shard : shard + 2]
-                own = np.arange(first, stop)
+        with display.task("logits", steps, "batches") as bar:
+            for split, shard, own in shards:
                 batches = evaluation_set(examples[split], batch_size, length, own).once()
-                arrays = _shard(teacher, head, batches, examples[split].target_counts[own])
-                cache.write(split, shard, arrays)
-                bar.advance()
+                counts = examples[split].target_counts[own]
+                cache.write(split, shard, _shard(teacher, head, batches, counts, bar.advance))
 
 
 def _shard(
-    teacher: Teacher, head: Head | None, batches: list[Batch], counts: np.ndarray
+    teacher: Teacher,
+    head: Head | None,
+    batches: list[Batch],
+    counts: np.ndarray,
+    advance: Callable[[], None],
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a shard, whose examples have so many targets, from its batches."""
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -228,6 +260,7 @@ def _shard(
             values = most_likely(logits, teacher.top_k, teacher.temperature)
             for name, value in values.items():
                 arrays[name][places[start : start + step]] = np.array(value)
+        advance()
 
     return arrays
 

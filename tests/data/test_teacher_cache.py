@@ -144,6 +144,17 @@ def test_shards_belong_to_their_cache_json(tmp_path):
         TeacherCache.load(tmp_path).of(own, 128)
 
 
+def test_arrays_of_other_lengths_are_rejected(tmp_path):
+    """Of a shard whose hash is right."""
+    own = examples()
+    cache = written(tmp_path, own)
+    count = int(own.target_counts.sum())
+    several = np.zeros(count * TOP_K - 1)
+    cache.write("train", 0, {"logprobs": several, "rest": np.zeros(count), "tokens": several})
+    with raises("unreadable", "teacher_cache", "train-00000.npy"):
+        cache.of(own, 128)
+
+
 def test_tokens_beyond_the_vocabulary_of_the_student_are_rejected(tmp_path):
     own = examples()
     targets = written(tmp_path, own).of(own, vocab_size=5)

@@ -213,7 +213,9 @@ def test_bad_caches_are_rejected(tmp_path, data, cache):
         encode(teacher_cache=str(copy))
 
 
-def test_what_cannot_be_written_is_rejected(tmp_path, data):
+def test_what_cannot_be_written_is_rejected(tmp_path, data, monkeypatch):
+    with raises("conflict", "phases"):
+        cache_of(tmp_path / "c", data, phases=[{"iters": 2}])
     with raises("invalid", "top_k", "4,097"):
         cache_of(tmp_path / "c", data, top_k=4097)
     assert not (tmp_path / "c").exists()
@@ -221,6 +223,11 @@ def test_what_cannot_be_written_is_rejected(tmp_path, data):
     with raises("exists", "out"):
         cache_of(tmp_path, data)
     assert (tmp_path / "mine").exists()
+
+    monkeypatch.setattr(writer, "free_bytes", lambda path: 1000)
+    with raises("unwritable", "out"):
+        cache_of(tmp_path / "c", data)
+    assert not list((tmp_path / "c").iterdir())
 
 
 def test_settings_of_other_tasks_are_rejected():
