@@ -398,7 +398,7 @@ def test_encode_ce_last_k_counts_from_the_end_of_a_cut_row(tokenizer):
         ({**chat("a", "b"), "tools": "{"}, {}, ["'tools'", "JSON"]),
         (chat("a", "b \ud800"), {}, ["surrogate"]),
         (chat("a", "b"), {"vocab_size": 100}, ["vocabulary", "100"]),
-        (chat("a" * 99, "b"), {"max_seq_length": 8}, ["8 tokens"]),
+        (chat("a" * 99, "b"), {"max_seq_length": 8}, ["--max-seq-length 8"]),
     ],
 )
 def test_encode_names_row_and_fault(tokenizer, row, options, names):
