@@ -57,7 +57,7 @@ def estimate(
     text = Headers(headers.name, _config_of_text(headers.config), tensors)
     plan = decoder.estimate(text, lora, train, shape)
 
-    features = _feature_bytes(headers, train, shape)
+    features = _feature_bytes(text, headers, train, shape)
     moments = {
         name: {**parts, "activations": parts["activations"] + features}
         for name, parts in plan.moments.items()
@@ -65,10 +65,12 @@ def estimate(
     return replace(plan, moments=moments)
 
 
-def _feature_bytes(headers: Headers, train: TrainConfig, shape: Shape | None) -> int:
+def _feature_bytes(text: Headers, headers: Headers, train: TrainConfig, shape: Shape | None) -> int:
     """Return the bytes of the features of a batch, and of those that were read before.
 
     Where rows are not known, each token of a batch is one of an image, and there are no others.
+    What enters a projector with adapters is stored in place of features; a batch has both, and what
+    is between its linears.
     """
     in_batch = train.sequences * (shape or largest_shape(train))[0]
     tokens = headers.image_tokens
@@ -77,9 +79,20 @@ def _feature_bytes(headers: Headers, train: TrainConfig, shape: Shape | None) ->
 
     vision = headers.config.get("vision_config") or {}
     levels = len(vision.get("deepstack_visual_indexes") or ())
-    width = text_config(headers.config)["hidden_size"]
-    of_token = (1 + levels) * width * activation_bytes(headers.config, "auto")
-    return of_token * min(tokens, in_batch) + min(of_token * tokens, KEPT_BYTES)
+    width = text.config["hidden_size"]
+    stored = width
+    computed = 0
+    for name, tensor in text.tensors.items():
+        if not is_of_projector(name) or len(tensor["shape"]) < 2:
+            continue
+        if not computed:
+            stored = tensor["shape"][1]
+        computed += 2 * tensor["shape"][0]
+
+    of_float = activation_bytes(headers.config, "auto")
+    of_batch = of_float * (stored + computed + levels * width)
+    of_store = of_float * (stored + levels * width)
+    return of_batch * min(tokens, in_batch) + min(of_store * tokens, KEPT_BYTES)
 
 
 def _of_projector(headers: Headers) -> Tensors:
