@@ -129,6 +129,16 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs eval-tasks packs/tickets packs/law --tasks arc_easy",
         ),
     ),
+    "classify": (
+        (
+            "Label the texts of a file:",
+            "packs classify --pack packs/intents < texts.jsonl",
+        ),
+        (
+            "Print the three most likely labels of one text:",
+            "echo '\"My card was charged twice.\"' | packs classify --pack packs/intents --top 3",
+        ),
+    ),
     "generate": (
         (
             "Generate with a pack:",

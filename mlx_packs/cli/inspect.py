@@ -239,6 +239,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 
 def _training_lines(pack: "Pack") -> list[str]:
+    from ..data.labels import Classes
     from ..packs.card import format_answers, format_change, graph_lines, phase_lines
 
     lines = []
@@ -251,6 +252,9 @@ def _training_lines(pack: "Pack") -> list[str]:
             learned = f"embeddings, loss {loss}"
         if pack.is_reward_model:
             learned = "a reward model, which scores the last token"
+        if classes := Classes.of(pack.manifest):
+            learned = classes.described
+
         images = ""
         if count := data.get("images"):
             images = f" with {count:,} images"

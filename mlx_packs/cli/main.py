@@ -34,7 +34,12 @@ COMMANDS = {
         "plan": "plan:plan",
         "doctor": "doctor:doctor",
     },
-    "Use": {"generate": "generate:generate", "chat": "generate:chat", "serve": "serve:serve"},
+    "Use": {
+        "generate": "generate:generate",
+        "chat": "generate:chat",
+        "classify": "classify:classify",
+        "serve": "serve:serve",
+    },
     "Evaluate": {
         "eval": "evaluate:evaluate",
         "eval-batch": "evaluate:eval_batch",
@@ -78,7 +83,11 @@ OTHER_COMMANDS = {
     "test": "eval",
     "tune": "train",
     "upload": "push",
-    **{name: f"train --task {name}" for name in TASKS if name not in ("lm", "embedding")},
+    **{
+        name: f"train --task {name}"
+        for name in TASKS
+        if name not in ("lm", "embedding", "classify")
+    },
 }
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program

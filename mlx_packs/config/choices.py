@@ -88,7 +88,8 @@ class TaskFacts:
     sequences: int = 1  # that an example becomes
     rated: bool = False  # whether its examples are single completions, each good or bad
     generates: bool = False  # whether it trains on completions that the model generates
-    scores: bool = False  # whether a head of its own gives a number, in the place of logits
+    # whether a head of its own gives numbers in the place of logits, unless --head is another one
+    scores: bool = False
     teacher: bool = False  # whether it reads what a teacher predicts
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
@@ -242,6 +243,12 @@ TASKS = Table(
             "decoder",
             defaults={"learning_rate": 1e-4},
             sequences=2,
+            scores=True,
+        ),
+        "classify": TaskFacts(
+            "mlx_packs.tasks.classify:ClassifyTask",
+            "decoder",
+            defaults={"learning_rate": 1e-4},
             scores=True,
         ),
         "grpo": TaskFacts(

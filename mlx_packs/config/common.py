@@ -32,7 +32,7 @@ class CommonConfig(Settings):
         "lm",
         "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for "
         "rated completions), completions that maximize a reward function (grpo), a reward model "
-        "(reward), or sentence embeddings with an encoder.",
+        "(reward), labels of texts or chats (classify), or sentence embeddings with an encoder.",
         choices=TASKS,
         memory=True,
         phase=True,

@@ -26,7 +26,7 @@ task method iters epochs learning_rate batch_size max_seq_length lr_schedule war
 grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric patience best
 steps_per_eval save_every time loss similarity_scale mini_batch_size triplet_margin
 triplet_distance beta simpo_gamma cpo_alpha desirable_weight undesirable_weight
-center_rewards_coefficient reward
+center_rewards_coefficient head class_weights calibrate reward
 num_generations max_completion_length temperature teacher_cache ce_weight jsd_beta
 exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
@@ -220,6 +220,7 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
 
     unfit = {
         "packing": train.packing and any(TASKS[task].sequences > 1 for task in train.tasks),
+        "task": "classify" in train.tasks,
         "pipeline": train.pipeline,
         "objective": train.objective != "transformer",
         "cache_frozen": train.cache_frozen == "on",
@@ -241,7 +242,8 @@ def _full_faults(train: TrainConfig) -> Iterator[Fault]:
 
 def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
     order = [phase.task or train.task for phase in train.phases] or [train.task]
-    scores = [task in TASKS and TASKS[task].scores for task in order]
+    has_head = train.head == "score"
+    scores = [task in TASKS and TASKS[task].scores and has_head for task in order]
     if not any(scores):
         return
 

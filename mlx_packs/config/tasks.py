@@ -354,6 +354,30 @@ class RewardConfig(PackableConfig):
 
 
 @dataclass(frozen=True, repr=False)
+class ClassifyConfig(PackableConfig):
+    """Settings of classification."""
+
+    head: str = _data(
+        "score",
+        "Head that decides on the label (classify): a new linear head on the last token (score), "
+        "or the LM head, which scores the names of the labels and adds no parameters (lm).",
+        choices=("score", "lm"),
+        memory=True,
+    )
+    class_weights: str = _optimization(
+        "none",
+        "Weights of the classes in the loss (classify): none, or balanced, which weighs each "
+        "class by the inverse of its number of examples.",
+        choices=("none", "balanced"),
+    )
+    calibrate: bool = _evaluation(
+        False,
+        "Fit one temperature to the validation examples after training (classify), so that "
+        "probabilities agree with accuracy; the pack keeps it.",
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class GRPOConfig(DecoderConfig, Beta):
     """Settings of GRPO."""
 
@@ -383,6 +407,7 @@ class AllTasksConfig(
     CPOConfig,
     KTOConfig,
     RewardConfig,
+    ClassifyConfig,
     GRPOConfig,
     DistillConfig,
 ):
@@ -401,6 +426,7 @@ CONFIGS: dict[str, type[Settings]] = registered(
         "cpo": CPOConfig,
         "kto": KTOConfig,
         "reward": RewardConfig,
+        "classify": ClassifyConfig,
         "grpo": GRPOConfig,
         "distill": DistillConfig,
     },

@@ -73,10 +73,10 @@ def export_pack(
 
     if not isinstance(pack, Pack):
         pack = Pack.open(pack)
-    if pack.is_reward_model and to != "peft":
+    if pack.has_score_head and to != "peft":
         raise PackError(
-            f"--to {to}: {pack.name} is a reward model, whose head {to} has no place for. Pass "
-            "--to peft.",
+            f"--to {to}: {pack.name} is a reward model or classifier, whose head {to} has no place "
+            "for. Pass --to peft.",
             "unsupported",
             "to",
         )

@@ -122,10 +122,10 @@ def _check(request: MergeRequest) -> None:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
     check_max_drift(request.max_drift)
 
-    if request.pack.is_reward_model:
+    if request.pack.has_score_head:
         raise PackError(
-            f"{request.pack.name}: is a reward model, and a merged checkpoint has no place for its "
-            "head. Use packs export --to peft.",
+            f"{request.pack.name}: is a reward model or classifier, and a merged checkpoint has no "
+            "place for its head. Use packs export --to peft.",
             "unsupported",
         )
 

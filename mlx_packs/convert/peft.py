@@ -24,7 +24,7 @@ from ..bases.vision_families import (
 )
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
-from ..packs.manifest import head_tables_of, is_reward_model, replaced_of
+from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
@@ -384,7 +384,7 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
     alpha = _commonest(alphas)
 
     task = ARCHITECTURES[architecture_of(model_type)].peft_task
-    if is_reward_model(pack.manifest):
+    if has_score_head(pack.manifest):
         task = "SEQ_CLS"
 
     targets, layers = _targets(pack, model_type, specs)

@@ -30,6 +30,8 @@ Reason = Literal[
     "no target",
     "prompts differ",
     "same completions",
+    "unknown label",
+    "mixed labels",
 ]
 
 

@@ -93,7 +93,7 @@ def encode_preferences(
         sides = examples.items.parts["rows"]
         first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))
         kept = sides[first] // 2
-        items = _Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+        items = Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
 
     per_row = 1 if row_format is RATED else 2
     for i, error in examples.bad.errors:
@@ -263,7 +263,9 @@ class _BothCompletions(Source):
         return lambda i: where(i // 2)
 
 
-class _Selected(Sequence):
+class Selected(Sequence):
+    """Some examples of others."""
+
     def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
         self._items = examples.items
         self._numbers = numbers
@@ -324,22 +326,28 @@ class Scored(Sequence):
     """Some examples of others, whose only target is the score of their last token.
 
     A token is added after it, which no model reads: all tokens but the last one are inputs, and
-    the target is predicted by the last input.
+    the target is predicted by the last input. ``inputs``, [N], has how many tokens of each example
+    are read; None is all.
     """
 
-    def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
+    def __init__(
+        self, examples: Examples, numbers: np.ndarray, inputs: np.ndarray | None = None
+    ) -> None:
         self._items = examples.items
         self._numbers = numbers
-        self.lengths = examples.lengths[numbers] + 1
+        self._inputs = examples.lengths if inputs is None else inputs
+        self.lengths = self._inputs[numbers] + 1
         self.target_counts = np.ones(len(numbers), np.int64)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, i: int) -> Example:
-        own = self._items[int(self._numbers[i])]
-        tokens = np.append(own.tokens, np.int32(0))
-        return Example(tokens, np.arange(len(tokens)) == len(own.tokens), own.where)
+        number = int(self._numbers[i])
+        own = self._items[number]
+        read = int(self._inputs[number])
+        tokens = np.append(own.tokens[:read], np.int32(0))
+        return Example(tokens, np.arange(len(tokens)) == read, own.where)
 
 
 def encode_scored(

@@ -15,6 +15,7 @@ from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
     from ..display import Display
+    from .classification import ClassificationReport
     from .embeddings import EmbeddingReport
     from .perplexity import EvalReport
     from .preferences import RewardReport
@@ -61,12 +62,13 @@ def evaluate(  # noqa: PLR0913 - a public facade
     metric: str | None = None,
     share_prefix: str = "auto",
     display: "Display | None" = None,
-) -> "EvalReport | EmbeddingReport | RewardReport":
+) -> "EvalReport | EmbeddingReport | RewardReport | ClassificationReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. For an encoder the report has correlations, retrieval metrics or
     triplet accuracy, depending on the columns of the examples. For a reward model it has preference
-    accuracy and reward margin with the pack; a base model without one has no score.
+    accuracy and reward margin with the pack; a base model without one has no score. For a
+    classifier it has accuracy, macro F1, log loss and calibration error with the pack.
 
     Args:
         base: A loaded base model without an active pack.
@@ -101,8 +103,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
     columns = columns or columns_of(pack, data)
     trained = pack._part("objective") if pack else {}
     recipe = pack._part("recipe") if pack else {}
-    is_reward_model = pack is not None and pack.is_reward_model
-    if not is_reward_model:
+    evaluate_pack = _own_evaluation(pack)
+    if evaluate_pack is None:
         loss_on = loss_on or trained.get("loss_on")
     settings = EvalSettings(
         columns,
@@ -116,8 +118,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
     )
 
     rows = evaluation_rows(columns, split, limit)
-    if pack is not None and is_reward_model:
-        return load("evaluation.preferences:evaluate_reward_model")(base, pack, rows, settings)
+    if evaluate_pack is not None:
+        return load(evaluate_pack)(base, pack, rows, settings)
 
     evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
     with activated(base, None, evaluator.matmul_path):
@@ -127,3 +129,14 @@ def evaluate(  # noqa: PLR0913 - a public facade
         with activated(base, pack, evaluator.matmul_path):
             pack_score = evaluator.score()
     return evaluator.report(base_score, pack_score)
+
+
+def _own_evaluation(pack: Pack | None) -> str | None:
+    """Return what evaluates a pack that gives no text and has no base to compare with, by name."""
+    if pack is None:
+        return None
+    if pack.is_classifier:
+        return "evaluation.classification:evaluate_classifier"
+    if pack.is_reward_model:
+        return "evaluation.preferences:evaluate_reward_model"
+    return None

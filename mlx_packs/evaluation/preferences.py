@@ -147,11 +147,12 @@ def score_pairs(
     right = (np.sign(gains) + 1) / 2
     loss = float(np.concatenate(losses).mean())
 
-    errors = _standard_error(right), _standard_error(gains)
+    errors = standard_error(right), standard_error(gains)
     return RewardScore(loss, float(right.mean()), float(gains.mean()), len(pairs), *errors)
 
 
-def _standard_error(values: np.ndarray) -> float | None:
+def standard_error(values: np.ndarray) -> float | None:
+    """Return the standard error of a mean, [N]; None of a single value."""
     if len(values) < 2:
         return None
     return float(values.std(ddof=1) / np.sqrt(len(values)))
@@ -174,8 +175,8 @@ class RewardReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        accuracy = _with_error(self.preference_accuracy, self.preference_accuracy_se)
-        margin = _with_error(self.reward_margin, self.reward_margin_se)
+        accuracy = with_error(self.preference_accuracy, self.preference_accuracy_se)
+        margin = with_error(self.reward_margin, self.reward_margin_se)
         dropped = ""
         if self.dropped:
             dropped = f" · {self.dropped} dropped for their length"
@@ -186,7 +187,22 @@ class RewardReport:
         ]
 
 
-def _with_error(value: float, error: float | None) -> str:
+def check_no_text_settings(settings: EvalSettings, what: str) -> None:
+    """Raise a PackError if a setting is about text, which a pack of another kind has not."""
+    misplaced = {
+        "loss_on": settings.loss_on is not None,
+        "metric": settings.metric not in (None, NO_METRIC),
+        "share_prefix": settings.share_prefix == "on",
+    }
+    for flag, is_misplaced in misplaced.items():
+        if is_misplaced:
+            name = flag.replace("_", "-")
+            text = f"--{name}: does not apply to {what}. Leave it out."
+            raise PackError(text, "conflict", flag)
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return a number for people, with its standard error if it is known."""
     if error is None:
         return f"{value:.4f}"
     return f"{value:.4f} ± {error:.4f}"
@@ -199,20 +215,7 @@ def evaluate_reward_model(
 
     Raises a PackError if a setting has no meaning for it, or a row cannot be used.
     """
-    for flag, given in (
-        ("loss_on", settings.loss_on is not None),
-        ("metric", settings.metric not in (None, NO_METRIC)),
-        ("share_prefix", settings.share_prefix == "on"),
-    ):
-        if given:
-            name = flag.replace("_", "-")
-            raise PackError(
-                f"--{name}: does not apply to a reward model, which scores completions. "
-                "Leave it out.",
-                "conflict",
-                flag,
-            )
-
+    check_no_text_settings(settings, "a reward model, which scores completions")
     length = settings.max_seq_length
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
     with encoding_progress(2 * len(rows), base, settings.display) as advance:

@@ -106,13 +106,13 @@ def recompute_policies(train: "TrainConfig") -> tuple[str, ...]:
 
 
 def has_score_head(train: "TrainConfig") -> bool:
-    """Return whether a run trains the head of a reward model, which goes with adapters alone."""
-    return any(TASKS[task].scores for task in train.tasks)
+    """Return whether a run trains a head for scores, which goes with adapters alone."""
+    return train.head == "score" and any(TASKS[task].scores for task in train.tasks)
 
 
 def has_logits(train: "TrainConfig") -> bool:
-    """Return whether a run computes logits: one of reward models alone does not."""
-    return not all(TASKS[task].scores for task in train.tasks)
+    """Return whether a run computes logits: one of heads for scores alone does not."""
+    return train.head != "score" or not all(TASKS[task].scores for task in train.tasks)
 
 
 def accumulates(train: "TrainConfig") -> bool:

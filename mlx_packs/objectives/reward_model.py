@@ -19,7 +19,7 @@ from .score import Score
 States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, D]
 
 
-def hidden_states(model: nn.Module, name: str) -> States:
+def hidden_states(model: nn.Module, name: str, task: str = "reward") -> States:
     """Return the part of a model that computes the states that a head reads.
 
     Raises a PackError if the model changes its logits after the head: this part is not certain.
@@ -27,12 +27,19 @@ def hidden_states(model: nn.Module, name: str) -> States:
     head = split_head(model)
     if head is None:
         raise PackError(
-            f"--task reward: {name} scales or caps its logits, or names its parts in its own way, "
+            f"--task {task}: {name} scales or caps its logits, or names its parts in its own way, "
             "so what a head would read is not known. Train another base.",
             "unsupported",
             "task",
         )
     return head.hidden
+
+
+def read_states(model: nn.Module, states: States, inputs: Inputs, layout: Layout) -> mx.array:
+    """Return the state that each target of a batch is predicted from, [M, D]."""
+    segments = segments_of(inputs, layout)
+    hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))
+    return hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
 
 
 def completion_scores(
@@ -48,10 +55,7 @@ def completion_scores(
     ``states`` makes the hidden states, ``score`` maps [M, D] to [M, 1]. ``inputs`` and ``layout``
     are those of a batch of tokens (data/preferences.py) with two completions in each row.
     """
-    segments = segments_of(inputs, layout)
-    hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))
-    last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
-
+    last = read_states(model, states, inputs, layout)
     scores = score(last)[:, 0].astype(mx.float32)
     # sums in a fixed order, which a scatter on a GPU does not have
     owned = inputs["owners"][None] == mx.arange(2 * rows)[:, None]

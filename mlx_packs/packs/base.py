@@ -37,6 +37,7 @@ from .pack import Pack, Packs, as_pack
 if TYPE_CHECKING:
     from ..adapters.lora import Attached
     from ..data.in_memory import Data
+    from .classify import Input, Prediction
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
 _PROBED = 512  # tokens, of the check of a forward pass
@@ -245,6 +246,37 @@ class Base(BaseModel):
         try:
             return load("packs.rewards:rewards")(
                 self, completions, as_pack(pack), batch_size, matmul_path
+            )
+        finally:
+            self._swap_back(before)
+
+    def classify(
+        self,
+        texts: "Sequence[Input]",
+        pack: str | Path | Pack,
+        *,
+        batch_size: int = 8,
+        matmul_path: str = "quantized",
+    ) -> "list[Prediction]":
+        """Return what a classifier says of each text: a label, and the probability of each.
+
+        Args:
+            texts: Texts, lists of messages with ``role`` and ``content``, or rows with either, as
+                the pack was trained on.
+            pack: A pack of ``--task classify``, or its folder. It is attached for this call only;
+                an active pack is attached again afterwards.
+            batch_size: Number of texts that are computed together.
+            matmul_path: How frozen weights are used, as in `applied`.
+
+        Raises:
+            PackError: If the pack is no classifier or does not fit, or a text is empty.
+        """
+        self.check_architecture("classify", "decoder")
+        before = self.active
+        self.swap_pack(None)
+        try:
+            return load("packs.classify:classify")(
+                self, texts, as_pack(pack), batch_size, matmul_path
             )
         finally:
             self._swap_back(before)

@@ -16,6 +16,8 @@ from .manifest import (
     HUB_ID,
     METRICS,
     architecture_facts,
+    has_score_head,
+    is_classifier,
     is_reward_model,
     replaced_of,
     specs_of,
@@ -38,6 +40,8 @@ def model_card(manifest: dict, name: str) -> str:
     kind = "pack"
     if is_reward_model(manifest):
         kind = "pack that is a reward model (`--task reward`)"
+    if is_classifier(manifest):
+        kind = "pack that is a classifier (`--task classify`)"
     if specs:
         kind = f"LoRA {kind}"
 
@@ -81,7 +85,7 @@ def model_card(manifest: dict, name: str) -> str:
 
 def _full_tensors(manifest: dict) -> str:
     """How many tensors of the base are stored in full, and the head that is none of them."""
-    scores = is_reward_model(manifest)
+    scores = has_score_head(manifest)
     count = len(replaced_of(manifest)) - scores
     parts = []
     if count:
@@ -107,7 +111,7 @@ def _card_metadata(manifest: dict) -> list[str]:
     task = architecture_facts(manifest).hub_task
     if _has_images(manifest):
         task = "image-text-to-text"
-    if is_reward_model(manifest):
+    if has_score_head(manifest) or is_classifier(manifest):
         task = "text-classification"
     lines.append(f"pipeline_tag: {task}")
 
@@ -309,6 +313,8 @@ def card_command(manifest: dict) -> str:
         return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
     if is_reward_model(manifest):
         return f"packs eval . --model {base} --data ..."
+    if is_classifier(manifest):
+        return f"packs classify --pack . --model {base} < rows.jsonl"
     if base == TINY:
         return "packs generate --pack . --prompt ..."
 

@@ -129,7 +129,13 @@ def is_converted_on_loading(config: dict) -> bool:
 
 
 def check_generates(pack: Pack) -> None:
-    """No text can be generated with a reward model."""
+    """No text can be generated with a reward model, or a classifier with a head of its own."""
+    if pack.is_classifier and pack.has_score_head:
+        raise PackError(
+            f"{pack.name}: is a classifier (--task classify), which generates no text. Use "
+            "`packs classify`, packs eval or base.classify().",
+            "unsupported",
+        )
     if pack.is_reward_model:
         raise PackError(
             f"{pack.name}: is a reward model (--task reward), which scores completions and "
@@ -214,10 +220,10 @@ def _check_full_tensors(
 ) -> None:
     quantized = weight_modes_of(stored)
     for name, shape in replaced_of(pack.manifest).items():
-        if name == SCORE_WEIGHT and shape != (1, hidden):
+        if name == SCORE_WEIGHT and shape[1:] != (hidden,):
             raise PackError(
-                f"{pack.path}: {name} is {list(shape)}, but a reward head of {model} is "
-                f"{[1, hidden]}.",
+                f"{pack.path}: {name} is {list(shape)}, but a head of {model} is "
+                f"{[shape[0], hidden]}.",
                 "mismatch",
             )
 

@@ -28,8 +28,13 @@ CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
-# Metrics of embeddings and of preferences, and their names for people.
+# Metrics of classes, embeddings and preferences, and their names for people.
 METRICS = {
+    "label_accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "log_loss": "log loss",
+    "calibration_error": "calibration error",
+    "rmse": "RMSE",
     "preference_accuracy": "preference accuracy",
     "reward_margin": "reward margin",
     "reward": "reward",
@@ -103,6 +108,12 @@ _KEYS = {
     "gates.*": "a mapping",
     **dict.fromkeys(("gates.*.limit", "gates.*.value"), "a number"),
     "gates.*.passed": "true or false",
+    "classifier": "a mapping?",
+    "classifier.problem_type": "text?",
+    "classifier.labels": "a list?",
+    "classifier.labels.*": "text",
+    **dict.fromkeys(("classifier.head", "classifier.input"), "text?"),
+    "classifier.temperature": "a number?",
     "phases": "a list?",
     "phases.*": "a mapping",
     **dict.fromkeys(("phases.*.name", "phases.*.data", "phases.*.optimizer_state"), "text"),
@@ -140,6 +151,15 @@ _FILES = {
     "files.*": "a mapping",
     "files.*.bytes": "an integer of 0 or more",
     "files.*.sha256": "text",
+}
+_CLASSIFIERS = {
+    "problem_type": (
+        "single_label_classification",
+        "multi_label_classification",
+        "regression",
+    ),
+    "head": ("score", "lm"),
+    "input": ("text", "chat"),
 }
 _QUANTIZATION = {
     "bits": "an integer above 0",
@@ -207,6 +227,7 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         _check_module(f"adapters.modules[{i}]", module)
 
     _check_for_merge(manifest["adapters"])
+    _check_head(manifest)
 
     for i, tensor in enumerate(replaced or []):
         if not tensor["name"].rpartition(".")[0]:
@@ -236,6 +257,34 @@ def _check_for_merge(adapters: dict) -> None:
     others = [m for m in adapters["modules"] if m.get("kind", "lora") != "lora" or m.get("experts")]
     if others or adapters.get("replaced"):
         raise ValueError("adapters.for_merge is for adapters of linears alone")
+
+
+def _check_head(manifest: dict) -> None:
+    """Raises ValueError if a classifier is faulty, or its head has not a row for each output."""
+    shape = replaced_of(manifest).get(SCORE_WEIGHT)
+    classifier = manifest.get("classifier")
+    outputs = 1
+    if classifier is not None:
+        outputs = _checked_outputs(classifier)
+        if (classifier["head"] == "score") != (shape is not None):
+            raise ValueError(f"classifier.head is {classifier['head']!r}, unlike the tensors")
+
+    if shape is not None and (len(shape) != 2 or shape[0] != outputs):
+        raise ValueError(f"{SCORE_WEIGHT} must have {outputs} rows, but is {list(shape)}")
+
+
+def _checked_outputs(classifier: dict) -> int:
+    """The number of logits of a classifier."""
+    for key, values in _CLASSIFIERS.items():
+        if classifier.get(key) not in values:
+            raise ValueError(f"classifier.{key} must be one of {', '.join(values)}")
+
+    labels = classifier.get("labels") or []
+    has_labels = classifier["problem_type"] != "regression"
+    if len(set(labels)) != len(labels) or has_labels != bool(labels):
+        raise ValueError("classifier.labels must be different names, and a score has none")
+    check_kind("classifier.temperature", classifier.get("temperature"), "a finite number above 0")
+    return max(1, len(labels))
 
 
 def _check_module(key: str, module: dict) -> None:
@@ -295,9 +344,17 @@ def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
     return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
 
 
-def is_reward_model(manifest: dict) -> bool:
-    """A pack with the head of a reward model scores and generates no text."""
+def has_score_head(manifest: dict) -> bool:
+    """A pack with the head of a reward model or classifier scores and generates no text."""
     return SCORE_WEIGHT in replaced_of(manifest)
+
+
+def is_classifier(manifest: dict) -> bool:
+    return manifest.get("classifier") is not None
+
+
+def is_reward_model(manifest: dict) -> bool:
+    return has_score_head(manifest) and not is_classifier(manifest)
 
 
 def head_tables_of(manifest: dict) -> set[str]:

@@ -26,6 +26,8 @@ from .manifest import (
     MAIN,
     MANIFEST,
     check_manifest,
+    has_score_head,
+    is_classifier,
     is_hub_name,
     is_reward_model,
     manifest_text,
@@ -133,6 +135,16 @@ class Pack:
     def is_reward_model(self) -> bool:
         """Whether it has the head of a reward model, which scores completions (`Base.rewards`)."""
         return is_reward_model(self.manifest)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it classifies texts or chats (`Base.classify`)."""
+        return is_classifier(self.manifest)
+
+    @property
+    def has_score_head(self) -> bool:
+        """Whether it has the head of a reward model or classifier, and generates no text."""
+        return has_score_head(self.manifest)
 
     @property
     def for_merge(self) -> str:

@@ -1,0 +1,303 @@
+"""Labelled rows as tokens, and batches of them with what the loss compares with.
+
+A head reads the class at the last token of a text, or of the prompt of a chat. With ``--head lm``
+the example is a prompt whose completion is the name of its label.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..bases.tokenizer import text_tokens
+from ..config.data import DataConfig
+from ..errors import PackError
+from .bad_rows import BadRows, RowError
+from .batches import PackedCollate, TokenCollate, split_rows
+from .chat_formats import about_conversation
+from .dataset import Batch, Shape
+from .encoding import EncodingOptions, Examples, encode
+from .formats import COMPLETION, TEXT, Row
+from .labels import COLUMNS, Classes, Label, check_input, read_label
+from .preferences import Scored, Selected
+from .sampler import Order
+from .sources import Rows, Source, as_rows
+from .token_cache import encode_cached
+
+NO_LIMIT = 1 << 30  # of the tokens of an example
+_ANSWER = "."  # where a prompt needs a completion, and none is read
+
+
+@dataclass
+class LabelledExamples(Examples):
+    """Examples, each with its label as `Classes.encoded` has it."""
+
+    values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[LabelledExamples]") -> "LabelledExamples":
+        joined = super().joined(parts)
+        joined.values = np.concatenate([part.values for part in parts])
+        return joined
+
+
+class _Inputs(Source):
+    """Rows as they are encoded: a text, or a prompt with an answer; and the label."""
+
+    def __init__(self, rows: Rows, names: DataConfig, classes: Classes) -> None:
+        self.rows = rows
+        self.names = names
+        self.classes = classes
+        self.column = COLUMNS[classes.problem]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        for row in self.rows[start:stop]:
+            own = {self.names.text_feature: row.value.get(self.names.text_feature)}
+            if self.classes.chat:
+                own = self._prompt(row)
+            if self.column in row.value:  # for the fingerprint
+                own[self.column] = row.value[self.column]
+            yield row.with_value(own)
+
+    def _prompt(self, row: Row) -> dict[str, Any]:
+        names = self.names
+        prompt = row.value.get(names.chat_feature)
+
+        if prompt is None:
+            prompt = row.value[names.text_feature]
+
+        answer = _ANSWER
+        if self.classes.head == "lm":
+            answer = self.classes.labels[0]
+            if self.column in row.value:
+                answer = str(row.value[self.column])
+        about = about_conversation(row)
+        return {**about, names.prompt_feature: prompt, names.completion_feature: answer}
+
+    def where(self, i: int) -> str:
+        return self.rows.where(i)
+
+    def nbytes(self, start: int, stop: int) -> int:
+        return self.rows[start:stop].nbytes()
+
+    def content_key(self) -> bytes | None:
+        """Hash the rows, and how they are read."""
+        key = self.rows.content_key()
+        how = f"{self.column} {self.classes.chat} {self.classes.head}"
+        return key and key + how.encode()
+
+    def is_in_files(self) -> bool:
+        return self.rows.is_in_files()
+
+    def places(self) -> Callable[[int], str]:
+        return self.rows.places()
+
+
+def encode_labelled(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    names: DataConfig,
+    options: EncodingOptions,
+    classes: Classes,
+    num_proc: int | None = None,
+    advance: Callable[[], None] | None = None,
+    labelled: bool = True,
+) -> LabelledExamples:
+    """Return every row as an example of its class.
+
+    Texts are cut to ``max_seq_length``. Longer chats are dropped, since their end says what is
+    asked. Without ``labelled`` rows need no label, and what is too long is an error.
+
+    Raises:
+        RowError: A row cannot be used, unless ``names.on_bad_row`` leaves such rows out.
+        PackError: No row can be used.
+    """
+    rows = as_rows(rows)
+    used, labels, bad = _checked(rows, names, classes, labelled)
+    source = Rows([_Inputs(rows.select(used), names, classes)])
+    options = replace(options, max_seq_length=NO_LIMIT, loss_on=None)
+
+    row_format = COMPLETION if classes.chat else TEXT
+    examples, _ = encode_cached(
+        source, tokenizer, names, options, row_format=row_format, num_proc=num_proc, advance=advance
+    )
+
+    numbers = examples.items.parts["rows"]
+    for i, error in examples.bad.errors:
+        bad.leave_out(int(used[i]), error)
+
+    result = LabelledExamples(
+        examples.items,
+        "chat" if classes.chat else "text",
+        "label" if classes.head == "lm" else "last token",
+        bad=bad.in_order(),
+        fingerprint=examples.fingerprint,
+    )
+    result.lengths = examples.lengths
+    result.target_counts = examples.target_counts
+
+    if labelled:
+        result.values = classes.encoded([labels[i] for i in numbers])
+    else:
+        result.values = np.zeros(len(numbers), np.int32)
+    return result
+
+
+def fitted(
+    examples: LabelledExamples, tokenizer: Any, classes: Classes, limit: int
+) -> LabelledExamples:
+    """Return examples of at most ``limit`` tokens with what is read of each.
+
+    Raises a PackError if all are too long.
+    """
+    prompts = prompt_lengths(examples, tokenizer, classes)
+    cut = 0
+
+    if classes.head == "lm":
+        fits = examples.lengths <= limit
+    elif classes.chat:
+        fits = prompts < limit
+    else:
+        cut = int((prompts >= limit).sum())
+        fits = np.ones(len(prompts), bool)
+        prompts = np.minimum(prompts, limit - 1)
+
+    kept = np.flatnonzero(fits)
+    if not len(kept):
+        raise PackError(
+            f"{examples.items[0].where}: no example has fewer than {limit} tokens, and the end of "
+            "a chat cannot be cut. Raise --max-seq-length.",
+            "data",
+            "max_seq_length",
+        )
+
+    items = Scored(examples, kept, prompts)
+    if classes.head == "lm":
+        items = Selected(examples, kept)
+
+    result = replace(
+        examples,
+        items=items,
+        cut=cut,
+        dropped=len(prompts) - len(kept),
+        values=examples.values[kept],
+    )
+    result.lengths = items.lengths
+    result.target_counts = items.target_counts
+    return result
+
+
+def prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
+    """Return how many tokens of each example come before its answer, or are its text, [N]."""
+    lengths = np.asarray(examples.lengths)
+    if not classes.chat:
+        adds_end = text_tokens(tokenizer, "a")[-1:] != [tokenizer.eos_token_id]
+        return lengths - adds_end  # which the encoding adds to texts, and the tokenizer does not
+
+    hits = np.flatnonzero(examples.items.parts["target"])
+    starts = np.cumsum(lengths) - lengths
+    return hits[np.searchsorted(hits, starts)] - starts
+
+
+def label_tokens(
+    tokenizer: Any, names: DataConfig, options: EncodingOptions, classes: Classes
+) -> list[np.ndarray]:
+    """Return the tokens of each label as an answer, int32 [L], with the one that ends it.
+
+    Raises a PackError if two labels have the same tokens.
+    """
+    columns = names.prompt_feature, names.completion_feature
+    rows = [Row(label, dict(zip(columns, ("?", label), strict=True))) for label in classes.labels]
+    options = replace(options, max_seq_length=NO_LIMIT, loss_on="completion")
+    encoded = encode(rows, tokenizer, names, options, COMPLETION)
+
+    first: dict[bytes, str] = {}
+    answers = []
+    for example, label in zip(encoded.items, classes.labels, strict=True):
+        tokens = example.tokens[example.target]
+        other = first.setdefault(tokens.tobytes(), label)
+
+        if other != label:
+            raise PackError(
+                f"--head lm: the labels {other!r} and {label!r} have the same tokens, so the model "
+                "cannot tell them apart. Rename one of them, or use --head score.",
+                "data",
+                "head",
+            )
+
+        answers.append(tokens)
+
+    return answers
+
+
+def _checked(
+    rows: Rows, names: DataConfig, classes: Classes, labelled: bool
+) -> tuple[np.ndarray, list[Label], BadRows]:
+    """Return the numbers of usable rows, their labels, and the other rows."""
+    if not len(rows):
+        raise PackError("--data: the split has no examples.", "data")
+
+    bad = BadRows(names.on_bad_row == "stop")
+    used: list[int] = []
+    labels: list[Label] = []
+    column = COLUMNS[classes.problem]
+
+    for i, row in enumerate(rows):
+        try:
+            _check_input(row, rows, names, classes)
+            if labelled:
+                label = read_label(row, column)
+                classes.check(row, label)
+                labels.append(label)
+        except RowError as error:
+            bad.add(i, error)
+            continue
+
+        used.append(i)
+
+    bad.check_some_left(len(rows))
+    return np.array(used), labels, bad
+
+
+def _check_input(row: Row, rows: Rows, names: DataConfig, classes: Classes) -> None:
+    """Check that a row says something, in the form of the others or of what was trained on."""
+    row_format = check_input(row, names)
+    if not classes.chat and row_format is not TEXT:
+        raise row.error(
+            "is a chat, but the classifier was trained on texts, without a chat template. Give "
+            f"'{names.text_feature}'.",
+            "another format",
+        )
+
+
+@dataclass(frozen=True)
+class LabelCollate:
+    """Lays out tokens, and adds ``labels``: of each of M targets that of its example.
+
+    It is [M] or [M, classes], as `Classes.encoded` has it; 0 where a target is padding.
+    """
+
+    tokens: TokenCollate | PackedCollate
+
+    def __call__(self, examples: LabelledExamples, order: Order) -> Batch:
+        return _with_labels(self.tokens(examples, order))
+
+    def shapes(self, examples: LabelledExamples, orders: Iterator[Order]) -> set[Shape]:
+        return self.tokens.shapes(examples, orders)
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        tokens = {name: values for name, values in batch.inputs.items() if name != "labels"}
+        whole = dataclasses.replace(batch, inputs=tokens)
+        return [_with_labels(piece) for piece in split_rows(whole, parts)]
+
+
+def _with_labels(batch: Batch) -> Batch:
+    values = batch.source.values
+    none = np.zeros((1, *values.shape[1:]), values.dtype)  # of padding, whose owner is -1
+    own = np.concatenate([values[list(batch.examples)], none])
+    return batch.having(labels=own[batch.inputs["owners"]])

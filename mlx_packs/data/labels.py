@@ -1,0 +1,296 @@
+"""The labels of rows, and the classes that a classifier decides between.
+
+A row has one label, several labels or a score besides its text or messages, as data sets of the
+Hub have them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..config.data import DataConfig
+from ..errors import PackError
+from .bad_rows import RowError
+from .chat_formats import Chat
+from .formats import TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
+from .row_format import optional
+
+# transformers' names of what is decided
+SINGLE = "single_label_classification"
+MULTI = "multi_label_classification"
+REGRESSION = "regression"
+
+PROBLEMS = {"label": SINGLE, "labels": MULTI, "score": REGRESSION}  # by the column of a row
+COLUMNS = {problem: column for column, problem in PROBLEMS.items()}
+MOST_CLASSES = 10_000  # a head of that many rows is already as large as many an adapter
+CHAT = Chat()
+INPUTS: tuple[RowFormat, ...] = (CHAT, TEXT)  # what is classified
+
+Label = str | tuple[str, ...] | float  # of a row: by the problem
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What a classifier decides between, and how it reads its input.
+
+    Attributes:
+        problem: `SINGLE` or `MULTI` labels, or the `REGRESSION` of a score.
+        labels: names of the classes in the order of the logits; a score has none.
+        head: ``score`` is a linear head at the last token, ``lm`` the LM head on label names.
+        chat: whether the input is the prompt of a chat, in which a text is the user's message.
+        temperature: what logits are divided by before they become probabilities.
+    """
+
+    problem: str
+    labels: tuple[str, ...] = ()
+    head: str = "score"
+    chat: bool = False
+    temperature: float = 1.0
+
+    @property
+    def outputs(self) -> int:
+        """The number of logits of an example."""
+        return max(1, len(self.labels))
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each class by its label."""
+        return {label: number for number, label in enumerate(self.labels)}
+
+    @property
+    def described(self) -> str:
+        """What is decided, in words."""
+        if self.problem == REGRESSION:
+            return "a classifier with a score"
+
+        several = ", several of which may apply" if self.problem == MULTI else ""
+        return f"a classifier of {len(self.labels)} labels{several} (--head {self.head})"
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities of labels, of logits float64 [N, classes] as they are."""
+        return probabilities(logits, self.problem)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part ``classifier`` of a manifest."""
+        return {
+            "problem_type": self.problem,
+            "labels": list(self.labels),
+            "head": self.head,
+            "input": "chat" if self.chat else "text",
+            "temperature": self.temperature,
+        }
+
+    @classmethod
+    def of(cls, manifest: Mapping) -> "Classes | None":
+        """Return the classes of a pack; None if it is no classifier."""
+        stored = manifest.get("classifier")
+        if stored is None:
+            return None
+
+        return cls(
+            stored["problem_type"],
+            tuple(stored["labels"]),
+            stored["head"],
+            stored["input"] == "chat",
+            float(stored.get("temperature", 1.0)),
+        )
+
+    def encoded(self, values: Sequence[Any]) -> np.ndarray:
+        """Return what the loss compares with: int32 [N], bool [N, classes], or float32 [N]."""
+        if self.problem == REGRESSION:
+            return np.array(values, np.float32)
+
+        if self.problem == SINGLE:
+            return np.array([self.numbers[label] for label in values], np.int32)
+
+        present = np.zeros((len(values), len(self.labels)), bool)
+        for row, labels in enumerate(values):
+            present[row, [self.numbers[label] for label in labels]] = True
+        return present
+
+    def check(self, row: Row, label: Label) -> None:
+        """Raise a RowError if a label is none of the classes."""
+        if self.problem == REGRESSION:
+            return
+
+        for each in _each(label):
+            if each not in self.numbers:
+                known = ", ".join(map(repr, self.labels[:5]))
+                if len(self.labels) > 5:
+                    known += ", …"
+                fault = f"the label {shown(each)} is none of the {len(self.labels)} that were "
+                raise row.error(f"{fault}trained on ({known}).", "unknown label")
+
+
+def probabilities(logits: np.ndarray, problem: str) -> np.ndarray:
+    """Return the probabilities of labels, of logits float64 [N, classes]; scores stay as they are.
+
+    One label: softmax. Several labels: the sigmoid of each.
+    """
+    if problem == REGRESSION:
+        return logits
+    if problem == MULTI:
+        return np.exp(-np.logaddexp(0, -logits))
+    return np.exp(logits - np.logaddexp.reduce(logits, axis=1)[:, None])
+
+
+def _each(label: Label) -> tuple:
+    if isinstance(label, tuple):
+        return label
+    return (label,)
+
+
+def label_column(row: Row) -> str:
+    """Return the column of a row that has its label; a RowError unless there is one of them."""
+    columns = [column for column in PROBLEMS if optional(row, column) is not None]
+    if len(columns) == 1:
+        return columns[0]
+
+    names = "'label' (one), 'labels' (a list) or 'score' (a number)"
+    fault = f"must have {names}, but has none of them."
+    if columns:
+        fault = f"must have one of {names}, but has {' and '.join(columns)}."
+    raise row.error(fault, "missing columns", "task")
+
+
+def read_label(row: Row, column: str) -> Label:
+    """Return the label, the labels or the score of a row, or raise the RowError that it has."""
+    if column not in row.value:
+        raise row.error(f"'{column}' is missing.", "missing columns")
+
+    value = row.value[column]
+    if column == "score":
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise row.error(f"'score' must be a number, but is {shown(value)}.", "wrong type")
+        return float(value)
+
+    if column == "label":
+        return _name(row, column, value)
+
+    if not isinstance(value, list):
+        raise row.error(f"'{column}' must be a list, but is {shown(value)}.", "wrong type")
+    return tuple(dict.fromkeys(_name(row, column, each) for each in value))
+
+
+def _name(row: Row, column: str, value: Any) -> str:
+    """Return the name of a label: a text, or an integer as text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        fault = f"'{column}' must be a text or an integer, but is {shown(value)}."
+        raise row.error(fault, "wrong type")
+    if not value.strip():
+        raise row.error(f"'{column}' is empty.", "empty")
+
+    check_unicode(row, value)
+    return value
+
+
+def check_input(row: Row, names: DataConfig) -> RowFormat:
+    """Return whether a row is a text or a chat; a RowError if it says nothing."""
+    if isinstance(row.value, Mapping) and not any(f.matches(row, names) for f in INPUTS):
+        columns = f"'{names.text_feature}' or '{names.chat_feature}'"
+        fault = f"must have {columns}, but has {shown(sorted(row.value))}."
+        raise row.error(fault, "missing columns")
+
+    row_format = format_of(row, names, INPUTS)
+    if row_format is TEXT:
+        texts = [text_of(row, names.text_feature)]
+        column = names.text_feature
+    else:
+        texts = CHAT.texts(row, names)
+        column = names.chat_feature
+
+    if not any(text.strip() for text in texts):
+        raise row.error(f"'{column}' is empty.", "empty")
+    return row_format
+
+
+class _Kinds:
+    """Whether labels are numbers or texts, which may not be mixed."""
+
+    def __init__(self) -> None:
+        self.first: tuple[str, str] | None = None  # kind, and the row that has it
+
+    def check(self, row: Row, column: str) -> None:
+        values = row.value[column]
+        if not isinstance(values, list):
+            values = [values]
+
+        for value in values:
+            kind = "a text" if isinstance(value, str) else "a number"
+            self.first = self.first or (kind, row.where)
+            if kind != self.first[0]:
+                fault = f"the label {shown(value)} is {kind}, but {self.first[1]} has "
+                raise row.error(
+                    f"{fault}{self.first[0]}. Write all of them as texts.", "mixed labels"
+                )
+
+    @property
+    def are_numbers(self) -> bool:
+        return self.first is not None and self.first[0] == "a number"
+
+
+def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str) -> Classes:
+    """Return the classes of training rows: texts in order, or numbers in theirs.
+
+    Rows that cannot be used are left to the encoding, unless they stop the run.
+
+    Raises:
+        PackError: all rows have one class, there are too many, or labels are numbers and texts.
+    """
+    column = None
+    first_format = None
+    kinds = _Kinds()
+    seen: dict[Any, None] = {}
+
+    for row in rows:
+        try:
+            row_format = check_input(row, names)
+            column = column or label_column(row)
+            label = read_label(row, column)
+            if column != "score":
+                kinds.check(row, column)
+        except RowError:
+            if names.on_bad_row == "stop":
+                raise
+            continue
+
+        first_format = first_format or row_format
+        seen |= dict.fromkeys(_each(label))
+
+    if column is None:
+        raise PackError(f"--data {source}: no training example can be used.", "data", "data")
+
+    _check_count(len(seen), column, source)
+    ordered = sorted(seen)
+    if kinds.are_numbers:
+        ordered = sorted(seen, key=int)
+    if column == "score":
+        ordered = []
+    return Classes(PROBLEMS[column], tuple(ordered), head, head == "lm" or first_format is CHAT)
+
+
+def _check_count(count: int, column: str, source: str) -> None:
+    where = f"--data {source}: the training examples have"
+    if count < 2:
+        raise PackError(
+            f"{where} {count} '{column}' in all, so there is nothing to tell apart. Add examples "
+            "of another one.",
+            "data",
+            "data",
+        )
+
+    if column != "score" and count > MOST_CLASSES:
+        raise PackError(
+            f"{where} {count:,} different labels, and at most {MOST_CLASSES:,} are supported: most "
+            "would have too few examples to be learned. Join rare ones, or train embeddings and "
+            "look for the nearest (--task embedding).",
+            "data",
+            "data",
+        )

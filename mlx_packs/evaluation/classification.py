@@ -1,0 +1,355 @@
+"""Accuracy, macro F1, log loss and calibration of a classifier on held-out examples.
+
+The expected calibration error has 15 bins of equal width (https://arxiv.org/abs/1706.04599), as has
+the temperature that is fitted to logits. Standard errors of means are theirs; others are those of
+200 bootstrap samples.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..data.batches import TokenCollate
+from ..data.dataset import Batch, Dataset, by_length
+from ..data.encoding import EncodingOptions
+from ..data.formats import Row
+from ..data.labelled import LabelCollate, LabelledExamples, encode_labelled, fitted
+from ..data.labels import MULTI, REGRESSION, SINGLE, Classes, probabilities
+from ..data.shapes import sequence_inputs
+from ..distributed.group import group
+from ..errors import PackError
+from ..memory.matmul_path import choose_matmul_path
+from ..objectives.classification import Classifier
+from ..objectives.score import Score
+from ..packs.base import Base
+from ..packs.classify import attached_classifier
+from ..packs.pack import Pack
+from .embeddings import pearson, spearman
+from .preferences import check_no_text_settings, standard_error, with_error
+from .rows import EvalSettings
+
+_BINS = 15
+_RESAMPLES = 200
+_MOST_CONFUSIONS = 10  # that people see
+_COLDEST = 0.05  # a temperature is between it and its inverse
+
+Metric = Callable[[np.ndarray], float]  # of the numbers of some examples
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Logits float64 [N, classes] of examples, and their labels as `Classes.encoded` has them."""
+
+    logits: np.ndarray
+    values: np.ndarray
+    problem: str
+
+    def at(self, temperature: float) -> "Predictions":
+        """Return the predictions with logits divided by a temperature."""
+        return replace(self, logits=self.logits / temperature)
+
+    def losses(self) -> np.ndarray:
+        """Return the loss of each example, [N]; of several labels the mean over labels."""
+        if self.problem == REGRESSION:
+            return (self.logits[:, 0] - self.values) ** 2
+        if self.problem == MULTI:
+            signs = np.where(self.values, 1.0, -1.0)
+            return np.logaddexp(0, -signs * self.logits).mean(axis=1)
+
+        rows = np.arange(len(self.values))
+        totals = np.logaddexp.reduce(self.logits, axis=1)
+        return totals - self.logits[rows, self.values]
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return each metric, and its standard error as ``<name>_se``; ``loss`` comes first."""
+        losses = self.losses()
+        if self.problem == REGRESSION:
+            return {"loss": float(losses.mean()), **self._of_scores(losses)}
+
+        means = {"accuracy": self._is_right().astype(np.float64), "log_loss": losses}
+        metrics: dict[str, float | None] = {"loss": float(losses.mean())}
+        for name, values in means.items():
+            metrics |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
+
+        return metrics | self._resampled(
+            {"macro_f1": self._macro_f1(), "calibration_error": self._calibration_error()}
+        )
+
+    def predicted(self) -> np.ndarray:
+        """Return the most likely class of each, int [N]; of several, bool [N, classes]."""
+        if self.problem == MULTI:
+            return self.logits > 0
+        return self.logits.argmax(axis=1)
+
+    @property
+    def all_right(self) -> bool:
+        return bool(self._is_right().all())
+
+    def _is_right(self) -> np.ndarray:
+        """Whether the label, or every label, of each is predicted, bool [N]."""
+        right = self.predicted() == self.values
+        if self.problem == MULTI:
+            return right.all(axis=1)
+        return right
+
+    def _of_scores(self, losses: np.ndarray) -> dict[str, float | None]:
+        scores = self.logits[:, 0]
+        return self._resampled(
+            {
+                "rmse": lambda chosen: float(np.sqrt(losses[chosen].mean())),
+                "spearman": lambda chosen: spearman(scores[chosen], self.values[chosen]),
+                "pearson": lambda chosen: pearson(scores[chosen], self.values[chosen]),
+            }
+        )
+
+    def _resampled(self, metrics: Mapping[str, Metric]) -> dict[str, float | None]:
+        """Return metrics of all examples, with the standard deviation over bootstrap samples."""
+        count = len(self.values)
+        samples = np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
+        result: dict[str, float | None] = {}
+
+        for name, metric in metrics.items():
+            result[name] = metric(np.arange(count))
+            result[f"{name}_se"] = None
+            if count > 1:
+                result[f"{name}_se"] = float(np.std([metric(each) for each in samples], ddof=1))
+
+        return result
+
+    def _macro_f1(self) -> Metric:
+        """Mean F1 of the classes that are there or predicted, as in scikit-learn."""
+        classes = self.logits.shape[1]
+        predicted = self.predicted()
+        values = self.values
+
+        def count(labels: np.ndarray) -> np.ndarray:
+            if self.problem == MULTI:
+                return labels.sum(axis=0)
+            return np.bincount(labels, minlength=classes)
+
+        def macro_f1(chosen: np.ndarray) -> float:
+            named = predicted[chosen]
+            right = values[chosen]
+            both = named[named == right]
+            if self.problem == MULTI:
+                both = named & right
+
+            counts = count(named) + count(right)
+            present = counts > 0
+            if not present.any():
+                return 1.0
+            return float((2 * count(both)[present] / counts[present]).mean())
+
+        return macro_f1
+
+    def _calibration_error(self) -> Metric:
+        """Mean distance of confidence and accuracy over bins, weighted by their examples.
+
+        Every decision about a label counts if there may be several.
+        """
+        likely = probabilities(self.logits, self.problem)
+        right = self.values
+        if self.problem == SINGLE:
+            likely = likely.max(axis=1)
+            right = self._is_right()
+
+        def calibration_error(chosen: np.ndarray) -> float:
+            confidence = likely[chosen].ravel()
+            bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+            gaps = np.bincount(bins, weights=right[chosen].ravel() - confidence, minlength=_BINS)
+            return float(np.abs(gaps).sum() / len(confidence))
+
+        return calibration_error
+
+    def confusions(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
+        """Return the most frequent mistakes: right label, predicted one, number."""
+        if self.problem != SINGLE:
+            return []
+
+        predicted = self.predicted()
+        wrong = np.flatnonzero(predicted != self.values)
+        pairs = zip(self.values[wrong].tolist(), predicted[wrong].tolist(), strict=True)
+        common = Counter(pairs).most_common(_MOST_CONFUSIONS)
+        return [(labels[right], labels[given], count) for (right, given), count in common]
+
+
+def fit_temperature(predictions: Predictions) -> float:
+    """Return the temperature with the least log loss, by a search of thirds over its logarithm."""
+    low = np.log(_COLDEST)
+    high = -low
+
+    def loss(log_temperature: float) -> float:
+        return float(predictions.at(np.exp(log_temperature)).losses().mean())
+
+    for _ in range(60):
+        third = (high - low) / 3
+        if loss(low + third) < loss(high - third):
+            high -= third
+        else:
+            low += third
+
+    return float(np.exp((low + high) / 2))
+
+
+def predict(
+    classifier: Classifier,
+    batches: Sequence[Batch],
+    problem: str,
+    advance: Callable[[], None] | None = None,
+) -> Predictions:
+    """Return the predictions of all examples of some batches, at least one, in evaluation mode."""
+    if not batches:
+        raise PackError("--data: there are no examples to evaluate.", "data")
+    classifier.model.eval()
+
+    def outputs(batch: Batch) -> list[np.ndarray]:
+        logits = classifier.outputs(batch)
+        if advance is not None:
+            advance()
+        return [logits, batch.source.values[list(batch.examples)]]
+
+    logits, values = zip(*group().map(outputs, batches), strict=True)
+    return Predictions(np.concatenate(logits), np.concatenate(values), problem)
+
+
+@dataclass(frozen=True)
+class ClassScore(Score):
+    """The metrics of a classifier, each with its standard error (``<name>_se``).
+
+    ``ppl`` is None, since the reports of phases look for one.
+    """
+
+    metrics: Mapping[str, float]
+    rows: int
+    ppl: None = None
+    numbers: ClassVar = ("valid_loss", "valid_accuracy", "valid_macro_f1", "valid_spearman")
+
+    @property
+    def value(self) -> float:
+        return self.metrics["loss"]
+
+    @property
+    def entries(self) -> dict[str, float]:
+        present = {name: name.removeprefix("valid_") for name in self.numbers}
+        return {n: self.metrics[key] for n, key in present.items() if key in self.metrics}
+
+    @property
+    def text(self) -> str:
+        shown = [
+            f"{name} {self.metrics[name]:.3f}"
+            for name in ("loss", "spearman", "macro_f1")
+            if name in self.metrics
+        ]
+
+        if "accuracy" in self.metrics:
+            shown.insert(1, f"accuracy {self.metrics['accuracy']:.1%}")
+        return ", ".join(shown)
+
+
+def validated_numbers(problem: str) -> tuple[str, ...]:
+    """Return which numbers of `ClassScore` validations have."""
+    if problem == REGRESSION:
+        return ("valid_loss", "valid_spearman")
+    return ("valid_loss", "valid_accuracy", "valid_macro_f1")
+
+
+def labelled_evaluation(
+    examples: LabelledExamples, batch_size: int, max_seq_length: int, chosen: np.ndarray
+) -> Dataset:
+    """Return the chosen examples once, by length."""
+    collate = LabelCollate(TokenCollate(batch_size, sequence_inputs(max_seq_length)))
+    return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
+
+
+@dataclass(frozen=True)
+class ClassificationReport:
+    """A classifier on held-out examples; a base alone has no classes to compare with."""
+
+    rows: int
+    dropped: int
+    cut: int
+    format: str
+    problem_type: str
+    labels: int
+    temperature: float
+    metrics: Mapping[str, float]
+    confusions: list[tuple[str, str, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        report = asdict(self)
+        return {**report.pop("metrics"), **report}
+
+    def lines(self) -> list[str]:
+        shown = [
+            f"{label} {with_error(self.metrics[name], self.metrics[f'{name}_se'])}"
+            for name, label in _SHOWN.items()
+            if name in self.metrics
+        ]
+        lines = [f"pack    {', '.join(shown)}"]
+
+        if self.temperature != 1:
+            lines.append(f"        probabilities at temperature {self.temperature:.3f}")
+        if self.confusions:
+            pairs = [f"{right} → {given} ({n})" for right, given, n in self.confusions[:3]]
+            lines.append(f"wrong   most often {' · '.join(pairs)}")
+
+        left_out = ""
+        if self.dropped:
+            left_out = f" · {self.dropped} dropped for their length"
+        if self.cut:
+            left_out += f" · {self.cut} texts cut to --max-seq-length"
+
+        lines.append(f"data    {self.rows} examples ({self.format}){left_out}")
+        return lines
+
+
+_SHOWN = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "log_loss": "log loss",
+    "calibration_error": "calibration error",
+    "rmse": "RMSE",
+    "spearman": "Spearman",
+    "pearson": "Pearson",
+}
+
+
+def evaluate_classifier(
+    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
+) -> ClassificationReport:
+    """Return the metrics of a classifier on labelled rows.
+
+    Raises a PackError if a setting has no meaning for it, or a row cannot be used.
+    """
+    check_no_text_settings(settings, "a classifier")
+    classes = Classes.of(pack.manifest)
+    length = settings.max_seq_length
+    options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
+    encoded = encode_labelled(rows, base.tokenizer, settings.columns, options, classes)
+    examples = fitted(encoded, base.tokenizer, classes, length)
+    chosen = np.arange(examples.count)
+    batches = labelled_evaluation(examples, settings.batch_size, length, chosen).once()
+
+    path = settings.matmul_path
+    if path == "auto":
+        tokens = batches[-1].inputs["tokens"].size
+        path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
+
+    with attached_classifier(base, pack, settings.columns, path) as classifier:
+        predictions = predict(classifier, batches, classes.problem)
+
+    predictions = predictions.at(classes.temperature)
+    return ClassificationReport(
+        examples.count,
+        examples.dropped,
+        examples.cut,
+        examples.format,
+        classes.problem,
+        len(classes.labels),
+        classes.temperature,
+        predictions.metrics(),
+        predictions.confusions(classes.labels),
+    )

@@ -1,0 +1,173 @@
+"""A pack that classifies, attached to its base, and what it says of texts and chats."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..bases.model import BaseModel
+from ..config.data import COLUMN_SETTINGS, DataConfig
+from ..config.schema import TrainConfig
+from ..data.batches import TokenCollate
+from ..data.dataset import by_length
+from ..data.encoding import EncodingOptions
+from ..data.formats import Row
+from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted, label_tokens
+from ..data.labels import REGRESSION, SINGLE, Classes
+from ..errors import PackError
+from ..objectives.causal_lm import split_head
+from ..objectives.classification import LabelNames, ScoreHead
+from ..objectives.reward_model import hidden_states
+from .pack import Pack
+
+Input = str | Sequence[Mapping] | Mapping  # a text, messages, or a row with either
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a classifier says of one text or chat.
+
+    Attributes:
+        label: The most likely label. If several may apply, a list of those above 50 %; of a
+            regression the score.
+        probabilities: The probability of each label, the most likely first. A score has none.
+    """
+
+    label: str | list[str] | float
+    probabilities: dict[str, float]
+
+    def to_json(self, top: int | None = None) -> dict[str, Any]:
+        """Return label and probabilities, of at most ``top`` labels, or the score."""
+        if isinstance(self.label, float):
+            return {"score": self.label}
+
+        name = "labels" if isinstance(self.label, list) else "label"
+        shown = dict(list(self.probabilities.items())[:top])
+        return {name: self.label, "probabilities": shown}
+
+
+@dataclass(frozen=True)
+class OpenClassifier:
+    """A classifier that is attached to its base."""
+
+    base: BaseModel
+    classes: Classes
+    names: DataConfig  # of columns, and the chat template as it was trained
+    limit: int  # most tokens of an example
+    objective: ScoreHead | LabelNames
+
+    def classify(self, rows: Sequence[Row], batch_size: int) -> list[Prediction]:
+        """Return a prediction for each row, in their order.
+
+        Raises a PackError if a row says nothing, or a chat is too long to be read.
+        """
+        options = EncodingOptions(vocab_size=self.base.vocab_size)
+        tokenizer = self.base.tokenizer
+        encoded = encode_labelled(
+            rows, tokenizer, self.names, options, self.classes, labelled=False
+        )
+        examples = fitted(encoded, tokenizer, self.classes, self.limit)
+
+        if examples.dropped:
+            raise PackError(
+                f"{examples.dropped} of these chats have more than {self.limit} tokens, and the "
+                "end of a chat cannot be cut. Leave them out.",
+                "data",
+            )
+
+        logits = np.zeros((len(rows), self.classes.outputs))
+        collate = LabelCollate(TokenCollate(batch_size, NO_LIMIT))
+        self.objective.model.eval()
+        for order in by_length(examples.lengths, batch_size, np.arange(len(rows))).orders:
+            logits[order] = self.objective.outputs(collate(examples, order))
+
+        likely = self.classes.probabilities(logits / self.classes.temperature)
+        return [self._prediction(*each) for each in zip(logits, likely, strict=True)]
+
+    def _prediction(self, logits: np.ndarray, likely: np.ndarray) -> Prediction:
+        labels = self.classes.labels
+        if self.classes.problem == REGRESSION:
+            return Prediction(float(logits[0]), {})
+
+        order = np.argsort(-likely, kind="stable").tolist()
+        ordered = {labels[i]: float(likely[i]) for i in order}
+        if self.classes.problem == SINGLE:
+            return Prediction(labels[order[0]], ordered)
+        return Prediction([labels[i] for i in order if logits[i] > 0], ordered)
+
+
+def classify(
+    base: BaseModel, inputs: Sequence[Input], pack: Pack, batch_size: int, matmul_path: str
+) -> list[Prediction]:
+    """As `packs.base.Base.classify`."""
+    if batch_size < 1:
+        raise PackError(f"--batch-size {batch_size}: must be at least 1.")
+    if isinstance(inputs, (str, Mapping)):
+        raise PackError("texts: must be a list, but is one text.", flag="texts")
+
+    inputs = list(inputs)
+    if not inputs:
+        return []
+
+    with open_classifier(base, pack, matmul_path) as classifier:
+        rows = [input_row(f"texts[{i}]", each, classifier.names) for i, each in enumerate(inputs)]
+        return classifier.classify(rows, batch_size)
+
+
+def input_row(where: str, value: Any, names: DataConfig) -> Row:
+    """Return what is to be classified as a row; a PackError if it is none of `Input`."""
+    if isinstance(value, str):
+        return Row(where, {names.text_feature: value})
+    if isinstance(value, list):
+        return Row(where, {names.chat_feature: value})
+    if isinstance(value, Mapping):
+        return Row(where, value)
+
+    raise PackError(
+        f"{where}: must be a text, a list of messages or a row, but is a {type(value).__name__}.",
+        "data",
+    )
+
+
+@contextmanager
+def open_classifier(
+    base: BaseModel, pack: Pack, matmul_path: str = "quantized"
+) -> Iterator[OpenClassifier]:
+    """Yield the classifier of a pack; the base has no other pack meanwhile."""
+    names = columns_of(pack)
+    limit = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
+    with attached_classifier(base, pack, names, matmul_path) as objective:
+        yield OpenClassifier(base, Classes.of(pack.manifest), names, limit, objective)
+
+
+def columns_of(pack: Pack) -> DataConfig:
+    """Return the columns and the variables of the chat template that a pack was trained with."""
+    recipe = pack._part("recipe")
+    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
+    return DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
+
+
+@contextmanager
+def attached_classifier(
+    base: BaseModel, pack: Pack, names: DataConfig, matmul_path: str
+) -> Iterator[ScoreHead | LabelNames]:
+    """Yield what computes the logits of a pack's classes; PackError if it is no classifier."""
+    classes = Classes.of(pack.manifest)
+    if classes is None:
+        raise PackError(
+            f"{pack.name}: is no classifier. Train one with --task classify.", "unsupported"
+        )
+
+    attached = pack.attach(base, matmul_path)
+    try:
+        if classes.head == "lm":
+            options = EncodingOptions(vocab_size=base.vocab_size)
+            answers = label_tokens(base.tokenizer, names, options, classes)
+            yield LabelNames(base.model, split_head(base.model), answers)
+        else:
+            states = hidden_states(base.model, base.name, "classify")
+            yield ScoreHead(base.model, states, attached.score, classes.problem)
+    finally:
+        attached.detach()

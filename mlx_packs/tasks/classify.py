@@ -1,0 +1,350 @@
+"""Classification of texts and chats: one label, several labels, or a score."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..adapters.score_head import fresh_score_head, with_score_head
+from ..adapters.spec import SCORE
+from ..adapters.trainable import Trainable
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..data.batches import allowed_shapes, token_collate
+from ..data.dataset import Batch, Dataset
+from ..data.encoding import EncodingOptions
+from ..data.labelled import (
+    LabelCollate,
+    LabelledExamples,
+    encode_labelled,
+    fitted,
+    label_tokens,
+)
+from ..data.labels import COLUMNS, REGRESSION, SINGLE, Classes, find_classes
+from ..data.rows import Splits
+from ..data.sampler import Draw, Sampler
+from ..data.shapes import sequence_inputs
+from ..errors import PackError
+from ..evaluation.classification import (
+    ClassScore,
+    Predictions,
+    fit_temperature,
+    labelled_evaluation,
+    predict,
+    validated_numbers,
+)
+from ..gates import gates_text
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.causal_lm import split_head
+from ..objectives.classification import LabelNames, ScoreHead
+from ..objectives.objective import Objective
+from ..objectives.reward_model import hidden_states
+from ..objectives.score import check_best
+from ..objectives.sequence_packing import prepare_packing
+from ..packs.base import Base
+from ..packs.card import format_change, phase_lines
+from .causal_lm import phase_reports
+from .phases import PhaseData, RunPhase
+from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed
+from .tokens import TokenTask
+
+# Metrics of a score, by their names in a manifest.
+_METRICS = {
+    "label_accuracy": "accuracy",
+    "macro_f1": "macro_f1",
+    "log_loss": "log_loss",
+    "calibration_error": "calibration_error",
+    "rmse": "rmse",
+    "spearman": "spearman",
+}
+_MOST_SHOWN = 8  # labels in a line
+
+
+class ClassifyTask(TokenTask):
+    """``--task classify``."""
+
+    validated = ClassScore.numbers
+
+    base: Base
+    classes: Classes
+    answers: list[np.ndarray]  # the tokens of the name of each label, with --head lm
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the base with a head besides, whose rows are known once the labels are."""
+        if self.train.head == "lm":
+            return base, self.lora
+
+        hidden_states(base.model, base.name, self.train.task)
+        self.head = fresh_score_head(base, self.train.seed)
+        saved = (*self.lora.modules_to_save, SCORE)
+        return (
+            replace(base, model=with_score_head(base.model, self.head)),
+            replace(self.lora, modules_to_save=saved),
+        )
+
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        """Find the classes of all training rows, and encode every split; show what was cut."""
+        self.base = base
+        self.classes = self._find_classes(phases, splits)
+
+        if self.train.head == "lm":
+            options = EncodingOptions(vocab_size=base.vocab_size)
+            names = phases[-1].sources[0]
+            self.answers = label_tokens(base.tokenizer, names, options, self.classes)
+        else:
+            fresh = fresh_score_head(base, self.train.seed, self.classes.outputs)
+            self.head.weight = fresh.weight
+
+        encoded = []
+        for phase, read in zip(phases, splits, strict=True):
+            if phase.name:
+                self.display.line("phase", f"{phase.name}: {phase.train.iters:,} batches")
+            encoded.append(self._encoded(phase, read))
+            self._describe(phase.train, read, encoded[-1])
+
+        data = self._phase_data(phases, encoded)
+        check_best(self.train.best, validated_numbers(self.classes.problem))
+        self._check_calibration(data[-1])
+        return data
+
+    def _find_classes(self, phases: Sequence[RunPhase], splits: Sequence[Splits]) -> Classes:
+        """Return the classes of all phases; a PackError if a setting does not go with them."""
+        rows = (row for read in splits for row in read.rows["train"])
+        source = " + ".join(dict.fromkeys(read.source for read in splits))
+        classes = find_classes(rows, phases[0].sources[0], self.train.head, source)
+
+        column = COLUMNS[classes.problem]
+        has_one = classes.problem == SINGLE
+        unfit = {
+            "--head lm": self.train.head == "lm" and not has_one,
+            "--class-weights balanced": self.train.class_weights == "balanced" and not has_one,
+            "--calibrate": self.train.calibrate and classes.problem == REGRESSION,
+        }
+        for option, is_unfit in unfit.items():
+            if is_unfit:
+                text = f"{option}: does not go with examples that have '{column}'. Leave it out."
+                raise PackError(text, "conflict")
+
+        return classes
+
+    def _check_calibration(self, data: PhaseData) -> None:
+        if self.train.calibrate and "valid" not in data.splits:
+            raise PackError(
+                "--calibrate: needs validation examples, and there is no valid split. Add a "
+                "valid.jsonl, or leave it out.",
+                "conflict",
+            )
+
+    def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, LabelledExamples]:
+        train = phase.train
+        options = EncodingOptions(vocab_size=self.base.vocab_size)
+        tokenizer = self.base.tokenizer
+        encoded = {}
+        present = read.present()
+
+        with self.display.task("data", len(present), "splits") as bar:
+            for split in present:
+                examples = encode_labelled(
+                    read.rows[split],
+                    tokenizer,
+                    phase.sources[0],
+                    options,
+                    self.classes,
+                    train.num_proc,
+                )
+                read.note_encoded(split, examples.fingerprint, examples.bad)
+                limit = train.max_seq_length
+                encoded[split] = fitted(examples, tokenizer, self.classes, limit)
+                bar.advance()
+
+        return encoded
+
+    def _describe(
+        self, train: TrainConfig, read: Splits, encoded: Mapping[str, LabelledExamples]
+    ) -> None:
+        """Show the number of examples and labels, and what was cut or dropped."""
+        display = self.display
+        counts = " / ".join(f"{part.count:,} {split}" for split, part in encoded.items())
+        display.line("data", f"{read.source} · {counts} examples · {self._labels_line()}")
+
+        limit = f"longer than {train.max_seq_length} tokens (--max-seq-length)"
+        if cut := sum(part.cut for part in encoded.values()):
+            display.line("data", f"{limit}: {cut} texts cut")
+        if dropped := sum(part.dropped for part in encoded.values()):
+            display.line("data", f"{limit}: {dropped} chats dropped")
+        for note in (*read.notes, *read.bad_lines()):
+            display.line("data", note)
+
+    def _labels_line(self) -> str:
+        classes = self.classes
+        if classes.problem == REGRESSION:
+            return "a score each"
+
+        shown = ", ".join(classes.labels[:_MOST_SHOWN])
+        if len(classes.labels) > _MOST_SHOWN:
+            shown += ", …"
+        return f"{len(classes.labels)} labels ({shown}), decided by the {classes.head} head"
+
+    def training(self, phase: RunPhase, examples: LabelledExamples, draw: Draw) -> Dataset:
+        t = phase.train
+        inputs = sequence_inputs(t.max_seq_length)
+        sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
+        tokens = token_collate(sampler, allowed_shapes(examples, sampler))
+        return Dataset(examples, LabelCollate(tokens), sampler)
+
+    def evaluation(
+        self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
+    ) -> Dataset:
+        """Return examples by length."""
+        t = phase.train
+        return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
+
+    def _costs(self, examples: LabelledExamples) -> np.ndarray:
+        """With --head lm every example is scored with the name of every label."""
+        if self.train.head != "lm":
+            return examples.lengths
+        return examples.lengths + sum(len(answer) for answer in self.answers)
+
+    def bind(
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
+    ) -> list[Objective]:
+        """Return the loss of the labels, which has the class weights of its phase."""
+        train = self.train
+        model = trainable.model
+        if train.packing:
+            vocab_size = self.base.vocab_size
+            prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
+
+        return [self._objective(model, self._class_weights(own)) for own in data]
+
+    def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
+        if self.train.head == "lm":
+            return LabelNames(model, split_head(model), self.answers, weights, self._score)
+
+        states = hidden_states(model, self.base.name, self.train.task)
+        problem = self.classes.problem
+        return ScoreHead(model, states, model[SCORE], problem, weights, self._score)
+
+    def _class_weights(self, data: PhaseData) -> np.ndarray | None:
+        """Return examples / (classes x examples of the class), [classes]; None without weights."""
+        if self.train.class_weights == "none":
+            return None
+
+        values = data.splits["train"].values
+        counts = np.bincount(values, minlength=self.classes.outputs)
+        return len(values) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+
+    def _score(self, objective: Any, batches: Sequence[Batch], advance: Any = None) -> ClassScore:
+        predictions = predict(objective, batches, self.classes.problem, advance)
+        return ClassScore(predictions.metrics(), len(predictions.values))
+
+    def summary(
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
+    ) -> Summary:
+        last = data[-1]
+        classes = self.classes
+        before, after = trained.ends(last.phase)
+        objective = self._objective(trainable.model, None)
+        held_out = predict(objective, last.held_out().once(), classes.problem)
+
+        calibrated = {}
+        if self.train.calibrate:
+            classes, calibrated = self._calibrated(objective, last, held_out)
+
+        phases = phase_reports(data, sources, trained)
+        facts: dict = {"classifier": classes.to_json()}
+        if phases:
+            facts["phases"] = phases
+
+        named = {
+            "task": "classify",
+            "loss_on": last.splits["train"].loss_on,
+            "class_weights": self.train.class_weights,
+        }
+        return Summary(
+            eval={
+                "split": last.held_out_split,
+                "rows": after.rows,
+                "available": last.held_out_examples.count,
+                **_changes(before, after),
+                **calibrated,
+            },
+            objective=named,
+            facts=facts,
+            report={
+                "phases": phases,
+                "objective": named,
+                "labels": len(classes.labels),
+                "confusions": held_out.confusions(classes.labels),
+            },
+        )
+
+    def _calibrated(
+        self, objective: Any, data: PhaseData, held_out: Predictions
+    ) -> tuple[Classes, dict[str, float | None]]:
+        """Return the classes with a temperature, and the held-out metrics that depend on it."""
+        valid = data.splits["valid"]
+        chosen = np.arange(valid.count)
+        batches = self.evaluation(data.phase, valid, chosen).once()
+        fitted_to = predict(objective, batches, self.classes.problem)
+        if fitted_to.all_right:
+            text = "1, since all validation examples are right, which determines no other"
+            self.display.line("temperature", text)
+            return self.classes, {}
+
+        temperature = fit_temperature(fitted_to)
+        metrics = held_out.at(temperature).metrics()
+        names = ("log_loss", "log_loss_se", "calibration_error", "calibration_error_se")
+        values = {f"calibrated_{name}": metrics[name] for name in names}
+        if data.held_out_split == "valid":
+            self.display.line("note", "the temperature is fitted to the examples it is shown on")
+
+        text = (
+            f"{temperature:.3f}, fitted to {valid.count:,} valid examples · held-out calibration "
+            f"error {metrics['calibration_error']:.4f}, log loss {metrics['log_loss']:.4f}"
+        )
+        self.display.line("temperature", text)
+        return replace(self.classes, temperature=temperature), values
+
+    @staticmethod
+    def report_lines(report: dict) -> list[str]:
+        held_out = report["held_out"]
+        wrong = [f"{right} → {given} ({n})" for right, given, n in report["confusions"][:3]]
+        rate = f"{report.get('examples_per_s', 0):,.0f} examples/s"
+        if "tokens_per_s" in report:
+            rate = speed(report)
+
+        return [
+            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
+            f"{gates_text(report['gates'])}",
+            *(f"wrong   most often {' · '.join(wrong)}" for _ in wrong[:1]),
+            *(f"phase   {line}" for line in phase_lines(report["phases"])),
+            *bad_rows_lines(report),
+            f"speed   {rate} · {cost(report)}",
+            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs classify "
+            f"--pack {report['pack']} < rows.jsonl",
+        ]
+
+
+def _changes(before: ClassScore, after: ClassScore) -> dict[str, float | None]:
+    """Return each metric before and after, with its standard error."""
+    values: dict[str, float | None] = {}
+    for name, key in _METRICS.items():
+        if key not in after.metrics:
+            continue
+        for when, score in (("before", before), ("after", after)):
+            values[f"{name}_{when}"] = score.metrics[key]
+            values[f"{name}_{when}_se"] = score.metrics[f"{key}_se"]
+
+    return values

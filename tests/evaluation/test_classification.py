@@ -1,0 +1,87 @@
+"""Metrics of classifiers against their formulas, and against scikit-learn."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE
+from mlx_packs.evaluation.classification import Predictions, fit_temperature
+
+
+def predictions(count: int = 300, classes: int = 5, noise: float = 2.0) -> Predictions:
+    random = np.random.default_rng(0)
+    values = random.integers(0, classes - 1, count)  # the last class is never right
+    logits = noise * random.normal(size=(count, classes)) + 2 * np.eye(classes)[values]
+    return Predictions(logits, values, SINGLE)
+
+
+def test_metrics_of_one_label_are_as_defined():
+    made = predictions()
+    likely = np.exp(made.logits) / np.exp(made.logits).sum(axis=1, keepdims=True)
+    predicted = likely.argmax(axis=1)
+    right = predicted == made.values
+    metrics = made.metrics()
+
+    assert metrics["accuracy"] == pytest.approx(right.mean())
+    assert metrics["accuracy_se"] == pytest.approx(np.sqrt(right.var(ddof=1) / 300))
+    log_loss = -np.log(likely[np.arange(300), made.values])
+    assert metrics["log_loss"] == metrics["loss"] == pytest.approx(log_loss.mean())
+
+    error = 0.0
+    for low in np.arange(15) / 15:
+        inside = (likely.max(axis=1) >= low) & (likely.max(axis=1) < low + 1 / 15)
+        if inside.any():
+            gap = right[inside].mean() - likely.max(axis=1)[inside].mean()
+            error += inside.mean() * abs(gap)
+    assert metrics["calibration_error"] == pytest.approx(error)
+    assert 0.01 < metrics["macro_f1_se"] < 0.06 and 0.005 < metrics["calibration_error_se"] < 0.06
+
+
+def test_several_labels_and_scores():
+    logits = np.array([[2.0, -1.0], [-3.0, 1.0], [1.0, 1.0]])
+    values = np.array([[True, False], [True, True], [True, False]])
+    metrics = Predictions(logits, values, MULTI).metrics()
+    likely = 1 / (1 + np.exp(-logits))
+    assert metrics["accuracy"] == pytest.approx(1 / 3)
+    assert metrics["log_loss"] == pytest.approx(
+        -np.log(np.where(values, likely, 1 - likely)).mean()
+    )
+    assert metrics["macro_f1"] == pytest.approx((4 / 5 + 2 / 3) / 2)
+
+    scores = Predictions(np.array([[1.0], [2.0], [4.0]]), np.array([1.0, 2.0, 3.0]), REGRESSION)
+    metrics = scores.metrics()
+    assert metrics["rmse"] == pytest.approx(np.sqrt(1 / 3)) and metrics["spearman"] == 1
+
+
+def test_a_temperature_minimizes_the_log_loss():
+    made = predictions(2000)
+    temperature = fit_temperature(made)
+    losses = [
+        made.at(t).losses().mean() for t in (0.99 * temperature, temperature, 1.01 * temperature)
+    ]
+    assert losses[1] < min(losses[0], losses[2])
+    assert fit_temperature(made.at(3.0)) == pytest.approx(temperature / 3, rel=1e-3)
+    assert made.at(temperature).metrics()["calibration_error"] < made.metrics()["calibration_error"]
+
+
+def test_one_example_has_no_error():
+    one = Predictions(np.array([[1.0, 2.0]]), np.array([0]), SINGLE).metrics()
+    assert one["accuracy"] == 0 and one["accuracy_se"] is one["macro_f1_se"] is None
+
+
+def test_confusions_are_the_most_frequent_mistakes():
+    logits = np.eye(3)[[1, 1, 2, 0]]
+    made = Predictions(logits, np.array([0, 0, 1, 0]), SINGLE)
+    assert made.confusions(["a", "b", "c"]) == [("a", "b", 2), ("b", "c", 1)]
+
+
+@pytest.mark.interop
+def test_scikit_learn_has_the_same_numbers():
+    metrics = pytest.importorskip("sklearn.metrics")
+    made = predictions()
+    ours = made.metrics()
+    predicted = made.predicted()
+    likely = np.exp(made.logits - np.logaddexp.reduce(made.logits, axis=1)[:, None])
+    f1 = metrics.f1_score(made.values, predicted, average="macro")
+    assert ours["macro_f1"] == pytest.approx(f1)
+    loss = metrics.log_loss(made.values, likely, labels=np.arange(5))
+    assert ours["log_loss"] == pytest.approx(loss)

@@ -1,0 +1,203 @@
+"""Runs of classifiers: they learn labels, several labels and scores, resume, and say what is bad."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, train_pack
+from mlx_packs.cli.main import packs
+from mlx_packs.runtime import mx
+from tests.helpers.bases import small_base
+from tests.helpers.errors import raises
+from tests.helpers.labelled import labelled, labelled_chat, scored, several, splits_of
+from tests.helpers.rows import write_rows
+from tests.helpers.tasks import interrupted
+
+SETTINGS = {
+    "task": "classify",
+    "iters": 20,
+    "batch_size": 8,
+    "max_seq_length": 64,
+    "matmul_path": "dense",
+    "learning_rate": 1e-2,
+    "lr_schedule": "constant",
+    "save_every": 10,
+    "steps_per_eval": 10,
+}
+LORA = LoRAConfig(rank=2)
+
+
+def settings(**changes) -> TrainConfig:
+    return TrainConfig(**(SETTINGS | changes))
+
+
+def tensors_of(folder) -> dict[str, np.ndarray]:
+    return {n: np.array(t) for n, t in mx.load(str(folder / "adapters.safetensors")).items()}
+
+
+@pytest.mark.parametrize("make", [labelled, labelled_chat])
+def test_a_run_learns_labels(tmp_path, make):
+    base = small_base()
+    data = splits_of(make)
+    run = train_pack(base, data, LORA, settings(class_weights="balanced"), tmp_path / "p")
+    report = run.report
+    manifest = Pack.open(tmp_path / "p").manifest
+
+    assert report["label_accuracy_after"] == 1 > report["label_accuracy_before"]
+    assert report["log_loss_after"] < report["log_loss_before"] - 0.5
+    assert report["trained_examples"] == 150  # 30 in every 4 batches
+    assert manifest["classifier"] == {
+        "problem_type": "single_label_classification",
+        "labels": ["blue", "green", "red"],
+        "head": "score",
+        "input": "chat" if make is labelled_chat else "text",
+        "temperature": 1.0,
+    }
+    assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [3, 64]}]
+    lines = [line for line in run.curve if "valid_loss" in line]
+    assert lines and {"valid_accuracy", "valid_macro_f1"} <= set(lines[0])
+
+    measured = evaluate(small_base(), tmp_path / "p", data).to_json()
+    assert measured["accuracy"] == 1 and measured["rows"] == 6
+    assert measured["log_loss"] == pytest.approx(report["log_loss_after"], abs=1e-4)
+
+
+def test_several_labels_and_scores(tmp_path):
+    train = settings(iters=60, batch_size=16)
+    run = train_pack(small_base(), splits_of(several, 64), LORA, train, tmp_path / "m")
+    report = run.report
+    assert report["log_loss_after"] < report["log_loss_before"] - 0.2
+    assert report["macro_f1_after"] > report["macro_f1_before"]
+    assert Pack.open(tmp_path / "m").manifest["classifier"]["labels"] == ["blue", "green", "red"]
+
+    run = train_pack(small_base(), splits_of(scored), LORA, settings(), tmp_path / "s")
+    report = run.report
+    assert report["rmse_after"] < report["rmse_before"] / 2 and report["spearman_after"] > 0.8
+    assert "label_accuracy_after" not in report
+    (prediction,) = small_base().classify(["the green car number 9 is here"], tmp_path / "s")
+    assert prediction.to_json().keys() == {"score"} and abs(prediction.label - 2) < 1
+
+
+def test_names_of_labels_are_learned_without_new_parameters(tmp_path):
+    train = settings(head="lm", iters=40, learning_rate=2e-2, calibrate=True)
+    run = train_pack(small_base(), splits_of(labelled), LORA, train, tmp_path / "p")
+    report = run.report
+    manifest = Pack.open(tmp_path / "p").manifest
+
+    assert report["log_loss_after"] < report["log_loss_before"] / 2
+    assert report["calibrated_log_loss"] < report["log_loss_after"]
+    assert "replaced" not in manifest["adapters"] and manifest["classifier"]["head"] == "lm"
+    temperature = manifest["classifier"]["temperature"]
+    assert temperature != 1
+
+    measured = evaluate(small_base(), tmp_path / "p", splits_of(labelled)).to_json()
+    assert measured["temperature"] == temperature
+    assert measured["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
+
+
+@pytest.mark.slow  # three runs
+@pytest.mark.parametrize(
+    "changes", [{"packing": True, "class_weights": "balanced"}, {"head": "lm"}]
+)
+def test_a_resumed_run_is_bit_identical(tmp_path, changes):
+    data = write_rows(tmp_path / "d", **splits_of(labelled))
+    train = settings(iters=6, save_every=2, **changes)
+    train_pack(small_base(), data, LORA, train, tmp_path / "whole")
+    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
+    train_pack(small_base(), data, LORA, train, cut, resume=True)
+
+    ours = tensors_of(tmp_path / "whole")
+    theirs = tensors_of(cut)
+    assert set(ours) == set(theirs)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def with_row(row: dict, split: str = "train", at: int = 4) -> dict[str, list[dict]]:
+    splits = splits_of(labelled)
+    splits[split][at] = row
+    return splits
+
+
+BAD = {
+    "one class": ({s: [{**r, "label": "x"} for r in rows] for s, rows in splits_of(labelled).items()}, None, "1 'label'"),
+    "unknown in valid": (with_row({"text": "a", "label": "pink"}, "valid", 2), "valid.jsonl:3", "'pink' is none of the 3"),
+    "empty text": (with_row({"text": " ", "label": "red"}), "train.jsonl:5", "'text' is empty"),
+    "empty label": (with_row({"text": "a", "label": ""}), "train.jsonl:5", "label"),
+    "mixed": (with_row({"text": "a", "label": 3}), "train.jsonl:5", "train.jsonl:1 has a text"),
+    "boolean": (with_row({"text": "a", "label": True}), "train.jsonl:5", "must be a text or an integer"),
+    "no label": (with_row({"text": "a"}), "train.jsonl:5", "'label' is missing"),
+    "two columns": (with_row({"text": "a", "label": "b", "score": 1}, at=0), "train.jsonl:1", "label and score"),
+    "a chat": (with_row(labelled_chat(1)), "train.jsonl:5", "is a chat"),
+    "10,001 classes": ({"train": [{"text": "a", "label": i} for i in range(10_001)], "valid": [{"text": "a", "label": 1}]}, None, "10,001 different labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_one_line_with_its_place(tmp_path, name):
+    splits, place, text = BAD[name]
+    folder = write_rows(tmp_path / "d", **splits)
+    with raises("data", None, place or "") as error:
+        train_pack(small_base(), folder, LORA, settings(), tmp_path / "p")
+    message = error.value.message
+    assert text in message and "\n" not in message
+    assert not (tmp_path / "p").exists()
+
+
+def test_bad_rows_can_be_left_out(tmp_path):
+    rows = with_row({"text": "a", "label": 3})
+    rows["valid"][0] = {"text": "a", "label": "pink"}
+    folder = write_rows(tmp_path / "d", **rows)
+    columns = DataConfig(data=str(folder), on_bad_row="skip")
+    run = train_pack(small_base(), None, LORA, settings(iters=2), tmp_path / "p", columns)
+    assert run.report["bad_rows"]["valid"] == {"unknown label": 1}
+    assert Pack.open(tmp_path / "p").manifest["classifier"]["labels"] == ["blue", "green", "red"]
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "code", "flag"),
+    [
+        (labelled, {"method": "full"}, "conflict", "method"),
+        (labelled, {"share_prefix": "on"}, "conflict", "task"),
+        (labelled, {"loss_on": "all"}, "conflict", "loss_on"),
+        (labelled, {"best": "valid_spearman"}, "conflict", "best"),
+        (several, {"head": "lm"}, "conflict", "head"),
+        (several, {"class_weights": "balanced"}, "conflict", "class_weights"),
+        (scored, {"calibrate": True}, "conflict", "calibrate"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_one_line(tmp_path, make, changes, code, flag):
+    with raises(code, flag) as error:
+        train_pack(small_base(), splits_of(make), LORA, settings(**changes), tmp_path / "p")
+    assert "\n" not in error.value.message and not (tmp_path / "p").exists()
+
+
+def test_a_label_that_the_pack_does_not_have(tmp_path):
+    train_pack(small_base(), splits_of(labelled), LORA, settings(iters=1), tmp_path / "p")
+    rows = [{"text": "a", "label": "red"}, {"text": "b", "label": "pink"}]
+    with raises("data", None, "test.jsonl:2"):
+        evaluate(small_base(), tmp_path / "p", write_rows(tmp_path / "d", train=rows, test=rows))
+
+
+def test_the_command_line_labels_rows(tmp_path):
+    data = write_rows(tmp_path / "d", **splits_of(labelled))
+    out = tmp_path / "p"
+    args = ["--data", str(data), "--task", "classify", "--iters", "2", "--out", str(out)]
+    runner = CliRunner()
+    trained = runner.invoke(packs, ["train", *args, "--matmul-path", "dense"])
+    assert trained.exit_code == 0, trained.output
+
+    rows = '"the red car"\n\n{"text": "the blue one"}\n'
+    result = runner.invoke(packs, ["classify", "--pack", str(out), "--top", "2"], input=rows)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        first, second = line["probabilities"].values()
+        assert line["label"] == next(iter(line["probabilities"])) and 1 > first >= second > 0
+
+    for text, place in (('{"words": 1}', "stdin:1"), ('"a"\n{', "stdin:2"), ('""', "stdin:1")):
+        failed = runner.invoke(packs, ["classify", "--pack", str(out)], input=text)
+        assert failed.exit_code == 2 and place in failed.output
