@@ -25,7 +25,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.classification import Classifier
 from ..objectives.score import Score
 from ..packs.base import Base
-from ..packs.classify import attached_classifier
+from ..packs.classify import attached, objective_of
 from ..packs.pack import Pack
 from .embeddings import pearson, spearman
 from .preferences import check_no_text_settings, standard_error, with_error
@@ -33,7 +33,7 @@ from .rows import EvalSettings
 
 _BINS = 15
 _RESAMPLES = 200
-_MOST_CONFUSIONS = 10  # that people see
+_MOST_MISTAKES = 10  # that people see
 _COLDEST = 0.05  # a temperature is between it and its inverse
 
 Metric = Callable[[np.ndarray], float]  # of the numbers of some examples
@@ -164,7 +164,7 @@ class Predictions:
 
         return calibration_error
 
-    def confusions(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
+    def mistakes(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
         """Return the most frequent mistakes: right label, predicted one, number."""
         if self.problem != SINGLE:
             return []
@@ -172,8 +172,20 @@ class Predictions:
         predicted = self.predicted()
         wrong = np.flatnonzero(predicted != self.values)
         pairs = zip(self.values[wrong].tolist(), predicted[wrong].tolist(), strict=True)
-        common = Counter(pairs).most_common(_MOST_CONFUSIONS)
+        common = Counter(pairs).most_common(_MOST_MISTAKES)
         return [(labels[right], labels[given], count) for (right, given), count in common]
+
+
+def confusion_matrix(predictions: Predictions) -> np.ndarray | None:
+    """Return how many examples of each label (rows) are predicted as which (columns), int.
+
+    None if there are several labels or a score.
+    """
+    if predictions.problem != SINGLE:
+        return None
+    classes = predictions.logits.shape[1]
+    cells = predictions.values * classes + predictions.predicted()
+    return np.bincount(cells, minlength=classes**2).reshape(classes, classes)
 
 
 def fit_temperature(predictions: Predictions) -> float:
@@ -276,7 +288,7 @@ class ClassificationReport:
     labels: int
     temperature: float
     metrics: Mapping[str, float]
-    confusions: list[tuple[str, str, int]]
+    mistakes: list[tuple[str, str, int]]
 
     def to_json(self) -> dict[str, Any]:
         report = asdict(self)
@@ -292,8 +304,8 @@ class ClassificationReport:
 
         if self.temperature != 1:
             lines.append(f"        probabilities at temperature {self.temperature:.3f}")
-        if self.confusions:
-            pairs = [f"{right} → {given} ({n})" for right, given, n in self.confusions[:3]]
+        if self.mistakes:
+            pairs = [f"{right} → {given} ({n})" for right, given, n in self.mistakes[:3]]
             lines.append(f"wrong   most often {' · '.join(pairs)}")
 
         left_out = ""
@@ -338,7 +350,8 @@ def evaluate_classifier(
         tokens = batches[-1].inputs["tokens"].size
         path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
 
-    with attached_classifier(base, pack, settings.columns, path) as classifier:
+    with attached(base, pack, path) as head:
+        classifier = objective_of(base, classes, settings.columns, head)
         predictions = predict(classifier, batches, classes.problem)
 
     predictions = predictions.at(classes.temperature)
@@ -351,5 +364,5 @@ def evaluate_classifier(
         len(classes.labels),
         classes.temperature,
         predictions.metrics(),
-        predictions.confusions(classes.labels),
+        predictions.mistakes(classes.labels),
     )

@@ -10,7 +10,6 @@ from typing import Protocol
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.trainable import trainable_modules
 from ..bases.tokenizer import padded
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..data.labels import MULTI, REGRESSION
@@ -102,17 +101,12 @@ class ScoreHead(_Labelled):
         self.head = head
         self.problem = problem
 
-        state = [module.state for module in trainable_modules(model)]
-        self._compiled = mx.compile(self._logits, inputs=state)
-
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         logits = self._logits(inputs, layout)
         return self._mean(label_losses(logits, inputs["labels"], self.problem), inputs)
 
     def outputs(self, batch: Batch) -> np.ndarray:
-        inputs = arrays_of(batch)
-        inputs.pop("labels", None)
-        logits = self._compiled(inputs, batch.layout)
+        logits = self._logits(arrays_of(batch), batch.layout)
         return np.array(logits, np.float64)[: len(batch.examples)]
 
     def _logits(self, inputs: Inputs, layout: Layout) -> mx.array:

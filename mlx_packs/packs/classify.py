@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 
 from ..bases.model import BaseModel
@@ -14,7 +15,14 @@ from ..data.batches import TokenCollate
 from ..data.dataset import by_length
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted, label_tokens
+from ..data.labelled import (
+    NO_LIMIT,
+    LabelCollate,
+    LabelledExamples,
+    encode_labelled,
+    fitted,
+    label_tokens,
+)
 from ..data.labels import REGRESSION, SINGLE, Classes
 from ..errors import PackError
 from ..objectives.causal_lm import split_head
@@ -63,6 +71,14 @@ class OpenClassifier:
 
         Raises a PackError if a row says nothing, or a chat is too long to be read.
         """
+        examples = self.encode(rows)
+        logits = np.zeros((len(rows), self.classes.outputs))
+        for order in self.orders(examples, batch_size):
+            logits[order] = self.logits(examples, order)
+        return self.predictions(logits)
+
+    def encode(self, rows: Sequence[Row]) -> LabelledExamples:
+        """Return rows as examples, in their order; no model is used. Errors as of `classify`."""
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
         encoded = encode_labelled(
@@ -76,13 +92,19 @@ class OpenClassifier:
                 "end of a chat cannot be cut. Leave them out.",
                 "data",
             )
+        return examples
 
-        logits = np.zeros((len(rows), self.classes.outputs))
-        collate = LabelCollate(TokenCollate(batch_size, NO_LIMIT))
+    def orders(self, examples: LabelledExamples, batch_size: int) -> Sequence[np.ndarray]:
+        """Return which examples are computed together, those of like length."""
+        return by_length(examples.lengths, batch_size, np.arange(len(examples))).orders
+
+    def logits(self, examples: LabelledExamples, order: np.ndarray) -> np.ndarray:
+        """Return the logits of some examples, [N, classes], in evaluation mode."""
+        collate = LabelCollate(TokenCollate(len(order), NO_LIMIT))
         self.objective.model.eval()
-        for order in by_length(examples.lengths, batch_size, np.arange(len(rows))).orders:
-            logits[order] = self.objective.outputs(collate(examples, order))
+        return self.objective.outputs(collate(examples, order))
 
+    def predictions(self, logits: np.ndarray) -> list[Prediction]:
         likely = self.classes.probabilities(logits / self.classes.temperature)
         return [self._prediction(*each) for each in zip(logits, likely, strict=True)]
 
@@ -136,38 +158,46 @@ def open_classifier(
     base: BaseModel, pack: Pack, matmul_path: str = "quantized"
 ) -> Iterator[OpenClassifier]:
     """Yield the classifier of a pack; the base has no other pack meanwhile."""
-    names = columns_of(pack)
-    limit = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
-    with attached_classifier(base, pack, names, matmul_path) as objective:
-        yield OpenClassifier(base, Classes.of(pack.manifest), names, limit, objective)
+    with attached(base, pack, matmul_path) as head:
+        yield classifier_of(base, pack, head)
 
 
-def columns_of(pack: Pack) -> DataConfig:
-    """Return the columns and the variables of the chat template that a pack was trained with."""
+def classifier_of(base: BaseModel, pack: Pack, head: nn.Module | None) -> OpenClassifier:
+    """Return the classifier of a pack whose adapters are on a base; ``head`` is its score head."""
     recipe = pack._part("recipe")
     settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
-    return DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
+    names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
+    limit = recipe.get("max_seq_length") or TrainConfig.max_seq_length
+    classes = Classes.of(pack.manifest)
+    return OpenClassifier(base, classes, names, limit, objective_of(base, classes, names, head))
+
+
+def objective_of(
+    base: BaseModel, classes: Classes, names: DataConfig, head: nn.Module | None
+) -> ScoreHead | LabelNames:
+    """Return what computes the logits of classes with the adapters that are on a base."""
+    if classes.head == "lm":
+        options = EncodingOptions(vocab_size=base.vocab_size)
+        answers = label_tokens(base.tokenizer, names, options, classes)
+        return LabelNames(base.model, split_head(base.model), answers)
+
+    states = hidden_states(base.model, base.name, "classify")
+    return ScoreHead(base.model, states, head, classes.problem)
 
 
 @contextmanager
-def attached_classifier(
-    base: BaseModel, pack: Pack, names: DataConfig, matmul_path: str
-) -> Iterator[ScoreHead | LabelNames]:
-    """Yield what computes the logits of a pack's classes; PackError if it is no classifier."""
-    classes = Classes.of(pack.manifest)
-    if classes is None:
+def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Module | None]:
+    """Yield the score head of a classifier that is attached; None without one.
+
+    PackError if the pack is no classifier, or does not fit.
+    """
+    if not pack.is_classifier:
         raise PackError(
             f"{pack.name}: is no classifier. Train one with --task classify.", "unsupported"
         )
 
-    attached = pack.attach(base, matmul_path)
+    adapters = pack.attach(base, matmul_path)
     try:
-        if classes.head == "lm":
-            options = EncodingOptions(vocab_size=base.vocab_size)
-            answers = label_tokens(base.tokenizer, names, options, classes)
-            yield LabelNames(base.model, split_head(base.model), answers)
-        else:
-            states = hidden_states(base.model, base.name, "classify")
-            yield ScoreHead(base.model, states, attached.score, classes.problem)
+        yield adapters.score
     finally:
-        attached.detach()
+        adapters.detach()

@@ -52,7 +52,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
         changes=changes,
         held_out=held_out_line(result),
         curve=stored_curve(manifest),
-        unit="pairs" if "pairs_per_s" in measured else "tokens",
+        unit=next((u for u in ("pairs", "examples") if f"{u}_per_s" in measured), "tokens"),
         best=number(_mapping(manifest, "end").get("best_batch")),
         samples=samples_of(manifest.get("samples")),
         memory_gb=memory_of(measured),
@@ -106,7 +106,7 @@ def held_out_line(result: Mapping) -> str:
     if targets is not None:
         line += f", {targets:,.0f} supervised tokens"
     line += "."
-    if "ppl_after_se" in result:
+    if any(key.endswith("_after_se") for key in result):
         line += " ± is the standard error."
     return line
 
@@ -128,7 +128,7 @@ def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]
     if (seconds := number(measured.get("train_s"))) is not None:
         figures.append(("Training time", _duration(seconds)))
 
-    for unit in ("tokens", "pairs"):
+    for unit in ("tokens", "pairs", "examples"):
         if (rate := number(measured.get(f"{unit}_per_s"))) is not None:
             figures.append((rate_name(unit), f"{rate:,.0f}"))
     return figures

@@ -19,6 +19,9 @@ Points = list[tuple[float, float]]  # (batch, value)
 SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
 MOST_SAMPLES = 12
+MOST_LABELS = 100  # of a picture of confusions
+_NAMED_LABELS = 12
+_MOST_MISTAKES = 10
 MOST_TEXT = 3000  # characters of a sample on a page
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,60000}={0,2}")
 
@@ -77,6 +80,34 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class Confusions:
+    """Numbers of held-out examples: a row for each label, a column for each that is predicted."""
+
+    labels: Sequence[str]
+    counts: Sequence[Sequence[int]]
+
+    @property
+    def has_names(self) -> bool:
+        """Whether a table has room for the names of the labels."""
+        return len(self.labels) <= _NAMED_LABELS
+
+    def share(self, row: int, column: int) -> float:
+        """Return the share of the examples of a label that are predicted as another, or as it."""
+        return self.counts[row][column] / max(1, sum(self.counts[row]))
+
+    @property
+    def mistakes(self) -> list[tuple[str, str, int]]:
+        """The most frequent ones: the label, what is predicted, and the number of examples."""
+        wrong = [
+            (label, self.labels[column], count)
+            for row, label in enumerate(self.labels)
+            for column, count in enumerate(self.counts[row])
+            if count and column != row
+        ]
+        return sorted(wrong, key=lambda each: -each[2])[:_MOST_MISTAKES]
+
+
+@dataclass(frozen=True)
 class Facts:
     """The content of a page; every part but the title may be empty.
 
@@ -104,6 +135,7 @@ class Facts:
     masks: Sequence[Masked] = ()
     memory_gb: Sequence[tuple[str, float]] = ()
     norms: Norms | None = None
+    confusions: Confusions | None = None
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
     phases: Sequence[str] = ()
     origins: Sequence[tuple[str, str]] = ()
@@ -167,7 +199,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     for line in lines:
         for key, value in line.items():
             name = key
-            if key in ("tokens_per_s", "pairs_per_s"):
+            if key in ("tokens_per_s", "pairs_per_s", "examples_per_s"):
                 name = "rate"
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))
@@ -254,3 +286,24 @@ def masks_of(stored: object) -> list[Masked]:
         masks.append(Masked(name_alone(entry.get("where")), *counts, spans))
 
     return masks
+
+
+def confusions_of(stored: object) -> Confusions | None:
+    """Return ``labels`` and ``counts`` of a report, if these are a square of small numbers."""
+    if not isinstance(stored, Mapping):
+        return None
+
+    labels = stored.get("labels")
+    counts = stored.get("counts")
+    if not isinstance(labels, list) or not isinstance(counts, list):
+        return None
+    if not 1 < len(labels) <= MOST_LABELS or len(counts) != len(labels):
+        return None
+
+    rows = []
+    for row in counts:
+        if not isinstance(row, list) or len(row) != len(labels):
+            return None
+        numbers = [number(value) for value in row]
+        rows.append([int(max(value or 0, 0)) for value in numbers])
+    return Confusions([text(label, 60) for label in labels], rows)

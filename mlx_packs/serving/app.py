@@ -4,12 +4,13 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from ..adapters.spec import ranks_of
 from ..bases.tokenizer import tokens_of
 from ..bases.turns import takes_images
 from ..errors import PackError
+from ..packs.classify import Prediction, input_row
 from ..packs.manifest import specs_of
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, sse
 from .embedding import Embedder
@@ -43,10 +45,12 @@ from .metrics import Metrics
 from .prompts import Maker, Prompts
 from .protocol import (
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     EmbeddingBody,
     PackBody,
 )
+from .registry import Entry
 
 T = TypeVar("T")
 log = logging.getLogger("mlx_packs.serving")
@@ -184,6 +188,46 @@ class Server:
         tokens = sum(map(len, rows))
         return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
 
+    # Labels
+
+    async def classify(self, request: Request) -> Response:
+        body: ClassifyBody = parsed(
+            ClassifyBody, await read_body(request, self.settings.body_bytes)
+        )
+        generator = self._generator("/v1/classify")
+        registry = generator.registry
+        lease = generator.call(lambda: registry.lease_classifier(body.model))
+        entry = await asyncio.wrap_future(lease)
+
+        try:
+            with anyio.fail_after(self.settings.request_seconds):
+                predictions = await self._predictions(request, generator, entry, body.input)
+        finally:
+            generator.post(lambda: registry.release(entry))
+
+        data = [{"index": i, **each.to_json(body.top)} for i, each in enumerate(predictions)]
+        return JSONResponse({"object": "list", "model": body.model, "data": data})
+
+    async def _predictions(
+        self, request: Request, generator: Generator, entry: Entry, inputs: Sequence[Any]
+    ) -> list[Prediction]:
+        """Label texts or chats batch by batch, between the steps of other requests."""
+        classifier = entry.classifier
+        names = classifier.names
+        rows = [input_row(f"input[{i}]", each, names) for i, each in enumerate(inputs)]
+        examples = await self._in_thread(lambda: classifier.encode(rows))
+
+        def compute(order: np.ndarray) -> np.ndarray:
+            generator.registry.slots.selection.set([entry.slot])
+            return classifier.logits(examples, order)
+
+        logits = np.zeros((len(rows), classifier.classes.outputs))
+        for order in classifier.orders(examples, _ROWS):
+            future = generator.call(functools.partial(compute, order))
+            logits[order] = await unless_gone(request, asyncio.wrap_future(future))
+
+        return classifier.predictions(logits)
+
     # Models and packs
 
     async def models(self, _: Request) -> Response:
@@ -282,6 +326,7 @@ def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
     return Texts(generator, count, maker)
 
 
+_ROWS = 8  # of a batch that is classified between two steps
 _MAX_TEXTS = 2048  # of one request for embeddings, as OpenAI has it
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -331,6 +376,7 @@ def make_app(server: Server) -> Starlette:
         "/v1/chat/completions": server.chat,
         "/v1/completions": server.complete,
         "/v1/embeddings": server.embed,
+        "/v1/classify": server.classify,
     }
     delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
 

@@ -402,6 +402,20 @@ class EmbeddingBody(Object):
         return texts
 
 
+class ClassifyBody(Object):
+    """The body of ``/v1/classify``: texts, or chats as lists of messages."""
+
+    model: str = Field(min_length=1, max_length=1024)
+    input: list[str | list[dict[str, Any]]] = Field(min_length=1, max_length=2048)
+    top: int | None = Field(None, ge=1)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _to_list(cls, value: Any) -> Any:
+        is_chat = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        return [value] if isinstance(value, str) or is_chat else value
+
+
 class PackBody(Object):
     """The body of ``POST /v1/packs``."""
 

@@ -5,8 +5,12 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from ..adapters.score_head import score_head
+from ..adapters.spec import SCORE_WEIGHT
 from ..errors import PackError
 from ..nn.served_lora import BASE
+from ..packs.classify import OpenClassifier, classifier_of
+from ..packs.compatibility import check_generates
 from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
@@ -24,6 +28,7 @@ class Entry:
 
     Attributes:
         key: differs between any two entries that ever were; prompt caches are kept by it.
+        classifier: what it labels texts with, if it is a classifier.
         users: requests that compute with it.
     """
 
@@ -31,6 +36,7 @@ class Entry:
     slot: int
     pack: Pack | None
     key: int
+    classifier: OpenClassifier | None = None
     users: int = 0
     retired: bool = False
 
@@ -98,10 +104,13 @@ class PackRegistry:
         }
 
     def check_model(self, model: str) -> None:
-        """Raise a PackError unless a model can be leased now; any thread may call it."""
+        """Raise a PackError unless a model can be leased now for text; any thread may call it."""
+        names = [model]
         if model not in self._entries:
-            for name, _ in parts_of(model):
-                self._entry(name)
+            names = [name for name, _ in parts_of(model)]
+        for name in names:
+            if (pack := self._entry(name).pack) is not None:
+                check_generates(pack)
 
     def lease(self, model: str) -> Entry:
         """Return what a request for a model computes with, until `release`.
@@ -110,6 +119,18 @@ class PackRegistry:
             model: ``base``, the name of a pack, or a weighted sum such as ``notes+law:0.3``.
         """
         entry = self._entries.get(model) or self._sum(model)
+        entry.users += 1
+        return entry
+
+    def lease_classifier(self, model: str) -> Entry:
+        """As `lease`, for a pack that labels texts; PackError if it does not."""
+        entry = self._entry(model)
+        if entry.classifier is None:
+            raise PackError(
+                f"model '{model}': is no classifier. Name a pack of --task classify.",
+                "unsupported",
+                "model",
+            )
         entry.users += 1
         return entry
 
@@ -123,9 +144,16 @@ class PackRegistry:
 
     def _load(self, name: str, pack: Pack) -> Entry:
         slot = self.slots.add(pack)
+        classifier = None
+        if pack.is_classifier:
+            head = None
+            if pack.has_score_head:
+                head = score_head(pack.load_tensors()[SCORE_WEIGHT])
+            classifier = classifier_of(self.slots.base, pack, head)
+
         if pack.path is not None:
             pack.tensors = None  # they are in the slot now
-        return Entry(name, slot, pack, next(self._keys))
+        return Entry(name, slot, pack, next(self._keys), classifier)
 
     def _retire(self, entry: Entry) -> None:
         """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..adapters.attach import attach, check_bare
 from ..adapters.lora import Attached
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import read_factors
 from ..bases.model import BaseModel
 from ..bases.vision_families import is_of_projector
@@ -15,6 +15,7 @@ from ..nn.quantized import apply_matmul_path
 from ..nn.served_lora import Factors, Selection, ServedLoRA
 from ..nn.surgery import replace_modules
 from ..packs.compatibility import check_generates
+from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 
@@ -61,7 +62,8 @@ class PackSlots:
         A PackError if the pack is of another base, or has adapters that cannot share a batch.
         """
         pack.check_base(self.base)
-        check_generates(pack)
+        if not pack.is_classifier:
+            check_generates(pack)
         if reason := _unservable(pack):
             raise PackError(
                 f"{pack.name}: {reason}, which `packs serve` does not mix with other packs. Merge "
@@ -152,8 +154,13 @@ class PackSlots:
 
 def _unservable(pack: Pack) -> str:
     """Return what of a pack cannot be mixed with others in a batch; empty if all can."""
-    if reason := pack._beyond_lora:
+    replaced = set(replaced_of(pack.manifest))
+    is_head = pack.is_classifier and replaced == {SCORE_WEIGHT}  # which requests have beside it
+    if (reason := pack._beyond_lora) and not is_head:
         return reason
+    for path, spec in pack.specs.items():
+        if spec.kind != "lora":
+            return f"{path} is {spec.kind}"
     for path, spec in pack.specs.items():
         if spec.experts is not None:
             return f"{path} has an adapter for each expert"

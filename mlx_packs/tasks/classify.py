@@ -29,6 +29,7 @@ from ..errors import PackError
 from ..evaluation.classification import (
     ClassScore,
     Predictions,
+    confusion_matrix,
     fit_temperature,
     labelled_evaluation,
     predict,
@@ -44,6 +45,7 @@ from ..objectives.score import check_best
 from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
 from ..packs.card import format_change, phase_lines
+from ..report.facts import MOST_LABELS
 from .causal_lm import phase_reports
 from .phases import PhaseData, RunPhase
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed
@@ -286,7 +288,8 @@ class ClassifyTask(TokenTask):
                 "phases": phases,
                 "objective": named,
                 "labels": len(classes.labels),
-                "confusions": held_out.confusions(classes.labels),
+                "mistakes": held_out.mistakes(classes.labels),
+                "confusions": _confusions(held_out, classes),
             },
         )
 
@@ -320,7 +323,7 @@ class ClassifyTask(TokenTask):
     @staticmethod
     def report_lines(report: dict) -> list[str]:
         held_out = report["held_out"]
-        wrong = [f"{right} → {given} ({n})" for right, given, n in report["confusions"][:3]]
+        wrong = [f"{right} → {given} ({n})" for right, given, n in report["mistakes"][:3]]
         rate = f"{report.get('examples_per_s', 0):,.0f} examples/s"
         if "tokens_per_s" in report:
             rate = speed(report)
@@ -335,6 +338,17 @@ class ClassifyTask(TokenTask):
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs classify "
             f"--pack {report['pack']} < rows.jsonl",
         ]
+
+
+def _confusions(predictions: Predictions, classes: Classes) -> dict | None:
+    """Return labels and confusion matrix for the page of a run; None if no picture has room."""
+    if len(classes.labels) > MOST_LABELS:
+        return None
+
+    counts = confusion_matrix(predictions)
+    if counts is None:
+        return None
+    return {"labels": list(classes.labels), "counts": counts.tolist()}
 
 
 def _changes(before: ClassScore, after: ClassScore) -> dict[str, float | None]:

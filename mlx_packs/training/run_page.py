@@ -16,7 +16,16 @@ from ..packs.facts import (
 )
 from ..packs.pack import Pack
 from ..reading import check_seal, read_json, sealed, without_seal
-from ..report.facts import PAGE, Facts, curve_of, masks_of, number, samples_of, text
+from ..report.facts import (
+    PAGE,
+    Facts,
+    confusions_of,
+    curve_of,
+    masks_of,
+    number,
+    samples_of,
+    text,
+)
 from ..report.page import render
 from ..report.recipe import recipe_sections
 from .checkpoint import batches_of
@@ -99,8 +108,9 @@ def facts_of_run(
 ) -> Facts:
     """Return the facts of a pack, or of a run without one, with what the run itself knows."""
     facts = replace(facts, title=text(title), curve=curve_of(lines) or facts.curve)
-    if any("pairs_per_s" in line for line in lines):
-        facts = replace(facts, unit="pairs")
+    for unit in ("pairs", "examples"):
+        if any(f"{unit}_per_s" in line for line in lines):
+            facts = replace(facts, unit=unit)
     if not facts.recipe:
         facts = replace(facts, recipe=recipe_sections(recipe))
 
@@ -121,6 +131,7 @@ def facts_of_run(
         best=number(report.get("best_batch")),
         samples=samples_of(samples) or facts.samples,
         masks=masks_of(report.get("masks")),
+        confusions=confusions_of(report.get("confusions")),
         memory_gb=memory_of(report),
     )
 

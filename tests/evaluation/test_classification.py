@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE
-from mlx_packs.evaluation.classification import Predictions, fit_temperature
+from mlx_packs.evaluation.classification import Predictions, confusion_matrix, fit_temperature
 
 
 def predictions(count: int = 300, classes: int = 5, noise: float = 2.0) -> Predictions:
@@ -71,7 +71,8 @@ def test_one_example_has_no_error():
 def test_confusions_are_the_most_frequent_mistakes():
     logits = np.eye(3)[[1, 1, 2, 0]]
     made = Predictions(logits, np.array([0, 0, 1, 0]), SINGLE)
-    assert made.confusions(["a", "b", "c"]) == [("a", "b", 2), ("b", "c", 1)]
+    assert made.mistakes(["a", "b", "c"]) == [("a", "b", 2), ("b", "c", 1)]
+    assert confusion_matrix(made).tolist() == [[1, 2, 0], [0, 0, 1], [0, 0, 0]]
 
 
 @pytest.mark.interop

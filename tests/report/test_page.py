@@ -14,10 +14,12 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.report.chart import change_bars, chart, ticks
 from mlx_packs.report.facts import (
     Change,
+    Confusions,
     Facts,
     Masked,
     Norms,
     Sample,
+    confusions_of,
     curve_of,
     masks_of,
     name_alone,
@@ -71,6 +73,7 @@ def hostile_facts() -> Facts:
         masks=[Masked(HOSTILE, 1, 2, [(HOSTILE, True), (HOSTILE, False)])],
         memory_gb=[(HOSTILE, 1.0)],
         norms=Norms([HOSTILE], [(HOSTILE, [1.0])]),
+        confusions=Confusions([HOSTILE] * 2, [[1, 2], [0, 3]]),
         recipe=recipe_sections(recipe),
         phases=[HOSTILE],
         origins=[(HOSTILE, HOSTILE)],
@@ -201,6 +204,24 @@ def test_settings_that_differ_from_the_defaults_are_known():
         value for _, settings in recipe_sections(Recipe().to_json()) for _, value, _ in settings
     )
     assert ("batch-size", "64", True) in sections["Optimization"]
+
+
+@pytest.mark.parametrize("labels", [3, 40])
+def test_confusions_are_a_table_or_a_picture(labels):
+    counts = [[5 * (row == column) for column in range(labels)] for row in range(labels)]
+    counts[1][2] = 4
+    stored = {"labels": [f"label {i}" for i in range(labels)], "counts": counts}
+    confusions = confusions_of(stored)
+    assert confusions.mistakes == [("label 1", "label 2", 4)]
+    page = render(Facts(title="x", confusions=confusions))
+    assert "label 1 → label 2: 4" in page and ('class="confusions"' in page) == (labels == 40)
+
+
+@pytest.mark.parametrize(
+    "stored", [None, [], {"labels": ["a"]}, {"labels": ["a", "b"], "counts": [[1, 2], [3]]}]
+)
+def test_what_is_no_matrix_is_left_out(stored):
+    assert confusions_of(stored) is None
 
 
 def test_norms_are_those_of_the_deltas(tmp_path):

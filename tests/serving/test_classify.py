@@ -1,0 +1,92 @@
+"""Labels over HTTP: those of `Base.classify`, beside texts of other packs."""
+
+import pytest
+
+from mlx_packs import LoRAConfig, train_pack
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
+from tests.helpers.bases import first_blocks
+from tests.helpers.labelled import labelled, splits_of
+from tests.helpers.packs import random_pack
+from tests.helpers.serving import Running
+
+TEXTS = ["the red car number 3 is here", "blue", "a green car " * 9]
+PATH = "/v1/classify"
+SETTINGS = {
+    "task": "classify",
+    "iters": 2,
+    "learning_rate": 1e-2,
+    "max_seq_length": 64,
+    "matmul_path": "dense",
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Two classifiers and a pack that writes texts, on two blocks of the bundled base."""
+    folder = tmp_path_factory.mktemp("classifiers")
+    base = first_blocks(2)
+    data = splits_of(labelled)
+    lora = LoRAConfig(rank=2)
+    for head in ("score", "lm"):
+        train_pack(base, data, lora, {**SETTINGS, "head": head}, folder / head, progress=False)
+    random_pack(base, 0, 4, (), size=0.2).save(folder / "notes")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(shelf):
+    worker = Generator(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
+    worker.start()
+    with Running(worker, shelf) as running:
+        yield running
+    worker.close(0.0)
+
+
+@pytest.mark.parametrize("model", ["score", "lm"])
+def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
+    expected = first_blocks(2).classify(TEXTS, shelf / model)
+    before = server.json("POST", "/v1/completions", {"model": "notes", "prompt": "a", "seed": 1})
+    status, answer = server.json("POST", PATH, {"model": model, "input": TEXTS})
+    after = server.json("POST", "/v1/completions", {"model": "notes", "prompt": "a", "seed": 1})
+
+    assert status == 200 and [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+    for entry, prediction in zip(answer["data"], expected, strict=True):
+        assert entry["label"] == prediction.label
+        for label, probability in entry["probabilities"].items():
+            assert probability == pytest.approx(prediction.probabilities[label], abs=2e-4)
+    assert before[0] == after[0] == 200
+    assert before[1]["choices"][0]["text"] == after[1]["choices"][0]["text"]
+
+    chat = [{"role": "user", "content": TEXTS[0]}]
+    status, answer = server.json("POST", PATH, {"model": model, "input": chat, "top": 1})
+    assert status == (200 if model == "lm" else 400)  # the other one was trained on texts
+    if model == "lm":
+        assert len(answer["data"][0]["probabilities"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"model": "other"}, 404),
+        ({"model": "base"}, 400),
+        ({"model": "notes"}, 400),
+        ({"input": []}, 400),
+        ({"input": ["a", " "]}, 400),
+        ({"input": [3]}, 400),
+        ({"input": ["a"] * 2049}, 400),
+        ({"top": 0}, 400),
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_an_error(server, fields, status):
+    body = {"model": "score", "input": "a", **fields}
+    actual, answer = server.json("POST", PATH, body)
+    assert actual == status and answer["error"]["message"]
+
+
+def test_a_classifier_with_a_head_of_its_own_writes_no_text(server):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    status, answer = server.json("POST", "/v1/chat/completions", {"model": "score", **body})
+    assert status == 400 and "classifier" in answer["error"]["message"]
+    assert server.json("POST", "/v1/chat/completions", {"model": "lm", **body})[0] == 200
