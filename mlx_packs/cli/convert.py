@@ -232,11 +232,23 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
     help="Base model of the adapter.",
     default_text="the one that the adapter names",
 )
+@option(
+    "--labels",
+    metavar="NAMES",
+    help="Names of the labels of a classifier (SEQ_CLS), in the order of its outputs, separated "
+    "by commas.",
+    default_text="those it was exported with, or LABEL_0, LABEL_1, ...",
+)
 @options.overwrite
 @options.trust_remote_code
 @options.as_json
 def import_(
-    folder: Path, out: str, model: str | None, overwrite: bool, trust_remote_code: bool
+    folder: Path,
+    out: str,
+    model: str | None,
+    labels: str | None,
+    overwrite: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Convert an adapter of PEFT or mlx-lm to a pack.
 
@@ -245,7 +257,8 @@ def import_(
     """
     from ..convert.interop import import_adapter
 
-    report = import_adapter(folder, out, model, overwrite, trust_remote_code)
+    names = options.names(labels)
+    report = import_adapter(folder, out, model, overwrite, trust_remote_code, names)
     in_full = ""
     if report["replaced"]:
         in_full = f" · stored in full: {', '.join(report['replaced'])}"

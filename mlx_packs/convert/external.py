@@ -21,6 +21,7 @@ from ..tensors import write_tensors
 Tensors = dict[str, mx.array]
 Delta = Callable[[np.ndarray], np.ndarray]  # x [n, in], or token ids [n], -> [n, out] in float64
 CONFIG = "adapter_config.json"
+SIDECAR = "mlx_packs.json"  # the manifest of an exported pack, beside what the other tool reads
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _TOLERANCE = 1e-5  # of the largest number; factors are products of float32
 

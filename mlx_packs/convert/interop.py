@@ -5,13 +5,15 @@ beside what the other tool reads, so that import restores the pack bit-identical
 tool has changed it, it is read by its own config.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..adapters.spec import check_shapes
+from ..adapters.spec import SCORE_WEIGHT, check_shapes
 from ..bases.files import TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.other_names import answers_other_names
+from ..data.labels import SINGLE, Classes
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
 from ..packs.compatibility import check_checkpoint
@@ -31,6 +33,7 @@ from ..tensors import read_tensors, save_tensors
 from .adapter_texts import differing_texts
 from .external import (
     CONFIG,
+    SIDECAR,
     StoredAdapter,
     Tensors,
     check_no_pickle,
@@ -42,7 +45,6 @@ from .external import (
 )
 from .formats import DESTINATIONS, FORMATS, AdapterFormat, format_of
 
-SIDECAR = "mlx_packs.json"
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
 
 
@@ -139,8 +141,12 @@ def import_adapter(
     model: str | Path | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    labels: Sequence[str] = (),
 ) -> dict:
     """Convert an adapter of PEFT or mlx-lm to a pack.
+
+    An adapter of PEFT's task ``SEQ_CLS`` with several outputs becomes a classifier of texts with
+    one label each, and with one output a reward model.
 
     Args:
         folder: Folder with ``adapter_config.json`` and safetensors files.
@@ -149,6 +155,8 @@ def import_adapter(
             Hub id. A folder that `export_pack` wrote, and that is unchanged, needs none.
         overwrite: Whether to replace a pack at ``out``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
+        labels: Names of the labels of a classifier, in the order of its outputs. By default
+            the exported pack's names, or ``LABEL_0``, ``LABEL_1``, ...
 
     Returns:
         The output of `packs import --json`.
@@ -174,13 +182,18 @@ def import_adapter(
     sidecar = _read_sidecar(folder)
     unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.tensor_file, CONFIG))
     if unchanged:
+        if labels:
+            raise PackError(f"--labels: {folder} has its own. Leave it out.", "conflict")
         pack = _restored(folder, form, stored, sidecar)
         if model is not None:
             check_checkpoint(pack, model)
             note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
     else:
         base = _base_name(model, config, folder)
-        pack = _converted(name, stored, base, trust_remote_code)
+        if sidecar is not None and not labels:
+            before = sidecar["pack"].get("classifier")
+            labels = _names_of(before)
+        pack = _converted(name, stored, base, trust_remote_code, labels)
         note = differing_texts(folder, resolve_checkpoint(base), public_name(str(base)))
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
@@ -283,7 +296,9 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
     return Pack(manifest, tensors | originals)
 
 
-def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool) -> Pack:
+def _converted(
+    name: str, stored: StoredAdapter, model: str | Path, trust: bool, labels: Sequence[str]
+) -> Pack:
     base = lazy_base(model, trust)
     form = FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
@@ -294,4 +309,41 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
     if not isinstance(base_id, str):
         base_id = None
     source = {"from": name, "base": base_id, "by": f"mlx-packs {__version__}"}
-    return untrained_pack(base, specs, adapter.tensors, adapter.full_tensors, imported=source)
+    classifier = _classifier(adapter.full_tensors, labels, stored.file)
+    full = adapter.full_tensors
+    return untrained_pack(base, specs, adapter.tensors, full, imported=source, **classifier)
+
+
+def _names_of(classifier: object) -> list[str]:
+    """Return the labels in a part of a manifest that was not checked; empty without any."""
+    if not isinstance(classifier, Mapping):
+        return []
+    labels = classifier.get("labels")
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        return []
+    return labels
+
+
+def _classifier(tensors: Tensors, labels: Sequence[str], where: Path) -> dict:
+    """Return the part ``classifier`` of a manifest for a head with several outputs, else nothing.
+
+    Raises a PackError if there is another number of labels than of outputs.
+    """
+    head = tensors.get(SCORE_WEIGHT)
+    outputs = 1
+    if head is not None:
+        outputs = head.shape[0]
+
+    names = tuple(labels)
+    if not names and outputs > 1:
+        names = tuple(f"LABEL_{i}" for i in range(outputs))
+    if outputs == 1 and not names:
+        return {}
+
+    if len(set(names)) != outputs or outputs == 1:
+        raise PackError(
+            f"--labels: names {len(set(names))} different labels, but {where} has a head of "
+            f"{outputs} outputs.",
+            "mismatch",
+        )
+    return {"classifier": Classes(SINGLE, names).to_json()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from ..adapters.spec import ModuleSpec, Specs
+from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, Specs
 from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
@@ -23,11 +23,13 @@ from ..bases.vision_families import (
     path_of_transformers,
 )
 from ..config.choices import ARCHITECTURES, architecture_of
+from ..data.labels import Classes
 from ..errors import PackError
 from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
+    SIDECAR,
     Delta,
     ExternalAdapter,
     StoredAdapter,
@@ -211,7 +213,8 @@ class Peft:
                 tensors[f"{_PREFIX}{HEAD}.{parameter}"] = tensor
 
         config["modules_to_save"] = sorted(full_modules) or None
-        return StoredAdapter(tensors, dict(sorted(config.items())), file, _notes(specs, config))
+        notes = _notes(specs, config) + _head_notes(pack)
+        return StoredAdapter(tensors, dict(sorted(config.items())), file, notes)
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
         return save_folder(stored, folder, "pt")
@@ -459,10 +462,6 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
             "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it "
             "once"
         )
-    if config["task_type"] == "SEQ_CLS":
-        notes.append(
-            "AutoModelForSequenceClassification with num_labels=1 opens it; set pad_token_id"
-        )
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
 
@@ -472,4 +471,23 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     if unread:
         notes.append(f"llama.cpp's converter does not read {', '.join(unread)}")
 
+    return tuple(notes)
+
+
+def _head_notes(pack: Pack) -> tuple[str, ...]:
+    """Return notes on the head of a reward model or classifier, for transformers."""
+    shape = replaced_of(pack.manifest).get(SCORE_WEIGHT)
+    if shape is None:
+        return ()
+
+    opens = f"AutoModelForSequenceClassification with num_labels={shape[0]} opens it"
+    classes = Classes.of(pack.manifest)
+    if classes is None:
+        return (f"{opens}; set pad_token_id",)
+
+    notes = [f"{opens}; set problem_type={classes.problem!r} and pad_token_id"]
+    if classes.labels:
+        notes.append(f"{SIDECAR} has the names of the labels in the order of the outputs")
+    if classes.temperature != 1:
+        notes.append(f"PEFT does not divide logits by the temperature, {classes.temperature:.4g}")
     return tuple(notes)

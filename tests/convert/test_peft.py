@@ -11,7 +11,7 @@ import pytest
 from mlx import nn
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlx_packs import Pack, load_base
+from mlx_packs import Pack, PackError, load_base
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import is_router
 from mlx_packs.config.choices import architecture_of
@@ -20,6 +20,7 @@ from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, Row
+from mlx_packs.data.labels import SINGLE, Classes
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import QUANTIZED
 from mlx_packs.packs.making import untrained_pack
@@ -252,3 +253,52 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
     for name in ("back", "read"):
         again = base.rewards(rows, Pack.open(tmp_path / name))
         np.testing.assert_allclose(again, scores, atol=1e-4)
+
+
+def test_a_classifier_has_the_same_logits_in_peft(transformers_base, tmp_path):
+    """PEFT opens the head and the adapters; what PEFT wrote itself is a classifier here."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    base = load_base(transformers_base)
+    base.tokenizer = load_base("tiny").tokenizer
+    pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
+    weight = mx.random.normal((3, 64), key=mx.random.key(5))
+    classes = Classes(SINGLE, ("red", "green", "blue"), temperature=2.0)
+    facts = {"classifier": classes.to_json()}
+    pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight}, **facts)
+
+    report = export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
+    assert any("num_labels=3" in note for note in report["notes"])
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    model = AutoModelForSequenceClassification.from_pretrained(
+        transformers_base, num_labels=3, dtype=torch.float32
+    )
+    there = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+
+    texts = ["Say red.", "No, blue it is."]
+    for text, prediction in zip(texts, base.classify(texts, pack), strict=True):
+        with torch.no_grad():
+            logits = there(torch.tensor([base.tokenizer.encode(text)])).logits
+        likely = torch.softmax(logits[0] / 2.0, 0).tolist()
+        ours = [prediction.probabilities[label] for label in classes.labels]
+        np.testing.assert_allclose(ours, likely, atol=1e-4)
+
+    import_adapter(tmp_path / "out", tmp_path / "back")
+    assert Pack.open(tmp_path / "back").manifest["classifier"] == classes.to_json()
+    there.save_pretrained(tmp_path / "theirs")
+    names = ["a", "b", "c"]
+    import_adapter(tmp_path / "theirs", tmp_path / "read", transformers_base, labels=names)
+    for name, labels in (("back", classes.labels), ("read", names)):
+        again = base.classify(texts, tmp_path / name)
+        order = np.argsort([labels.index(each.label) for each in again])
+        first = np.argsort([classes.labels.index(p.label) for p in base.classify(texts, pack)])
+        assert order.tolist() == first.tolist()
+
+    with pytest.raises(PackError, match="3 outputs"):
+        import_adapter(tmp_path / "theirs", tmp_path / "no", transformers_base, labels=["a"])
+    import_adapter(tmp_path / "theirs", tmp_path / "unnamed", transformers_base)
+    labels = Pack.open(tmp_path / "unnamed").manifest["classifier"]["labels"]
+    assert labels == ["LABEL_0", "LABEL_1", "LABEL_2"]

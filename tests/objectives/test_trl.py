@@ -1,8 +1,9 @@
-"""Losses of preferences beside TRL's own trainers, on one small model: values and gradients."""
+"""Losses beside TRL's own trainers and transformers, on one small model: values and gradients."""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +13,18 @@ from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
-from mlx_packs.data.encoding import Example
+from mlx_packs.data.encoding import EncodingOptions, Example
+from mlx_packs.data.formats import Row
+from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
+from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import PreferenceExamples, Scored
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.classification import ScoreHead
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
@@ -365,3 +371,63 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
         objective,
         laid_out,
     )
+
+
+TEXTS = ["Say red.", "No, a blue one, please, and quickly.", "green", "It is what it is."]
+LABELLED = {
+    MULTI: ([("a",), (), ("b", "c"), ("a", "c")], ("a", "b", "c")),
+    REGRESSION: ([0.5, 2.0, -1.0, 3.0], ()),
+    SINGLE: (["b", "a", "b", "c"], ("a", "b", "c")),
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "weighted"), [(MULTI, False), (REGRESSION, False), (SINGLE, False), (SINGLE, True)]
+)
+def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
+    checkpoint, problem, weighted
+):
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    labels, names = LABELLED[problem]
+    classes = Classes(problem, names)
+    values = classes.encoded(labels)
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=classes.outputs, problem_type=problem, dtype=torch.float32
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id or 0
+    adapted = get_peft_model(model, adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]))
+    tokenizer.pad_token_id = model.config.pad_token_id
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    wanted = torch.tensor(values if problem == SINGLE else values.astype(np.float32))
+    weights = np.array([0.5, 2.0, 1.5]) if weighted else None
+
+    def loss_of():
+        outputs = adapted(**batch, labels=wanted.long() if problem == SINGLE else wanted)
+        if not weighted:
+            return outputs.loss
+        of_classes = torch.tensor(weights, dtype=torch.float32)
+        return torch.nn.functional.cross_entropy(outputs.logits, wanted.long(), of_classes)
+
+    base = load_base(checkpoint)
+    head = fresh_score_head(base, 0, classes.outputs)
+    base = replace(base, model=with_score_head(base.model, head))
+    train = TrainConfig(task="classify", batch_size=len(TEXTS))
+    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
+    states = hidden_states(base.model, base.name)
+    objective = ScoreHead(base.model, states, base.model["score"], problem, weights)
+
+    column = COLUMNS[problem]
+    rows = [
+        Row(f"f:{i}", {"text": text, column: list(label) if problem == MULTI else label})
+        for i, (text, label) in enumerate(zip(TEXTS, labels, strict=True))
+    ]
+    encoded = encode_labelled(rows, base.tokenizer, DataConfig(), EncodingOptions(), classes)
+    examples = fitted(encoded, base.tokenizer, classes, 64)
+    laid_out = LabelCollate(TokenCollate(6, 63))(examples, np.arange(len(rows)))  # two are padding
+    trainer = SimpleNamespace(model=adapted)
+    check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)

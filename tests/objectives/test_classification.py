@@ -1,0 +1,125 @@
+"""Logits of labels: the names of labels after a shared prompt, and losses by their formulas."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_packs.config.data import DataConfig
+from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.formats import Row
+from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted, label_tokens
+from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE, Classes
+from mlx_packs.data.packing import Packed
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.classification import LabelNames, ScoreHead, label_losses
+from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.objectives.reward_model import hidden_states
+from mlx_packs.runtime import mx
+from tests.helpers.bases import small_base
+from tests.helpers.errors import raises
+from tests.helpers.labelled import labelled
+
+OPTIONS = EncodingOptions()
+NAMES = DataConfig()
+LABELS = ("blue", "green", "red")
+
+
+def examples_of(base, classes: Classes, count: int = 5, limit: int = 64):
+    rows = [Row(f"f:{i + 1}", labelled(i)) for i in range(count)]
+    encoded = encode_labelled(rows, base.tokenizer, NAMES, OPTIONS, classes)
+    return fitted(encoded, base.tokenizer, classes, limit)
+
+
+def test_names_after_a_shared_prompt_have_the_log_probabilities_of_whole_rows():
+    base = small_base()
+    classes = Classes(SINGLE, LABELS, "lm", chat=True)
+    answers = label_tokens(base.tokenizer, NAMES, OPTIONS, classes)
+    objective = LabelNames(base.model, split_head(base.model), answers)
+    examples = examples_of(base, classes)
+    batch = LabelCollate(TokenCollate(5, 63))(examples, np.arange(5))
+    outputs = objective.outputs(batch)
+
+    assert objective.shares_prompts and outputs.shape == (5, 3)
+    for i, example in enumerate(examples):
+        prompt = example.tokens[: int(example.target.argmax())]
+        assert np.array_equal(
+            example.tokens[example.target], answers[classes.numbers[labelled(i)["label"]]]
+        )
+        for k, answer in enumerate(answers):
+            tokens = mx.array(np.concatenate([prompt, answer]))[None]
+            likely = nn.log_softmax(base.model(tokens[:, :-1]).astype(mx.float32), axis=-1)[0]
+            rows = np.arange(len(prompt) - 1, tokens.shape[1] - 1)
+            expected = np.array(likely)[rows, answer].sum()
+            assert outputs[i, k] == pytest.approx(expected, abs=1e-3)
+
+    objective.shares_prompts = False
+    np.testing.assert_allclose(objective.outputs(batch), outputs, atol=1e-3)
+
+
+def test_losses_are_those_of_their_formulas():
+    logits = mx.array([[1.0, -2.0], [0.5, 3.0]])
+    likely = np.exp(np.array(logits)) / np.exp(np.array(logits)).sum(axis=1, keepdims=True)
+    one = label_losses(logits, mx.array([0, 1]), SINGLE)
+    np.testing.assert_allclose(one, -np.log(likely[[0, 1], [0, 1]]), rtol=1e-5)
+
+    each = 1 / (1 + np.exp(-np.array(logits)))
+    several = label_losses(logits, mx.array([[True, False], [False, False]]), MULTI)
+    expected = -np.log([[each[0, 0], 1 - each[0, 1]], [1 - each[1, 0], 1 - each[1, 1]]]).mean(
+        axis=1
+    )
+    np.testing.assert_allclose(several, expected, rtol=1e-5)
+
+    score = label_losses(logits[:, :1], mx.array([3.0, 0.0]), REGRESSION)
+    np.testing.assert_allclose(score, [4.0, 0.25])
+
+
+def test_packed_pieces_and_padding_have_the_loss_of_the_rows():
+    """A packed batch, the pieces of one, and one with missing rows: the same sums."""
+    base = small_base()
+    classes = Classes(SINGLE, LABELS)
+    examples = examples_of(base, classes)
+    head = nn.Linear(64, 3, bias=False)
+    weights = np.array([0.5, 1.0, 2.0])
+    objective = ScoreHead(base.model, hidden_states(base.model, "small"), head, SINGLE, weights)
+
+    rows = LabelCollate(TokenCollate(8, 63))
+    whole = rows(examples, np.arange(5))
+    packed = LabelCollate(PackedCollate(2, 63))(examples, Packed([np.arange(3), np.arange(3, 5)]))
+    sums = []
+    for pieces in ([whole], rows.split(whole, 3), [packed]):
+        losses = [objective.loss(arrays_of(piece), piece.layout) for piece in pieces]
+        sums.append([sum(part.item() for part in parts) for parts in zip(*losses, strict=True)])
+
+    logits = objective.outputs(whole)
+    totals = np.logaddexp.reduce(logits, axis=1)
+    of_each = weights[examples.values]
+    expected = (of_each * (totals - logits[np.arange(5), examples.values])).sum()
+    for total, count in sums:
+        assert total == pytest.approx(expected, rel=1e-4) and count == pytest.approx(of_each.sum())
+
+
+def test_texts_are_cut_and_chats_are_dropped():
+    base = small_base()
+    text = Classes(SINGLE, LABELS)
+    cut = examples_of(base, text, limit=6)
+    assert cut.cut == 5 and set(cut.lengths.tolist()) == {6}
+    tokens = base.tokenizer.encode(labelled(0)["text"])
+    assert cut[0].tokens[:-1].tolist() == tokens[:5]
+
+    chat = Classes(SINGLE, LABELS, chat=True)
+    lengths = examples_of(base, chat).lengths
+    kept = examples_of(base, chat, limit=int(lengths.max()) - 1)
+    assert 0 < kept.dropped == (lengths == lengths.max()).sum() < 5
+    with raises("data", "max_seq_length", "f:1"):
+        examples_of(base, chat, limit=4)
+
+
+def test_labels_with_the_same_tokens_cannot_be_told_apart(monkeypatch):
+    tokenizer = small_base().tokenizer
+    strips = tokenizer.chat_template.replace("'\\n' + content }}", "'\\n' + content.strip() }}")
+    assert strips != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", strips)
+    classes = Classes(SINGLE, ("red", "red "), "lm", chat=True)
+    with raises("data", "head", "'red'"):
+        label_tokens(tokenizer, NAMES, OPTIONS, classes)
