@@ -32,6 +32,7 @@ NAMES = (
     "graph",
     "methods",
     "quality",
+    "classify",
     "real",
     "report",
     "scaling",

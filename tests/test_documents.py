@@ -111,6 +111,8 @@ def material(tmp_path_factory) -> Path:
     write_rows(folder / "shards", **{f"part-{n}": CHATS for n in range(3)})
     pair = {"prompt": "Say red.", "chosen": "red.", "rejected": "blue."}
     write_rows(folder / "prefs", train=[pair] * 20, valid=[pair] * 2, test=[pair] * 2)
+    labelled = [{"text": f"the {word} car", "label": word} for word in ("red", "blue")]
+    write_rows(folder / "intents", train=labelled * 10, valid=labelled, test=labelled)
     write_rows(folder / "prompts", train=[{"prompt": "Say red.", "completion": "red."}] * 20)
 
     (folder / "rewards.py").write_text(
