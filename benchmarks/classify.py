@@ -97,12 +97,12 @@ def read_task(options: argparse.Namespace, seed: int) -> Task:
     )
 
 
-def settings(task: Task, **changes: Any) -> TrainConfig:
+def settings(size: Task, /, **changes: Any) -> TrainConfig:
     """Return the settings of a run of ours."""
     return TrainConfig(
-        iters=task.steps,
-        batch_size=task.batch_size,
-        learning_rate=task.rate,
+        iters=size.steps,
+        batch_size=size.batch_size,
+        learning_rate=size.rate,
         lr_schedule="constant",
         optimizer_config={"adamw": {"bias_correction": True, "weight_decay": WEIGHT_DECAY}},
         max_grad_norm=0.0,
@@ -110,8 +110,8 @@ def settings(task: Task, **changes: Any) -> TrainConfig:
         matmul_path="dense",
         val_batches=0,
         test_batches=1,
-        save_every=task.steps,
-        seed=task.seed,
+        save_every=size.steps,
+        seed=size.seed,
         awake=False,
         **changes,
     )

@@ -126,6 +126,13 @@ def encode_labelled(
     examples, _ = encode_cached(
         source, tokenizer, names, options, row_format=row_format, num_proc=num_proc, advance=advance
     )
+    if examples.items.parts["tokens"].min() < 0:
+        raise PackError(
+            f"--task classify: {rows.where(0)} and others have images, which no classifier reads. "
+            "Leave them out.",
+            "unsupported",
+            "task",
+        )
 
     numbers = examples.items.parts["rows"]
     for i, error in examples.bad.errors:

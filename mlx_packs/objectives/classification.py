@@ -14,12 +14,13 @@ from ..bases.tokenizer import padded
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..data.labels import MULTI, REGRESSION
 from ..runtime import mx
-from .causal_lm import Head, LossOptions, target_loss
+from .causal_lm import Head, LossOptions, keep_prefixes, part_of, target_loss
 from .objective import Inputs, Objective, arrays_of
 from .reward_model import States, read_states
 from .score import Score
 
 _FORWARD = LossOptions(gradient=False)
+_ROWS = 32  # names of labels that are computed in one pass
 # What rounding does to log-probabilities of a label that is computed after a shared prompt.
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
 
@@ -173,41 +174,49 @@ class LabelNames(_Labelled):
             return self._in_rows(prompt, answers)
 
         prefix = mx.array(prompt[None, :-1])
-        layout = Tree(1, prefix.shape[1])
-        return self._sums({"prefix": prefix}, layout, prompt[-1:], answers, prefix.shape[1])
+        part = part_of(self.model, self.head)
+        kept = keep_prefixes(self.model, part, prefix)
+        shared = {"prefix": prefix, "kept": kept}
+        return self._log_probs(shared, prompt[-1:], answers)
 
     def _in_rows(self, prompt: np.ndarray, answers: Sequence[np.ndarray]) -> np.ndarray:
-        return self._sums({}, (), prompt, answers, 0)
+        return self._log_probs({}, prompt, answers)
+
+    def _log_probs(
+        self, shared: Inputs, before: np.ndarray, answers: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Return the log-probability of each answer after ``shared`` and ``before``, [answers].
+
+        Answers of like length are computed together.
+        """
+        by_length = np.argsort([len(answer) for answer in answers], kind="stable")
+        result = np.zeros(len(answers))
+        for chosen in np.array_split(by_length, -(-len(answers) // _ROWS)):
+            result[chosen] = self._sums(shared, before, [answers[i] for i in chosen])
+
+        return result
 
     def _sums(
-        self,
-        inputs: dict[str, mx.array],
-        layout: Layout,
-        before: np.ndarray,
-        answers: Sequence[np.ndarray],
-        offset: int,
+        self, shared: Inputs, before: np.ndarray, answers: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Return the log-probability of each answer in a row after ``before``, [answers].
+        """As `_log_probs`, of answers in one pass, each in a row."""
+        offset = 0
+        layout: Layout = ()
+        if shared:
+            offset = shared["prefix"].shape[1]  # whose states come first
+            layout = Tree(1, offset)
 
-        The states of rows follow ``offset`` others.
-        """
         rows = padded([np.concatenate([before, answer[:-1]]) for answer in answers])
-        width = rows.shape[1]
         first = offset + len(before) - 1
+        width = rows.shape[1]
         positions = [first + i * width + np.arange(len(a)) for i, a in enumerate(answers)]
+        inputs = {
+            **shared,
+            "tokens": mx.array(rows),
+            "positions": mx.array(np.concatenate(positions)),
+            "targets": mx.array(np.concatenate(answers)),
+        }
 
-        losses, _ = target_loss(
-            self.model,
-            self.head,
-            {
-                **inputs,
-                "tokens": mx.array(rows),
-                "positions": mx.array(np.concatenate(positions)),
-                "targets": mx.array(np.concatenate(answers)),
-            },
-            layout,
-            _FORWARD,
-        )
-
+        losses, _ = target_loss(self.model, self.head, inputs, layout, _FORWARD)
         ends = np.cumsum([len(answer) for answer in answers])[:-1]
         return np.array([-part.sum() for part in np.split(np.array(losses, np.float64), ends)])

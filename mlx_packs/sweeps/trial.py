@@ -142,6 +142,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PREFERENCE_TASKS, _PREFERENCES),
     "grpo": ("reward",),
     "distill": ("teacher_loss", "ppl", "accuracy", "answers"),
+    "classify": ("label_accuracy", "macro_f1", "log_loss", "calibration_error", "rmse", "spearman"),
     "embedding": (
         "spearman",
         "ndcg_at_10",
@@ -151,7 +152,15 @@ METRICS: dict[str, tuple[str, ...]] = {
         "recall_at_1",
     ),
 }
-_LOWER = ("ppl", "chosen_ppl", "loss", "teacher_loss")
+_LOWER = (
+    "ppl",
+    "chosen_ppl",
+    "loss",
+    "teacher_loss",
+    "log_loss",
+    "calibration_error",
+    "rmse",
+)
 
 
 def metrics_of(task: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted, label_tokens
 from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
+from mlx_packs.objectives import classification
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.classification import LabelNames, ScoreHead, label_losses
 from mlx_packs.objectives.objective import arrays_of
@@ -31,7 +32,9 @@ def examples_of(base, classes: Classes, count: int = 5, limit: int = 64):
     return fitted(encoded, base.tokenizer, classes, limit)
 
 
-def test_names_after_a_shared_prompt_have_the_log_probabilities_of_whole_rows():
+@pytest.mark.parametrize("rows", [2, 32])  # of a pass: the names take several, or one
+def test_names_after_a_shared_prompt_have_the_log_probabilities_of_whole_rows(monkeypatch, rows):
+    monkeypatch.setattr(classification, "_ROWS", rows)
     base = small_base()
     classes = Classes(SINGLE, LABELS, "lm", chat=True)
     answers = label_tokens(base.tokenizer, NAMES, OPTIONS, classes)
@@ -49,8 +52,8 @@ def test_names_after_a_shared_prompt_have_the_log_probabilities_of_whole_rows():
         for k, answer in enumerate(answers):
             tokens = mx.array(np.concatenate([prompt, answer]))[None]
             likely = nn.log_softmax(base.model(tokens[:, :-1]).astype(mx.float32), axis=-1)[0]
-            rows = np.arange(len(prompt) - 1, tokens.shape[1] - 1)
-            expected = np.array(likely)[rows, answer].sum()
+            places = np.arange(len(prompt) - 1, tokens.shape[1] - 1)
+            expected = np.array(likely)[places, answer].sum()
             assert outputs[i, k] == pytest.approx(expected, abs=1e-3)
 
     objective.shares_prompts = False

@@ -303,6 +303,20 @@ def test_the_bar_counts_examples_and_computed_images(task, folders, here):
     assert bars.texts[-1].endswith(", 6 images computed")
 
 
+def test_no_classifier_reads_images(folders, here):
+    write_image_rows(here / "d", train=4, valid=2)
+    for split in ("train", "valid"):
+        lines = (here / "d" / f"{split}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for i, row in enumerate(rows):
+            row |= {"messages": row["messages"][:1], "label": i % 2}
+        write_rows(here / "d", **{split: rows})
+
+    train = {"task": "classify", "iters": 1, "matmul_path": "dense"}
+    with raises("unsupported", "task", "train.jsonl:1"):
+        train_pack(folders / "qwen3_vl", "d", {"rank": 2}, train, "o", progress=False)
+
+
 def longest(prompts: list, completions: list, **_) -> list[float]:
     return [float(len(each)) for each in completions]
 
