@@ -101,11 +101,10 @@ def evaluate(  # noqa: PLR0913 - a public facade
         pack = Pack.open(pack)
 
     columns = columns or columns_of(pack, data)
-    trained = pack._part("objective") if pack else {}
     recipe = pack._part("recipe") if pack else {}
     evaluate_pack = _own_evaluation(pack)
-    if evaluate_pack is None:
-        loss_on = loss_on or trained.get("loss_on")
+    if pack and evaluate_pack is None:
+        loss_on = loss_on or pack._part("objective").get("loss_on")
     settings = EvalSettings(
         columns,
         batch_size,
