@@ -72,12 +72,12 @@ Way = Callable[[Task], Result]
 
 
 def read_task(options: argparse.Namespace, seed: int) -> Task:
-    """Return banking77 as texts and labels; ``options.rows`` of the test split."""
+    """Return banking77 as texts and labels; at most ``options.rows`` of a held-out split."""
     texts: dict[str, list[str]] = {}
     named: dict[str, list[str]] = {}
     for split in ("train", "valid", "test"):
         chats = [row["messages"] for row in read_rows("banking77", split)]
-        if split == "test":
+        if split != "train":
             chats = chats[: options.rows]
         texts[split] = [chat[0]["content"].partition(PREFIX)[2] for chat in chats]
         named[split] = [chat[1]["content"] for chat in chats]
@@ -253,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="examples [16]")
     p.add_argument("--steps", type=int, default=600, metavar="N", help="batches [600]")
     p.add_argument("--rate", type=float, default=5e-4, metavar="RATE", help="[5e-4]")
-    p.add_argument("--rows", type=int, default=3080, metavar="N", help="test examples [3080]")
+    p.add_argument("--rows", type=int, default=3080, metavar="N", help="held-out examples at most [3080]")
     history.add_option(p)
     return p
 
