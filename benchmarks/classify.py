@@ -253,7 +253,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="examples [16]")
     p.add_argument("--steps", type=int, default=600, metavar="N", help="batches [600]")
     p.add_argument("--rate", type=float, default=5e-4, metavar="RATE", help="[5e-4]")
-    p.add_argument("--rows", type=int, default=3080, metavar="N", help="held-out examples at most [3080]")
+    p.add_argument(
+        "--rows", type=int, default=3080, metavar="N", help="held-out examples at most [3080]"
+    )
     history.add_option(p)
     return p
 
