@@ -255,6 +255,7 @@ class DistillConfig(TargetConfig, NamedLoss):
         None,
         "Folder with the log-probabilities of a teacher, which packs logits writes.",
         metavar="DIR",
+        resumable=True,
     )
     ce_weight: float = _optimization(
         0.0,

@@ -127,12 +127,13 @@ class TeacherCache:
         self.facts = facts
 
     @classmethod
-    def load(cls, folder: Path) -> "TeacherCache":
+    def at(cls, path: str | Path) -> "TeacherCache":
         """Return the cache of a folder by its cache.json; `of` reads the shards.
 
         Raises:
             PackError: there is no cache, or its cache.json is damaged.
         """
+        folder = Path(path).expanduser()
         file = folder / FACTS
         if not file.is_file():
             raise PackError(

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class DistillTask(CausalLMTask):
                 "--teacher-cache: name the folder with the log-probabilities of a teacher, which "
                 "`packs logits` writes."
             )
-        self.cache = TeacherCache.load(Path(folder).expanduser())
+        self.cache = TeacherCache.at(folder)
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]

@@ -172,7 +172,7 @@ def _begin(cache: TeacherCache, overwrite: bool) -> None:
     """Write cache.json, unless the folder has the same; then its shards are continued."""
     out = cache.folder
     if (out / FACTS).exists() and not overwrite:
-        if TeacherCache.load(out).facts == cache.facts:
+        if TeacherCache.at(out).facts == cache.facts:
             return
         raise PackError(
             f"--out {out}: has a cache of another teacher, of other data or settings. Pass "

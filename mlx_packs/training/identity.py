@@ -16,6 +16,7 @@ from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..display import Display
 from ..errors import PackError
+from ..late import load
 from ..packs.base import Base
 from ..reading import sha256
 from .run_folder import PACKAGES, check_unchanged
@@ -49,6 +50,8 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
     identity = {"recipe": recipe.to_json(), **packages_of(recipe.train)}
     if run.request.loss:
         identity["loss"] = run.request.calls.loss_name
+    if (folder := recipe.train.teacher_cache) is not None:
+        identity["teacher"] = load("data.teacher_cache:TeacherCache").at(folder).facts.digest
 
     data = {
         phase.manifest_key(split): read.fingerprint(split)
@@ -81,6 +84,12 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     for key, same, other, flag in (
         ("base", same_base, "another base", "model"),
         ("data", earlier["data"] == identity["data"], "other examples", "data"),
+        (
+            "teacher cache",
+            earlier.get("teacher") == identity.get("teacher"),
+            "another teacher cache",
+            "teacher_cache",
+        ),
     ):
         if not same:
             raise PackError(

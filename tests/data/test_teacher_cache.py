@@ -64,7 +64,7 @@ def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path)
     own = examples()
     cache = written(tmp_path, own)
     assert len(cache.facts.splits["train"]["edges"]) == 4
-    targets = TeacherCache.load(tmp_path).of(own, 128)
+    targets = TeacherCache.at(tmp_path).of(own, 128)
 
     padded = TokenCollate(4, 16)
     packed = PackedCollate(2, 32)
@@ -131,7 +131,7 @@ def test_a_wrong_cache_json_is_rejected(tmp_path, key, value):
     content = json.loads((tmp_path / FACTS).read_text())
     (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
     with raises("unreadable", "teacher_cache", FACTS):
-        TeacherCache.load(tmp_path)
+        TeacherCache.at(tmp_path)
 
 
 def test_shards_belong_to_their_cache_json(tmp_path):
@@ -141,7 +141,7 @@ def test_shards_belong_to_their_cache_json(tmp_path):
     content = json.loads((tmp_path / FACTS).read_text())
     (tmp_path / FACTS).write_text(json.dumps(content | {"temperature": 2.0}))
     with raises("unreadable", "teacher_cache", "train-00000.npy"):
-        TeacherCache.load(tmp_path).of(own, 128)
+        TeacherCache.at(tmp_path).of(own, 128)
 
 
 def test_arrays_of_other_lengths_are_rejected(tmp_path):

@@ -1,6 +1,7 @@
 """Runs on what a teacher predicts: the cache is written, read, checked, and taught from."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -141,6 +142,22 @@ def test_a_resumed_run_is_bit_identical(tmp_path, data, cache, changes):
     assert all(np.array_equal(ours[n], theirs[n]) for n in ours)
 
 
+def test_a_run_is_resumed_with_its_own_cache_only(tmp_path, data, cache):
+    """Which may have moved."""
+    train = settings(teacher_cache=cache, iters=2, val_batches=0)
+    train_pack(base_with(2), data, LORA, train, tmp_path / "p")
+    shutil.copytree(cache, tmp_path / "moved")
+    cache_of(tmp_path / "other", data, temperature=2.0)
+
+    def resume(folder) -> None:
+        longer = settings(teacher_cache=str(folder), iters=3, val_batches=0)
+        train_pack(base_with(2), data, LORA, longer, tmp_path / "p", resume=True)
+
+    with raises("mismatch", "teacher_cache"):
+        resume(tmp_path / "other")
+    resume(tmp_path / "moved")
+
+
 def test_a_cache_is_continued_after_a_kill(tmp_path, data, cache, monkeypatch):
     """No shard is written twice, and all are as without an interruption."""
     monkeypatch.setattr("mlx_packs.data.teacher_cache._SHARD_BYTES", 10_000)
@@ -180,14 +197,14 @@ def test_a_pack_is_part_of_the_teacher(tmp_path, data, cache):
         teacher = Teacher(base, pack, 8, 1.0)
         report = write_teacher_cache(teacher, recipe, tmp_path / name, False, Display(QUIET))
         assert report["teacher"] == ("small" if pack is None else "small with p")
-        opened = TeacherCache.load(tmp_path / name)
+        opened = TeacherCache.at(tmp_path / name)
         targets[name] = opened._read("train", 0)["logprobs"]
     assert not np.allclose(targets["alone"], targets["packed"], atol=1e-3)
 
     with raises("exists", "out"):
         write_teacher_cache(teacher, recipe, tmp_path / "alone", False, Display(QUIET))
     write_teacher_cache(teacher, recipe, tmp_path / "alone", True, Display(QUIET))
-    assert TeacherCache.load(tmp_path / "alone").facts.teacher == "small with p"
+    assert TeacherCache.at(tmp_path / "alone").facts.teacher == "small with p"
 
 
 def test_bad_caches_are_rejected(tmp_path, data, cache):
@@ -205,7 +222,7 @@ def test_bad_caches_are_rejected(tmp_path, data, cache):
     with raises("mismatch", "teacher_cache"):
         encode(teacher_cache=cache, data=other)
 
-    facts = json.loads((TeacherCache.load(tmp_path.parent / cache).folder / FACTS).read_text())
+    facts = json.loads((TeacherCache.at(tmp_path.parent / cache).folder / FACTS).read_text())
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / FACTS).write_text(json.dumps(facts | {"tokenizer": "0" * 64}))
