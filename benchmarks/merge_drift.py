@@ -24,6 +24,8 @@ WAYS = {
     "8-bit affine": ("affine8", "auto"),
     "4-bit affine": ("affine4", "auto"),
     "4-bit NF4": ("nf4", "auto"),
+    "mxfp4": ("mxfp4", "auto"),
+    "nvfp4": ("nvfp4", "auto"),
 }
 
 

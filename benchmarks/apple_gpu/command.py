@@ -69,7 +69,8 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
                     f"{model}, {batch} x {length}, {supervised:.0%} supervised, rank {options.rank}"
                 )
                 print(f"{shape}\n{tables.step_table(steps, options.chip)}\n", flush=True)
-                records += tables.step_records(here, steps, shape, options.chip)
+                task = f"graph {options.weights}" if options.weights else "graph"
+                records += tables.step_records(here, steps, shape, options.chip, task)
     print(tables.STEP_LEGEND)
     return records
 
