@@ -254,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=600, metavar="N", help="batches [600]")
     p.add_argument("--rate", type=float, default=5e-4, metavar="RATE", help="[5e-4]")
     p.add_argument(
-        "--rows", type=int, default=3080, metavar="N", help="held-out examples at most [3080]"
+        "--rows", type=int, default=500, metavar="N", help="held-out examples at most [500]"
     )
     history.add_option(p)
     return p
