@@ -46,9 +46,10 @@ def server(shelf):
 @pytest.mark.parametrize("model", ["score", "lm"])
 def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
     expected = first_blocks(2).classify(TEXTS, shelf / model)
-    before = server.json("POST", "/v1/completions", {"model": "notes", "prompt": "a", "seed": 1})
+    text = {"model": "notes", "prompt": "a", "temperature": 0, "max_tokens": 8}
+    before = server.json("POST", "/v1/completions", text)
     status, answer = server.json("POST", PATH, {"model": model, "input": TEXTS})
-    after = server.json("POST", "/v1/completions", {"model": "notes", "prompt": "a", "seed": 1})
+    after = server.json("POST", "/v1/completions", text)
 
     assert status == 200 and [entry["index"] for entry in answer["data"]] == [0, 1, 2]
     for entry, prediction in zip(answer["data"], expected, strict=True):
