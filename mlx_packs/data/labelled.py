@@ -290,21 +290,26 @@ class LabelCollate:
     """
 
     tokens: TokenCollate | PackedCollate
+    is_scored: bool = True  # whether a head reads the last token: all tokens that are read count
 
     def __call__(self, examples: LabelledExamples, order: Order) -> Batch:
-        return _with_labels(self.tokens(examples, order))
+        return self._labelled(self.tokens(examples, order))
 
     def shapes(self, examples: LabelledExamples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         tokens = {name: values for name, values in batch.inputs.items() if name != "labels"}
-        whole = dataclasses.replace(batch, inputs=tokens)
-        return [_with_labels(piece) for piece in split_rows(whole, parts)]
+        targets = int((batch.inputs["owners"] >= 0).sum())
+        whole = dataclasses.replace(batch, inputs=tokens, targets=targets)
+        return [self._labelled(piece) for piece in split_rows(whole, parts)]
 
+    def _labelled(self, batch: Batch) -> Batch:
+        values = batch.source.values
+        none = np.zeros((1, *values.shape[1:]), values.dtype)  # of padding, whose owner is -1
+        own = np.concatenate([values[list(batch.examples)], none])
 
-def _with_labels(batch: Batch) -> Batch:
-    values = batch.source.values
-    none = np.zeros((1, *values.shape[1:]), values.dtype)  # of padding, whose owner is -1
-    own = np.concatenate([values[list(batch.examples)], none])
-    return batch.having(labels=own[batch.inputs["owners"]])
+        batch = batch.having(labels=own[batch.inputs["owners"]])
+        if self.is_scored:
+            return dataclasses.replace(batch, targets=batch.computed)
+        return batch

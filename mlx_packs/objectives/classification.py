@@ -55,6 +55,7 @@ def label_losses(logits: mx.array, labels: mx.array, problem: str) -> mx.array:
 class _Labelled(Objective):
     """An objective on labelled examples; ``class_weights`` [classes] weigh them in the loss."""
 
+    unit = "tokens"
     model: nn.Module
 
     def __init__(self, class_weights: np.ndarray | None, score: Scoring | None) -> None:
@@ -84,8 +85,6 @@ class ScoreHead(_Labelled):
     ``states`` makes the hidden states. ``score`` scores batches; an objective that only trains, or
     only classifies, needs none.
     """
-
-    unit = "examples"
 
     def __init__(
         self,
@@ -122,8 +121,6 @@ class LabelNames(_Labelled):
     log-probability of its whole name, so that a softmax over labels normalizes them. ``answers``
     are the tokens of each name.
     """
-
-    unit = "tokens"
 
     def __init__(
         self,

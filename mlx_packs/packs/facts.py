@@ -52,7 +52,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
         changes=changes,
         held_out=held_out_line(result),
         curve=stored_curve(manifest),
-        unit=next((u for u in ("pairs", "examples") if f"{u}_per_s" in measured), "tokens"),
+        unit="pairs" if "pairs_per_s" in measured else "tokens",
         best=number(_mapping(manifest, "end").get("best_batch")),
         samples=samples_of(manifest.get("samples")),
         memory_gb=memory_of(measured),
@@ -128,7 +128,7 @@ def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]
     if (seconds := number(measured.get("train_s"))) is not None:
         figures.append(("Training time", _duration(seconds)))
 
-    for unit in ("tokens", "pairs", "examples"):
+    for unit in ("tokens", "pairs"):
         if (rate := number(measured.get(f"{unit}_per_s"))) is not None:
             figures.append((rate_name(unit), f"{rate:,.0f}"))
     return figures

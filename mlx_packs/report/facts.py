@@ -199,7 +199,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     for line in lines:
         for key, value in line.items():
             name = key
-            if key in ("tokens_per_s", "pairs_per_s", "examples_per_s"):
+            if key in ("tokens_per_s", "pairs_per_s"):
                 name = "rate"
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))

@@ -195,7 +195,7 @@ class ClassifyTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-        return Dataset(examples, LabelCollate(tokens), sampler)
+        return Dataset(examples, LabelCollate(tokens, t.head == "score"), sampler)
 
     def evaluation(
         self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
@@ -324,17 +324,13 @@ class ClassifyTask(TokenTask):
     def report_lines(report: dict) -> list[str]:
         held_out = report["held_out"]
         wrong = [f"{right} → {given} ({n})" for right, given, n in report["mistakes"][:3]]
-        rate = f"{report.get('examples_per_s', 0):,.0f} examples/s"
-        if "tokens_per_s" in report:
-            rate = speed(report)
-
         return [
             f"done    held-out {format_change(report)} on {evaluated(held_out)}"
             f"{gates_text(report['gates'])}",
             *(f"wrong   most often {' · '.join(wrong)}" for _ in wrong[:1]),
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
             *bad_rows_lines(report),
-            f"speed   {rate} · {cost(report)}",
+            f"speed   {speed(report)} · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs classify "
             f"--pack {report['pack']} < rows.jsonl",
         ]

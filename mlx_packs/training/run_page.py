@@ -108,9 +108,8 @@ def facts_of_run(
 ) -> Facts:
     """Return the facts of a pack, or of a run without one, with what the run itself knows."""
     facts = replace(facts, title=text(title), curve=curve_of(lines) or facts.curve)
-    for unit in ("pairs", "examples"):
-        if any(f"{unit}_per_s" in line for line in lines):
-            facts = replace(facts, unit=unit)
+    if any("pairs_per_s" in line for line in lines):
+        facts = replace(facts, unit="pairs")
     if not facts.recipe:
         facts = replace(facts, recipe=recipe_sections(recipe))
 
