@@ -9,8 +9,10 @@ BERT: https://arxiv.org/abs/1810.04805
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import mlx.nn as nn
 import numpy as np
@@ -20,8 +22,8 @@ from ..errors import PackError, library_errors
 from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
-from .sentence_config import SentenceConfig, read_sentence_config
-from .tokenizer import padded
+from .sentence_config import QUERY, SentenceConfig, read_sentence_config
+from .tokenizer import padded, tokens_of
 from .unsupported import unreadable
 
 _ACTIVATIONS = {
@@ -137,32 +139,45 @@ class Encoder(nn.Module):
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
         """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
-        valid = mask = None
+        mask = None
         if lengths is not None:
-            valid = mx.arange(tokens.shape[1])[None] < lengths[:, None]  # [B, T]
-            mask = valid[:, None, None]
+            mask = _valid(tokens, lengths)[:, None, None]
 
         x = self.embeddings(tokens)
         for layer in self.layers:
             x = layer(x, mask)
 
-        pooled = self._pooled(x, valid)
-        return unit(pooled) if self.sentence_config.normalize else pooled
+        return pooled(x, lengths, self.sentence_config)
 
-    def _pooled(self, x: mx.array, valid: mx.array | None) -> mx.array:
-        """[B, T, D] to [B, D]."""
-        if self.sentence_config.pooling == "cls":
-            return x[:, 0]
 
-        if self.sentence_config.pooling == "max":
-            if valid is not None:
-                x = mx.where(valid[..., None], x, -mx.inf)
-            return x.max(axis=1)
+def pooled(x: mx.array, lengths: mx.array | None, sentence_config: SentenceConfig) -> mx.array:
+    """States [B, T, D] to float32 [B, D]; of row i the first ``lengths[i]`` count, None is all."""
+    vectors = _pooled(x, lengths, sentence_config.pooling).astype(mx.float32)
 
-        if valid is None:
-            return x.mean(axis=1)
-        # a product, so that no [B, T, D] is made
-        return (valid.astype(x.dtype)[:, None] @ x)[:, 0] / valid.sum(axis=1, keepdims=True)
+    return unit(vectors) if sentence_config.normalize else vectors
+
+
+def _pooled(x: mx.array, lengths: mx.array | None, pooling: str) -> mx.array:
+    if pooling == "cls":
+        return x[:, 0]
+
+    if lengths is None:
+        lengths = mx.full((len(x),), x.shape[1])
+
+    if pooling == "lasttoken":
+        return mx.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+    valid = _valid(x, lengths)
+    if pooling == "max":
+        return mx.where(valid[..., None], x, -mx.inf).max(axis=1)
+
+    # a product, so that no [B, T, D] is made
+    summed = valid.astype(mx.float32)[:, None] @ x.astype(mx.float32)
+    return summed[:, 0] / valid.sum(axis=1, keepdims=True)
+
+
+def _valid(x: mx.array, lengths: mx.array) -> mx.array:
+    return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
 def unit(x: mx.array) -> mx.array:
@@ -256,7 +271,37 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
     return model
 
 
-def embedded(model: Encoder, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
+class Vectors(Protocol):
+    """What computes one vector per text, as `Encoder`."""
+
+    sentence_config: SentenceConfig
+    dims: int
+    longest: int
+
+    def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A base as it embeds texts: what computes their vectors, and the tokenizer of these texts."""
+
+    vectors: Vectors
+    tokenizer: Any
+
+    @property
+    def query_prompt(self) -> str:
+        """The base's own text before a query; empty if it has none."""
+        config = self.vectors.sentence_config
+        return config.prompt(QUERY) if QUERY in config.prompts else ""
+
+    def encode(self, texts: Sequence[str], batch_size: int) -> np.ndarray:
+        """Return the vectors of texts, float32 [N, D]."""
+        tokens = tokens_of(self.tokenizer, texts, self.vectors.longest)
+
+        return embedded(self.vectors, tokens, batch_size)
+
+
+def embedded(model: Vectors, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
     """The vectors of rows of tokens, float32 [N, D], in batches of similar lengths.
 
     The model must not be in training.

@@ -75,8 +75,8 @@ def check_architecture(command: str, wanted: str, name: str | Path, model_type: 
 
 
 def check_task(task: str, name: str | Path, model_type: str) -> None:
-    wanted = TASKS[task].architecture
-    if wanted != architecture_of(model_type):
+    if not TASKS[task].trains(architecture_of(model_type)):
+        wanted = TASKS[task].architecture
         raise PackError(
             f"--task {task}: trains {ARCHITECTURES[wanted].described}, but {name} is a "
             f"{model_type}. Pass --task {any_of(tasks_of(model_type))}.",
@@ -87,7 +87,7 @@ def check_task(task: str, name: str | Path, model_type: str) -> None:
 def tasks_of(model_type: str) -> list[str]:
     """The default task is first."""
     architecture = architecture_of(model_type)
-    return [name for name, facts in TASKS.items() if facts.architecture == architecture]
+    return [name for name, facts in TASKS.items() if facts.trains(architecture)]
 
 
 def family_of(model: nn.Module) -> str:

@@ -232,7 +232,7 @@ def load_model_of(
                 weights.clear()
 
                 stored = dict(own)
-                named = dict(to_names_of_model(own))
+                named = _with_model_names(to_names_of_model(own), model)
 
                 sources.update(weight_map(stored, named))
                 stored.clear()
@@ -269,6 +269,16 @@ def _named_files_only(path: Path) -> Iterator[None]:
         yield
     finally:
         mlx_lm.utils.glob = stock
+
+
+def _with_model_names(weights: Weights, model: nn.Module) -> Weights:
+    """The weights of a checkpoint; of one without a head (Qwen3-Embedding) with ``model.``."""
+    named = {name for name, _ in tree_flatten(model.parameters())}
+    prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
+
+    if named.isdisjoint(weights) and not named.isdisjoint(prefixed):
+        return prefixed
+    return dict(weights)
 
 
 def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:

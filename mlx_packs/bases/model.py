@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 import numpy as np
@@ -14,8 +16,9 @@ from ..late import load
 from ..runtime import mx
 from .families import check_architecture
 from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
-from .tokenizer import tokens_of
 
+if TYPE_CHECKING:
+    from .encoder import Embedder
 Source = str | list[str]  # one tensor, or the experts' tensors that are stacked, in their order
 
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -106,18 +109,29 @@ class BaseModel:
     def check_architecture(self, command: str, wanted: str) -> None:
         check_architecture(command, wanted, self.name, self.config["model_type"])
 
-    def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """Return the embeddings of texts, float32 [N, D], by an encoder with its active pack.
+    @cached_property
+    def embedder(self) -> "Embedder":
+        """The base as it embeds texts: an encoder, or the states of a decoder."""
+        if self.architecture == "encoder":
+            return load("bases.encoder:Embedder")(self.model, self.tokenizer)
+
+        return load("objectives.decoder_embedding:embedder_of")(self)
+
+    def encode(
+        self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None
+    ) -> np.ndarray:
+        """Return the embeddings of texts, float32 [N, D], with the active pack.
 
         Args:
             texts: The texts, N in number.
             batch_size: Number of texts that are computed together.
+            prompt_name: Name of the prompt that is put before each text, as the base's
+                config_sentence_transformers.json has it; ``"query"`` is the one that the active
+                pack was trained with, if it was. None puts nothing before them.
 
         Raises:
-            PackError: If the base model is a decoder, or an item is not a text.
+            PackError: If an item is not a text, or the base has no such prompt or embeds no texts.
         """
-        self.check_architecture("encode", "encoder")
-
         if batch_size < 1:
             raise PackError(
                 f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
@@ -132,8 +146,15 @@ class BaseModel:
                     f"encode: texts[{at}] must be a text, but is {text!r:.60}.", flag="texts"
                 )
 
-        tokens = tokens_of(self.tokenizer, texts, self.model.longest)
-        return load("bases.encoder:embedded")(self.model, tokens, batch_size)
+        if prompt_name is not None:
+            prompt = self.prompt(prompt_name)
+            texts = [prompt + text for text in texts]
+
+        return self.embedder.encode(texts, batch_size)
+
+    def prompt(self, name: str) -> str:
+        """Return the text that is put before texts of a kind, by its name."""
+        return self.embedder.vectors.sentence_config.prompt(name)
 
     @property
     def public_name(self) -> str:

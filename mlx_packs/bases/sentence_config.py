@@ -3,15 +3,17 @@
 Sentence-BERT: https://arxiv.org/abs/1908.10084
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from ..kinds import check_kind
+from ..kinds import check_keys, check_kind
 from ..reading import read_json
 
-POOLING = ("mean", "cls", "max")
+POOLING = ("mean", "cls", "max", "lasttoken")
+QUERY = "query"  # name of the prompt before queries
 MODULES = "modules.json"
 _SETTINGS = "sentence_bert_config.json"
 _TOKENIZER = "tokenizer_config.json"
@@ -26,14 +28,34 @@ class SentenceConfig:
     normalize: bool = False  # to length 1
     max_seq_length: int | None = None  # with [CLS] and [SEP]; None is the number of positions
     lower_case: bool = False  # before the tokenizer's own steps
+    adds_eos: bool = False  # whether an end token is put after what the tokenizer gives
+    prompts: Mapping[str, str] = field(default_factory=dict)  # before texts of a kind, by its name
+    pools_prompt: bool = True  # whether the tokens of a prompt are pooled, too
+
+    def prompt(self, name: str) -> str:
+        """Return a prompt by its name; a PackError if there is none."""
+        if not self.pools_prompt:
+            raise PackError(
+                f"prompt '{name}': this base leaves prompts out of its pooling, which is not "
+                "supported. Write the prompt into your texts.",
+                "unsupported",
+            )
+
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise PackError(f"prompt '{name}': is none of this base's. Known are {known}.")
+        return self.prompts[name]
 
     def to_json(self) -> dict:
         """Its entry in a pack's manifest."""
         return {"pooling": self.pooling, "normalize": self.normalize}
 
 
-def read_sentence_config(path: Path) -> SentenceConfig:
-    """Read the files of sentence-transformers in a folder; without them pooling is the mean."""
+def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig:
+    """Read the files of sentence-transformers in a folder.
+
+    Without them an encoder pools by the mean, and a decoder takes the state of an end token.
+    """
     settings = _read(path / _SETTINGS)
     prompts = _read(path / _PROMPTS)
     if name := prompts.get("default_prompt_name"):
@@ -57,14 +79,30 @@ def read_sentence_config(path: Path) -> SentenceConfig:
             "unreadable",
         )
 
-    pooling, normalize = _modules(path)
-    return SentenceConfig(pooling, normalize, longest, settings.get("do_lower_case") is True)
+    lower_case = settings.get("do_lower_case") is True
+    named = _named_prompts(path / _PROMPTS, prompts.get("prompts"))
+    if is_decoder and not (path / MODULES).is_file():
+        return SentenceConfig("lasttoken", True, longest, lower_case, adds_eos=True, prompts=named)
+
+    pooling, normalize, pools_prompt = _modules(path)
+    return SentenceConfig(
+        pooling, normalize, longest, lower_case, prompts=named, pools_prompt=pools_prompt
+    )
 
 
-def _modules(path: Path) -> tuple[str, bool]:
-    """The pooling, and whether vectors are normalized, from ``modules.json``."""
+def _named_prompts(file: Path, prompts: dict | None) -> dict[str, str]:
+    try:
+        check_keys({"prompts": prompts}, {"prompts": "a mapping?", "prompts.*": "text"})
+    except ValueError as error:
+        raise PackError(f"{file}: {error}.", "unreadable") from None
+    return dict(prompts or {})
+
+
+def _modules(path: Path) -> tuple[str, bool, bool]:
+    """The pooling, whether vectors are normalized, whether prompts are pooled (modules.json)."""
     file = path / MODULES
     pooling = SentenceConfig.pooling
+    pools_prompt = True
     kinds = []
     for module in _read(file, list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
@@ -89,7 +127,7 @@ def _modules(path: Path) -> tuple[str, bool]:
             )
 
         if kind == "Pooling":
-            pooling = _pooling(path / place / "config.json")
+            pooling, pools_prompt = _pooling(path / place / "config.json")
         elif kind not in ("Transformer", "Normalize"):
             raise PackError(
                 f"{file}: the module {kind} ('{place}') is not supported. Known are Transformer, "
@@ -104,11 +142,11 @@ def _modules(path: Path) -> tuple[str, bool]:
             "unsupported",
         )
 
-    return pooling, "Normalize" in kinds
+    return pooling, "Normalize" in kinds, pools_prompt
 
 
-def _pooling(file: Path) -> str:
-    """The one kind of pooling that a config of the Pooling module turns on."""
+def _pooling(file: Path) -> tuple[str, bool]:
+    """The one kind of pooling that a config of the Pooling module turns on; if of prompts, too."""
     config = _read(file)
     methods = config.get("pooling_mode")
     try:
@@ -118,6 +156,7 @@ def _pooling(file: Path) -> str:
 
     if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+        names |= {"lasttoken": "lasttoken"}
         switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}
         methods = [names.get(key, key) for key, value in switches.items() if value is True]
         methods = [name for name in methods if name != "include_prompt"]
@@ -132,7 +171,7 @@ def _pooling(file: Path) -> str:
             "unsupported",
         )
 
-    return methods[0]
+    return methods[0], config.get("include_prompt") is not False
 
 
 def _read(file: Path, kind: type = dict) -> Any:

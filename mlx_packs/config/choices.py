@@ -82,10 +82,12 @@ class TaskFacts:
 
     code: str  # its class, module:name, imported when a run of it begins
     architecture: str  # of the bases that it trains
+    also: str | None = None  # another architecture that it trains
     defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
     sequences: int = 1  # that an example becomes
+    by_text: bool = False  # whether the second number of a batch's shape is its sequences
     rated: bool = False  # whether its examples are single completions, each good or bad
     generates: bool = False  # whether it trains on completions that the model generates
     # whether a head of its own gives numbers in the place of logits, unless --head is another one
@@ -97,6 +99,10 @@ class TaskFacts:
     # a built-in task whose settings it has, too.
     config: str | None = None
     settings_of: str | None = None
+
+    def trains(self, architecture: str) -> bool:
+        """Return whether its bases may be of an architecture."""
+        return architecture in (self.architecture, self.also)
 
 
 @dataclass(frozen=True)
@@ -229,8 +235,11 @@ TASKS = Table(
         "embedding": TaskFacts(
             "mlx_packs.tasks.embedding:EmbeddingTask",
             "encoder",
+            also="decoder",
             defaults={"batch_size": 32},
             in_batch=True,
+            sequences=2,
+            by_text=True,
             losses=tuple(LOSSES),
         ),
         "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
@@ -269,7 +278,7 @@ TASKS = Table(
 # Tasks by what they train on.
 DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
 PREFERENCE_TASKS = tuple(
-    name for name, facts in TASKS.items() if facts.sequences == 2 and not facts.scores
+    name for name, facts in TASKS.items() if facts.sequences == 2 and facts.masks
 )
 METHODS = Table(
     "methods",

@@ -284,6 +284,13 @@ class DistillConfig(TargetConfig, NamedLoss):
 class EmbeddingConfig(NamedLoss):
     """Settings of sentence embeddings."""
 
+    query_prompt: str | None = _embedding(
+        None,
+        "Text before every anchor and not before what belongs to it, such as an instruction. An "
+        "empty text puts nothing there.",
+        shown_default="of a decoder the prompt 'query' of its config_sentence_transformers.json",
+        metavar="TEXT",
+    )
     similarity_scale: float = _embedding(
         20.0,
         "Factor on the cosines in mnrl, cached-mnrl and cosent (1 / temperature).",

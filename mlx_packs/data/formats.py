@@ -68,6 +68,11 @@ class PairFormat(RowFormat):
     score_column: ClassVar[str | None] = None  # None where rows have no score
 
     @property
+    def has_anchors(self) -> bool:
+        """Whether the first text of a row is a query, which the others answer."""
+        return "anchor" in self.text_columns
+
+    @property
     def has_negatives(self) -> bool:
         """Whether every row has a negative of its own."""
         return "negative" in self.text_columns
@@ -92,8 +97,10 @@ class PairFormat(RowFormat):
     def usable(self, row: Row, names: DataConfig) -> tuple[list[str], float | None]:
         """Return the texts of a row and its score, or the RowError that says what is wrong."""
         texts = self.texts(row, names)
-        for text in texts:
+        for column, text in zip(self.text_columns, texts, strict=True):
             check_unicode(row, text)
+            if not text.strip():
+                raise row.error(f"'{column}' is empty.", "empty")
 
         if self.score_column is None:
             return texts, None

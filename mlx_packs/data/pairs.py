@@ -90,13 +90,27 @@ class Pairs:
 
 
 def encode_pairs(
-    rows: Sequence[Row], tokenizer: Any, limit: int, on_bad_row: str = "stop"
+    rows: Sequence[Row],
+    tokenizer: Any,
+    limit: int,
+    on_bad_row: str = "stop",
+    query_prompt: str = "",
 ) -> Pairs:
-    """Return the pairs of a split, each text cut to ``limit`` tokens."""
+    """Return the pairs of a split, each text cut to ``limit`` tokens.
+
+    ``query_prompt`` is put before every anchor; rows without anchors must have none.
+    """
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
 
     first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
+    if query_prompt and not row_format.has_anchors:
+        raise PackError(
+            f"--query-prompt: goes before anchors, but {first.where} has {row_format.name}, "
+            "which are alike. Leave it out, and write a prompt into their texts.",
+            "conflict",
+        )
+
     where = as_rows(rows).places()
     bad = BadRows(on_bad_row == "stop")
     fingerprint = Fingerprint()
@@ -117,6 +131,7 @@ def encode_pairs(
         if score is not None:
             scores.append(score)
         used.append(i)
+        texts_of_row = [query_prompt + texts_of_row[0], *texts_of_row[1:]]
         numbers.extend(map(texts.number, texts_of_row))
 
     bad.check_some_left(len(rows))

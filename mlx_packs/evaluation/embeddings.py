@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bases.encoder import Encoder, embedded
+from ..bases.encoder import Vectors, embedded
 from ..data.formats import Row
 from ..data.pairs import Pairs, encode_pairs
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_metrics
@@ -83,7 +83,7 @@ def check_scores(pairs: Pairs, where: str) -> None:
         )
 
 
-def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
+def score_pairs(model: Vectors, pairs: Pairs, batch_size: int) -> Metrics:
     """Return the metrics that the examples allow. The model must be in evaluation mode.
 
     Semantics: correlations of the cosine with the score; or retrieval of each anchor's positives
@@ -177,44 +177,46 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
     }
 
 
-class EmbeddingEvaluator:
-    """The metrics of an encoder's embeddings; see `evaluate.Evaluator`."""
+def _check_settings(base: Base, settings: EvalSettings) -> None:
+    """Raise a PackError for settings that mean nothing for embeddings."""
+    unfit = {
+        "metric": settings.metric not in (None, NO_METRIC),
+        "share_prefix": settings.share_prefix == "on",
+        "loss_on": settings.loss_on is not None,
+    }
+    if base.architecture == "encoder":
+        unfit["matmul_path"] = settings.matmul_path not in ("auto", "dense")
 
-    matmul_path = "quantized"  # its base is dense: nothing to choose
+    for name, is_unfit in unfit.items():
+        if is_unfit:
+            raise PackError(
+                f"{flag_of(name)}: means nothing for the embeddings of {base.name}. Leave it out.",
+                "conflict",
+                name,
+            )
+
+
+class EmbeddingEvaluator:
+    """The metrics of a base's embeddings; see `evaluate.Evaluator`."""
 
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        if settings.metric not in (None, NO_METRIC):
-            raise PackError(
-                f"{base.name}: is an encoder, which gives no answers. Leave --metric out.",
-                "conflict",
-                "metric",
-            )
+        _check_settings(base, settings)
+        self.matmul_path = "quantized"  # an encoder is dense: nothing to choose
+        if base.architecture == "decoder" and settings.matmul_path != "auto":
+            self.matmul_path = settings.matmul_path
 
-        if settings.share_prefix == "on":
-            raise PackError(
-                f"{base.name}: is an encoder, which shares no prefix. Leave --share-prefix out.",
-                "conflict",
-                "share_prefix",
-            )
-
-        if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
-            setting = "matmul_path"
-            if settings.loss_on is not None:
-                setting = "loss_on"
-            raise PackError(
-                f"{base.name}: is an encoder, which has neither --loss-on nor a matmul path.",
-                "conflict",
-                setting,
-            )
-
-        longest = min(settings.max_seq_length, base.model.longest)
-        self._base = base
+        embedder = base.embedder
+        longest = min(settings.max_seq_length, embedder.vectors.longest)
+        self._vectors = embedder.vectors
         self._batch_size = settings.batch_size
-        self._pairs = encode_pairs(rows, base.tokenizer, longest)
+
+        self._pairs = encode_pairs(
+            rows, embedder.tokenizer, longest, query_prompt=settings.query_prompt
+        )
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:
-        return score_pairs(self._base.model, self._pairs, self._batch_size)
+        return score_pairs(self._vectors, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:
         return EmbeddingReport(len(self._pairs), self._pairs.format.name, base, pack)

@@ -46,6 +46,8 @@ EVALUATORS: dict[str, str] = registered(
     },
 )
 
+_EVALUATORS_OF_TASKS = {"embedding": EVALUATORS["encoder"]}  # of packs on a decoder
+
 
 @answers_other_names
 def evaluate(  # noqa: PLR0913 - a public facade
@@ -65,7 +67,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
 ) -> "EvalReport | EmbeddingReport | RewardReport | ClassificationReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
-    Both see the same examples. For an encoder the report has correlations, retrieval metrics or
+    Both see the same examples. For embeddings the report has correlations, retrieval metrics or
     triplet accuracy, depending on the columns of the examples. For a reward model it has preference
     accuracy and reward margin with the pack; a base model without one has no score. For a
     classifier it has accuracy, macro F1, log loss and calibration error with the pack.
@@ -102,9 +104,10 @@ def evaluate(  # noqa: PLR0913 - a public facade
 
     columns = columns or columns_of(pack, data)
     recipe = pack._part("recipe") if pack else {}
+    trained = pack._part("objective") if pack else {}
     evaluate_pack = _own_evaluation(pack)
-    if pack and evaluate_pack is None:
-        loss_on = loss_on or pack._part("objective").get("loss_on")
+    if evaluate_pack is None:
+        loss_on = loss_on or trained.get("loss_on")
     settings = EvalSettings(
         columns,
         batch_size,
@@ -114,15 +117,23 @@ def evaluate(  # noqa: PLR0913 - a public facade
         metric,
         share_prefix,
         display,
+        trained.get("query_prompt") or "",
     )
 
     rows = evaluation_rows(columns, split, limit)
     if evaluate_pack is not None:
         return load(evaluate_pack)(base, pack, rows, settings)
 
-    evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
+    name = _EVALUATORS_OF_TASKS.get(trained.get("task"), EVALUATORS[base.architecture])
+    return _report(base, pack, load(name)(base, rows, settings))
+
+
+def _report(
+    base: Base, pack: Pack | None, evaluator: Evaluator
+) -> "EvalReport | EmbeddingReport | RewardReport":
     with activated(base, None, evaluator.matmul_path):
         base_score = evaluator.score()
+
     pack_score = None
     if pack:
         with activated(base, pack, evaluator.matmul_path):

@@ -27,6 +27,7 @@ class EvalSettings:
     metric: str | None = None
     share_prefix: str = "auto"
     display: "Display | None" = None
+    query_prompt: str = ""  # before every anchor of pairs
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

@@ -13,6 +13,7 @@ from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
 from ..config.choices import (
+    LOSSES,
     MATMUL_PATHS,
     POLICIES,
     TASKS,
@@ -131,15 +132,16 @@ def plan_step(
         planned_bytes = load("extras.for_merge:planned_bytes")
         rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
+    sequences = _sequences(train, shape)
     is_tree = isinstance(shape, TreeShape)
     apart = is_tree and shape.recurs
     at_once = step_class.trees_at_once and not apart
-    if is_tree and shape.computed(train.sequences) > profile().tree_inputs:
+    if is_tree and shape.computed(sequences) > profile().tree_inputs:
         at_once = False
 
     step = step_class(
         sizes,
-        passes=passes_of(shape, train.sequences, at_once),
+        passes=passes_of(shape, sequences, at_once),
         apart=apart,
         targets=shape[1],
         kept=adapters.kept,
@@ -167,8 +169,20 @@ def _path_of(train: TrainConfig) -> str:
     return "quantized" if train.matmul_path == "auto" else train.matmul_path
 
 
+def _sequences(train: TrainConfig, shape: Shape) -> int:
+    """Return the rows of a batch; by parts, two of them are in memory."""
+    if not TASKS[train.task].by_text:
+        return train.sequences
+
+    if train.loss in LOSSES and LOSSES[train.loss].by_parts:
+        return 2 * min(train.batch_size, train.mini_batch_size)
+    return train.batch_size * shape[1]
+
+
 def largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
+    if TASKS[train.task].by_text:
+        return length, TASKS[train.task].sequences
     if not has_logits(train):  # packed ones may hold many completions
         if not train.packing:
             return length, train.sequences
@@ -177,6 +191,8 @@ def largest_shape(train: TrainConfig) -> Shape:
 
 def smallest_shape(train: TrainConfig) -> Shape:
     length = padded_length(1, sequence_inputs(train.max_seq_length))
+    if TASKS[train.task].by_text:
+        return length, TASKS[train.task].sequences
     return length, padded_targets(1, train.sequences * length)
 
 
@@ -184,6 +200,8 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """Return the shape that a batch has after a change of its batch size or maximal length."""
     length, targets = shape[:2]
     cut = min(length, sequence_inputs(after.max_seq_length))
+    if TASKS[after.task].by_text:
+        return cut, targets
     share = after.sequences * cut / (before.sequences * length)
 
     if isinstance(shape, TreeShape) and shape.prefix * shape.examples < cut:

@@ -111,8 +111,11 @@ def has_score_head(train: "TrainConfig") -> bool:
 
 
 def has_logits(train: "TrainConfig") -> bool:
-    """Return whether a run computes logits: one of heads for scores alone does not."""
-    return train.head != "score" or not all(TASKS[task].scores for task in train.tasks)
+    """Return whether a run computes logits: one of heads for scores, or of vectors, does not."""
+    facts = [TASKS[task] for task in train.tasks]
+    if all(each.by_text for each in facts):
+        return False
+    return train.head != "score" or not all(each.scores for each in facts)
 
 
 def accumulates(train: "TrainConfig") -> bool:

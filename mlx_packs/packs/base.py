@@ -79,6 +79,15 @@ class Base(BaseModel):
             return {}
         return template_kwargs_of(self.active.pack.manifest)
 
+    def prompt(self, name: str) -> str:
+        """Return the text before texts of a kind, by its name; ``query`` may be the pack's."""
+        if self.active is not None and name == "query":
+            trained = self.active.pack._part("objective").get("query_prompt")
+            if trained is not None:
+                return trained
+
+        return super().prompt(name)
+
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
         """Attach a pack in a ``with`` block, and restore the base model bit-identically after it.

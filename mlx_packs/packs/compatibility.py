@@ -19,6 +19,7 @@ from ..bases.shapes import Heads
 from ..bases.weight_formats import format_name
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
+from ..late import load
 from ..reading import read_header
 from .adapter_config import stored_shapes
 from .manifest import ADAPTERS, architecture_facts, check_quantization, replaced_of
@@ -32,11 +33,13 @@ def check_base(pack: Pack, base: "BaseModel") -> None:
     current = base.path, base.fingerprint
     _check_base(pack, base.name, current, base.config, base.quantization)
 
-    settings = {}
-    if pooling := getattr(base.model, "sentence_config", None):  # which decoders lack
-        settings = pooling.to_json()
-
     trained = pack._part("objective")
+    settings = {}
+    if trained.get("task") == "embedding":
+        is_decoder = base.architecture == "decoder"
+        read = load("bases.sentence_config:read_sentence_config")
+        settings = read(base.path, is_decoder).to_json()
+
     for name, value in settings.items():
         if trained.get(name, value) != value:
             raise PackError(

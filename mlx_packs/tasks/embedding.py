@@ -1,4 +1,4 @@
-"""Embeddings of sentences, by an encoder: sentence pairs in, adapters on a float32 base out."""
+"""Embeddings of sentences, by an encoder or a decoder: sentence pairs in, adapters out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,11 +7,12 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.trainable import Trainable
-from ..bases.encoder import Encoder
-from ..config.choices import LOSSES, POLICIES, PolicyFacts
+from ..bases.encoder import Embedder, Encoder
+from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
 from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset
+from ..data.formats import PairFormat
 from ..data.left_out import left_out_notes
 from ..data.pairs import (
     PairCollate,
@@ -22,6 +23,7 @@ from ..data.pairs import (
     encode_pairs,
 )
 from ..data.rows import Splits
+from ..data.shapes import padded_length
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import (
     EmbeddingScore,
@@ -30,6 +32,7 @@ from ..evaluation.embeddings import (
     validated_entries,
 )
 from ..gates import gates_text
+from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
@@ -49,20 +52,32 @@ class EmbeddingTask(Task):
 
     unplanned_recompute = "none"
     base: Base
+    embedder: Embedder
+    query_prompt: str  # before every anchor
     loss: str  # its name
     limit: int  # most tokens of a text
 
     def check(self, name: str, model_type: str) -> None:
-        """Accept no setting that means nothing for an encoder."""
+        """Accept no setting that means nothing for pairs, or for an encoder."""
         super().check(name, model_type)
-        train = self.train
-        columns = self.columns
-        misplaced = train.unfit_for_dense() + columns.changed(COLUMN_SETTINGS)
-        if misplaced:
+        if misplaced := self.columns.changed(COLUMN_SETTINGS):
             flags = ", ".join(map(flag_of, misplaced))
             raise PackError(
-                f"{flags}: not with --task embedding, whose base is dense in float32 and "
-                "whose examples are sentence pairs. Leave it out.",
+                f"{flags}: not with --task embedding, whose examples are sentence pairs. Leave it "
+                "out.",
+                "conflict",
+            )
+
+        if architecture_of(model_type) == "encoder":
+            self._check_of_encoder()
+
+    def _check_of_encoder(self) -> None:
+        train = self.train
+        if misplaced := train.unfit_for_dense():
+            flags = ", ".join(map(flag_of, misplaced))
+            raise PackError(
+                f"{flags}: not with --task embedding on an encoder, which is dense in float32. "
+                "Leave it out.",
                 "conflict",
             )
 
@@ -87,13 +102,17 @@ class EmbeddingTask(Task):
         train = self.train
         display = self.display
         present = read.present()
-        limit = min(train.max_seq_length, base.model.longest)
+        embedder = base.embedder
+        limit = min(train.max_seq_length, embedder.vectors.longest)
+        self.query_prompt = self._query_prompt_of(base, read)
 
         pairs = {}
         with display.task("data", len(present), "splits") as bar:
             for split in present:
                 on_bad_row = phase.sources[0].on_bad_row
-                pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit, on_bad_row)
+                pairs[split] = encode_pairs(
+                    read.rows[split], embedder.tokenizer, limit, on_bad_row, self.query_prompt
+                )
                 read.note_encoded(split, pairs[split].fingerprint, pairs[split].bad)
                 bar.advance()
 
@@ -101,6 +120,7 @@ class EmbeddingTask(Task):
         loss = choose_loss(train.loss, first, f"--data {read.source}")
         check_loss_settings(loss, train)
         self.base = base
+        self.embedder = embedder
         self.loss = loss
         self.limit = limit
 
@@ -117,9 +137,11 @@ class EmbeddingTask(Task):
         display.line(
             "data", f"{read.source} · {counts} examples · {first.format.name} · loss {loss}"
         )
+        if self.query_prompt:
+            display.line("data", f"before every anchor: {self.query_prompt!r}")
         if cut := sum(part.cut for part in pairs.values()):
             display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
-        lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], base.tokenizer)
+        lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], embedder.tokenizer)
         for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
 
@@ -130,6 +152,26 @@ class EmbeddingTask(Task):
             check_scores(validation.examples, f"--data {read.source}: valid")
             check_best(train.best, validated_entries(validation.examples))
         return [data]
+
+    def _query_prompt_of(self, base: Base, read: Splits) -> str:
+        """Return the specified prompt, or that of a decoder's own files if rows have anchors."""
+        if self.train.query_prompt is not None:
+            return self.train.query_prompt
+
+        has_anchors = isinstance(read.format, PairFormat) and read.format.has_anchors
+        if base.architecture != "decoder" or not has_anchors:
+            return ""
+        return base.embedder.query_prompt
+
+    def typical_rows(self, data: PhaseData) -> tuple[int, int] | None:
+        if self.base.architecture == "encoder":
+            return None
+
+        lengths = np.sort(data.train.examples.lengths)
+        inputs = padded_length(int(lengths[len(lengths) // 2]), self.limit)
+
+        texts = self.train.batch_size * len(data.train.examples.tokens)
+        return texts * inputs, 1
 
     def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
         return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
@@ -157,7 +199,10 @@ class EmbeddingTask(Task):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        return [EmbeddingObjective(trainable.model, self.loss, self.train, self._score)]
+        vectors = trainable.model
+        if self.base.architecture == "decoder":
+            vectors = load("objectives.decoder_embedding:vectors_of")(self.base, vectors)
+        return [EmbeddingObjective(vectors, self.loss, self.train, self._score)]
 
     def _score(
         self,
@@ -183,6 +228,9 @@ class EmbeddingTask(Task):
         (own,) = data
         before, after = (score.metrics for score in trained.ends(own.phase))
         held_out = own.held_out().examples
+        prompt = {}
+        if self.query_prompt:
+            prompt = {"query_prompt": self.query_prompt}
 
         return Summary(
             eval={
@@ -195,7 +243,8 @@ class EmbeddingTask(Task):
             objective={
                 "task": "embedding",
                 "loss": self.loss,
-                **self.base.model.sentence_config.to_json(),
+                **self.embedder.vectors.sentence_config.to_json(),
+                **prompt,
             },
             held_out={"format": held_out.format.name},
             report={"loss": self.loss},

@@ -140,8 +140,8 @@ def test_pairs_are_measured_in_characters(here, run, report_of):
     assert report["format"] == "pairs" and train["unit"] == "characters"
     assert train["lengths"]["longest"] in (38, 39, 40) and train["learned"] is None
     assert "characters: median" in run("data", "d")[1]
-    write_rows(here / "d", train=[{"anchor": "", "positive": ""}] * 3)
-    assert report_of("d")["splits"]["train"]["histogram"] == [[0, 0, 2]]
+    write_rows(here / "d", train=[{"anchor": "a", "positive": "b"}] * 3)
+    assert report_of("d")["splits"]["train"]["lengths"]["longest"] == 1
 
 
 def test_scored_pairs_of_a_table_are_checked_as_they_train(here, report_of):

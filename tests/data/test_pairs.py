@@ -31,13 +31,13 @@ def encoded(tokenizer, rows: list[dict], limit: int = 48) -> Pairs:
 
 def test_columns_become_tokens(encoder_tokenizer):
     rows = [
-        {"sentence1": "fix a car", "sentence2": "", "score": 0.5, "note": "kept out"},
-        {"sentence1": "", "sentence2": "please " * 90, "score": -1},
+        {"sentence1": "fix a car", "sentence2": "a", "score": 0.5, "note": "kept out"},
+        {"sentence1": "a", "sentence2": "please " * 90, "score": -1},
     ]
     pairs = encoded(encoder_tokenizer, rows, 8)
     assert pairs.format.name == "scored pairs" and len(pairs) == 2 and pairs.cut == 1
     assert pairs.tokens[0][0].tolist() == encoder_tokenizer.encode("fix a car")
-    assert [len(t) for t in pairs.tokens[1]] == [2, 8]
+    assert [len(t) for t in pairs.tokens[1]] == [3, 8]
     end = pairs.tokens[1][1][-1]
     assert end == encoder_tokenizer.sep_token_id  # it stays when a text is cut
     assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
@@ -55,6 +55,7 @@ BAD = {
     "half a pair": ([{"anchor": "a"}], ["d.jsonl:1", "{anchor, positive}", "['anchor']"]),
     "mixed": ([all_pairs()[0], all_scored()[0]], ["d.jsonl:2", "scored pairs", "d.jsonl:1 is"]),
     "a number for a text": ([{"anchor": "a", "positive": 3}], ["d.jsonl:1", "'positive'", "3"]),
+    "nothing in a text": ([{"anchor": "a", "positive": " "}], ["d.jsonl:1", "'positive'", "empty"]),
     "half a surrogate": ([{"anchor": "\ud800", "positive": "b"}], ["d.jsonl:1", "surrogate"]),
     "a text for a score": ([SCORED | {"score": "high"}], ["d.jsonl:1", "'score'"]),
     "true for a score": ([SCORED | {"score": True}], ["d.jsonl:1", "'score'"]),

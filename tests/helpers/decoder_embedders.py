@@ -1,0 +1,84 @@
+"""A small random Qwen3 in the folder layout of Qwen3-Embedding, as sentence-transformers reads it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from mlx_packs.bases.files import TINY, resolve_checkpoint
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+PROMPT = "Instruct: Find the same question\nQuery:"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "eos_token_id": 4091,
+    "pad_token_id": 4089,
+    "dtype": "float32",
+}
+
+
+def write_decoder(folder: Path, **changes: object) -> Path:
+    """A dense Qwen3 of random weights with the tokenizer of the bundled base."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, config = model_of("qwen3", **(CONFIG | changes))
+    tensors = {
+        name: tensor * 4 if name.endswith("proj.weight") else tensor
+        for name, tensor in tree_flatten(model.parameters())
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    tiny = resolve_checkpoint(TINY)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / name, folder / name)
+    return folder
+
+
+def write_embedder(
+    folder: Path, pooling: str = "lasttoken", is_bare: bool = True, **changes: object
+) -> Path:
+    """A decoder with the module files of Qwen3-Embedding, whose tokenizer adds an end token.
+
+    ``is_bare`` names its tensors as transformers saves a model without a head.
+    """
+    write_decoder(folder, **changes)
+    if is_bare:
+        tensors = mx.load(str(folder / "model.safetensors"))
+        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), bare, {"format": "pt"})
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}",
+        pair=f"$A $B:1 {end}:1",
+        special_tokens=[(end, tokenizer.token_to_id(end))],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
+
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, ["", "1_Pooling", "2_Normalize"], strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    names = {"mean": "mean_tokens", "lasttoken": "lasttoken", "cls": "cls_token"}
+    switches = {f"pooling_mode_{name}": kind == pooling for kind, name in names.items()}
+    switches |= {"word_embedding_dimension": 64, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
+
+    prompts = {"prompts": {"query": PROMPT, "document": ""}, "default_prompt_name": None}
+    prompts["similarity_fn_name"] = "cosine"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder
