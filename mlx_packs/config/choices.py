@@ -210,6 +210,7 @@ LOSSES: dict[str, LossFacts] = {
     "cosent": LossFacts(("similarity_scale",), scored=True, compares_all=True),
     "triplet": LossFacts(("triplet_margin", "triplet_distance"), texts=3),
 }
+RANKING_LOSSES = ("infonce", "listnet", "ranknet", "margin")  # of a query's documents
 
 
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
@@ -260,6 +261,14 @@ TASKS = Table(
             defaults={"learning_rate": 1e-4},
             scores=True,
         ),
+        "rerank": TaskFacts(
+            "mlx_packs.tasks.rerank:RerankTask",
+            "decoder",
+            defaults={"learning_rate": 1e-4},
+            sequences=8,
+            by_text=True,
+            losses=RANKING_LOSSES,
+        ),
         "grpo": TaskFacts(
             "mlx_packs.tasks.grpo:GRPOTask",
             "decoder",
@@ -276,7 +285,11 @@ TASKS = Table(
     },
 )
 # Tasks by what they train on.
-DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
+DECODER_TASKS = tuple(
+    name
+    for name, facts in TASKS.items()
+    if facts.architecture == "decoder" and not facts.by_text  # whose runs have no phases
+)
 PREFERENCE_TASKS = tuple(
     name for name, facts in TASKS.items() if facts.sequences == 2 and facts.masks
 )

@@ -33,6 +33,7 @@ SECTIONS = (
     "Preferences",
     "Rewards",
     "Embedding",
+    "Reranking",
     "Several machines",
 )
 

@@ -30,6 +30,7 @@ _step = partial(_optimization, own_layers="step")
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
 _embedding = partial(option, section="Embedding")
+_reranking = partial(option, section="Reranking")
 _preference = partial(option, section="Preferences")
 _generated = partial(option, section="Rewards")
 _rated = partial(_preference, metavar="WEIGHT", above=0)
@@ -104,8 +105,10 @@ class NamedLoss(Settings):
         "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. "
         "Divergence from a teacher (distill): forward-kl, reverse-kl or jsd. "
         "Loss of embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
-        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is "
-        "sigmoid; of a teacher forward-kl; of embeddings cosine or mnrl, by the data.",
+        "cached-mnrl for anchors with positives, triplet for those with negatives. Loss of "
+        "rankings: infonce or listnet of all documents of a query, ranknet or margin of pairs of "
+        "them. auto is sigmoid; of a teacher forward-kl; of embeddings cosine or mnrl, of rankings "
+        "infonce or listnet, by the data.",
         choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
         section="Model and data",
         memory=True,
@@ -312,6 +315,24 @@ class EmbeddingConfig(NamedLoss):
 
 
 @dataclass(frozen=True, repr=False)
+class RerankConfig(NamedLoss):
+    """Settings of rerankers."""
+
+    rerank_instruction: str | None = _reranking(
+        None,
+        "Criterion of relevance, in the question that the model answers with yes or no.",
+        shown_default="Given a web search query, retrieve relevant passages that answer the query",
+        metavar="TEXT",
+    )
+    rank_margin: float = _reranking(
+        1.0,
+        "Difference of the scores that the margin loss asks of a better and a worse document.",
+        metavar="MARGIN",
+        above=0,
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class DPOConfig(PreferenceConfig, PairLoss):
     """Settings of DPO."""
 
@@ -410,6 +431,7 @@ class GRPOConfig(DecoderConfig, Beta):
 class AllTasksConfig(
     LMConfig,
     EmbeddingConfig,
+    RerankConfig,
     DPOConfig,
     SimPOConfig,
     CPOConfig,
@@ -429,6 +451,7 @@ CONFIGS: dict[str, type[Settings]] = registered(
         **dict.fromkeys(PREFERENCE_TASKS, PreferenceConfig),
         "lm": LMConfig,
         "embedding": EmbeddingConfig,
+        "rerank": RerankConfig,
         "dpo": DPOConfig,
         "simpo": SimPOConfig,
         "cpo": CPOConfig,

@@ -3,9 +3,10 @@
 To add a format, write its class and name it in `FORMATS`.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..bases.tokenizer import text_tokens
 from ..config.choices import LOSSES
@@ -19,9 +20,10 @@ from .row_format import Row as Row
 from .row_format import RowFormat as RowFormat
 from .row_format import TokenFormat as TokenFormat
 from .row_format import check_unicode as check_unicode
-from .row_format import shown, text_of
+from .row_format import plain, shown, text_of
 
 _MOST_SCORE = 3e38  # of float32
+_MOST_LABEL = 1e6
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
 
 
@@ -139,6 +141,91 @@ class AnchorPairs(PairFormat):
     text_columns = ("anchor", "positive")
 
 
+class Ranking(NamedTuple):
+    """A query, its documents, and how well each answers it: 0 or more."""
+
+    query: str
+    documents: list[str]
+    labels: list[float]
+
+
+class RankingFormat(RowFormat):
+    """A kind of row with a query and its documents."""
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        ranking = self._ranking(row)
+        return [ranking.query, *ranking.documents]
+
+    def usable(self, row: Row) -> Ranking:
+        """Return the ranking of a row, or raise the RowError that says what is wrong."""
+        ranking = self._ranking(row)
+        for text in (ranking.query, *ranking.documents):
+            check_unicode(row, text)
+            if not text.strip():
+                raise row.error("a query or document is empty.", "empty")
+
+        if len(set(ranking.labels)) < 2:
+            fault = "all labels are equal, but a ranking needs documents of different ones."
+            raise row.error(fault, "no target")
+        return ranking
+
+    @abstractmethod
+    def _ranking(self, row: Row) -> Ranking: ...
+
+
+class PositiveAndNegatives(RankingFormat):
+    """A query, one document or several that answer it, and others that do not."""
+
+    name = "queries with negatives"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        return ("query", "positive", "negatives")
+
+    def _ranking(self, row: Row) -> Ranking:
+        positives = row.value["positive"]
+        if isinstance(positives, str):
+            positives = [positives]
+
+        positives = _list_of_texts(row, "positive", positives)
+        negatives = _list_of_texts(row, "negatives", row.value["negatives"])
+        labels = [1.0] * len(positives) + [0.0] * len(negatives)
+        return Ranking(text_of(row, "query"), positives + negatives, labels)
+
+
+class LabelledDocuments(RankingFormat):
+    """A query, documents, and a label of each: the higher, the better it answers."""
+
+    name = "labelled documents"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        return ("query", "documents", "labels")
+
+    def _ranking(self, row: Row) -> Ranking:
+        documents = _list_of_texts(row, "documents", row.value["documents"])
+        labels = plain(row.value["labels"])
+        if not isinstance(labels, list) or not all(
+            type(label) in (int, float) and 0 <= label <= _MOST_LABEL for label in labels
+        ):
+            fault = f"'labels' must be numbers of 0 or more, but is {shown(labels)}."
+            raise row.error(fault, "wrong type")
+
+        if len(labels) != len(documents):
+            fault = f"has {len(documents)} documents, but {len(labels)} labels."
+            raise row.error(fault, "wrong type")
+        return Ranking(text_of(row, "query"), documents, [float(label) for label in labels])
+
+
+def _list_of_texts(row: Row, column: str, values: object) -> list[str]:
+    values = plain(values)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        fault = f"'{column}' must be a list of texts, but is {shown(values)}."
+        raise row.error(fault, "wrong type")
+
+    if not values:
+        raise row.error(f"'{column}' is empty: a query needs documents.", "empty")
+    return values
+
+
 class Preference(RowFormat):
     """A prompt with a completion that is chosen and one that is rejected, as TRL has them.
 
@@ -184,9 +271,16 @@ COMPLETION = Completion()
 TEXT = Text()
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
+RANKING_FORMATS: tuple[RankingFormat, ...] = (PositiveAndNegatives(), LabelledDocuments())
 PREFERENCE = Preference()
 PROMPT = Prompt()
-FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS, PROMPT)
+FORMATS: tuple[RowFormat, ...] = (
+    *TOKEN_FORMATS,
+    PREFERENCE,
+    *PAIR_FORMATS,
+    *RANKING_FORMATS,
+    PROMPT,
+)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

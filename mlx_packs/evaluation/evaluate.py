@@ -46,7 +46,10 @@ EVALUATORS: dict[str, str] = registered(
     },
 )
 
-_EVALUATORS_OF_TASKS = {"embedding": EVALUATORS["encoder"]}  # of packs on a decoder
+_EVALUATORS_OF_TASKS = {  # of packs on a decoder
+    "embedding": EVALUATORS["encoder"],
+    "rerank": "evaluation.rankings:RerankEvaluator",
+}
 
 
 @answers_other_names
@@ -118,6 +121,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         share_prefix,
         display,
         trained.get("query_prompt") or "",
+        trained.get("instruction"),
     )
 
     rows = evaluation_rows(columns, split, limit)

@@ -28,6 +28,7 @@ class EvalSettings:
     share_prefix: str = "auto"
     display: "Display | None" = None
     query_prompt: str = ""  # before every anchor of pairs
+    instruction: str | None = None  # of a reranker
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

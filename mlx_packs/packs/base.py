@@ -290,6 +290,30 @@ class Base(BaseModel):
         finally:
             self._swap_back(before)
 
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        batch_size: int = 8,
+        instruction: str | None = None,
+    ) -> np.ndarray:
+        """Return how well each document answers a query, float32 [N] in 0 to 1.
+
+        Args:
+            query: The query.
+            documents: The documents, N in number.
+            batch_size: Number of documents that are computed together.
+            instruction: Criterion of relevance; None is the active pack's own, or Qwen3-Reranker's.
+
+        Raises:
+            PackError: If the base model is an encoder, or a text is empty or none.
+        """
+        self.check_architecture("rerank", "decoder")
+        if instruction is None and self.active is not None:
+            instruction = self.active.pack._part("objective").get("instruction")
+        return load("objectives.rerank:rerank")(self, query, documents, instruction, batch_size)
+
     def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
         """Attach a pack until `detach`, in place of the active one, and return the base model.
 

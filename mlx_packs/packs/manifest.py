@@ -86,7 +86,7 @@ _KEYS = {
     **dict.fromkeys(("method", "profile", "license"), "text?"),
     "objective": "a mapping?",
     **{f"objective.{key}": "text?" for key in "loss_on task loss pooling graph note".split()},
-    "objective.query_prompt": "text?",
+    **dict.fromkeys(("objective.query_prompt", "objective.instruction"), "text?"),
     "objective.normalize": "true or false?",
     "objective.stack": "a list of texts?",
     **dict.fromkeys(("objective.ppl_before", "objective.ppl_after"), "a number?"),

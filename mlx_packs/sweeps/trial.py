@@ -143,6 +143,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "grpo": ("reward",),
     "distill": ("teacher_loss", "ppl", "accuracy", "answers"),
     "classify": ("label_accuracy", "macro_f1", "log_loss", "calibration_error", "rmse", "spearman"),
+    "rerank": ("ndcg_at_10", "mrr_at_10"),
     "embedding": (
         "spearman",
         "ndcg_at_10",

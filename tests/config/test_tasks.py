@@ -19,9 +19,10 @@ def test_a_train_config_is_the_config_of_every_task(task):
 
 def test_a_setting_belongs_to_the_tasks_of_its_class():
     assert tasks_of("cpo_alpha") == ("cpo",)
-    assert tasks_of("loss") == ("embedding", "dpo", "cpo", "distill")
+    assert tasks_of("loss") == ("embedding", "dpo", "cpo", "rerank", "distill")
     assert tasks_of("beta") == ("dpo", "orpo", "simpo", "cpo", "kto", "grpo")
-    assert tasks_of("text_feature") == tuple(task for task in TASKS if task != "embedding")
+    without_texts = ("embedding", "rerank")
+    assert tasks_of("text_feature") == tuple(t for t in TASKS if t not in without_texts)
     assert tasks_of("iters") == tasks_of("learning_rate") == tasks_of("rank") == ()
     assert tasks_with(PairLoss) == ("dpo", "cpo")
     assert tasks_with(TrainConfig) == ()

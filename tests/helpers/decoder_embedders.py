@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mlx_packs.bases.files import TINY, resolve_checkpoint
+from mlx_packs.data.rankings import INSTRUCTION
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 
@@ -81,4 +82,31 @@ def write_embedder(
     prompts = {"prompts": {"query": PROMPT, "document": ""}, "default_prompt_name": None}
     prompts["similarity_fn_name"] = "cosine"
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder
+
+
+_PAIR = """{%- if messages | selectattr("role", "equalto", "query") | list %}
+{%- set query = (messages | selectattr("role", "equalto", "query") | first).content %}
+{%- set document = (messages | selectattr("role", "equalto", "document") | first).content %}
+{{- "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and " }}
+{{- "the Instruct provided. Note that the answer can only be \\"yes\\" or \\"no\\".<|im_end|>\n" }}
+{{- "<|im_start|>user\n<Instruct>: INSTRUCTION\n<Query>: " + query + "\n<Document>: " + document }}
+{{- "<|im_end|>\n<|im_start|>assistant\n" }}
+{%- else %}
+"""
+
+
+def write_reranker(folder: Path, **changes: object) -> Path:
+    """A decoder whose tokenizer has yes and no, and whose template knows the roles of a pair.
+
+    sentence-transformers renders a query and a document by these roles, as for Qwen3-Reranker.
+    """
+    write_decoder(folder, **({"vocab_size": 4160} | changes))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    file = folder / "chat_template.jinja"
+    pair = _PAIR.replace("INSTRUCTION", INSTRUCTION)
+    file.write_text(pair + file.read_text().rstrip() + "\n{%- endif %}\n")
     return folder

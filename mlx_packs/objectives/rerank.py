@@ -1,0 +1,186 @@
+"""Scores of documents for a query by a decoder's yes and no, and losses of their order.
+
+Each loss takes scores and labels [B, D], label -1 where there is no document, and gives the loss of
+each query [B]; a query of padding has none.
+
+Yes and no: https://arxiv.org/abs/2506.05176. RankNet: https://doi.org/10.1145/1102351.1102363.
+ListNet: https://doi.org/10.1145/1273496.1273513. InfoNCE: https://arxiv.org/abs/1807.03748
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import mlx.nn as nn
+import numpy as np
+
+from ..bases.model import BaseModel
+from ..bases.tokenizer import padded
+from ..config.choices import RANKING_LOSSES, registered
+from ..config.tasks import RerankConfig
+from ..data.dataset import Batch, Dataset, Layout
+from ..data.rankings import INSTRUCTION, RerankPrompt, answer_tokens
+from ..errors import PackError
+from ..runtime import mx
+from .causal_lm import forward, part_of, split_head
+from .objective import Inputs, Objective, arrays_of
+from .score import Score
+
+_HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
+_POSITIONS = 1 << 15  # tokens of a document with its query at most, unless a run says fewer
+
+
+class YesOrNo:
+    """The score of a document with its query.
+
+    Semantics: logit(yes) - logit(no) after the last token, float32.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: object) -> None:
+        self.model = model
+        self.answers = answer_tokens(tokenizer)
+        self._head = split_head(model)
+
+    def __call__(self, tokens: mx.array, lengths: mx.array) -> mx.array:
+        """Tokens [R, T] to scores [R]; of row i the first ``lengths[i]`` are no padding."""
+        states = forward(self.model, part_of(self.model, self._head), tokens)
+        last = mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        if self._head is not None:
+            last = self._head.logits(last)
+
+        logits = last.astype(mx.float32)
+        yes, no = self.answers
+        return logits[:, yes] - logits[:, no]
+
+    def of_rows(self, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
+        """Return the scores of rows of tokens, float32 [N], in batches of similar lengths."""
+        lengths = np.array([len(row) for row in rows], np.int32)
+        order = np.argsort(-lengths, kind="stable")
+        scores = np.zeros(len(rows), np.float32)
+
+        for start in range(0, len(rows), batch_size):
+            chosen = order[start : start + batch_size]
+            tokens = mx.array(padded([rows[i] for i in chosen]))
+            scores[chosen] = np.array(self(tokens, mx.array(lengths[chosen])))
+        return scores
+
+
+def rerank(
+    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None, batch_size: int
+) -> np.ndarray:
+    """Return how likely each document answers a query, float32 [N] in 0 to 1."""
+    if batch_size < 1:
+        raise PackError(f"rerank: batch_size must be positive, but got {batch_size}.")
+    if isinstance(documents, str) or not len(documents):
+        raise PackError("rerank: documents must be a list of texts, with something in it.")
+
+    texts = {"query": query, **{f"documents[{i}]": each for i, each in enumerate(documents)}}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise PackError(f"rerank: {name} must be a text, but is {text!r:.60}.")
+
+    scorer = YesOrNo(base.model, base.tokenizer)
+    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, _POSITIONS)
+    rows = [prompt.tokens(query, document)[0] for document in documents]
+    return 1 / (1 + np.exp(-scorer.of_rows(rows, batch_size)))
+
+
+def infonce_loss(scores: mx.array, labels: mx.array) -> mx.array:
+    """Each best document among all that are not.
+
+    Semantics: mean over best p of -log(e^s_p / (e^s_p + sum of e^s_n over the others)).
+    """
+    best = labels == labels.max(axis=1, keepdims=True)
+    others = (labels >= 0) & ~best
+    rest = mx.logsumexp(mx.where(others, scores, _HIDDEN), axis=1, keepdims=True)
+
+    losses = mx.logaddexp(scores, rest) - scores
+    return mx.where(best, losses, 0).sum(axis=1) / best.sum(axis=1)
+
+
+def listnet_loss(scores: mx.array, labels: mx.array) -> mx.array:
+    """Semantics: -sum of softmax(labels) * log softmax(scores)."""
+    is_document = labels >= 0
+    shown = mx.where(is_document, scores, _HIDDEN)
+    logs = shown - mx.logsumexp(shown, axis=1, keepdims=True)
+    expected = mx.softmax(mx.where(is_document, labels, _HIDDEN), axis=1)
+    return -mx.where(is_document, expected * logs, 0).sum(axis=1)
+
+
+def pairwise_loss(
+    scores: mx.array, labels: mx.array, of_difference: Callable[[mx.array], mx.array]
+) -> mx.array:
+    """Semantics: mean of of_difference(s_i - s_j) over the pairs with labels_i > labels_j."""
+    ordered = (labels[:, :, None] > labels[:, None]) & (labels[:, None] >= 0)
+    losses = of_difference(scores[:, :, None] - scores[:, None])
+    count = mx.maximum(ordered.sum(axis=(1, 2)), 1)
+    return mx.where(ordered, losses, 0).sum(axis=(1, 2)) / count
+
+
+# Each takes scores, labels, and the margin that a difference should have.
+_LOSSES: dict[str, Callable[[mx.array, mx.array, float], mx.array]] = registered(
+    RANKING_LOSSES,
+    {
+        "infonce": lambda scores, labels, _: infonce_loss(scores, labels),
+        "listnet": lambda scores, labels, _: listnet_loss(scores, labels),
+        "ranknet": lambda scores, labels, _: pairwise_loss(
+            scores, labels, lambda difference: -nn.log_sigmoid(difference)
+        ),
+        "margin": lambda scores, labels, margin: pairwise_loss(
+            scores, labels, lambda difference: mx.maximum(margin - difference, 0)
+        ),
+    },
+)
+
+
+class Reranking(Objective):
+    """A loss of rankings by its name, with its settings.
+
+    ``score`` scores batches; an objective that only trains needs none.
+    """
+
+    unit = "queries"
+
+    def __init__(
+        self,
+        scorer: YesOrNo,
+        loss: str,
+        train: RerankConfig,
+        score: Callable[..., Score] | None = None,
+    ) -> None:
+        self.model = scorer.model
+        self.scorer = scorer
+        self._name = loss
+        self._train = train
+        self._score = score
+
+    def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
+        """Sum of the loss over the queries, and the number of those that are not padding."""
+        labels = inputs["labels"]
+        scores = self.scorer(inputs["tokens"], inputs["lengths"]).reshape(labels.shape)
+
+        is_query = labels[:, 0] >= 0
+        labels = mx.where(is_query[:, None], labels, 0)
+        losses = _LOSSES[self._name](scores, labels, self._train.rank_margin)
+        return mx.where(is_query, losses, 0).sum(), is_query.astype(mx.float32).sum()
+
+    def mean_loss(
+        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
+    ) -> float:
+        """Return the loss per query of some batches, without gradients; nan of none."""
+        total = 0.0
+        for batch in batches:
+            total += self.loss(arrays_of(batch))[0].item()
+            if advance is not None:
+                advance()
+
+        count = sum(batch.targets for batch in batches)
+        return total / count if count else math.nan
+
+    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
+        return self._score(self, data.once(), data.examples, advance)
+
+    def validate(self, data: Dataset) -> Score:
+        return self._score(self, data.once(), data.examples)
+
+    def score_trained(self, batch: Batch) -> Score:
+        return self._score(self, [batch])

@@ -1,0 +1,127 @@
+"""Rerankers against sentence-transformers' CrossEncoder on torch: a Qwen3 of random weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import TrainConfig, load_base
+from mlx_packs.data.formats import Row
+from mlx_packs.data.rankings import (
+    INSTRUCTION,
+    RankingCollate,
+    Rankings,
+    RerankPrompt,
+    encode_rankings,
+)
+from mlx_packs.evaluation.rankings import score_rankings
+from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.objectives.rerank import Reranking, YesOrNo
+from tests.helpers.decoder_embedders import write_reranker
+from tests.helpers.rankings import all_labelled, all_rankings
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+QUERY = "how do i fix a car?"
+DOCUMENTS = ["steps to repair the vehicle", "a", "please move a stone " * 20, "Xyzzy, the STORE!"]
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory) -> Path:
+    return write_reranker(tmp_path_factory.mktemp("reranker") / "base")
+
+
+@pytest.fixture(scope="module")
+def torch_model(reranker):
+    from sentence_transformers import CrossEncoder
+
+    return CrossEncoder(str(reranker), device="cpu")
+
+
+def test_scores_and_ranks_are_those_of_sentence_transformers(reranker, torch_model):
+    import torch
+
+    base = load_base(reranker)
+    ours = base.rerank(QUERY, DOCUMENTS, batch_size=3)
+    pairs = [(QUERY, document) for document in DOCUMENTS]
+    theirs = torch_model.predict(pairs, activation_fn=torch.nn.Sigmoid(), batch_size=2)
+    assert np.abs(ours - theirs).max() < 1e-5 and np.ptp(theirs) > 1e-2
+
+    logits = torch_model.predict(pairs, activation_fn=torch.nn.Identity())
+    prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
+    rows = [prompt.tokens(*pair)[0] for pair in pairs]
+    assert np.abs(YesOrNo(base.model, base.tokenizer).of_rows(rows, 2) - logits).max() < 1e-5
+
+    ranked = [each["corpus_id"] for each in torch_model.rank(QUERY, DOCUMENTS)]
+    assert ranked == np.argsort(-ours).tolist()
+
+
+def encoded(reranker: Path, rows: list[dict]) -> tuple[YesOrNo, Rankings]:
+    base = load_base(reranker)
+    prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
+    rows = [Row(f"d.jsonl:{i + 1}", row) for i, row in enumerate(rows)]
+    return YesOrNo(base.model, base.tokenizer), encode_rankings(rows, prompt)
+
+
+def loss_of(reranker: Path, rows: list[dict], name: str) -> float:
+    scorer, rankings = encoded(reranker, rows)
+    batch = RankingCollate(len(rows), 512)(rankings, np.arange(len(rows)))
+    objective = Reranking(scorer, name, TrainConfig(task="rerank", loss=name))
+    total, count = objective.loss(arrays_of(batch))
+    return total.item() / count.item()
+
+
+def labelled(rows: list[dict]) -> tuple[list, list]:
+    import torch
+
+    queries = [row["query"] for row in rows]
+    documents = [row["documents"] for row in rows]
+    return [queries, documents], [torch.tensor(row["labels"]).float() for row in rows]
+
+
+def test_listnet_is_that_of_sentence_transformers(reranker, torch_model):
+    from sentence_transformers.cross_encoder.losses import ListNetLoss
+
+    rows = all_labelled()[:5]
+    theirs = ListNetLoss(torch_model)(*labelled(rows)).item()
+    assert loss_of(reranker, rows, "listnet") == pytest.approx(theirs, abs=1e-5)
+
+
+def test_ranknet_is_that_of_sentence_transformers(reranker, torch_model):
+    from sentence_transformers.cross_encoder.losses import RankNetLoss
+
+    loss = RankNetLoss(torch_model, reduction_log="natural")
+    rows = all_labelled()[:5]
+    theirs = loss(*labelled(rows)).item()
+    assert loss_of(reranker, rows, "ranknet") == pytest.approx(theirs, abs=1e-5)
+
+
+def test_infonce_is_that_of_sentence_transformers(reranker, torch_model):
+    from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingLoss
+    from torch import nn
+
+    rows = all_rankings(2)[:5]
+    # each alone, since theirs takes the documents of other queries as negatives, too
+    columns = [
+        [[row["query"]], [row["positive"]], *([n] for n in row["negatives"])] for row in rows
+    ]
+    loss = MultipleNegativesRankingLoss(
+        torch_model, num_negatives=None, scale=1, activation_fn=nn.Identity()
+    )
+    theirs = np.mean([loss(each, None).item() for each in columns])
+    assert loss_of(reranker, rows, "infonce") == pytest.approx(theirs, abs=1e-5)
+
+
+def test_metrics_are_those_of_sentence_transformers(reranker, torch_model):
+    from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
+
+    rows = all_rankings(5)[:12]
+    samples = [
+        {"query": row["query"], "positive": [row["positive"]], "negative": row["negatives"]}
+        for row in rows
+    ]
+    theirs = CrossEncoderRerankingEvaluator(samples, at_k=10, show_progress_bar=False)(torch_model)
+    ours, errors = score_rankings(*encoded(reranker, rows), batch_size=8)
+    assert ours["mrr_at_10"] == pytest.approx(theirs["mrr@10"], abs=1e-6)
+    assert ours["ndcg_at_10"] == pytest.approx(theirs["ndcg@10"], abs=1e-6)
+    assert 0 < errors["mrr_at_10"] < 0.2
