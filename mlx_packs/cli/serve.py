@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import signals
+from ..bases.sentence_config import MODULES
 from ..errors import PackError, flag_of
 from ..terminal import echo, printable
 from . import options
@@ -36,6 +37,14 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 @click.command(cls=options.SectionedCommand)
 @options.model_of_pack
 @options.packs("Pack to serve, under the name of its folder or as NAME=PACK.", "[NAME=]PACK")
+@option(
+    "--task",
+    default="auto",
+    type=click.Choice(("auto", "lm", "embedding", "rerank")),
+    section="Server",
+    help="Answers of the server: generated text (lm), embeddings (/v1/embeddings) or ranks of "
+    "documents (/v1/rerank). auto follows the task of the packs, and without packs the base.",
+)
 @option(
     "--packs",
     "folder",
@@ -179,13 +188,38 @@ def serve(
         watched = _watched(folder)
         base = _load(model, list(named.values()), watched, trust_remote_code)
 
-        if base.architecture == "encoder" and text_options:
+        task = _served_task(settings.pop("task"), base, named)
+        if task != "lm" and text_options:
             raise PackError(
-                f"{flag_of(text_options[0])}: is about generated text, and {base.name} is an "
-                "encoder. Leave it out.",
+                f"{flag_of(text_options[0])}: is about generated text, and this server gives "
+                "vectors or scores. Leave it out.",
                 "conflict",
             )
-        _run(base, named, watched, listening, {"host": host, **settings})
+        _run(base, named, watched, listening, {"host": host, "task": task, **settings})
+
+
+def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
+    """Return what a server does: as given, else as its packs were trained or its base is made."""
+    if base.architecture == "encoder":
+        if given not in ("auto", "embedding"):
+            raise PackError(f"--task {given}: {base.name} is an encoder.", "conflict")
+        return "embedding"
+    if given != "auto":
+        return given
+
+    tasks = {pack._part("objective").get("task") for pack in packs.values()}
+    own = [task for task in ("embedding", "rerank") if task in tasks]
+    if own and len(tasks) > 1:
+        raise PackError(
+            f"--task: some of these packs were trained for --task {own[0]} and others were not. "
+            "Serve them apart, or name what to serve.",
+            "conflict",
+        )
+
+    if own:
+        return own[0]
+    is_embedder = not packs and (base.path / MODULES).is_file()
+    return "embedding" if is_embedder else "lm"
 
 
 def _check_installed() -> None:
@@ -276,7 +310,7 @@ def _run(
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
-    from ..serving.embedding import Embedder
+    from ..serving.embedding import Embedder, Reranker
     from ..serving.generation import Generator
     from ..serving.http import TimedHeaders
     from ..serving.library import Library
@@ -284,8 +318,9 @@ def _run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
-    if base.architecture == "encoder":
-        worker = Embedder(base, given["batch_size"], given["queue"])
+    of_texts = {"embedding": Embedder, "rerank": Reranker}
+    if kind := of_texts.get(given["task"]):
+        worker = kind(base, given["batch_size"], given["queue"])
     else:
         path = given["matmul_path"]
         if path == "auto":

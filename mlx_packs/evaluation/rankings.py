@@ -60,6 +60,7 @@ def shown(metrics: Metrics, errors: dict[str, float | None]) -> str:
         text = f"{_NAMES[name]} {value:.4f}"
         if errors.get(name) is not None:
             text += f" ± {errors[name]:.4f}"
+
         texts.append(text)
     return ", ".join(texts)
 
@@ -97,6 +98,7 @@ def ndcg(scores: np.ndarray, labels: np.ndarray) -> float:
     """Labels, discounted by the logarithm of their place, of those of the best order."""
     gains = 1 / np.log2(np.arange(2, min(len(labels), TOP) + 2))
     order = np.lexsort((labels, -scores))
+
     ideal = (np.sort(labels)[::-1][:TOP] * gains).sum()
     return float((labels[order][:TOP] * gains).sum() / ideal)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 import numpy as np
 
+from ..bases.files import text_config
 from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..config.choices import RANKING_LOSSES, registered
@@ -38,6 +39,7 @@ class YesOrNo:
     def __init__(self, model: nn.Module, tokenizer: object) -> None:
         self.model = model
         self.answers = answer_tokens(tokenizer)
+
         self._head = split_head(model)
 
     def __call__(self, tokens: mx.array, lengths: mx.array) -> mx.array:
@@ -61,6 +63,7 @@ class YesOrNo:
             chosen = order[start : start + batch_size]
             tokens = mx.array(padded([rows[i] for i in chosen]))
             scores[chosen] = np.array(self(tokens, mx.array(lengths[chosen])))
+
         return scores
 
 
@@ -78,10 +81,18 @@ def rerank(
         if not isinstance(text, str) or not text.strip():
             raise PackError(f"rerank: {name} must be a text, but is {text!r:.60}.")
 
-    scorer = YesOrNo(base.model, base.tokenizer)
-    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, _POSITIONS)
-    rows = [prompt.tokens(query, document)[0] for document in documents]
-    return 1 / (1 + np.exp(-scorer.of_rows(rows, batch_size)))
+    rows = rerank_rows(base, query, documents, instruction)
+    scores = YesOrNo(base.model, base.tokenizer).of_rows(rows, batch_size)
+    return 1 / (1 + np.exp(-scores))
+
+
+def rerank_rows(
+    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None
+) -> list[np.ndarray]:
+    """Return the tokens by which a base is asked about each document, int32 [L]."""
+    stated = text_config(base.config).get("max_position_embeddings") or _POSITIONS
+    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, stated)
+    return [prompt.tokens(query, document)[0] for document in documents]
 
 
 def infonce_loss(scores: mx.array, labels: mx.array) -> mx.array:
@@ -102,6 +113,7 @@ def listnet_loss(scores: mx.array, labels: mx.array) -> mx.array:
     is_document = labels >= 0
     shown = mx.where(is_document, scores, _HIDDEN)
     logs = shown - mx.logsumexp(shown, axis=1, keepdims=True)
+
     expected = mx.softmax(mx.where(is_document, labels, _HIDDEN), axis=1)
     return -mx.where(is_document, expected * logs, 0).sum(axis=1)
 
@@ -112,6 +124,7 @@ def pairwise_loss(
     """Semantics: mean of of_difference(s_i - s_j) over the pairs with labels_i > labels_j."""
     ordered = (labels[:, :, None] > labels[:, None]) & (labels[:, None] >= 0)
     losses = of_difference(scores[:, :, None] - scores[:, None])
+
     count = mx.maximum(ordered.sum(axis=(1, 2)), 1)
     return mx.where(ordered, losses, 0).sum(axis=(1, 2)) / count
 

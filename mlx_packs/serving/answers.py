@@ -10,10 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..bases.tokenizer import token_bytes
 from .generation import Generator
 from .output import Piece
-from .protocol import Tool, new_id, now, tool_calls, usage
+from .protocol import RerankBody, Tool, new_id, now, tool_calls, usage
 from .request import Event, Failed, Finished, Logprob, Progress, Request, Started
 
 MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
@@ -308,3 +310,19 @@ def embedding_answer(model: str, vectors: Any, tokens: int, encoding: str) -> di
     ]
     numbers = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": model, "usage": numbers}
+
+
+def rerank_answer(body: RerankBody, scores: Any, tokens: int) -> dict[str, Any]:
+    """Return scores [N] of the documents of a request, the most relevant first."""
+    relevances = 1 / (1 + np.exp(-np.asarray(scores, np.float64)))
+    order = np.argsort(-relevances, kind="stable")[: body.top_n]
+
+    results = []
+    for index in order.tolist():
+        result: dict[str, Any] = {"index": index, "relevance_score": float(relevances[index])}
+        if body.return_documents:
+            result["document"] = {"text": body.documents[index]}
+        results.append(result)
+
+    numbers = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": body.model, "results": results, "usage": numbers}

@@ -22,10 +22,18 @@ from ..adapters.spec import ranks_of
 from ..bases.tokenizer import tokens_of
 from ..bases.turns import takes_images
 from ..errors import PackError
+from ..objectives.rerank import rerank_rows
 from ..packs.classify import Prediction, input_row
 from ..packs.manifest import specs_of
-from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, sse
-from .embedding import Embedder
+from .answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Texts,
+    embedding_answer,
+    rerank_answer,
+    sse,
+)
+from .embedding import Embedder, Reranker
 from .fields import parsed
 from .generation import Generator
 from .http import (
@@ -49,10 +57,12 @@ from .protocol import (
     CompletionBody,
     EmbeddingBody,
     PackBody,
+    RerankBody,
 )
 from .registry import Entry
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Embedder)
 log = logging.getLogger("mlx_packs.serving")
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -162,31 +172,68 @@ class Server:
             EmbeddingBody, await read_body(request, self.settings.body_bytes)
         )
 
-        worker = self.worker
-        if not isinstance(worker, Embedder):
-            raise PackError(
-                "/v1/embeddings: the base is a decoder. Serve an encoder.", "unsupported"
-            )
-
+        worker = self._worker(Embedder)
         worker.registry.check_model(body.model)
         texts = body.input
-        model = worker.base.model
+        embedder = worker.base.embedder
         if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
             message = f"input: must have 1 to {_MAX_TEXTS} texts, none of them empty."
             raise PackError(message, flag="input")
-        if body.dimensions not in (None, model.dims):
-            raise PackError(f"dimensions: this base has {model.dims}.", flag="dimensions")
+        if body.dimensions not in (None, embedder.vectors.dims):
+            raise PackError(
+                f"dimensions: this base has {embedder.vectors.dims}.", flag="dimensions"
+            )
 
-        rows = await self._in_thread(lambda: tokens_of(worker.base.tokenizer, texts, model.longest))
-        future = worker.submit(body.model, rows)
+        if body.prompt_name is not None:
+            prompt = self._trained(body.model).get(f"{body.prompt_name}_prompt")
+            if prompt is None:
+                prompt = worker.base.prompt(body.prompt_name)
+            texts = [prompt + text for text in texts]
+
+        longest = embedder.vectors.longest
+        rows = await self._in_thread(lambda: tokens_of(embedder.tokenizer, texts, longest))
+        vectors = await self._computed(request, worker, body.model, rows)
+        tokens = sum(map(len, rows))
+        return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
+
+    async def rerank(self, request: Request) -> Response:
+        body: RerankBody = parsed(RerankBody, await read_body(request, self.settings.body_bytes))
+        worker = self._worker(Reranker)
+        worker.registry.check_model(body.model)
+        if not body.query.strip():
+            raise PackError("query: is empty.", flag="query")
+
+        instruction = body.instruction or self._trained(body.model).get("instruction")
+        tokenize = functools.partial(rerank_rows, worker.base, body.query, body.documents)
+        rows = await self._in_thread(lambda: tokenize(instruction))
+        scores = await self._computed(request, worker, body.model, rows)
+        return JSONResponse(rerank_answer(body, scores, sum(map(len, rows))))
+
+    async def _computed(
+        self, request: Request, worker: Embedder, model: str, rows: list[Any]
+    ) -> Any:
+        """Return what a worker computes of rows of tokens, unless the client goes."""
+        future = worker.submit(model, rows)
         try:
             with anyio.fail_after(self.settings.request_seconds):
-                vectors = await unless_gone(request, asyncio.wrap_future(future))
+                return await unless_gone(request, asyncio.wrap_future(future))
         finally:
             future.cancel()
 
-        tokens = sum(map(len, rows))
-        return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
+    def _trained(self, model: str) -> dict[str, Any]:
+        """Return what a served pack was trained for; empty for the base and for sums of packs."""
+        pack = self.worker.registry.packs.get(model)
+        return {} if pack is None else pack._part("objective")
+
+    def _worker(self, kind: type[W]) -> W:
+        """Return the worker of a route, which a server has one of."""
+        if type(self.worker) is kind:
+            return self.worker
+
+        served = "text (--task lm)"
+        if isinstance(self.worker, Embedder):
+            served = self.worker.route
+        raise PackError(f"{kind.route}: this server answers with {served} alone.", "unsupported")
 
     # Labels
 
@@ -272,6 +319,7 @@ class Server:
         facts = {
             "base": base.public_name,
             "architecture": base.architecture,
+            "answers": self.worker.route,
             "images": takes_images(base.tokenizer),
         }
         return JSONResponse({"object": "list", **facts, "data": data})
@@ -306,7 +354,9 @@ class Server:
 
     def _generator(self, route: str) -> Generator:
         if not isinstance(self.worker, Generator):
-            raise PackError(f"{route}: the base is an encoder. Use /v1/embeddings.", "unsupported")
+            raise PackError(
+                f"{route}: this server generates no text. Use {self.worker.route}.", "unsupported"
+            )
         return self.worker
 
     def _deadline(self) -> float:
@@ -377,6 +427,7 @@ def make_app(server: Server) -> Starlette:
         "/v1/completions": server.complete,
         "/v1/embeddings": server.embed,
         "/v1/classify": server.classify,
+        "/v1/rerank": server.rerank,
     }
     delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
 

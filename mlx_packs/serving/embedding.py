@@ -1,7 +1,7 @@
-"""Embeddings of an encoder, texts of different packs in one batch."""
+"""Embeddings of texts and scores of documents, those of different packs in one batch."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..errors import PackError
+from ..late import load
 from ..runtime import mx
 from .registry import Entry, PackRegistry
 from .slots import PackSlots
@@ -30,7 +31,7 @@ class Embedder(Worker):
     """Computes embeddings, a batch of texts at a time.
 
     Args:
-        base: an encoder, without a pack.
+        base: without a pack.
         batch_size: texts of one batch.
         waiting: texts that wait at most; requests with more are rejected.
 
@@ -39,14 +40,21 @@ class Embedder(Worker):
         prefilled: tokens so far.
     """
 
+    route = "/v1/embeddings"
+
     def __init__(self, base: BaseModel, batch_size: int, waiting: int) -> None:
         super().__init__()
+        self._compute = self.compute_of(base)
         self.base = base
         self._batch_size = batch_size
         self._limit = waiting
         self.registry = PackRegistry(PackSlots(base))
         self.generated = self.prefilled = self.reused = self.cached_bytes = 0
         self._waiting: deque[_Texts] = deque()
+
+    def compute_of(self, base: BaseModel) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return what computes tokens [B, T] with lengths [B] to results [B, ...]."""
+        return base.embedder.vectors
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -89,7 +97,7 @@ class Embedder(Worker):
         rows = [row for _, row in batch]
         self.registry.slots.selection.set([texts.entry.slot for texts, _ in batch])
         lengths = mx.array([len(row) for row in rows])
-        vectors = np.array(self.base.model(mx.array(padded(rows)), lengths))
+        vectors = np.array(self._compute(mx.array(padded(rows)), lengths))
         self.prefilled += sum(map(len, rows))
 
         for (texts, _), vector in zip(batch, vectors, strict=True):
@@ -116,3 +124,12 @@ class Embedder(Worker):
     def on_end(self, reason: PackError) -> None:
         self.on_failure(reason)
         self.registry.close()
+
+
+class Reranker(Embedder):
+    """Computes scores of documents with their queries, [N] in place of vectors."""
+
+    route = "/v1/rerank"
+
+    def compute_of(self, base: BaseModel) -> Callable[[mx.array, mx.array], mx.array]:
+        return load("objectives.rerank:YesOrNo")(base.model, base.tokenizer)

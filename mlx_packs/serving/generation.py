@@ -55,6 +55,8 @@ class Generator(Worker):
         generated: tokens so far; ``prefilled`` and ``reused``: of prompts.
     """
 
+    route = "/v1/chat/completions"
+
     def __init__(self, base: BaseModel, limits: Limits, matmul_path: str = "quantized") -> None:
         super().__init__()
         if not is_batchable(base.name, base.model):

@@ -391,6 +391,7 @@ class EmbeddingBody(Object):
     input: list[str]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    prompt_name: str | None = None
     user: str | None = None
 
     @field_validator("input", mode="before")
@@ -414,6 +415,27 @@ class ClassifyBody(Object):
     def _to_list(cls, value: Any) -> Any:
         is_chat = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         return [value] if isinstance(value, str) or is_chat else value
+
+
+class RerankBody(Object):
+    """The body of ``/v1/rerank``, as Jina and Cohere have it."""
+
+    model: str = Field(min_length=1, max_length=1024)
+    query: str = Field(min_length=1)
+    documents: list[str] = Field(min_length=1, max_length=1000)
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = False
+    instruction: str | None = None
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _to_texts(cls, value: Any) -> Any:
+        """A document is a text, or an object with one."""
+        documents = value if isinstance(value, list) else []
+        texts = [each.get("text") if isinstance(each, dict) else each for each in documents]
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError("must be a list of texts, none of them empty")
+        return texts
 
 
 class PackBody(Object):

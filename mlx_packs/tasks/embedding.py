@@ -229,7 +229,7 @@ class EmbeddingTask(Task):
         before, after = (score.metrics for score in trained.ends(own.phase))
         held_out = own.held_out().examples
         prompt = {}
-        if self.query_prompt:
+        if self.query_prompt or self.train.query_prompt is not None:
             prompt = {"query_prompt": self.query_prompt}
 
         return Summary(

@@ -77,6 +77,7 @@ class RerankTask(Task):
             self.loss = "listnet" if graded else "infonce"
 
         self._describe(read, rankings)
+
         collate = RankingCollate(train.batch_size, train.max_seq_length, runtime.COMPILES)
         sampler = Sampler(first.lengths, train.batch_size, train.max_seq_length, train.seed)
         return [PhaseData(self, phase, rankings, Dataset(first, collate, sampler))]
@@ -112,6 +113,7 @@ class RerankTask(Task):
         )
 
         size = phase.train.batch_size
+
         collate = RankingCollate(size, phase.train.max_seq_length)
         return Dataset(own, collate, by_length(own.lengths, size, np.arange(len(own))))
 
