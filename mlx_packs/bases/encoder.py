@@ -8,7 +8,7 @@ BERT: https://arxiv.org/abs/1810.04805
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import PackError, library_errors
+from ..late import load
 from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
@@ -26,7 +27,7 @@ from .sentence_config import QUERY, SentenceConfig, read_sentence_config
 from .tokenizer import padded, tokens_of
 from .unsupported import unreadable
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": lambda x: profile().gelu(x),
     "gelu_new": nn.gelu_approx,
     "gelu_fast": nn.gelu_approx,
@@ -39,7 +40,11 @@ _SIZES = (  # in config.json
     "hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
     "vocab_size"
 ).split()
-_UNUSED = re.compile(r"(pooler|cls|classifier)\.|embeddings\.position_ids$")
+_UNUSED = re.compile(r"(pooler|cls|classifier|head|decoder)\.|embeddings\.position_ids$")
+_FAMILIES = {  # by model_type: the class of the module
+    "bert": "bases.encoder:Encoder",
+    "modernbert": "bases.modern_bert:ModernBert",
+}
 
 
 class _Embeddings(nn.Module):
@@ -121,7 +126,7 @@ class Encoder(nn.Module):
         self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)
 
         ffn = config["intermediate_size"]
-        activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
+        activation = ACTIVATIONS[config.get("hidden_act", "gelu")]
         self.encoder = nn.Module()
         self.encoder.layer = [
             _Layer(dims, config["num_attention_heads"], ffn, eps, activation)
@@ -141,7 +146,7 @@ class Encoder(nn.Module):
         """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
         mask = None
         if lengths is not None:
-            mask = _valid(tokens, lengths)[:, None, None]
+            mask = is_valid(tokens, lengths)[:, None, None]
 
         x = self.embeddings(tokens)
         for layer in self.layers:
@@ -167,7 +172,7 @@ def _pooled(x: mx.array, lengths: mx.array | None, pooling: str) -> mx.array:
     if pooling == "lasttoken":
         return mx.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
-    valid = _valid(x, lengths)
+    valid = is_valid(x, lengths)
     if pooling == "max":
         return mx.where(valid[..., None], x, -mx.inf).max(axis=1)
 
@@ -176,7 +181,7 @@ def _pooled(x: mx.array, lengths: mx.array | None, pooling: str) -> mx.array:
     return summed[:, 0] / valid.sum(axis=1, keepdims=True)
 
 
-def _valid(x: mx.array, lengths: mx.array) -> mx.array:
+def is_valid(x: mx.array, lengths: mx.array) -> mx.array:
     return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
@@ -188,7 +193,7 @@ def unit(x: mx.array) -> mx.array:
 
 def tensor_name(stored: str) -> str | None:
     """The name of a checkpoint's tensor here; None if it is not used."""
-    name = stored.removeprefix("bert.")
+    name = stored.removeprefix("bert.").removeprefix("model.")
     if _UNUSED.match(name):
         return None
     # checkpoints that came from TensorFlow
@@ -198,7 +203,13 @@ def tensor_name(stored: str) -> str | None:
 
 def make_encoder(path: Path, config: dict) -> Encoder:
     """The weights are random."""
-    return Encoder(check_config(config, path / "config.json"), read_sentence_config(path))
+    checked = check_config(config, path / "config.json")
+    return encoder_class(config)(checked, read_sentence_config(path))
+
+
+def encoder_class(config: Mapping) -> type[Encoder]:
+    """The class of the encoders that have a config.json."""
+    return load(_FAMILIES[config.get("model_type", "bert")])
 
 
 def check_config(config: dict, where: Path) -> dict:
@@ -222,9 +233,12 @@ def check_config(config: dict, where: Path) -> dict:
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise unsupported(f"position_embedding_type '{kind}' is not supported, only absolute.")
 
-    if (name := config.get("hidden_act", "gelu")) not in _ACTIVATIONS:
-        names = ", ".join(_ACTIVATIONS)
-        raise unsupported(f"hidden_act '{name}' is not supported. Known are {names}.")
+    key = "hidden_act"
+    if "hidden_activation" in config:
+        key = "hidden_activation"
+    if (name := config.get(key, "gelu")) not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        raise unsupported(f"{key} '{name}' is not supported. Known are {names}.")
 
     if config.get("is_decoder"):
         raise unsupported("is_decoder is set, but a BERT that decodes is no sentence encoder.")

@@ -50,7 +50,7 @@ CACHE_DIFFERS = frozenset({"deepseek_v4", "gemma3n"})  # other logits with a cac
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
 _UNSUPPORTED_TYPES = (
-    "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert modernbert mpnet "
+    "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert mpnet "
     "new nomic_bert roberta t5 xlm-roberta"
 ).split()
 

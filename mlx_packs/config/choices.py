@@ -188,11 +188,11 @@ ARCHITECTURES = {
         peft_task="CAUSAL_LM",
     ),
     "encoder": ArchitectureFacts(
-        described="an encoder (bert: all-MiniLM-L6-v2, bge, e5)",
+        described="an encoder (bert: all-MiniLM-L6-v2, bge, e5; modernbert)",
         output="embedding",
         hub_task="sentence-similarity",
         peft_task="FEATURE_EXTRACTION",
-        model_types=("bert",),
+        model_types=("bert", "modernbert"),
         prefix="bert.",
         quantizable=False,
         in_mlx_lm=False,

@@ -59,8 +59,8 @@ _UNSUPPORTED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Families whose modules mlx-lm calls as transformers does; of GPT-2 the one difference is known.
 _SAME_NAMES = (
-    "bert cohere gemma gemma2 gemma3_text glm4 gpt2 granite helium llama mistral mixtral olmo2 "
-    "olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
+    "bert modernbert cohere gemma gemma2 gemma3_text glm4 gpt2 granite helium llama mistral "
+    "mixtral olmo2 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 ).split()
 _LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PART = re.compile(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..bases.encoder import Encoder, check_config, tensor_name
+from ..bases.encoder import check_config, encoder_class, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.choices import LOSSES, POLICIES, LossFacts, PolicyFacts
 from ..config.lora import LoRAConfig
@@ -35,7 +35,8 @@ _AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 
 def describe(config: Mapping) -> Tensors:
-    return tensors_of(Encoder(check_config(dict(config), Path("config.json")), SentenceConfig()))
+    checked = check_config(dict(config), Path("config.json"))
+    return tensors_of(encoder_class(config)(checked, SentenceConfig()))
 
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
@@ -58,6 +59,14 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
 def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
     d = config["hidden_size"]
     f = config["intermediate_size"]
+    if config.get("model_type") == "modernbert":
+        return {
+            "attn.Wqkv": (3 * d, d),
+            "attn.Wo": (d, d),
+            "mlp.Wi": (2 * f, d),
+            "mlp.Wo": (d, f),
+        }
+
     return {
         "attention.self.query": (d, d),
         "attention.self.key": (d, d),

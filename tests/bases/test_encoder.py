@@ -12,7 +12,7 @@ from mlx_packs import load_base
 from mlx_packs.bases.encoder import tensor_name
 from mlx_packs.bases.loading import lazy_base
 from mlx_packs.runtime import mx
-from tests.helpers.encoders import SMALL, VOCABULARY, write_encoder
+from tests.helpers.encoders import MODERN, SMALL, VOCABULARY, write_encoder
 from tests.helpers.errors import check, raises
 
 TEXTS = ["how do i fix a car?", "", "the STORE", "please " * 80, "a"]
@@ -235,3 +235,28 @@ def test_commands_of_causal_models_reject_an_encoder(run, small_encoder, command
     code, out, _ = run(*command.split(), "--model", small_encoder)
     assert code == 2 and out == ""
     check(run.error, "unsupported", None, str(small_encoder), "encoder")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_modern_bert_reads_both_names_and_no_padding(tmp_path, prefix):
+    base = load_base(write_encoder(tmp_path / "modern", prefix=prefix, **MODERN))
+    texts = ["how do i fix a car?", "a", "steps to repair the vehicle " * 4]
+    together = base.encode(texts)
+    alone = np.concatenate([base.encode([text]) for text in texts])
+    assert np.abs(together - alone).max() < 1e-5
+    assert np.abs(together - together[:1]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "name"),
+    [
+        ({"layer_types": ["full_attention"]}, "unreadable", "layer_types"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported", "rotary"),
+        ({"hidden_activation": "tanh"}, "unsupported", "hidden_activation 'tanh'"),
+    ],
+)
+def test_modern_bert_of_another_kind_is_named(tmp_path, changes, code, name):
+    folder = write_encoder(tmp_path / "modern", **MODERN)
+    change(folder / "config.json", **changes)
+    with raises(code, None, name):
+        load_base(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.encoder import Encoder
+from mlx_packs.bases.encoder import encoder_class
 from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.runtime import mx
 
@@ -51,6 +51,15 @@ SMALL = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
 }
+MODERN = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertModel"],
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "hidden_activation": "gelu",
+    "local_attention": 8,
+    "norm_eps": 1e-5,
+}
 MINILM = SMALL | {
     "hidden_size": 384,
     "num_hidden_layers": 6,
@@ -85,9 +94,13 @@ def write_encoder(
     config = SMALL | changes
     write_vocabulary(folder)
     (folder / "config.json").write_text(json.dumps(config))
+    if config["model_type"] != "bert":  # whose tokenizer is not known by the kind of model
+        from transformers import BertTokenizerFast
+
+        BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
 
     mx.random.seed(11)
-    model = Encoder(config, SentenceConfig())
+    model = encoder_class(config)(config, SentenceConfig())
     tensors = {
         f"{prefix}{name}": _spread(name, a).astype(dtype)
         for name, a in tree_flatten(model.parameters())
@@ -122,7 +135,7 @@ def write_encoder(
 
 def _spread(name: str, a: mx.array) -> mx.array:
     """Weights wide enough that texts differ, and no bias or norm that says nothing."""
-    if name.endswith("LayerNorm.weight"):
+    if name.endswith(("LayerNorm.weight", "norm.weight")):
         return 1 + 0.1 * mx.random.normal(a.shape)
     if a.ndim == 1:
         return 0.1 * mx.random.normal(a.shape)

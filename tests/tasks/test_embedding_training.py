@@ -24,6 +24,7 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import (
     MINILM,
+    MODERN,
     all_pairs,
     all_scored,
     all_triplets,
@@ -468,3 +469,12 @@ def test_a_run_that_cannot_fit_is_refused(encoder, pair_data, tmp_path, monkeypa
     assert not (tmp_path / "pack").exists()
     result = train_pack(encoder, data, LORA, few, tmp_path / "p", force=True)
     assert result.report["recompute"] == "block"  # what takes least
+
+
+def test_modern_bert_trains_as_planned(pair_data, tmp_path):
+    folder = write_encoder(tmp_path / "modern", **MODERN)
+    report = train_pack(folder, str(pair_data["pairs"]), LORA, settings(), tmp_path / "pack").report
+    assert {"Wqkv", "Wo", "Wi"} == {
+        path.rpartition(".")[2] for path in Pack.open(tmp_path / "pack").specs
+    }
+    assert 0.5 * report["peak_gb"] < report["plan_peak_gb"] < 2 * report["peak_gb"]
