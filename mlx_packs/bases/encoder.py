@@ -306,7 +306,9 @@ class Embedder:
     def query_prompt(self) -> str:
         """The base's own text before a query; empty if it has none."""
         config = self.vectors.sentence_config
-        return config.prompt(QUERY) if QUERY in config.prompts else ""
+        if QUERY not in config.prompts:
+            return ""
+        return config.prompt(QUERY)
 
     def encode(self, texts: Sequence[str], batch_size: int) -> np.ndarray:
         """Return the vectors of texts, float32 [N, D]."""

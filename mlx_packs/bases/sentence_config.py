@@ -15,9 +15,9 @@ from ..reading import read_json
 POOLING = ("mean", "cls", "max", "lasttoken")
 QUERY = "query"  # name of the prompt before queries
 MODULES = "modules.json"
-_SETTINGS = "sentence_bert_config.json"
+SETTINGS = "sentence_bert_config.json"
 _TOKENIZER = "tokenizer_config.json"
-_PROMPTS = "config_sentence_transformers.json"
+PROMPTS = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
 
     Without them an encoder pools by the mean, and a decoder takes the state of an end token.
     """
-    settings = _read(path / _SETTINGS)
-    prompts = _read(path / _PROMPTS)
+    settings = _read(path / SETTINGS)
+    prompts = _read(path / PROMPTS)
     if name := prompts.get("default_prompt_name"):
         raise PackError(
-            f"{path / _PROMPTS}: puts the prompt '{name}' before every text. Set "
+            f"{path / PROMPTS}: puts the prompt '{name}' before every text. Set "
             "default_prompt_name to null and write it into your texts.",
             "unsupported",
         )
@@ -75,12 +75,12 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
 
     if longest is not None and not (type(longest) is int and longest > 2):
         raise PackError(
-            f"{path / _SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}.",
+            f"{path / SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}.",
             "unreadable",
         )
 
     lower_case = settings.get("do_lower_case") is True
-    named = _named_prompts(path / _PROMPTS, prompts.get("prompts"))
+    named = _named_prompts(path / PROMPTS, prompts.get("prompts"))
     if is_decoder and not (path / MODULES).is_file():
         return SentenceConfig("lasttoken", True, longest, lower_case, adds_eos=True, prompts=named)
 

@@ -1,6 +1,7 @@
 """The plan for writing a checkpoint: the tensors of its source, their formats, and their files."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .. import runtime
 from ..runtime import dtype_name, mx
@@ -53,6 +54,7 @@ class WritePlan:
     quantization: dict | None  # of the whole model, for the record
     merged: dict | None = None  # the pack that was merged into it, if any
     ends: tuple[int, ...] = ()  # what ends an answer, for eos_token_id in addition to its own
+    texts: Mapping[str, str] = field(default_factory=dict)  # other files, by their path in it
 
     @property
     def items(self) -> list[Item]:

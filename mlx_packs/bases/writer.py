@@ -337,6 +337,10 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
         (partial / file.parent.name).mkdir(exist_ok=True)
         shutil.copyfile(file, partial / file.parent.name / file.name)
 
+    for name, text in plan.texts.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        atomic_write(partial / name, text)
+
     names = {
         name: shard
         for shard, items in plan.shards.items()

@@ -14,12 +14,14 @@ from ..bases import files as base_files
 from ..bases import writer
 from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
+from ..bases.write_plan import WritePlan
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
+from ..late import load
 from ..packs.compatibility import check_checkpoint
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
@@ -103,7 +105,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         return report
 
     plan = plan_merge(request, _facts(request, outcome))
-    plan = replace(plan, ends=_ends(pack, source, trust_remote_code))
+    plan = _with_files(plan, pack, source, trust_remote_code)
     record, _ = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -136,6 +138,15 @@ def _check(request: MergeRequest) -> None:
             "conflict",
             "requantize",
         )
+
+
+def _with_files(plan: WritePlan, pack: Pack, source: Path, trust_remote_code: bool) -> WritePlan:
+    """Add what the tokenizer and the task of a pack need beside the weights."""
+    ends = _ends(pack, source, trust_remote_code)
+    module_files = load("convert.sentence_transformers:module_files")
+    files = module_files(pack, source, trust_remote_code)
+
+    return replace(plan, ends=ends, texts=files)
 
 
 def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from .formats import (
     PREFERENCE,
     PROMPT,
     TOKEN_FORMATS,
+    RankingFormat,
     Row,
     RowFormat,
     Text,
@@ -179,12 +180,9 @@ def checked_format(
     if row_format is PROMPT:
         format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
-        raise first.conflict(
-            f"the examples are {row_format.name}, which encoders train on. Pass --task embedding, "
-            "and as --model a folder of sentence-transformers.",
-            "conflict",
-            "task",
-        )
+        task = "rerank" if isinstance(row_format, RankingFormat) else "embedding"
+        text = f"the examples are {row_format.name}, which --task {task} trains on. Pass that."
+        raise first.conflict(text, "conflict", "task")
 
     return first, row_format
 

@@ -88,6 +88,14 @@ def _template(tokenizer: Any) -> tuple[str, str]:
     )
 
 
+def question_parts(tokenizer: Any, instruction: str) -> tuple[str, str, str]:
+    """Return what is before the query, between it and the document, and after that."""
+    before, after = _template(tokenizer)
+    user = _USER.format(instruction=instruction, query=_PLACE, document=_PLACE)
+    first, between, last = user.split(_PLACE)
+    return before + first, between, last + after
+
+
 def answer_tokens(tokenizer: Any) -> tuple[int, int]:
     """Return the tokens that stand for yes and no: those that an answer begins with."""
     yes, no = (tokenizer.encode(word, add_special_tokens=False)[:1] for word in ("yes", "no"))

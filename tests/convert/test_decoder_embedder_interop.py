@@ -5,8 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import load_base
-from tests.helpers.decoder_embedders import PROMPT, write_embedder
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.convert.merge import merge_pack
+from tests.helpers.decoder_embedders import PROMPT, write_decoder, write_embedder
+from tests.helpers.encoders import all_pairs, write_pairs
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -41,3 +44,29 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path, pooling, is_bar
     assert np.abs(base.encode(TEXTS, prompt_name="query") - queries).max() < 1e-5
     assert np.abs(base.encode([PROMPT + text for text in TEXTS]) - queries).max() < 1e-5
     assert np.abs(queries - theirs).max() > 1e-2
+
+
+@pytest.mark.parametrize("write", [write_embedder, write_decoder])
+def test_merge_and_export_open_in_sentence_transformers(tmp_path, write):
+    folder = write(tmp_path / "base")
+    data = write_pairs(tmp_path / "pairs", all_pairs())
+    train = TrainConfig(
+        task="embedding", batch_size=8, iters=8, learning_rate=1e-2, query_prompt="Q: "
+    )
+    pack = train_pack(folder, str(data), LoRAConfig(rank=4), train, tmp_path / "pack").pack
+    base = load_base(folder)
+    with base.applied(pack):
+        plain, queries = base.encode(TEXTS), base.encode(TEXTS, prompt_name="query")
+
+    assert merge_pack(pack, folder, tmp_path / "merged")["passed"]
+    model = torch_model(tmp_path / "merged")
+    assert np.abs(model.encode(TEXTS) - plain).max() < 1e-5
+    assert np.abs(model.encode_query(TEXTS) - queries).max() < 1e-5
+    again = load_base(tmp_path / "merged")
+    assert np.abs(again.encode(TEXTS, prompt_name="query") - queries).max() < 1e-5
+
+    export_pack(pack, "peft", tmp_path / "peft")
+    if write is write_embedder:
+        model = torch_model(folder)
+        model.load_adapter(str(tmp_path / "peft"))
+        assert np.abs(model.encode(TEXTS) - plain).max() < 1e-5

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import TrainConfig, load_base
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.formats import Row
 from mlx_packs.data.rankings import (
     INSTRUCTION,
@@ -17,7 +18,8 @@ from mlx_packs.data.rankings import (
 from mlx_packs.evaluation.rankings import score_rankings
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.rerank import Reranking, YesOrNo
-from tests.helpers.decoder_embedders import write_reranker
+from tests.helpers.decoder_embedders import write_decoder, write_reranker
+from tests.helpers.encoders import write_pairs
 from tests.helpers.rankings import all_labelled, all_rankings
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
@@ -125,3 +127,25 @@ def test_metrics_are_those_of_sentence_transformers(reranker, torch_model):
     assert ours["mrr_at_10"] == pytest.approx(theirs["mrr@10"], abs=1e-6)
     assert ours["ndcg_at_10"] == pytest.approx(theirs["ndcg@10"], abs=1e-6)
     assert 0 < errors["mrr_at_10"] < 0.2
+
+
+def test_merge_opens_as_a_cross_encoder(tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    folder = write_decoder(tmp_path / "base")  # whose tokenizer has no token for yes
+    data = write_pairs(tmp_path / "rankings", all_rankings(1))
+    train = TrainConfig(
+        task="rerank", iters=4, learning_rate=1e-2, rerank_instruction='Find "the" same'
+    )
+    pack = train_pack(folder, str(data), LoRAConfig(rank=4), train, tmp_path / "pack").pack
+    base = load_base(folder)
+    with base.applied(pack):
+        expected = base.rerank(QUERY, DOCUMENTS)
+
+    assert merge_pack(pack, folder, tmp_path / "merged")["passed"]
+    model = CrossEncoder(str(tmp_path / "merged"), device="cpu")
+    theirs = model.predict([(QUERY, document) for document in DOCUMENTS])
+    assert np.abs(theirs - expected).max() < 1e-5 and np.ptp(theirs) > 1e-3
+    again = load_base(tmp_path / "merged")
+    prompt = [{"role": "user", "content": "a"}]
+    assert again.tokenizer.apply_chat_template(prompt) == base.tokenizer.apply_chat_template(prompt)

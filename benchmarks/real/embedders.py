@@ -1,0 +1,88 @@
+"""Embedders on pairs of one intent (banking77): 1-NN accuracy before and after training.
+
+python -m benchmarks.real.embedders [--steps N] [--seeds N] [MODEL ...]    # default: MiniLM, tiny
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlx_packs import TrainConfig, load_base, train_pack
+from mlx_packs.packs.base import Base
+
+from .files import minilm
+from .jobs import write_rows
+from .minilm import (
+    BATCH,
+    LONGEST,
+    QUERIES,
+    REFERENCES,
+    STEPS,
+    Messages,
+    lora,
+    nearest_accuracy,
+)
+
+_RATES = {"encoder": 3e-4, "decoder": 1e-3}
+
+
+def accuracy(base: Base) -> float:
+    """Return the 1-NN accuracy of the intents of messages of the test split."""
+    references = Messages.read("train").sample(REFERENCES)
+    queries = Messages.read("test").sample(QUERIES)
+    vectors = base.encode(references.texts), base.encode(queries.texts)
+    return nearest_accuracy(vectors[0], references.intents, vectors[1], queries.intents)
+
+
+def trained(model: str, seed: int, steps: int, place: Path) -> tuple[float, float, float]:
+    """Return the accuracy before and after training on pairs of messages, and its seconds."""
+    data = place / f"data-{seed}"
+    write_rows(data / "train.jsonl", Messages.read("train").pairs(BATCH * steps, seed))
+    write_rows(data / "test.jsonl", Messages.read("valid").pairs(32, 0))
+
+    base = load_base(model)
+    before = accuracy(base)
+    config = TrainConfig(
+        task="embedding",
+        iters=steps,
+        batch_size=BATCH,
+        max_seq_length=LONGEST,
+        learning_rate=_RATES[base.architecture],
+        val_batches=0,
+        seed=seed,
+        awake=False,
+    )
+    began = time.monotonic()
+    run = train_pack(base, str(data), lora(), config, place / f"pack-{seed}", progress=False)
+    seconds = time.monotonic() - began
+    with base.applied(run.pack):
+        return before, accuracy(base), seconds
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=[str(minilm()), "tiny"])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args(arguments)
+
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as place:
+            results = [trained(model, s, options.steps, Path(place)) for s in range(options.seeds)]
+        before, after, seconds = np.array(results).T
+        error = after.std(ddof=1) / len(after) ** 0.5 if len(after) > 1 else float("nan")
+        print(
+            f"{Path(model).name}: 1-NN accuracy {before[0]:.1%} -> {after.mean():.1%} "
+            f"± {error:.1%} ({options.seeds} seeds, {options.steps} steps, {seconds.mean():.0f} s)",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
