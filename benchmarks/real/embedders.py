@@ -75,10 +75,12 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as place:
             results = [trained(model, s, options.steps, Path(place)) for s in range(options.seeds)]
         before, after, seconds = np.array(results).T
-        error = after.std(ddof=1) / len(after) ** 0.5 if len(after) > 1 else float("nan")
+        error = ""
+        if len(after) > 1:
+            error = f" ± {after.std(ddof=1) / len(after) ** 0.5:.1%}"
         print(
-            f"{Path(model).name}: 1-NN accuracy {before[0]:.1%} -> {after.mean():.1%} "
-            f"± {error:.1%} ({options.seeds} seeds, {options.steps} steps, {seconds.mean():.0f} s)",
+            f"{Path(model).name}: 1-NN accuracy {before[0]:.1%} -> {after.mean():.1%}{error} "
+            f"({options.seeds} seeds, {options.steps} steps, {seconds.mean():.0f} s)",
             flush=True,
         )
     return 0
