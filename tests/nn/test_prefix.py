@@ -72,7 +72,7 @@ def test_a_cpu_computes_many_inputs_in_a_pass_for_each_level(most, policy, monke
 def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
     """On both levels, since prefixes begin alike; the probe finds that, too."""
     attached, head = adapted_family(family)
-    half = 2.5e-6 if family.startswith("gemma4") else 2e-6  # of its rows alone 2.2e-6
+    half = 4e-6 if family.startswith("gemma4") else 2e-6  # of its rows alone 2.2e-6
     check_equal(attached.model, head, ROOTED, root=ROOT, half=half)
     assert why_not_shared(attached.model, head, 128) is None
 

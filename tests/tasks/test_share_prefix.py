@@ -450,7 +450,7 @@ def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, monkeypat
     for name, tensor in rows.pack.tensors.items():
         # AdamW turns rounding of the smallest gradients into whole steps of a few entries
         off = mx.linalg.norm(trees.pack.tensors[name] - tensor)
-        assert off.item() < 1e-3 * mx.linalg.norm(tensor).item(), name
+        assert off.item() < 2e-3 * mx.linalg.norm(tensor).item(), name
     assert trees.report["shared_prefix"]["tokens"] >= 24
     assert rows.report["shared_prefix"] is None
 
