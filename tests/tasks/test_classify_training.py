@@ -189,7 +189,7 @@ def test_bad_rows_can_be_left_out(tmp_path):
         (several, {"class_weights": "balanced"}, "conflict", "class_weights"),
         (scored, {"calibrate": True}, "conflict", "calibrate"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_means_nothing_is_one_line(tmp_path, make, changes, code, flag):
     with raises(code, flag) as error:
