@@ -22,6 +22,7 @@ from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     check_manifest,
+    has_score_head,
     replaced_of,
     shapes_of,
     specs_of,
@@ -75,7 +76,7 @@ def export_pack(
 
     if not isinstance(pack, Pack):
         pack = Pack.open(pack)
-    if pack.has_score_head and to != "peft":
+    if has_score_head(pack.manifest) and to != "peft":
         raise PackError(
             f"--to {to}: {pack.name} is a reward model or classifier, whose head {to} has no place "
             "for. Pass --to peft.",

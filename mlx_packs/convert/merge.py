@@ -23,6 +23,7 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..late import load
 from ..packs.compatibility import check_checkpoint
+from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
@@ -124,7 +125,7 @@ def _check(request: MergeRequest) -> None:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
     check_max_drift(request.max_drift)
 
-    if request.pack.has_score_head:
+    if has_score_head(request.pack.manifest):
         raise PackError(
             f"{request.pack.name}: is a reward model or classifier, and a merged checkpoint has no "
             "place for its head. Use packs export --to peft.",

@@ -22,7 +22,7 @@ from ..errors import PackError
 from ..late import load
 from ..reading import read_header
 from .adapter_config import stored_shapes
-from .manifest import ADAPTERS, architecture_facts, check_quantization, replaced_of
+from .manifest import ADAPTERS, architecture_facts, check_quantization, has_score_head, replaced_of
 from .pack import Pack
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def is_converted_on_loading(config: dict) -> bool:
 
 def check_generates(pack: Pack) -> None:
     """No text can be generated with a reward model, or a classifier with a head of its own."""
-    if pack.is_classifier and pack.has_score_head:
+    if pack.is_classifier and has_score_head(pack.manifest):
         raise PackError(
             f"{pack.name}: is a classifier (--task classify), which generates no text. Use "
             "`packs classify`, packs eval or base.classify().",

@@ -26,7 +26,6 @@ from .manifest import (
     MAIN,
     MANIFEST,
     check_manifest,
-    has_score_head,
     is_classifier,
     is_hub_name,
     is_reward_model,
@@ -140,11 +139,6 @@ class Pack:
     def is_classifier(self) -> bool:
         """Whether it classifies texts or chats (`Base.classify`)."""
         return is_classifier(self.manifest)
-
-    @property
-    def has_score_head(self) -> bool:
-        """Whether it has the head of a reward model or classifier, and generates no text."""
-        return has_score_head(self.manifest)
 
     @property
     def for_merge(self) -> str:

@@ -11,7 +11,7 @@ from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.classify import OpenClassifier, classifier_of
 from ..packs.compatibility import check_generates
-from ..packs.manifest import template_kwargs_of
+from ..packs.manifest import has_score_head, template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
 from .slots import PackSlots
@@ -147,7 +147,7 @@ class PackRegistry:
         classifier = None
         if pack.is_classifier:
             head = None
-            if pack.has_score_head:
+            if has_score_head(pack.manifest):
                 head = score_head(pack.load_tensors()[SCORE_WEIGHT])
             classifier = classifier_of(self.slots.base, pack, head)
 

@@ -1,5 +1,6 @@
 """The examples in the help of every command are commands that it takes."""
 
+import re
 import shlex
 
 import pytest
@@ -24,7 +25,7 @@ def test_examples_are_understood(name):
     root = packs.make_context("packs", ["-h", name], resilient_parsing=True)
     command = packs.get_command(root, name)
     for _, line in EXAMPLES[name]:
-        words = shlex.split(line.partition(" >> ")[0])
+        words = shlex.split(re.split(" >> | < ", line)[0])
         words = words[words.index("packs") + 2 :]
         with command.make_context(name, words, root) as context:
             assert context.params is not None

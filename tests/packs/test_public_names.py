@@ -9,9 +9,10 @@ def public(cls: type) -> set[str]:
 
 def test_a_pack_shows_what_users_call_and_nothing_internal():
     calls = {"open", "save", "verify", "load_tensors", "check_base", "attach"}
-    facts = {"name", "short_name", "size_mb", "specs", "is_reward_model", "for_merge"}
+    facts = {"name", "short_name", "size_mb", "specs", "for_merge"}
+    kinds = {"is_reward_model", "is_classifier"}
     attributes = {"path", "tensors", "parts"}  # those of them that have defaults
-    assert public(Pack) == calls | facts | attributes
+    assert public(Pack) == calls | facts | kinds | attributes
 
 
 def test_a_base_attaches_and_detaches_packs():
