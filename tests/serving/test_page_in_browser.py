@@ -405,7 +405,7 @@ def test_a_server_that_is_gone_is_named(server, opened, expect):
 
 def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
     page = opened(encoder_server, viewport={"width": 390, "height": 800})
-    expect(page.locator("#embed")).to_contain_text("The base is an encoder")
+    expect(page.locator("#embed")).to_contain_text("computes embeddings")
     assert page.locator("#chat").is_hidden() and page.locator(".column").count() == 0
 
     pair = ["how do i fix a car", "steps to repair the vehicle"]
