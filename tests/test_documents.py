@@ -24,7 +24,7 @@ from tests.helpers.runs import LORA, TRAIN
 # Models, packs and adapters that a machine without network does not have; commands that need a
 # network, a Mac or a person, or measure for minutes.
 ELSEWHERE = re.compile(
-    r"mlx-community/|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
+    r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
     r"|--launch-agent|--runner ray"
     r"|packs/(pairs|charts)\b|--hosts|--model (M|BASE)\b|\b(me|owner)/|^from openai |^(bench|bench-serve|chat|doctor|eval-tasks|pull|push|serve)\b"
 )
