@@ -67,5 +67,5 @@ def _sources(folder: Path, paths: Mapping[str, str]) -> dict[str, str]:
     sources = {}
     for here, there in paths.items():
         weight = f"{there.removeprefix('vision_tower.')}.weight"
-        sources[f"{here}.weight"] = next(name for name in names if is_named(name, weight))
+        sources |= {f"{here}.weight": name for name in names if is_named(name, weight)}
     return sources
