@@ -4,8 +4,9 @@ python -m benchmarks classify --work DIR                     # three seeds
 python -m benchmarks classify --work DIR --seeds 0 --steps 4 --rows 20 --history /dev/null
 
 All that train get the same examples, batch size, steps and learning rate; each seed has its own
-order of the examples. TF-IDF with logistic regression is fitted to all training rows, as in use.
-Generated labels that are no label count as wrong, and have no probabilities.
+order of the examples. TF-IDF with logistic regression is fitted to all training rows, as in use,
+and once to the examples of as many steps. Generated labels that are no label count as wrong, and
+have no probabilities. ``train_s`` are seconds in steps, ``label_s`` those of all test examples.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.data.labels import SINGLE
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.classification import Predictions
+from mlx_packs.packs.base import Base
+from mlx_packs.training.result import TrainRun
 
 from . import history
 from .history import Environment, Record, record
@@ -34,6 +37,8 @@ PREFIX = ": "  # after which a row of banking77 has the customer's message
 METRICS = ("accuracy", "macro_f1", "log_loss", "calibration_error")
 UNITS = {"accuracy": "%", "macro_f1": "%", "log_loss": "nats", "calibration_error": "%"}
 RESULTS = "classify.jsonl"
+_NEVER = -30.0  # the log-probability of a label that a baseline has not seen
+LONGEST = 12  # tokens of a label, with the one that ends it
 
 
 @dataclass(frozen=True)
@@ -124,17 +129,22 @@ def ours(task: Task, head: str) -> Result:
         write_rows(data / f"{split}.jsonl", task.rows(split))
 
     base = load_base(files.smollm2())
-    lora = LoRAConfig(rank=RANK, alpha=ALPHA)
     train = settings(task, task="classify", head=head, calibrate=True)
-    out = task.folder / f"classify-{head}"
+    run = trained(task, base, data, train, f"classify-{head}")
+
     began = time.perf_counter()
-    run = train_pack(base, str(data), lora, train, out, overwrite=True, progress=False)
-    trained = time.perf_counter()
     report = evaluate(base, run.pack, str(data), batch_size=16, matmul_path="dense").to_json()
+    seconds = {"train_s": run.report["train_s"], "label_s": time.perf_counter() - began}
 
     result = {name: report[name] for name in METRICS}
-    seconds = {"train_s": trained - began, "label_s": time.perf_counter() - trained}
     return {**result, **seconds, "temperature": report["temperature"]}
+
+
+def trained(task: Task, base: Base, data: Path, train: TrainConfig, name: str) -> TrainRun:
+    """Return a run of ours, whose adapters are those of PEFT."""
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA)
+    out = task.folder / name
+    return train_pack(base, str(data), lora, train, out, overwrite=True, progress=False)
 
 
 def generated(task: Task) -> Result:
@@ -145,16 +155,12 @@ def generated(task: Task) -> Result:
         write_rows(data / f"{split}.jsonl", chats)
 
     base = load_base(files.smollm2())
-    train = settings(task, metric="none")
-    lora = LoRAConfig(rank=RANK, alpha=ALPHA)
-    began = time.perf_counter()
-    out = task.folder / "generate"
-    run = train_pack(base, str(data), lora, train, out, overwrite=True, progress=False)
+    run = trained(task, base, data, settings(task, metric="none"), "generate")
 
-    trained = time.perf_counter()
-    prompts = task.texts["test"]
-    answers = base.generate_batch(prompts, run.pack, batch_size=16, max_tokens=24)
-    seconds = {"train_s": trained - began, "label_s": time.perf_counter() - trained}
+    began = time.perf_counter()
+    with base.applied(run.pack, "dense"):
+        answers = base.generate_batch(task.texts["test"], batch_size=16, max_tokens=LONGEST)
+    seconds = {"train_s": run.report["train_s"], "label_s": time.perf_counter() - began}
 
     numbers = {name: number for number, name in enumerate(task.names)}
     none = len(task.names)  # what is no label
@@ -168,8 +174,12 @@ def _chat(text: str, label: str) -> dict[str, list[dict[str, str]]]:
     return {"messages": messages}
 
 
-def tf_idf(task: Task) -> Result:
-    """Return the metrics of scikit-learn's TF-IDF of words and pairs with logistic regression."""
+def tf_idf(task: Task, examples: int | None = None) -> Result:
+    """Return the metrics of scikit-learn's TF-IDF of words and pairs with logistic regression.
+
+    It is fitted to as many of the examples as ``examples``, which are in an order of their own for
+    each seed.
+    """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -177,12 +187,21 @@ def tf_idf(task: Task) -> Result:
     began = time.perf_counter()
     vectors = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     pipeline = make_pipeline(vectors, LogisticRegression(C=10.0, max_iter=1000))
-    pipeline.fit(task.texts["train"], task.labels["train"])
+    chosen = shuffled(task)[:examples]
+    pipeline.fit(np.array(task.texts["train"])[chosen], task.labels["train"][chosen])
 
-    trained = time.perf_counter()
-    logits = pipeline.predict_log_proba(task.texts["test"])
-    seconds = {"train_s": trained - began, "label_s": time.perf_counter() - trained}
+    fitted = time.perf_counter()
+    known = pipeline.predict_log_proba(task.texts["test"])
+    seconds = {"train_s": fitted - began, "label_s": time.perf_counter() - fitted}
+
+    logits = np.full((len(known), len(task.names)), _NEVER)
+    logits[:, pipeline.classes_] = known
     return _metrics(logits, task) | seconds
+
+
+def shuffled(task: Task) -> np.ndarray:
+    """Return the numbers of the training examples in an order of the seed."""
+    return np.random.default_rng(task.seed).permutation(len(task.texts["train"]))
 
 
 def peft(task: Task) -> Result:
@@ -207,10 +226,11 @@ def peft(task: Task) -> Result:
     def batch(texts: Sequence[str]) -> Any:
         return tokenizer(list(texts), return_tensors="pt", padding=True)
 
-    began = time.perf_counter()
     model.train()
     texts = np.array(task.texts["train"])
-    order = np.random.default_rng(task.seed).permutation(len(texts))
+    order = shuffled(task)
+
+    began = time.perf_counter()
     for step in range(task.steps):
         start = step * task.batch_size
         chosen = np.take(order, np.arange(start, start + task.batch_size), mode="wrap")
@@ -219,14 +239,14 @@ def peft(task: Task) -> Result:
         model(**batch(texts[chosen]), labels=labels).loss.backward()
         optimizer.step()
 
-    trained = time.perf_counter()
+    ended = time.perf_counter()
     model.eval()
     with torch.no_grad():
         parts = [
             model(**batch(task.texts["test"][i : i + 16])).logits.numpy()
             for i in range(0, len(task.texts["test"]), 16)
         ]
-    seconds = {"train_s": trained - began, "label_s": time.perf_counter() - trained}
+    seconds = {"train_s": ended - began, "label_s": time.perf_counter() - ended}
     return _metrics(np.concatenate(parts), task) | seconds
 
 
@@ -240,6 +260,7 @@ WAYS: dict[str, Way] = {
     "classify --head lm": lambda task: ours(task, "lm"),
     "generated label": generated,
     "TF-IDF + logistic regression": tf_idf,
+    "TF-IDF, same examples": lambda task: tf_idf(task, task.steps * task.batch_size),
     "PEFT SEQ_CLS": peft,
 }
 
