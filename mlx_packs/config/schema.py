@@ -26,7 +26,7 @@ task method iters epochs learning_rate batch_size max_seq_length lr_schedule war
 grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric patience best
 steps_per_eval save_every time loss similarity_scale mini_batch_size triplet_margin
 triplet_distance beta simpo_gamma cpo_alpha desirable_weight undesirable_weight
-center_rewards_coefficient head class_weights calibrate reward
+center_rewards_coefficient head ordinal class_weights calibrate reward
 num_generations max_completion_length temperature teacher_cache ce_weight jsd_beta
 exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge

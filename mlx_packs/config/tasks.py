@@ -393,6 +393,11 @@ class ClassifyConfig(PackableConfig):
         choices=("score", "lm"),
         memory=True,
     )
+    ordinal: bool = _optimization(
+        False,
+        "Labels are integers on a scale, such as stars (classify): the head learns at each of them "
+        "whether the label is above it.",
+    )
     class_weights: str = _optimization(
         "none",
         "Weights of the classes in the loss (classify): none, or balanced, which weighs each "
@@ -404,6 +409,10 @@ class ClassifyConfig(PackableConfig):
         "Fit one temperature to the validation examples after training (classify), so that "
         "probabilities agree with accuracy; the pack keeps it.",
     )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.ordinal and self.head != "score":
+            yield Fault("ordinal", "needs --head score.", "conflict")
 
 
 @dataclass(frozen=True, repr=False)

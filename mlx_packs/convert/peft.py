@@ -23,7 +23,7 @@ from ..bases.vision_families import (
     path_of_transformers,
 )
 from ..config.choices import ARCHITECTURES, architecture_of
-from ..data.labels import Classes
+from ..data.labels import ORDINAL, Classes
 from ..errors import PackError
 from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
@@ -486,7 +486,9 @@ def _head_notes(pack: Pack) -> tuple[str, ...]:
         return (f"{opens}; set pad_token_id",)
 
     notes = [f"{opens}; set problem_type={classes.problem!r} and pad_token_id"]
-    if classes.labels:
+    if classes.problem == ORDINAL:
+        notes = [f"{opens}; the sigmoid of output k is P(label above k, if it is not below)"]
+    elif classes.labels:
         notes.append(f"{SIDECAR} has the names of the labels in the order of the outputs")
     if classes.temperature != 1:
         notes.append(f"PEFT does not divide logits by the temperature, {classes.temperature:.4g}")

@@ -6,7 +6,7 @@ Hub have them.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +19,15 @@ from .chat_formats import Chat
 from .formats import TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
 from .row_format import optional
 
-# transformers' names of what is decided
+# What is decided; all but one are transformers' names.
 SINGLE = "single_label_classification"
 MULTI = "multi_label_classification"
 REGRESSION = "regression"
+ORDINAL = "ordinal"  # one label of a scale
 
 PROBLEMS = {"label": SINGLE, "labels": MULTI, "score": REGRESSION}  # by the column of a row
-COLUMNS = {problem: column for column, problem in PROBLEMS.items()}
-MOST_CLASSES = 10_000  # a head of that many rows is already as large as many an adapter
+COLUMNS = {problem: column for column, problem in PROBLEMS.items()} | {ORDINAL: "label"}
+MOST_CLASSES = 5_000  # a head of that many rows is already as large as many an adapter
 CHAT = Chat()
 INPUTS: tuple[RowFormat, ...] = (CHAT, TEXT)  # what is classified
 
@@ -38,7 +39,7 @@ class Classes:
     """What a classifier decides between, and how it reads its input.
 
     Attributes:
-        problem: `SINGLE` or `MULTI` labels, or the `REGRESSION` of a score.
+        problem: `SINGLE`, `ORDINAL` or `MULTI` labels, or the `REGRESSION` of a score.
         labels: names of the classes in the order of the logits; a score has none.
         head: ``score`` is a linear head at the last token, ``lm`` the LM head on label names.
         chat: whether the input is the prompt of a chat, in which a text is the user's message.
@@ -56,6 +57,13 @@ class Classes:
         """The number of logits of an example."""
         return max(1, len(self.labels))
 
+    @property
+    def head_rows(self) -> int:
+        """The rows of a score head: of a scale one for each label but the lowest."""
+        if self.problem == ORDINAL:
+            return len(self.labels) - 1
+        return self.outputs
+
     @cached_property
     def numbers(self) -> dict[str, int]:
         """The number of each class by its label."""
@@ -67,8 +75,8 @@ class Classes:
         if self.problem == REGRESSION:
             return "a classifier with a score"
 
-        several = ", several of which may apply" if self.problem == MULTI else ""
-        return f"a classifier of {len(self.labels)} labels{several} (--head {self.head})"
+        kind = _KINDS_OF_LABELS[self.problem]
+        return f"a classifier of {len(self.labels)} labels{kind} (--head {self.head})"
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probabilities of labels, of logits float64 [N, classes] as they are."""
@@ -104,13 +112,32 @@ class Classes:
         if self.problem == REGRESSION:
             return np.array(values, np.float32)
 
-        if self.problem == SINGLE:
+        if self.problem != MULTI:
             return np.array([self.numbers[label] for label in values], np.int32)
 
         present = np.zeros((len(values), len(self.labels)), bool)
         for row, labels in enumerate(values):
             present[row, [self.numbers[label] for label in labels]] = True
         return present
+
+    def on_scale(self) -> "Classes":
+        """Return the classes as `ORDINAL`, the lowest first; a PackError if they have no order."""
+        column = COLUMNS[self.problem]
+        if column != "label":
+            text = f"--ordinal: does not go with examples that have '{column}'. Leave it out."
+            raise PackError(text, "conflict", "ordinal")
+
+        try:
+            labels = sorted(self.labels, key=int)
+        except ValueError:
+            texts = [label for label in self.labels if not _is_integer(label)]
+            raise PackError(
+                f"--ordinal: the label {shown(texts[0])} is no integer, so the order of the labels "
+                "is not known. Write them as integers, such as 1 to 5.",
+                "data",
+                "ordinal",
+            ) from None
+        return replace(self, problem=ORDINAL, labels=tuple(labels))
 
     def check(self, row: Row, label: Label) -> None:
         """Raise a RowError if a label is none of the classes."""
@@ -124,6 +151,21 @@ class Classes:
                     known += ", …"
                 fault = f"the label {shown(each)} is none of the {len(self.labels)} that were "
                 raise row.error(f"{fault}trained on ({known}).", "unknown label")
+
+
+_KINDS_OF_LABELS = {
+    SINGLE: "",
+    MULTI: ", several of which may apply",
+    ORDINAL: " on a scale",
+}
+
+
+def _is_integer(label: str) -> bool:
+    try:
+        int(label)
+    except ValueError:
+        return False
+    return True
 
 
 def probabilities(logits: np.ndarray, problem: str) -> np.ndarray:

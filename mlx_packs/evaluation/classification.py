@@ -17,7 +17,7 @@ from ..data.dataset import Batch, Dataset, by_length
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
 from ..data.labelled import LabelCollate, LabelledExamples, encode_labelled, fitted
-from ..data.labels import MULTI, REGRESSION, SINGLE, Classes, probabilities
+from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
@@ -73,6 +73,10 @@ class Predictions:
         metrics: dict[str, float | None] = {"loss": float(losses.mean())}
         for name, values in means.items():
             metrics |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
+
+        if self.problem == ORDINAL:
+            distances = np.abs(self.predicted() - self.values).astype(np.float64)
+            metrics |= {"mae": float(distances.mean()), "mae_se": standard_error(distances)}
 
         return metrics | self._resampled(
             {"macro_f1": self._macro_f1(), "calibration_error": self._calibration_error()}
@@ -152,7 +156,7 @@ class Predictions:
         """
         likely = probabilities(self.logits, self.problem)
         right = self.values
-        if self.problem == SINGLE:
+        if self.problem != MULTI:
             likely = likely.max(axis=1)
             right = self._is_right()
 
@@ -166,7 +170,7 @@ class Predictions:
 
     def mistakes(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
         """Return the most frequent mistakes: right label, predicted one, number."""
-        if self.problem != SINGLE:
+        if self.problem in (MULTI, REGRESSION):
             return []
 
         predicted = self.predicted()
@@ -181,7 +185,7 @@ def confusion_matrix(predictions: Predictions) -> np.ndarray | None:
 
     None if there are several labels or a score.
     """
-    if predictions.problem != SINGLE:
+    if predictions.problem in (MULTI, REGRESSION):
         return None
     classes = predictions.logits.shape[1]
     cells = predictions.values * classes + predictions.predicted()
@@ -323,6 +327,7 @@ _SHOWN = {
     "macro_f1": "macro F1",
     "log_loss": "log loss",
     "calibration_error": "calibration error",
+    "mae": "mean absolute error",
     "rmse": "RMSE",
     "spearman": "Spearman",
     "pearson": "Pearson",

@@ -1,7 +1,9 @@
 """Classification: logits of labels by a head at the last token, or by the LM head on their names.
 
 The losses are those of transformers' ``ForSequenceClassification``: the cross-entropy of one label,
-the binary cross-entropies of several, and the squared error of a score.
+the binary cross-entropies of several, and the squared error of a score. Labels on a scale have the
+cross-entropy of a continuation-ratio model, which is the loss of CORN
+(https://arxiv.org/abs/2111.08851) for each example.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ import numpy as np
 
 from ..bases.tokenizer import padded
 from ..data.dataset import Batch, Dataset, Layout, Tree
-from ..data.labels import MULTI, REGRESSION
+from ..data.labels import MULTI, ORDINAL, REGRESSION
 from ..runtime import mx
 from .causal_lm import Head, LossOptions, keep_prefixes, part_of, target_loss
 from .objective import Inputs, Objective, arrays_of
@@ -41,8 +43,9 @@ Scoring = Callable[..., Score]  # of a `Classifier`, a dataset and what counts i
 def label_losses(logits: mx.array, labels: mx.array, problem: str) -> mx.array:
     """Return the loss of each example, [M] float32, of its logits [M, classes].
 
-    Semantics: of one label, int32 [M], -log softmax(logits)[label]; of several, bool [M, classes],
-    the mean over classes of -log sigmoid(±logit); of a score, float32 [M], (logit - score)^2.
+    Semantics: of one label, on a scale or not, int32 [M], -log softmax(logits)[label]; of several,
+    bool [M, classes], the mean over classes of -log sigmoid(±logit); of a score, float32 [M],
+    (logit - score)^2.
     """
     if problem == REGRESSION:
         return (logits[:, 0] - labels).square()
@@ -50,6 +53,19 @@ def label_losses(logits: mx.array, labels: mx.array, problem: str) -> mx.array:
         signs = mx.where(labels, 1.0, -1.0)
         return -nn.log_sigmoid(signs * logits).mean(axis=-1)
     return nn.losses.cross_entropy(logits, labels)
+
+
+def scale_logits(steps: mx.array) -> mx.array:
+    """Return log-probabilities [M, K] of K labels on a scale, float32 [M, K - 1] to float32.
+
+    Semantics: sigmoid(steps[k]) is the probability that the label is above k if it is not below, so
+    log p(y = k) = sum over j < k of log sigmoid(steps[j]), and but for the highest label log(1 -
+    sigmoid(steps[k])). Probabilities of "above k" cannot rise with k, whatever the head learns.
+    """
+    above = mx.cumsum(nn.log_sigmoid(steps), axis=-1)
+    reached = mx.pad(above, [(0, 0), (1, 0)])
+    stays = mx.pad(nn.log_sigmoid(-steps), [(0, 0), (0, 1)])
+    return reached + stays
 
 
 class _Labelled(Objective):
@@ -80,7 +96,7 @@ class _Labelled(Objective):
 
 
 class ScoreHead(_Labelled):
-    """Logits by a linear head, [M, D] to [M, classes], at the last token of each example.
+    """Logits by a linear head, [M, D] to [M, head rows], at the last token of each example.
 
     ``states`` makes the hidden states. ``score`` scores batches; an objective that only trains, or
     only classifies, needs none.
@@ -111,7 +127,11 @@ class ScoreHead(_Labelled):
 
     def _logits(self, inputs: Inputs, layout: Layout) -> mx.array:
         last = read_states(self.model, self.states, inputs, layout)
-        return self.head(last).astype(mx.float32)
+        logits = self.head(last).astype(mx.float32)
+
+        if self.problem == ORDINAL:
+            return scale_logits(logits)
+        return logits
 
 
 class LabelNames(_Labelled):

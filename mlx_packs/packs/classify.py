@@ -23,7 +23,7 @@ from ..data.labelled import (
     fitted,
     label_tokens,
 )
-from ..data.labels import REGRESSION, SINGLE, Classes
+from ..data.labels import MULTI, REGRESSION, Classes
 from ..errors import PackError
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import LabelNames, ScoreHead
@@ -115,9 +115,9 @@ class OpenClassifier:
 
         order = np.argsort(-likely, kind="stable").tolist()
         ordered = {labels[i]: float(likely[i]) for i in order}
-        if self.classes.problem == SINGLE:
-            return Prediction(labels[order[0]], ordered)
-        return Prediction([labels[i] for i in order if logits[i] > 0], ordered)
+        if self.classes.problem == MULTI:
+            return Prediction([labels[i] for i in order if logits[i] > 0], ordered)
+        return Prediction(labels[order[0]], ordered)
 
 
 def classify(

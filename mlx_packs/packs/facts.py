@@ -32,7 +32,7 @@ _NAMES = {
     "chosen_ppl": "Perplexity of what is chosen",
     **METRICS,
 }
-_LOWER = ("ppl", "chosen_ppl", "nll", "loss", "log_loss", "calibration_error", "rmse")
+_LOWER = ("ppl", "chosen_ppl", "nll", "loss", "log_loss", "calibration_error", "mae", "rmse")
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:

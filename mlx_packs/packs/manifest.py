@@ -34,6 +34,7 @@ METRICS = {
     "macro_f1": "macro F1",
     "log_loss": "log loss",
     "calibration_error": "calibration error",
+    "mae": "mean absolute error",
     "rmse": "RMSE",
     "preference_accuracy": "preference accuracy",
     "reward_margin": "reward margin",
@@ -158,6 +159,7 @@ _CLASSIFIERS = {
         "single_label_classification",
         "multi_label_classification",
         "regression",
+        "ordinal",
     ),
     "head": ("score", "lm"),
     "input": ("text", "chat"),
@@ -275,7 +277,7 @@ def _check_head(manifest: dict) -> None:
 
 
 def _checked_outputs(classifier: dict) -> int:
-    """The number of logits of a classifier."""
+    """The rows of a classifier's head."""
     for key, values in _CLASSIFIERS.items():
         if classifier.get(key) not in values:
             raise ValueError(f"classifier.{key} must be one of {', '.join(values)}")
@@ -285,6 +287,8 @@ def _checked_outputs(classifier: dict) -> int:
     if len(set(labels)) != len(labels) or has_labels != bool(labels):
         raise ValueError("classifier.labels must be different names, and a score has none")
     check_kind("classifier.temperature", classifier.get("temperature"), "a finite number above 0")
+    if classifier["problem_type"] == "ordinal":
+        return len(labels) - 1
     return max(1, len(labels))
 
 

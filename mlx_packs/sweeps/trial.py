@@ -142,7 +142,15 @@ METRICS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PREFERENCE_TASKS, _PREFERENCES),
     "grpo": ("reward",),
     "distill": ("teacher_loss", "ppl", "accuracy", "answers"),
-    "classify": ("label_accuracy", "macro_f1", "log_loss", "calibration_error", "rmse", "spearman"),
+    "classify": (
+        "label_accuracy",
+        "macro_f1",
+        "log_loss",
+        "calibration_error",
+        "mae",
+        "rmse",
+        "spearman",
+    ),
     "rerank": ("ndcg_at_10", "mrr_at_10"),
     "embedding": (
         "spearman",
@@ -160,6 +168,7 @@ _LOWER = (
     "teacher_loss",
     "log_loss",
     "calibration_error",
+    "mae",
     "rmse",
 )
 

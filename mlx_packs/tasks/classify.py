@@ -21,7 +21,7 @@ from ..data.labelled import (
     fitted,
     label_tokens,
 )
-from ..data.labels import COLUMNS, REGRESSION, SINGLE, Classes, find_classes
+from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
@@ -57,6 +57,7 @@ _METRICS = {
     "macro_f1": "macro_f1",
     "log_loss": "log_loss",
     "calibration_error": "calibration_error",
+    "mae": "mae",
     "rmse": "rmse",
     "spearman": "spearman",
 }
@@ -97,7 +98,7 @@ class ClassifyTask(TokenTask):
             names = phases[-1].sources[0]
             self.answers = label_tokens(base.tokenizer, names, options, self.classes)
         else:
-            fresh = fresh_score_head(base, self.train.seed, self.classes.outputs)
+            fresh = fresh_score_head(base, self.train.seed, self.classes.head_rows)
             self.head.weight = fresh.weight
 
         encoded = []
@@ -119,7 +120,7 @@ class ClassifyTask(TokenTask):
         classes = find_classes(rows, phases[0].sources[0], self.train.head, source)
 
         column = COLUMNS[classes.problem]
-        has_one = classes.problem == SINGLE
+        has_one = column == "label"
         unfit = {
             "--head lm": self.train.head == "lm" and not has_one,
             "--class-weights balanced": self.train.class_weights == "balanced" and not has_one,
@@ -130,6 +131,8 @@ class ClassifyTask(TokenTask):
                 text = f"{option}: does not go with examples that have '{column}'. Leave it out."
                 raise PackError(text, "conflict")
 
+        if self.train.ordinal:
+            return classes.on_scale()
         return classes
 
     def _check_calibration(self, data: PhaseData) -> None:
@@ -188,7 +191,8 @@ class ClassifyTask(TokenTask):
         shown = ", ".join(classes.labels[:_MOST_SHOWN])
         if len(classes.labels) > _MOST_SHOWN:
             shown += ", …"
-        return f"{len(classes.labels)} labels ({shown}), decided by the {classes.head} head"
+        kind = " on a scale" if self.train.ordinal else ""
+        return f"{len(classes.labels)} labels{kind} ({shown}), decided by the {classes.head} head"
 
     def training(self, phase: RunPhase, examples: LabelledExamples, draw: Draw) -> Dataset:
         t = phase.train

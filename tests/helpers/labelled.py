@@ -27,6 +27,11 @@ def scored(i: int) -> dict:
     return {"text": f"the {word} car number {i} is here", "score": float(i % 3)}
 
 
+def starred(i: int) -> dict:
+    """The label is on a scale of 1 to 3."""
+    return {**labelled(i), "label": i % 3 + 1}
+
+
 def splits_of(make, count: int = 42) -> dict[str, list[dict]]:
     """Return rows for training, validation and test."""
     rows = [make(i) for i in range(count)]

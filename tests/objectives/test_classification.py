@@ -9,11 +9,16 @@ from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
 from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted, label_tokens
-from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE, Classes
+from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
 from mlx_packs.objectives import classification
 from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.classification import LabelNames, ScoreHead, label_losses
+from mlx_packs.objectives.classification import (
+    LabelNames,
+    ScoreHead,
+    label_losses,
+    scale_logits,
+)
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import hidden_states
 from mlx_packs.runtime import mx
@@ -75,6 +80,27 @@ def test_losses_are_those_of_their_formulas():
 
     score = label_losses(logits[:, :1], mx.array([3.0, 0.0]), REGRESSION)
     np.testing.assert_allclose(score, [4.0, 0.25])
+
+
+def test_a_scale_has_the_probabilities_and_the_loss_of_corn():
+    steps = np.array([[2.0, -1.0, 0.5], [-3.0, 4.0, 1.0]], np.float32)
+    goes_on = 1 / (1 + np.exp(-steps))
+    above = np.cumprod(goes_on, axis=1)
+    expected = -np.diff(np.pad(above, [(0, 0), (1, 1)], constant_values=((0, 0), (1, 0))), axis=1)
+    logits = scale_logits(mx.array(steps))
+    np.testing.assert_allclose(np.exp(np.array(logits)), expected, rtol=1e-5)
+    np.testing.assert_allclose(expected.sum(axis=1), 1, rtol=1e-6)
+
+    # CORN: the binary cross-entropy of each step that the label reaches
+    losses = label_losses(logits, mx.array([1, 3]), ORDINAL)
+    reached = [
+        -np.log(goes_on[0, 0]) - np.log(1 - goes_on[0, 1]),
+        -np.log(goes_on[1]).sum(),
+    ]
+    np.testing.assert_allclose(losses, reached, rtol=1e-5)
+
+    far = scale_logits(mx.array([[100.0, -100.0]]))
+    assert np.isfinite(np.array(far)).all()
 
 
 def test_packed_pieces_and_padding_have_the_loss_of_the_rows():

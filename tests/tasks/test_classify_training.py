@@ -11,7 +11,14 @@ from mlx_packs.cli.main import packs
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
-from tests.helpers.labelled import labelled, labelled_chat, scored, several, splits_of
+from tests.helpers.labelled import (
+    labelled,
+    labelled_chat,
+    scored,
+    several,
+    splits_of,
+    starred,
+)
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.tasks import interrupted
 
@@ -78,6 +85,33 @@ def test_several_labels_and_scores(tmp_path):
     assert "label_accuracy_after" not in report
     (prediction,) = small_base().classify(["the green car number 9 is here"], tmp_path / "s")
     assert prediction.to_json().keys() == {"score"} and abs(prediction.label - 2) < 1
+
+
+def test_labels_on_a_scale(tmp_path):
+    """The head has a row fewer than labels, and the pack knows the scale, exported and back."""
+    train = settings(ordinal=True, calibrate=True, iters=30)
+    run = train_pack(small_base(), splits_of(starred), LORA, train, tmp_path / "p")
+    report = run.report
+    pack = Pack.open(tmp_path / "p")
+
+    assert pack.manifest["classifier"]["labels"] == ["1", "2", "3"]
+    assert pack.manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [2, 64]}]
+    assert report["mae_after"] < report["mae_before"] and report["label_accuracy_after"] == 1
+
+    measured = evaluate(small_base(), tmp_path / "p", splits_of(starred)).to_json()
+    assert measured["mae"] == report["mae_after"]
+    (prediction,) = small_base().classify(["the green car number 9 is here"], tmp_path / "p")
+    assert prediction.label == "3"
+    assert sum(prediction.probabilities.values()) == pytest.approx(1)
+
+    for command in (
+        ["export", "p", "--to", "peft", "--out", "e"],
+        ["import", "e", "--out", "i"],
+    ):
+        paths = [str(tmp_path / word) if len(word) == 1 else word for word in command]
+        result = CliRunner().invoke(packs, paths)
+        assert result.exit_code == 0, result.output
+    assert Pack.open(tmp_path / "i").manifest["classifier"] == pack.manifest["classifier"]
 
 
 def test_names_of_labels_are_learned_without_new_parameters(tmp_path):
@@ -153,7 +187,7 @@ BAD = {
     "no label": (with_row({"text": "a"}), "train.jsonl:5", "'label' is missing"),
     "two columns": (with_row({"text": "a", "label": "b", "score": 1}, at=0), "train.jsonl:1", "label and score"),
     "a chat": (with_row(labelled_chat(1)), "train.jsonl:5", "is a chat"),
-    "10,001 classes": ({"train": [{"text": "a", "label": i} for i in range(10_001)], "valid": [{"text": "a", "label": 1}]}, None, "10,001 different labels"),
+    "10,000 classes": ({"train": [{"text": "a", "label": i} for i in range(10_000)], "valid": [{"text": "a", "label": 1}]}, None, "10,000 different labels"),
 }  # fmt: skip
 
 
@@ -188,6 +222,9 @@ def test_bad_rows_can_be_left_out(tmp_path):
         (several, {"head": "lm"}, "conflict", "head"),
         (several, {"class_weights": "balanced"}, "conflict", "class_weights"),
         (scored, {"calibrate": True}, "conflict", "calibrate"),
+        (scored, {"ordinal": True}, "conflict", "ordinal"),
+        (starred, {"ordinal": True, "head": "lm"}, "conflict", "ordinal"),
+        (labelled, {"ordinal": True}, "data", "ordinal"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
