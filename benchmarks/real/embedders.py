@@ -1,6 +1,6 @@
 """Embedders on pairs of one intent (banking77): 1-NN accuracy before and after training.
 
-python -m benchmarks.real.embedders [--steps N] [--seeds N] [MODEL ...]    # default: MiniLM, tiny
+python -m benchmarks.real.embedders [MODEL ...]    # MiniLM and tiny; options: -h
 """
 
 import argparse
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import history
+from benchmarks.history import Environment, record
 from mlx_packs import TrainConfig, load_base, train_pack
 from mlx_packs.packs.base import Base
 
@@ -28,6 +30,8 @@ from .minilm import (
     nearest_accuracy,
 )
 
+Results = Sequence[tuple[float, float, float]]  # by seed: accuracy before and after, seconds
+
 _RATES = {"encoder": 3e-4, "decoder": 1e-3}
 
 
@@ -39,20 +43,23 @@ def accuracy(base: Base) -> float:
     return nearest_accuracy(vectors[0], references.intents, vectors[1], queries.intents)
 
 
-def trained(model: str, seed: int, steps: int, place: Path) -> tuple[float, float, float]:
+def trained(
+    model: str, seed: int, options: argparse.Namespace, place: Path
+) -> tuple[float, float, float]:
     """Return the accuracy before and after training on pairs of messages, and its seconds."""
     data = place / f"data-{seed}"
-    write_rows(data / "train.jsonl", Messages.read("train").pairs(BATCH * steps, seed))
+    pairs = Messages.read("train").pairs(options.batch_size * options.steps, seed)
+    write_rows(data / "train.jsonl", pairs)
     write_rows(data / "test.jsonl", Messages.read("valid").pairs(32, 0))
 
     base = load_base(model)
     before = accuracy(base)
     config = TrainConfig(
         task="embedding",
-        iters=steps,
-        batch_size=BATCH,
+        iters=options.steps,
+        batch_size=options.batch_size,
         max_seq_length=LONGEST,
-        learning_rate=_RATES[base.architecture],
+        learning_rate=options.rate or _RATES[base.architecture],
         val_batches=0,
         seed=seed,
         awake=False,
@@ -67,23 +74,45 @@ def trained(model: str, seed: int, steps: int, place: Path) -> tuple[float, floa
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[str(minilm()), "tiny"])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"[{STEPS}]")
+    parser.add_argument("--batch-size", type=int, default=BATCH, metavar="N", help=f"[{BATCH}]")
+    parser.add_argument("--rate", type=float, metavar="RATE", help="[by architecture]")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="[3]")
+    history.add_option(parser)
     options = parser.parse_args(arguments)
 
     for model in options.models:
         with tempfile.TemporaryDirectory() as place:
-            results = [trained(model, s, options.steps, Path(place)) for s in range(options.seeds)]
-        before, after, seconds = np.array(results).T
-        error = ""
-        if len(after) > 1:
-            error = f" ± {after.std(ddof=1) / len(after) ** 0.5:.1%}"
-        print(
-            f"{Path(model).name}: 1-NN accuracy {before[0]:.1%} -> {after.mean():.1%}{error} "
-            f"({options.seeds} seeds, {options.steps} steps, {seconds.mean():.0f} s)",
-            flush=True,
-        )
+            results = [trained(model, s, options, Path(place)) for s in range(options.seeds)]
+        print(line(model, results, options), flush=True)
+        history.append(records(model, results, options), options.history)
     return 0
+
+
+def line(model: str, results: Results, options: argparse.Namespace) -> str:
+    """Return the accuracies of a model for people."""
+    before, after, seconds = np.array(results).T
+    error = ""
+    if len(after) > 1:
+        error = f" ± {after.std(ddof=1) / len(after) ** 0.5:.1%}"
+    return (
+        f"{Path(model).name}: 1-NN accuracy {before[0]:.1%} -> {after.mean():.1%}{error} "
+        f"({options.seeds} seeds, {options.steps} steps, {seconds.mean():.0f} s)"
+    )
+
+
+def records(model: str, results: Results, options: argparse.Namespace) -> list[history.Record]:
+    """Return a record of the accuracy before and after; a sample is a seed."""
+    here = Environment.here()
+    shape = f"{options.batch_size} pairs x {options.steps}, {QUERIES} queries"
+    before, after, _ = np.array(results).T
+    named = {"before": before[:1], "after": after}
+    return [
+        record(
+            here, f"embedder {Path(model).name}", when, shape, "1-NN accuracy", "%", 100 * values
+        )
+        for when, values in named.items()
+    ]
 
 
 if __name__ == "__main__":
