@@ -51,6 +51,11 @@ class SentenceConfig:
         return {"pooling": self.pooling, "normalize": self.normalize}
 
 
+def base_settings(path: Path, is_decoder: bool) -> dict:
+    """Return what packs of embeddings record of a base, and need in another one."""
+    return read_sentence_config(path, is_decoder).to_json()
+
+
 def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig:
     """Read the files of sentence-transformers in a folder.
 

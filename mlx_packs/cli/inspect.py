@@ -241,6 +241,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 def _training_lines(pack: "Pack") -> list[str]:
     from ..data.labels import Classes
     from ..packs.card import format_answers, format_change, graph_lines, phase_lines
+    from ..packs.manifest import pack_facts
 
     lines = []
     objective = pack._part("objective")
@@ -248,10 +249,9 @@ def _training_lines(pack: "Pack") -> list[str]:
     if data := pack._part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         learned = f"loss on {objective.get('loss_on') or '?'}"
+        learned = pack_facts(pack.manifest).learned or learned
         if loss := objective.get("loss"):
-            learned = f"embeddings, loss {loss}"
-        if pack.is_reward_model:
-            learned = "a reward model, which scores the last token"
+            learned += f", loss {loss}"
         if classes := Classes.of(pack.manifest):
             learned = classes.described
 

@@ -86,7 +86,7 @@ OTHER_COMMANDS = {
     **{
         name: f"train --task {name}"
         for name in TASKS
-        if name not in ("lm", "embedding", "classify")
+        if not any(name in section for section in COMMANDS.values())
     },
 }
 

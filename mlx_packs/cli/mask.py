@@ -11,6 +11,7 @@ from ..bases.tokenizer import load_tokenizer, take_images
 from ..bases.unsupported import unreadable
 from ..config.choices import TASKS
 from ..config.recipe import Recipe
+from ..config.tasks import tasks_of
 from ..data.encoding import encode
 from ..data.formats import PREFERENCE
 from ..data.left_out import template_notes
@@ -79,7 +80,7 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
         notes += template_notes(splits.rows["train"], row_format, columns, tokenizer)
 
     loss_on = ", ".join(losses)
-    if any(phase.train.task == "lm" for phase in phases):
+    if any(phase.train.task in tasks_of("loss_on") for phase in phases):
         loss_on += "; --loss-on all, completion or assistant"
     return shown, loss_on, list(dict.fromkeys(notes))
 

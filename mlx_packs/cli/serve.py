@@ -15,6 +15,7 @@ import click
 
 from .. import signals
 from ..bases.sentence_config import MODULES
+from ..config.choices import TASKS
 from ..errors import PackError, flag_of
 from ..terminal import echo, printable
 from . import options
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 _OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
 _OF_TEXT += ("max_pixels", "allow_urls")
+# What a server answers with: generated text, or what the packs of a task give in its place.
+_TEXT = "lm"
+_VECTORS = "embedding"
+_SERVED = tuple(name for name, facts in TASKS.items() if facts.pack.worker)
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -40,7 +45,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 @option(
     "--task",
     default="auto",
-    type=click.Choice(("auto", "lm", "embedding", "rerank")),
+    type=click.Choice(("auto", _TEXT, *_SERVED)),
     section="Server",
     help="Answers of the server: generated text (lm), embeddings (/v1/embeddings) or ranks of "
     "documents (/v1/rerank). auto follows the task of the packs, and without packs the base.",
@@ -189,7 +194,7 @@ def serve(
         base = _load(model, list(named.values()), watched, trust_remote_code)
 
         task = _served_task(settings.pop("task"), base, named)
-        if task != "lm" and text_options:
+        if task != _TEXT and text_options:
             raise PackError(
                 f"{flag_of(text_options[0])}: is about generated text, and this server gives "
                 "vectors or scores. Leave it out.",
@@ -201,14 +206,14 @@ def serve(
 def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
     """Return what a server does: as given, else as its packs were trained or its base is made."""
     if base.architecture == "encoder":
-        if given not in ("auto", "embedding"):
+        if given not in ("auto", _VECTORS):
             raise PackError(f"--task {given}: {base.name} is an encoder.", "conflict")
-        return "embedding"
+        return _VECTORS
     if given != "auto":
         return given
 
     tasks = {pack._part("objective").get("task") for pack in packs.values()}
-    own = [task for task in ("embedding", "rerank") if task in tasks]
+    own = sorted(task for task in tasks if task in TASKS and TASKS[task].pack.worker)
     if own and len(tasks) > 1:
         raise PackError(
             f"--task: some of these packs were trained for --task {own[0]} and others were not. "
@@ -219,7 +224,7 @@ def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
     if own:
         return own[0]
     is_embedder = not packs and (base.path / MODULES).is_file()
-    return "embedding" if is_embedder else "lm"
+    return _VECTORS if is_embedder else _TEXT
 
 
 def _check_installed() -> None:
@@ -310,7 +315,6 @@ def _run(
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
-    from ..serving.embedding import Embedder, Reranker
     from ..serving.generation import Generator
     from ..serving.http import TimedHeaders
     from ..serving.library import Library
@@ -318,9 +322,9 @@ def _run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
-    of_texts = {"embedding": Embedder, "rerank": Reranker}
-    if kind := of_texts.get(given["task"]):
-        worker = kind(base, given["batch_size"], given["queue"])
+    task = given["task"]
+    if code := TASKS[task].pack.worker:
+        worker = TASKS.resolve(task, code)(base, given["batch_size"], given["queue"])
     else:
         path = given["matmul_path"]
         if path == "auto":

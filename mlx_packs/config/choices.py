@@ -60,6 +60,12 @@ class Table(dict[str, T]):
             return pkgutil.resolve_name(code)
         return self.plugin(name).with_methods_of(code, interface)
 
+    def resolve(self, name: str, code: str) -> Any:
+        """Return what a fact of a name is, ``module:attribute``, imported now."""
+        if super().__contains__(name):
+            return pkgutil.resolve_name(code)
+        return self.plugin(name).load(code)
+
 
 @dataclass(frozen=True)
 class ArchitectureFacts:
@@ -77,12 +83,36 @@ class ArchitectureFacts:
 
 
 @dataclass(frozen=True)
+class PackFacts:
+    """Facts of the packs of a task, for the commands that take one; code is ``module:name``."""
+
+    described: str = ""  # what it is, with an article; empty if a model with it is what it was
+    learned: str = ""  # what it was trained on, if not on tokens
+    # What a pack with a head of its own does, which generates no text: ends "a classifier, which".
+    instead: str = ""
+    command: str = ""  # that uses it, in its folder; ``{base}`` stands for the base model
+    # Other than the evaluation of its architecture: an `Evaluator` of the base, rows and settings,
+    # or if the base alone has no score, a function of base, pack, rows and settings.
+    evaluator: str | None = None
+    evaluate: str | None = None
+    worker: str | None = None  # of ``packs serve``, other than what generates text
+    # Function of a pack, its base's folder, config and tokenizer: files, by name, that a merged
+    # checkpoint needs to be opened by other programs.
+    merged_files: str | None = None
+    # Function of a base's folder and whether it is a decoder: what its packs need of a base, as
+    # `objective` of their manifest has it.
+    base_settings: str | None = None
+    objective: Mapping[str, str] = field(default_factory=dict)  # its own entries there: their kinds
+
+
+@dataclass(frozen=True)
 class TaskFacts:
     """Facts of a task, known without MLX."""
 
     code: str  # its class, module:name, imported when a run of it begins
     architecture: str  # of the bases that it trains
     also: str | None = None  # another architecture that it trains
+    described: str = ""  # what it trains, in the help of --task
     defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
@@ -95,6 +125,14 @@ class TaskFacts:
     teacher: bool = False  # whether it reads what a teacher predicts
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
+    # Numbers of its report, which has them with ``_before`` and ``_after``. A sweep compares trials
+    # by the first that they have; without any there are no sweeps of it.
+    metrics: tuple[str, ...] = ()
+    caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
+    plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
+    pipelined: str | None = None  # its class with --pipeline
+    functions: tuple[str, ...] = ()  # of the caller's, arguments of `mlx_packs.train`
+    pack: PackFacts = field(default_factory=PackFacts)
     # Of a task that an installed package adds: the class of its ``task_config``, module:name, and
     # a built-in task whose settings it has, too.
     config: str | None = None
@@ -139,6 +177,14 @@ class LossFacts:
     in_batch: bool = False  # whether the other examples of a batch are its negatives
     compares_all: bool = False  # whether it compares each example with every other, [B, B]
     by_parts: bool = False  # whether the batch is embedded in mini-batches
+
+
+@dataclass(frozen=True)
+class MetricFacts:
+    """Facts of a number that reports have before and after training."""
+
+    described: str  # for people
+    lower_is_better: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,73 +260,166 @@ RANKING_LOSSES = ("infonce", "listnet", "ranknet", "margin")  # of a query's doc
 
 
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
+# Numbers of packs that do not predict tokens, or not only; the first that a pack has leads.
+METRICS = {
+    "label_accuracy": MetricFacts("accuracy"),
+    "macro_f1": MetricFacts("macro F1"),
+    "log_loss": MetricFacts("log loss", lower_is_better=True),
+    "calibration_error": MetricFacts("calibration error", lower_is_better=True),
+    "mae": MetricFacts("mean absolute error", lower_is_better=True),
+    "rmse": MetricFacts("RMSE", lower_is_better=True),
+    "preference_accuracy": MetricFacts("preference accuracy"),
+    "reward_margin": MetricFacts("reward margin"),
+    "reward": MetricFacts("reward"),
+    "spearman": MetricFacts("Spearman"),
+    "pearson": MetricFacts("Pearson"),
+    "triplet_accuracy": MetricFacts("triplet accuracy"),
+    "mrr_at_10": MetricFacts("MRR@10"),
+    "ndcg_at_10": MetricFacts("NDCG@10"),
+    "recall_at_1": MetricFacts("recall@1"),
+}
 
 
-def _preferences(*losses: str, rated: bool = False, **defaults: object) -> TaskFacts:
+def _preferences(
+    *losses: str, described: str = "preferences", rated: bool = False, **defaults: object
+) -> TaskFacts:
     """Return the facts of a task of preferences, whose examples become two sequences each."""
     return TaskFacts(
         "mlx_packs.tasks.preference:PreferenceTask",
         "decoder",
+        described=described,
         defaults={"learning_rate": 2e-5, **defaults},
         masks=True,
         sequences=2,
         rated=rated,
         losses=losses,
+        metrics=("preference_accuracy", "reward_margin", "loss", "chosen_ppl"),
     )
 
 
 TASKS = Table(
     "tasks",
     {
-        "lm": TaskFacts("mlx_packs.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
+        "lm": TaskFacts(
+            "mlx_packs.tasks.causal_lm:CausalLMTask",
+            "decoder",
+            described="next-token prediction",
+            masks=True,
+            metrics=("ppl", "accuracy", "answers"),
+            caches=True,
+            plans_rows=True,
+            pipelined="mlx_packs.extras.pipeline.task:PipelinedTask",
+            functions=("loss",),
+        ),
         "embedding": TaskFacts(
             "mlx_packs.tasks.embedding:EmbeddingTask",
             "encoder",
             also="decoder",
+            described="sentence embeddings",
             defaults={"batch_size": 32},
             in_batch=True,
             sequences=2,
             by_text=True,
             losses=tuple(LOSSES),
+            metrics=(
+                "spearman",
+                "ndcg_at_10",
+                "triplet_accuracy",
+                "pearson",
+                "mrr_at_10",
+                "recall_at_1",
+            ),
+            pack=PackFacts(
+                learned="embeddings",
+                evaluator="mlx_packs.evaluation.embeddings:EmbeddingEvaluator",
+                worker="mlx_packs.serving.embedding:Embedder",
+                merged_files="mlx_packs.convert.sentence_transformers:embedder_files",
+                base_settings="mlx_packs.bases.sentence_config:base_settings",
+                objective={
+                    "pooling": "text?",
+                    "normalize": "true or false?",
+                    "query_prompt": "text?",
+                },
+            ),
         ),
         "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
         "orpo": _preferences(),
         "simpo": _preferences(beta=2.0),
         "cpo": _preferences("sigmoid", "hinge", "ipo"),
-        "kto": _preferences(rated=True),
+        "kto": _preferences(described="rated completions", rated=True),
         "reward": TaskFacts(
             "mlx_packs.tasks.reward:RewardTask",
             "decoder",
+            described="a reward model",
             defaults={"learning_rate": 1e-4},
             sequences=2,
             scores=True,
+            pack=PackFacts(
+                described="a reward model",
+                learned="a reward model, which scores the last token",
+                instead="scores completions and generates no text. Evaluate it with packs eval, or "
+                "score with base.rewards().",
+                command="packs eval . --model {base} --data ...",
+                evaluate="mlx_packs.evaluation.preferences:evaluate_reward_model",
+            ),
         ),
         "classify": TaskFacts(
             "mlx_packs.tasks.classify:ClassifyTask",
             "decoder",
+            described="labels of texts or chats",
             defaults={"learning_rate": 1e-4},
             scores=True,
+            metrics=(
+                "label_accuracy",
+                "macro_f1",
+                "log_loss",
+                "calibration_error",
+                "mae",
+                "rmse",
+                "spearman",
+            ),
+            pack=PackFacts(
+                described="a classifier",
+                instead="generates no text. Use `packs classify`, packs eval or base.classify().",
+                command="packs classify --pack . --model {base} < rows.jsonl",
+                evaluate="mlx_packs.evaluation.classification:evaluate_classifier",
+            ),
         ),
         "rerank": TaskFacts(
             "mlx_packs.tasks.rerank:RerankTask",
             "decoder",
+            described="the relevance of documents",
             defaults={"learning_rate": 1e-4},
             sequences=8,
             by_text=True,
             losses=RANKING_LOSSES,
+            metrics=("ndcg_at_10", "mrr_at_10"),
+            pack=PackFacts(
+                learned="rankings",
+                evaluator="mlx_packs.evaluation.rankings:RerankEvaluator",
+                worker="mlx_packs.serving.embedding:Reranker",
+                merged_files="mlx_packs.convert.sentence_transformers:reranker_files",
+                objective={"instruction": "text?"},
+            ),
         ),
         "grpo": TaskFacts(
             "mlx_packs.tasks.grpo:GRPOTask",
             "decoder",
+            described="completions that maximize a reward function",
             defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
             generates=True,
+            metrics=("reward",),
+            functions=("reward",),
         ),
         "distill": TaskFacts(
             "mlx_packs.tasks.distill:DistillTask",
             "decoder",
+            described="the predictions of a teacher",
             masks=True,
             teacher=True,
             losses=("forward-kl", "reverse-kl", "jsd"),
+            metrics=("teacher_loss", "ppl", "accuracy", "answers"),
+            caches=True,
         ),
     },
 )
@@ -366,6 +505,32 @@ def answer_metric_of(entry: str | None) -> str | None:
     """Return the metric of answers that an entry of a validation is of; None if it is another."""
     metrics = {f"valid_{metric}": metric for metric in ANSWER_METRICS}
     return metrics.get(entry or "")
+
+
+def described_tasks() -> list[str]:
+    """Return what tasks train in words, each with the names of those that train the same."""
+    names: dict[str, list[str]] = {}
+    for name, facts in TASKS.items():
+        names.setdefault(facts.described, []).append(name)
+
+    return [f"{what} ({', '.join(own)})" for what, own in names.items()]
+
+
+def default_in_words(setting: str, default: str) -> str:
+    """Return the default of a setting in words, with those of the tasks that have another."""
+    others = [
+        f"{facts.defaults[setting]:g} with --task {name}"
+        for name, facts in TASKS.items()
+        if setting in facts.defaults
+    ]
+    return f"{default}; {', '.join(others)}"
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether less of a number of a report is better."""
+    if metric in METRICS:
+        return METRICS[metric].lower_is_better
+    return metric.endswith(("loss", "nll", "ppl"))
 
 
 def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from .choices import MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
+from ..errors import any_of
+from .choices import (
+    MATMUL_PATHS,
+    METHODS,
+    POLICIES,
+    TASKS,
+    WEIGHT_FORMATS,
+    default_in_words,
+    described_tasks,
+)
 from .fields import Fault, Settings, facts_of, option
 
 _data = partial(option, section="Model and data")
@@ -30,9 +39,7 @@ class CommonConfig(Settings):
 
     task: str = _data(
         "lm",
-        "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for "
-        "rated completions), completions that maximize a reward function (grpo), a reward model "
-        "(reward), labels of texts or chats (classify), or sentence embeddings with an encoder.",
+        f"What to train: {any_of(described_tasks())}.",
         choices=TASKS,
         memory=True,
         phase=True,
@@ -63,7 +70,7 @@ class CommonConfig(Settings):
     batch_size: int = _optimization(
         4,
         "Examples per batch.",
-        shown_default="4; 32 with --task embedding",
+        shown_default=default_in_words("batch_size", "4"),
         at_least=1,
         memory=True,
         common=True,

@@ -138,7 +138,7 @@ def _for_merge_faults(train: TrainConfig) -> Iterator[Fault]:
         "method": train.method != "lora",
         "objective": train.objective != "transformer",
         "train_fp16_fallback": train.train_fp16_fallback,
-        "phases": bool(train.phases and set(train.tasks) - {"lm"}),
+        "phases": bool(train.phases and set(train.tasks) - set(tasks_of("for_merge"))),
     }
     for name, is_unfit in unfit.items():
         if is_unfit:
@@ -154,7 +154,7 @@ def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
     # what needs the whole base on one rank, or random numbers of its own
     unfit = {
         "method": train.method != "lora",
-        "task": set(train.tasks) != {"lm"},
+        "task": not all(facts and facts.pipelined for facts in map(TASKS.get, train.tasks)),
         "objective": train.objective != "transformer",
         "for_merge": train.for_merge != "none",
         "packing": train.packing,
@@ -208,8 +208,9 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         text = f"{train.loss} needs --task {any_of(owners)}. Take {any_of(losses)}."
         yield Fault("loss", text, "conflict")
 
-    if train.cache_frozen == "on" and not {"lm", "distill"} & set(train.tasks):
-        yield Fault("cache_frozen", "on needs --task lm or distill.", "conflict")
+    if train.cache_frozen == "on" and not any(TASKS[task].caches for task in train.tasks):
+        owners = [name for name, facts in TASKS.items() if facts.caches]
+        yield Fault("cache_frozen", f"on needs --task {any_of(owners)}.", "conflict")
     if train.beta == 0 and (tasks := [task for task in train.tasks if task in PREFERENCE_TASKS]):
         yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
 
@@ -220,7 +221,6 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
 
     unfit = {
         "packing": train.packing and any(TASKS[task].sequences > 1 for task in train.tasks),
-        "task": "classify" in train.tasks,
         "pipeline": train.pipeline,
         "objective": train.objective != "transformer",
         "cache_frozen": train.cache_frozen == "on",

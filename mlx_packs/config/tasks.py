@@ -16,6 +16,7 @@ from .choices import (
     PREFERENCE_TASKS,
     TASKS,
     WEIGHT_FORMATS,
+    default_in_words,
     registered,
 )
 from .data import TextConfig
@@ -123,7 +124,7 @@ class Beta(Settings):
         0.1,
         "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or "
         "scale of the log-probabilities (cpo, simpo).",
-        shown_default="0.1; 2 with --task simpo, 0 with --task grpo",
+        shown_default=default_in_words("beta", "0.1"),
         metavar="BETA",
         at_least=0,
     )
@@ -413,6 +414,9 @@ class ClassifyConfig(PackableConfig):
     def _conflicts(self) -> Iterator[Fault]:
         if self.ordinal and self.head != "score":
             yield Fault("ordinal", "needs --head score.", "conflict")
+        if self.share_prefix == "on":
+            text = "does not go with --share-prefix on. Leave one of them out."
+            yield Fault("task", text, "conflict")
 
 
 @dataclass(frozen=True, repr=False)

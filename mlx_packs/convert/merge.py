@@ -21,9 +21,8 @@ from ..config.other_names import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
-from ..late import load
 from ..packs.compatibility import check_checkpoint
-from ..packs.manifest import has_score_head
+from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
@@ -144,10 +143,22 @@ def _check(request: MergeRequest) -> None:
 def _with_files(plan: WritePlan, pack: Pack, source: Path, trust_remote_code: bool) -> WritePlan:
     """Add what the tokenizer and the task of a pack need beside the weights."""
     ends = _ends(pack, source, trust_remote_code)
-    module_files = load("convert.sentence_transformers:module_files")
-    files = module_files(pack, source, trust_remote_code)
+    files = _task_files(pack, source, trust_remote_code)
 
     return replace(plan, ends=ends, texts=files)
+
+
+def _task_files(pack: Pack, source: Path, trust_remote_code: bool) -> dict[str, str]:
+    """Return the files that a base lacks for what its pack was trained to do, by their path."""
+    files_of = task_code(pack.manifest, "merged_files")
+    if files_of is None:
+        return {}
+
+    config = base_files.read_config(source / base_files.CONFIG)
+    tokenizer = None
+    if architecture_of(config["model_type"]) == "decoder":
+        tokenizer = load_tokenizer(source, config, trust_remote_code)
+    return files_of(pack, source, config, tokenizer)
 
 
 def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:

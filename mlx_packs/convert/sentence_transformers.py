@@ -1,14 +1,11 @@
-"""The files by which sentence-transformers opens a merged base as the embedder that it is."""
+"""The files by which sentence-transformers opens a merged embedder or reranker."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from ..bases.files import CONFIG, read_config
 from ..bases.sentence_config import MODULES, PROMPTS, QUERY, SETTINGS, read_sentence_config
 from ..bases.shapes import Heads
-from ..bases.tokenizer import load_tokenizer
-from ..config.choices import architecture_of
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
 from ..objectives.decoder_embedding import with_eos
@@ -28,24 +25,7 @@ _TEMPLATE = """{{%- if messages | selectattr("role", "equalto", "query") | list 
 """
 
 
-def module_files(pack: Pack, source: Path, trust_remote_code: bool) -> dict[str, str]:
-    """Return those that a base lacks for what its pack was trained to do, by their path.
-
-    None for a pack that neither embeds nor reranks.
-    """
-    task = pack._part("objective").get("task")
-    if task not in _FILES:
-        return {}
-
-    config = read_config(source / CONFIG)
-    is_decoder = architecture_of(config["model_type"]) == "decoder"
-    tokenizer = None
-    if is_decoder:
-        tokenizer = load_tokenizer(source, config, trust_remote_code)
-    return _FILES[task](pack, source, config, tokenizer)
-
-
-def _of_embedder(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
+def embedder_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
     """The pooling of a decoder without modules, its end token, and the prompt before queries."""
     sentence_config = read_sentence_config(source, tokenizer is not None)
     files = {}
@@ -68,7 +48,7 @@ def _of_embedder(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict
     return files
 
 
-def _of_reranker(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
+def reranker_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
     """The question as a chat template with the roles query and document, and its two answers."""
     instruction = pack._part("objective").get("instruction") or INSTRUCTION
     yes, no = answer_tokens(tokenizer)
@@ -113,6 +93,3 @@ def _modules(kinds: dict[str, str]) -> str:
             for i, (kind, path) in enumerate(kinds.items())
         ]
     )
-
-
-_FILES = {"embedding": _of_embedder, "rerank": _of_reranker}

@@ -210,9 +210,8 @@ class EmbeddingEvaluator:
         self._vectors = embedder.vectors
         self._batch_size = settings.batch_size
 
-        self._pairs = encode_pairs(
-            rows, embedder.tokenizer, longest, query_prompt=settings.query_prompt
-        )
+        query_prompt = settings.trained.get("query_prompt") or ""
+        self._pairs = encode_pairs(rows, embedder.tokenizer, longest, query_prompt=query_prompt)
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:

@@ -10,7 +10,8 @@ from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..late import load
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.pack import Pack
+from ..packs.manifest import task_code
+from ..packs.pack import Pack, as_pack
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Evaluator(Protocol):
-    """The measurements of one architecture on some examples.
+    """The measurements of one architecture or task on some examples.
 
     It is made of a base, examples, and an `EvalSettings`; it raises a PackError where a setting has
     no meaning for the architecture, or an example cannot be used.
@@ -45,11 +46,6 @@ EVALUATORS: dict[str, str] = registered(
         "encoder": "evaluation.embeddings:EmbeddingEvaluator",
     },
 )
-
-_EVALUATORS_OF_TASKS = {  # of packs on a decoder
-    "embedding": EVALUATORS["encoder"],
-    "rerank": "evaluation.rankings:RerankEvaluator",
-}
 
 
 @answers_other_names
@@ -102,15 +98,21 @@ def evaluate(  # noqa: PLR0913 - a public facade
     check_no_pack(base)
     check_limit(limit)
     TrainConfig(metric=metric, share_prefix=share_prefix)
-    if pack is not None and not isinstance(pack, Pack):
-        pack = Pack.open(pack)
 
-    columns = columns or columns_of(pack, data)
-    recipe = pack._part("recipe") if pack else {}
-    trained = pack._part("objective") if pack else {}
-    evaluate_pack = _own_evaluation(pack)
+    recipe = {}
+    trained = {}
+    evaluator = load(EVALUATORS[base.architecture])
+    evaluate_pack = None
+    if pack is not None:
+        pack = as_pack(pack)
+        recipe = pack._part("recipe")
+        trained = pack._part("objective")
+        evaluator = task_code(pack.manifest, "evaluator") or evaluator
+        evaluate_pack = task_code(pack.manifest, "evaluate")
+
     if evaluate_pack is None:
         loss_on = loss_on or trained.get("loss_on")
+    columns = columns or columns_of(pack, data)
     settings = EvalSettings(
         columns,
         batch_size,
@@ -120,16 +122,13 @@ def evaluate(  # noqa: PLR0913 - a public facade
         metric,
         share_prefix,
         display,
-        trained.get("query_prompt") or "",
-        trained.get("instruction"),
+        trained,
     )
 
     rows = evaluation_rows(columns, split, limit)
     if evaluate_pack is not None:
-        return load(evaluate_pack)(base, pack, rows, settings)
-
-    name = _EVALUATORS_OF_TASKS.get(trained.get("task"), EVALUATORS[base.architecture])
-    return _report(base, pack, load(name)(base, rows, settings))
+        return evaluate_pack(base, pack, rows, settings)
+    return _report(base, pack, evaluator(base, rows, settings))
 
 
 def _report(
@@ -143,14 +142,3 @@ def _report(
         with activated(base, pack, evaluator.matmul_path):
             pack_score = evaluator.score()
     return evaluator.report(base_score, pack_score)
-
-
-def _own_evaluation(pack: Pack | None) -> str | None:
-    """Return what evaluates a pack that gives no text and has no base to compare with, by name."""
-    if pack is None:
-        return None
-    if pack.is_classifier:
-        return "evaluation.classification:evaluate_classifier"
-    if pack.is_reward_model:
-        return "evaluation.preferences:evaluate_reward_model"
-    return None

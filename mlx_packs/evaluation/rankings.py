@@ -142,7 +142,7 @@ class RerankEvaluator:
         if self.matmul_path == "auto":
             self.matmul_path = "quantized"
 
-        instruction = settings.instruction or INSTRUCTION
+        instruction = settings.trained.get("instruction") or INSTRUCTION
         prompt = RerankPrompt(base.tokenizer, instruction, settings.max_seq_length)
         self._base = base
         self._documents = settings.batch_size * TASKS["rerank"].sequences

@@ -1,6 +1,7 @@
 """Selection of the examples on which a base and its packs are evaluated."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,7 @@ class EvalSettings:
     metric: str | None = None
     share_prefix: str = "auto"
     display: "Display | None" = None
-    query_prompt: str = ""  # before every anchor of pairs
-    instruction: str | None = None  # of a reranker
+    trained: Mapping = field(default_factory=dict)  # `objective` of the pack's manifest
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..bases.precision import activation_bytes
+from ..config.choices import TASKS
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
@@ -99,7 +100,7 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
     if not isinstance(hidden, int) or not isinstance(blocks, int):
         return 0
 
-    has_cache = train.task in ("lm", "distill") and not train.trains_base
+    has_cache = TASKS[train.task].caches and not train.trains_base
     cached = has_cache and train.cache_frozen != "off"
     if not (cached and 0 < lora.num_layers < blocks):
         return 0

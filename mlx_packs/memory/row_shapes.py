@@ -11,6 +11,7 @@ import numpy as np
 
 from ..bases.files import check_files, resolve_checkpoint
 from ..bases.tokenizer import images_of, load_tokenizer, take_images
+from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -56,7 +57,7 @@ def row_shapes(
     None where rows are not encoded here: for tasks that have no single row for an example, phases,
     and a base whose tokenizer is not on this machine or has code.
     """
-    if train.tasks != ("lm",) or train.phases or train.fim_rate:
+    if not TASKS[train.task].plans_rows or train.phases or train.fim_rate:
         return None
     try:
         path = resolve_checkpoint(model)

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
 from ..bases.readers import is_local_model, names_file
-from ..config.choices import package_of
+from ..config.choices import METRICS, package_of
 from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
 from ..terminal import printable_text
 from .adapter_config import adapter_config
 from .manifest import (
     HUB_ID,
-    METRICS,
     architecture_facts,
     has_score_head,
     is_classifier,
-    is_reward_model,
+    pack_facts,
     replaced_of,
     specs_of,
+    task_of,
 )
 
 _MANY = 1e9  # of a perplexity, whose digits say nothing then
@@ -38,10 +38,8 @@ def model_card(manifest: dict, name: str) -> str:
         what += f", {full}"
 
     kind = "pack"
-    if is_reward_model(manifest):
-        kind = "pack that is a reward model (`--task reward`)"
-    if is_classifier(manifest):
-        kind = "pack that is a classifier (`--task classify`)"
+    if described := pack_facts(manifest).described:
+        kind = f"pack that is {described} (`--task {task_of(manifest)}`)"
     if specs:
         kind = f"LoRA {kind}"
 
@@ -239,7 +237,7 @@ def graph_lines(objective: Mapping) -> list[str]:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{METRICS[name]} {value:.4f}" for name, value in metrics.items())
+    return ", ".join(f"{METRICS[name].described} {value:.4f}" for name, value in metrics.items())
 
 
 def format_change(result: Mapping) -> str:
@@ -311,10 +309,8 @@ def card_command(manifest: dict) -> str:
 
     if not architecture_facts(manifest).in_mlx_lm:
         return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
-    if is_reward_model(manifest):
-        return f"packs eval . --model {base} --data ..."
-    if is_classifier(manifest):
-        return f"packs classify --pack . --model {base} < rows.jsonl"
+    if command := pack_facts(manifest).command:
+        return command.format(base=base)
     if base == TINY:
         return "packs generate --pack . --prompt ..."
 

@@ -19,10 +19,18 @@ from ..bases.shapes import Heads
 from ..bases.weight_formats import format_name
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
-from ..late import load
 from ..reading import read_header
 from .adapter_config import stored_shapes
-from .manifest import ADAPTERS, architecture_facts, check_quantization, has_score_head, replaced_of
+from .manifest import (
+    ADAPTERS,
+    architecture_facts,
+    check_quantization,
+    has_score_head,
+    pack_facts,
+    replaced_of,
+    task_code,
+    task_of,
+)
 from .pack import Pack
 
 if TYPE_CHECKING:
@@ -35,10 +43,8 @@ def check_base(pack: Pack, base: "BaseModel") -> None:
 
     trained = pack._part("objective")
     settings = {}
-    if trained.get("task") == "embedding":
-        is_decoder = base.architecture == "decoder"
-        read = load("bases.sentence_config:read_sentence_config")
-        settings = read(base.path, is_decoder).to_json()
+    if read := task_code(pack.manifest, "base_settings"):
+        settings = read(base.path, base.architecture == "decoder")
 
     for name, value in settings.items():
         if trained.get(name, value) != value:
@@ -132,19 +138,16 @@ def is_converted_on_loading(config: dict) -> bool:
 
 
 def check_generates(pack: Pack) -> None:
-    """No text can be generated with a reward model, or a classifier with a head of its own."""
-    if pack.is_classifier and has_score_head(pack.manifest):
-        raise PackError(
-            f"{pack.name}: is a classifier (--task classify), which generates no text. Use "
-            "`packs classify`, packs eval or base.classify().",
-            "unsupported",
-        )
-    if pack.is_reward_model:
-        raise PackError(
-            f"{pack.name}: is a reward model (--task reward), which scores completions and "
-            "generates no text. Evaluate it with packs eval, or score with base.rewards().",
-            "unsupported",
-        )
+    """No text can be generated with a pack that has a head of its own."""
+    if not has_score_head(pack.manifest):
+        return
+
+    facts = pack_facts(pack.manifest)
+    raise PackError(
+        f"{pack.name}: is {facts.described} (--task {task_of(pack.manifest)}), which "
+        f"{facts.instead}",
+        "unsupported",
+    )
 
 
 def check_fit(pack: Pack, model: str) -> dict:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..adapters.spec import by_number, leaf_names, ranks_of
 from ..bases.files import quantization_name
-from ..config.choices import TASKS
+from ..config.choices import METRICS, TASKS, is_lower_better
 from ..report.facts import (
     Change,
     Facts,
@@ -22,17 +22,16 @@ from ..report.page import render_fragment
 from ..report.recipe import recipe_sections
 from .card import card_command, phase_lines
 from .diff import factors_of, layer_of, squared_norm
-from .manifest import METRICS, replaced_of, specs_of
+from .manifest import replaced_of, specs_of
 from .pack import Pack
 
-# Metrics of `eval` for people, and whether less of them is better; others are shown by their keys.
+# Metrics of `eval` for people; others are shown by their keys.
 _NAMES = {
     "ppl": "Perplexity",
     "accuracy": "Token accuracy",
     "chosen_ppl": "Perplexity of what is chosen",
-    **METRICS,
+    **{name: facts.described for name, facts in METRICS.items()},
 }
-_LOWER = ("ppl", "chosen_ppl", "nll", "loss", "log_loss", "calibration_error", "mae", "rmse")
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:
@@ -84,7 +83,7 @@ def changes_of(result: Mapping) -> list[Change]:
 
         errors = [number(result.get(f"{name}_{end}_se")) for end in ("before", "after")]
         shown = _NAMES.get(name) or text(name, 40).replace("_", " ").capitalize()
-        changes.append(Change(shown, *values, *errors, lower_is_better=name in _LOWER))
+        changes.append(Change(shown, *values, *errors, lower_is_better=is_lower_better(name)))
 
     if answers := _mapping(result, "answers"):
         ends = [_mapping(answers, end) for end in ("before", "after")]

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..adapters.spec import ranks_of
+from ..config.choices import METRICS
 from ..errors import PackError
 from ..leftovers import recovered
 from .folder import check_sizes
-from .manifest import MANIFEST, METRICS, check_pin, read_manifest, specs_of
+from .manifest import MANIFEST, check_pin, read_manifest, specs_of
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
@@ -176,7 +177,9 @@ def _cells(entry: dict) -> list[str]:
     if before is not None and after is not None:
         change = f"{_short(before)}→{_short(after)}"
     if (name := entry["metric"]) and entry["metric_before"] is not None:
-        change = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
+        change = (
+            f"{METRICS[name].described} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
+        )
 
     base = entry["base"].rsplit("/", 1)[-1]
     created = (entry["created"] or "-")[:10]

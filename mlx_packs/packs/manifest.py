@@ -5,12 +5,16 @@ import re
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, SliceSpec, Specs
 from ..config.choices import (
     ARCHITECTURES,
+    METRICS,
+    TASKS,
     WEIGHT_FORMATS,
     ArchitectureFacts,
+    PackFacts,
     architecture_of,
 )
 from ..config.data import COLUMN_SETTINGS
@@ -28,26 +32,14 @@ CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
-# Metrics of classes, embeddings and preferences, and their names for people.
-METRICS = {
-    "label_accuracy": "accuracy",
-    "macro_f1": "macro F1",
-    "log_loss": "log loss",
-    "calibration_error": "calibration error",
-    "mae": "mean absolute error",
-    "rmse": "RMSE",
-    "preference_accuracy": "preference accuracy",
-    "reward_margin": "reward margin",
-    "reward": "reward",
-    "spearman": "Spearman",
-    "pearson": "Pearson",
-    "triplet_accuracy": "triplet accuracy",
-    "mrr_at_10": "MRR@10",
-    "ndcg_at_10": "NDCG@10",
-    "recall_at_1": "recall@1",
-}
-
+# The tasks of heads that were imported, which no task of ours trained.
+_CLASSIFY = "classify"
+_REWARD = "reward"
 _ADAPTER_KINDS = ("lora", "dora", "embedding")
+# Entries of `objective` that single tasks have, and their kinds.
+_OBJECTIVES = {
+    name: kind for facts in TASKS.values() for name, kind in facts.pack.objective.items()
+}
 
 
 _KEYS = {
@@ -86,9 +78,8 @@ _KEYS = {
     "adapters.replaced.*.head": "true or false?",
     **dict.fromkeys(("method", "profile", "license"), "text?"),
     "objective": "a mapping?",
-    **{f"objective.{key}": "text?" for key in "loss_on task loss pooling graph note".split()},
-    **dict.fromkeys(("objective.query_prompt", "objective.instruction"), "text?"),
-    "objective.normalize": "true or false?",
+    **{f"objective.{key}": "text?" for key in "loss_on task loss graph note".split()},
+    **{f"objective.{key}": kind for key, kind in _OBJECTIVES.items()},
     "objective.stack": "a list of texts?",
     **dict.fromkeys(("objective.ppl_before", "objective.ppl_after"), "a number?"),
     "data": "a mapping?",
@@ -350,7 +341,7 @@ def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def has_score_head(manifest: dict) -> bool:
-    """A pack with the head of a reward model or classifier scores and generates no text."""
+    """A pack with a head of its own scores and generates no text."""
     return SCORE_WEIGHT in replaced_of(manifest)
 
 
@@ -359,7 +350,37 @@ def is_classifier(manifest: dict) -> bool:
 
 
 def is_reward_model(manifest: dict) -> bool:
-    return has_score_head(manifest) and not is_classifier(manifest)
+    return has_score_head(manifest) and task_of(manifest) == _REWARD
+
+
+def task_of(manifest: dict) -> str | None:
+    """The task that trained a pack, or would have; None if nothing tells."""
+    if is_classifier(manifest):
+        return _CLASSIFY
+
+    task = (manifest.get("objective") or {}).get("task")
+    if not has_score_head(manifest):
+        return task
+    if task == _CLASSIFY or task not in TASKS or not TASKS[task].scores:
+        return _REWARD
+    return task
+
+
+def pack_facts(manifest: dict) -> PackFacts:
+    """The facts of the packs of a task; those of any pack if the task is not known here."""
+    task = task_of(manifest)
+    if task not in TASKS:
+        return PackFacts()
+    return TASKS[task].pack
+
+
+def task_code(manifest: dict, fact: str) -> Any:
+    """Return the code that a fact of a pack's task names, imported now; None where it has none."""
+    code = getattr(pack_facts(manifest), fact)
+    if code is None:
+        return None
+
+    return TASKS.resolve(task_of(manifest), code)
 
 
 def head_tables_of(manifest: dict) -> set[str]:

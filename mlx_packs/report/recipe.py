@@ -36,7 +36,7 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
             sections["Model and data"].append((name, _shown(name, value), True))
 
     phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)]
-    named = (recipe.get("task", "lm"), *(phase.get("task") for phase in phases))
+    named = (recipe.get("task", TrainConfig.task), *(phase.get("task") for phase in phases))
     recipe_tasks = {task for task in named if isinstance(task, str)}
 
     for config in (DataConfig, LoRAConfig, TrainConfig):

@@ -70,7 +70,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     report = trained.report
     return Result(
         batches=report["batches"],
-        metrics=measured(report),
+        metrics=measured(report, recipe.train.last_task),
         gates={
             name: {**gate, "value": number(gate["value"])} for name, gate in report["gates"].items()
         },

@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from ..config.choices import SEARCHES
+from ..config.choices import SEARCHES, is_lower_better
 from ..config.recipe import resolve
 from ..errors import PackError, library_errors
 from ..files import atomic_write, make_folder, to_json
@@ -19,7 +19,7 @@ from ..gates import MEANING
 from ..reading import read_json, sealed, without_seal
 from .plan import Plan
 from .space import Space, Values, draws
-from .trial import Result, Trial, is_lower_better
+from .trial import Result, Trial
 
 _FILE = "sweep.json"
 _STUDY = "study.jsonl"

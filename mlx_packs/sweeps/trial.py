@@ -9,7 +9,7 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from .. import signals
-from ..config.choices import PREFERENCE_TASKS, TASKS
+from ..config.choices import TASKS
 from ..errors import Interrupted, PackError
 from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
@@ -135,61 +135,21 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-# Names of a report, without `_after`, by task; the first that a report has is the default.
-_PREFERENCES = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
-METRICS: dict[str, tuple[str, ...]] = {
-    "lm": ("ppl", "accuracy", "answers"),
-    **dict.fromkeys(PREFERENCE_TASKS, _PREFERENCES),
-    "grpo": ("reward",),
-    "distill": ("teacher_loss", "ppl", "accuracy", "answers"),
-    "classify": (
-        "label_accuracy",
-        "macro_f1",
-        "log_loss",
-        "calibration_error",
-        "mae",
-        "rmse",
-        "spearman",
-    ),
-    "rerank": ("ndcg_at_10", "mrr_at_10"),
-    "embedding": (
-        "spearman",
-        "ndcg_at_10",
-        "triplet_accuracy",
-        "pearson",
-        "mrr_at_10",
-        "recall_at_1",
-    ),
-}
-_LOWER = (
-    "ppl",
-    "chosen_ppl",
-    "loss",
-    "teacher_loss",
-    "log_loss",
-    "calibration_error",
-    "mae",
-    "rmse",
-)
-
-
 def metrics_of(task: str) -> tuple[str, ...]:
     """Return the metrics of a task; a plug-in has those of the task whose settings it has."""
-    return METRICS.get(task) or METRICS.get(TASKS[task].settings_of or "", ())
+    facts = TASKS[task]
+    if facts.metrics or facts.settings_of is None:
+        return facts.metrics
+    return TASKS[facts.settings_of].metrics
 
 
-def is_lower_better(metric: str) -> bool:
-    return metric in _LOWER
-
-
-def measured(report: Mapping) -> dict[str, float]:
-    """Return the finite metrics after training in the report of a run.
+def measured(report: Mapping, task: str) -> dict[str, float]:
+    """Return the finite metrics after training in the report of a run that ends with a task.
 
     ``answers`` is the share of right answers (``--metric``).
     """
     answers = report.get("answers") or {}
-    values = {
-        name: report.get(f"{name}_after") for name in dict.fromkeys(sum(METRICS.values(), ()))
-    }
+    names = [name for each in (*TASKS, task) for name in metrics_of(each)]
+    values = {name: report.get(f"{name}_after") for name in dict.fromkeys(names)}
     values["answers"] = (answers.get("after") or {}).get("share")
     return {name: value for name, v in values.items() if (value := number(v)) is not None}

@@ -23,7 +23,6 @@ from ..data.bad_rows import shown_counts
 from ..data.dataset import ExampleSet
 from ..data.rows import Splits
 from ..display import Display, clock
-from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
@@ -244,10 +243,10 @@ def make_tasks(
 
 def task_class(name: str, train: TrainConfig) -> type[Task]:
     """Return the class of a task; a pipeline and another forward pass have one of their own."""
-    task = TASKS.load(name, Task)
     if train.pipeline:
-        return load("extras.pipeline.task:PipelinedTask")
+        return TASKS.resolve(name, TASKS[name].pipelined)
 
+    task = TASKS.load(name, Task)
     on_objective = OBJECTIVES[train.objective]
     if on_objective is None:
         return task

@@ -13,7 +13,7 @@ from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..bases.tokenizer import images_of
-from ..config.choices import MATMUL_PATHS
+from ..config.choices import MATMUL_PATHS, TASKS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size
 from ..distributed.group import group
@@ -70,7 +70,8 @@ def suggesting_pipeline(
     except PackError as error:
         ranks = group().size
         train = settings.train
-        is_known = headers.config.get("model_type") in FAMILIES and train.tasks == ("lm",)
+        in_stages = all(TASKS[task].pipelined for task in train.tasks)
+        is_known = headers.config.get("model_type") in FAMILIES and in_stages
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
 

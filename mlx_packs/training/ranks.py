@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -110,8 +111,10 @@ def check_ranks(train: TrainConfig) -> None:
             "conflict",
             "batch_size",
         )
-    if size > 1 and "grpo" in train.tasks:
-        raise PackError("--task grpo: trains on one machine alone.", "unsupported", "task")
+    generating = [task for task in train.tasks if TASKS[task].generates]
+    if size > 1 and generating:
+        text = f"--task {generating[0]}: trains on one machine alone."
+        raise PackError(text, "unsupported", "task")
 
 
 def check_examples(counts: Mapping[str, int]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.optimizer import arguments_of
@@ -12,7 +13,7 @@ from ..config.recipe import Recipe, RunOptions, check_data_named
 from ..config.schema import TrainConfig
 from ..display import QUIET, Display
 from ..distributed.group import group
-from ..errors import PackError, flag_of
+from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
 from ..optim import updates_of
 from ..tasks.phases import PhaseData, RunPhase
@@ -47,9 +48,9 @@ class Request:
                     flag="callbacks",
                 )
 
-        for argument, task in (("loss", "lm"), ("reward", "grpo")):
+        for argument in ("loss", "reward"):
             if getattr(self, argument) is not None:
-                _check_task(argument, task, self.recipe.train.tasks)
+                _check_task(argument, self.recipe.train.tasks)
 
         changed = self.recipe.train.changed(("z_loss", "label_smoothing"))
         if self.loss is not None and changed:
@@ -77,12 +78,14 @@ class Request:
         return replace(self, recipe=recipe, display=Display(QUIET), callbacks=())
 
 
-def _check_task(argument: str, task: str, tasks: Sequence[str]) -> None:
+def _check_task(argument: str, tasks: Sequence[str]) -> None:
     """Check that a function of the caller goes with the tasks of a run."""
+    has_own = any(argument in TASKS[task].functions for task in tasks)
     # with several tasks it would be the loss of some phases only
-    if task not in tasks or (argument == "loss" and len(tasks) > 1):
+    if not has_own or (argument == "loss" and len(tasks) > 1):
+        owners = [name for name, facts in TASKS.items() if argument in facts.functions]
         raise PackError(
-            f"{argument}: is for task {task}, but the task is {', '.join(tasks)}.",
+            f"{argument}: is for task {any_of(owners)}, but the task is {', '.join(tasks)}.",
             "conflict",
             argument,
         )

@@ -18,11 +18,11 @@ PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {
     n for n, each in vars(choices).items() if n.isupper() and isinstance(each, dict | tuple)
 }
-# Methods and formats of weights name their class, searches and policies are their facts, a listing is some of
-# the tasks, and objectives name what makes a task.
+# Methods and formats of weights name their class, searches, policies and metrics are their facts, a listing is
+# some of the tasks, and objectives name what makes a task.
 WITHOUT_REGISTRY = {
     *("METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
-    *("WEIGHT_MODES", "WEIGHT_FORMATS"),
+    *("METRICS", "WEIGHT_MODES", "WEIGHT_FORMATS"),
 }
 
 
@@ -67,7 +67,12 @@ def test_every_listing_has_a_registry():
 
 PACK = (PACKAGE / "packs" / "pack.py").read_text(encoding="utf-8")
 LATE_NAMES = {  # of what is imported when it is used
-    *(facts.code for facts in choices.TASKS.values()),
+    *(
+        value
+        for facts in choices.TASKS.values()
+        for value in (*vars(facts).values(), *vars(facts.pack).values())
+        if isinstance(value, str) and value.startswith("mlx_packs.")
+    ),
     *(facts.code for facts in choices.METHODS.values()),
     *filter(None, choices.OBJECTIVES.values()),
     *(facts.code for facts in choices.WEIGHT_MODES.values()),
@@ -90,6 +95,21 @@ def test_a_name_is_of_one_architecture():
     assert {choices.architecture_of(t) for t in types} == {"encoder"}
     assert choices.architecture_of("qwen3") == choices.architecture_of(None) == "decoder"
     assert {facts.architecture for facts in choices.TASKS.values()} == set(choices.ARCHITECTURES)
+
+
+def test_what_trains_a_head_says_what_its_packs_do_instead_of_generating():
+    scoring = [facts.pack for facts in choices.TASKS.values() if facts.scores]
+    assert scoring and all(pack.described and pack.instead and pack.evaluate for pack in scoring)
+
+
+def test_every_task_has_its_words_in_help():
+    assert all(facts.described for facts in choices.TASKS.values())
+
+
+def test_less_is_better_of_losses_and_errors():
+    lower = ("ppl", "loss", "teacher_loss", "log_loss", "rmse", "mae", "calibration_error")
+    assert all(map(choices.is_lower_better, lower))
+    assert not any(map(choices.is_lower_better, ("accuracy", "answers", "reward", "spearman")))
 
 
 def test_a_mode_of_weights_is_known_by_a_tensor_that_no_other_has():
