@@ -57,10 +57,10 @@ def data(
     that cannot be used, near-duplicates within and between splits, and the trained tokens of some
     examples.
     """
-    from ..data.formats import PairFormat
     from ..data.left_out import template_notes
     from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
+    from ..data.pair_formats import PairFormat
     from ..data.preferences import encode_tokens
     from ..data.rows import load_rows
     from ..data.token_store import masked

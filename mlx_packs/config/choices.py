@@ -128,6 +128,7 @@ class TaskFacts:
     # Numbers of its report, which has them with ``_before`` and ``_after``. A sweep compares trials
     # by the first that they have; without any there are no sweeps of it.
     metrics: tuple[str, ...] = ()
+    formats: str | None = None  # of rows that it alone trains on, a tuple, module:name
     caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
     plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
     pipelined: str | None = None  # its class with --pipeline
@@ -321,6 +322,7 @@ TASKS = Table(
             sequences=2,
             by_text=True,
             losses=tuple(LOSSES),
+            formats="mlx_packs.data.pair_formats:PAIR_FORMATS",
             metrics=(
                 "spearman",
                 "ndcg_at_10",
@@ -393,6 +395,7 @@ TASKS = Table(
             sequences=8,
             by_text=True,
             losses=RANKING_LOSSES,
+            formats="mlx_packs.data.ranking_formats:RANKING_FORMATS",
             metrics=("ndcg_at_10", "mrr_at_10"),
             pack=PackFacts(
                 learned="rankings",

@@ -25,7 +25,8 @@ from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
-from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
+from ..data.formats import TOKEN_FORMATS, format_of
+from ..data.pair_formats import PAIR_FORMATS
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import perplexity

@@ -20,7 +20,6 @@ from .formats import (
     PREFERENCE,
     PROMPT,
     TOKEN_FORMATS,
-    RankingFormat,
     Row,
     RowFormat,
     Text,
@@ -29,6 +28,7 @@ from .formats import (
     check_unicode,
     first_format,
     format_of,
+    task_of,
 )
 from .images import FEWER_BY_MAX_PIXELS
 from .sources import Fingerprint, Rows, as_rows, canonical_line
@@ -180,7 +180,7 @@ def checked_format(
     if row_format is PROMPT:
         format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
-        task = "rerank" if isinstance(row_format, RankingFormat) else "embedding"
+        task = task_of(row_format)
         text = f"the examples are {row_format.name}, which --task {task} trains on. Pass that."
         raise first.conflict(text, "conflict", "task")
 

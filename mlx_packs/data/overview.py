@@ -15,9 +15,10 @@ from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
-from .formats import PairFormat, Row, RowFormat, TokenFormat, check_format
+from .formats import Row, RowFormat, TokenFormat, check_format
 from .images import stored_text, with_whole_paths
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
+from .pair_formats import PairFormat
 from .preferences import encode_tokens
 from .rows import Splits, held_out
 from .sharing import Repeats, repeats_of

@@ -16,7 +16,8 @@ from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
 from .dataset import Batch, Shape, edges_of
-from .formats import PAIR_FORMATS, PairFormat, Row, check_format, first_format
+from .formats import Row, check_format, first_format
+from .pair_formats import PAIR_FORMATS, PairFormat
 from .sampler import Sampler
 from .shapes import padded_length
 from .sources import Fingerprint, as_rows

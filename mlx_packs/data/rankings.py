@@ -17,7 +17,8 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .dataset import Batch, Shape, edges_of
-from .formats import RANKING_FORMATS, Row, check_format, first_format
+from .formats import Row, check_format, first_format
+from .ranking_formats import RANKING_FORMATS
 from .shapes import padded_length
 from .sources import Fingerprint, as_rows
 

@@ -15,7 +15,7 @@ from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
-from .formats import Row, RowFormat, check_format, first_format
+from .formats import FORMATS, Row, RowFormat, check_format, first_format
 from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
 from .near_copies import hold_out, without
@@ -89,7 +89,7 @@ def tiny_path() -> Path:
     return TINY_FOLDER / "data"
 
 
-def load_rows(config: DataConfig) -> Splits:
+def load_rows(config: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> Splits:
     """Return the rows of each split: of a folder, a file, files by a pattern, or the Hub.
 
     Without valid and test rows, 5 % of the training rows (100 at most) are held out: a sample, the
@@ -106,10 +106,10 @@ def load_rows(config: DataConfig) -> Splits:
     if not present:
         raise PackError(f"--data {source}: there are no examples.", "data")
 
-    first, row_format = first_format(rows[present[0]], config)
+    first, row_format = first_format(rows[present[0]], config, formats)
     if config.on_bad_row == "stop":
         for split in present[1:]:
-            check_format(rows[split][0], row_format, first.where, config)
+            check_format(rows[split][0], row_format, first.where, config, formats)
 
     splits = Splits(rows, source, row_format, notes)
     if config.hf_dataset is None:

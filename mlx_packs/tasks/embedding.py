@@ -12,8 +12,8 @@ from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
 from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset
-from ..data.formats import PairFormat
 from ..data.left_out import left_out_notes
+from ..data.pair_formats import PairFormat
 from ..data.pairs import (
     PairCollate,
     Pairs,

@@ -21,6 +21,7 @@ from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
+from ..data.formats import formats_of
 from ..data.near_copies import row_notes
 from ..data.sources import concatenated
 from ..errors import PackError, flag_of
@@ -66,7 +67,8 @@ class RunPhase:
 
     def load_rows(self) -> rows_of.Splits:
         """Return the rows of all its sources, one source after the other."""
-        parts = [rows_of.load_rows(source) for source in self.sources]
+        formats = formats_of(self.train.task)
+        parts = [rows_of.load_rows(source, formats) for source in self.sources]
         for part, source in zip(parts, self.sources, strict=True):
             part.notes.extend(row_notes(part.rows, part.format, source))
 

@@ -8,7 +8,8 @@ import pytest
 from mlx_packs import load_base, runtime
 from mlx_packs.config.choices import LOSSES
 from mlx_packs.data.dataset import Batch, Dataset
-from mlx_packs.data.formats import PAIR_FORMATS, Row
+from mlx_packs.data.formats import Row
+from mlx_packs.data.pair_formats import PAIR_FORMATS
 from mlx_packs.data.pairs import (
     PairCollate,
     Pairs,
