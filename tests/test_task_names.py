@@ -1,0 +1,143 @@
+"""Code that is not of a task never names one: it asks for facts (`config.choices.TASKS`).
+
+So a new task is its own files, its facts and its settings, and no other file changes.
+"""
+
+import ast
+from functools import cache
+
+import pytest
+
+from mlx_packs.config.choices import PREFERENCE_TASKS, TASKS
+from tests.helpers.imports import PACKAGE
+
+# Its facts, its settings, and the default of --task.
+OF_ALL = {"config/choices.py", "config/tasks.py", "config/common.py"}
+
+# The files of each task, in addition to those in `OF_ALL`; each names that task alone.
+OWN = {
+    "lm": ("tasks/causal_lm.py",),
+    "embedding": (
+        "tasks/embedding.py",
+        "objectives/embedding.py",
+        "objectives/decoder_embedding.py",
+        "evaluation/embeddings.py",
+        "data/pairs.py",
+        "data/pair_formats.py",
+    ),
+    **dict.fromkeys(PREFERENCE_TASKS, ("tasks/preference.py", "objectives/preference.py")),
+    "reward": ("tasks/reward.py", "objectives/reward_model.py", "packs/rewards.py"),
+    "classify": (
+        "tasks/classify.py",
+        "objectives/classification.py",
+        "evaluation/classification.py",
+        "data/labelled.py",
+        "data/labels.py",
+        "packs/classify.py",
+    ),
+    "rerank": (
+        "tasks/rerank.py",
+        "objectives/rerank.py",
+        "evaluation/rankings.py",
+        "data/rankings.py",
+        "data/ranking_formats.py",
+    ),
+    "grpo": ("tasks/grpo.py", "tasks/rewards.py", "objectives/grpo.py"),
+    "distill": (
+        "tasks/distill.py",
+        "tasks/teacher.py",
+        "objectives/distillation.py",
+        "evaluation/teacher.py",
+        "data/teacher_cache.py",
+    ),
+}
+
+# Features in addition to a task, which it works without, and the tasks that each names.
+FEATURES = {
+    "cli/classify.py": ("classify",),  # the command `packs classify`
+    "cli/examples.py": ("classify",),  # its examples
+    "cli/main.py": ("classify",),  # its place in the list of commands
+    "cli/logits.py": ("distill",),  # `packs logits` writes the cache of a teacher
+    "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with
+    "packs/base.py": ("classify", "rerank"),  # `Base.classify` and `Base.rerank`
+    "packs/manifest.py": ("classify", "reward"),  # what imported heads are
+    "training/settings.py": ("reward",),  # the argument of `mlx_packs.train`
+}
+
+# Words that are something else as well, and where they are.
+OTHER_MEANINGS = {
+    # the table of tokens: kind of an adapter, name of a module, entry of an answer
+    "embedding": {
+        "adapters/attach.py",
+        "adapters/lora.py",
+        "adapters/targets.py",
+        "adapters/tensors.py",
+        "bases/quantization.py",
+        "convert/destinations.py",
+        "convert/external.py",
+        "convert/peft.py",
+        "extras/projection_stack.py",
+        "objectives/frozen_activations.py",
+        "packs/compatibility.py",
+        "packs/manifest.py",
+        "packs/pack.py",
+        "serving/answers.py",
+    },
+    # the mean reward of a batch, and the setting --reward
+    "reward": {
+        "objectives/grpo.py",
+        "objectives/score.py",
+        "report/facts.py",
+        "tasks/grpo.py",
+        "tasks/rewards.py",
+        "training/observers/console.py",
+    },
+    # a value of --head
+    "lm": {
+        "data/labelled.py",
+        "data/labels.py",
+        "packs/classify.py",
+        "packs/manifest.py",
+        "tasks/classify.py",
+    },
+}
+
+
+@cache
+def named() -> set[tuple[str, str]]:
+    """Files of the package, each with a task that a text in it is the name of."""
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in list(TASKS):
+                found.add((path.relative_to(PACKAGE).as_posix(), node.value))
+
+    return {(file, task) for file, task in found if file not in OF_ALL}
+
+
+def allowed() -> set[tuple[str, str]]:
+    return {
+        *((file, task) for task, files in OWN.items() for file in files),
+        *((file, task) for file, tasks in FEATURES.items() for task in tasks),
+        *((file, word) for word, files in OTHER_MEANINGS.items() for file in files),
+    }
+
+
+def test_only_files_of_a_task_and_features_name_it():
+    assert not named() - allowed(), (
+        "Code that is not of a task asks for a fact of it: add a field to TaskFacts or PackFacts "
+        "(config/choices.py). Files of a new task belong in OWN."
+    )
+
+
+def test_every_exception_is_needed():
+    needed = {*((f, t) for f, tasks in FEATURES.items() for t in tasks)}
+    needed |= {(file, word) for word, files in OTHER_MEANINGS.items() for file in files}
+    assert not needed - named()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_files_of_a_task_exist(task):
+    assert all((PACKAGE / file).is_file() for file in OWN[task])
+    module = TASKS[task].code.partition(":")[0].removeprefix("mlx_packs.")
+    assert f"{module.replace('.', '/')}.py" in OWN[task]
