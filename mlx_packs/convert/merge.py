@@ -149,7 +149,6 @@ def _with_files(plan: WritePlan, pack: Pack, source: Path, trust_remote_code: bo
 
 
 def _task_files(pack: Pack, source: Path, trust_remote_code: bool) -> dict[str, str]:
-    """Return the files that a base lacks for what its pack was trained to do, by their path."""
     files_of = task_code(pack.manifest, "merged_files")
     if files_of is None:
         return {}

@@ -126,7 +126,7 @@ def formats_of(task: str) -> tuple[RowFormat, ...]:
 
 
 def task_of(row_format: RowFormat) -> str | None:
-    """Return the built-in task that alone trains on rows of a format; None for others."""
+    """The built-in task that alone trains on rows of a format."""
     owners = (task for task, formats in _OF_TASKS.items() if row_format in formats)
     return next(owners, None)
 

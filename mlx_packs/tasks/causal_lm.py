@@ -24,7 +24,6 @@ from ..evaluation.answers import Exam, answer_line, questions_of
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
-from ..gates import gates_text
 from ..inference.generate import complete
 from ..memory.memory_choice import MemoryChoice
 from ..nn.blocks import attends_by_spans
@@ -32,15 +31,14 @@ from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, spl
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ..objectives.objective import Objective
 from ..objectives.score import Score
-from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base, check_forward
-from ..packs.card import format_change, phase_lines
+from ..packs.card import format_change
 from ..packs.pack import Pack
 from ..vision.pictures import thumbnails
 from .phases import OWN, PhaseData, RunPhase
-from .shared_prefix import check_trees, merge_chains, shared_report
-from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
-from .tokens import TokenTask, encode_phases
+from .shared_prefix import merge_chains, shared_report
+from .task import PhaseStarts, Summary, Trained, try_lines
+from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
 ANSWER = "answer"  # the part of a run's time, in questions
@@ -209,16 +207,12 @@ class CausalLMTask(TokenTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the targets, which is one for all phases."""
-        train = data[-1].phase.train
         head = split_head(self.base.model)
         check_forward(self.base, self.sample.tokens)
 
-        if train.packing:
-            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+        self.prepare_rows(trainable, head)
         self._limit_exam(data[-1])
-        if self.trees:
-            check_trees(trainable, head, train.packing)
-        else:
+        if not self.trees:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
 
         self.scorer = self.scorer_of(trainable, head)
@@ -338,13 +332,7 @@ class CausalLMTask(TokenTask):
         lines = []
         if answers:
             lines.append(answer_line(answers, f"{held_out['split']} examples"))
-        lines += [
-            f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
-            f"{evaluated(held_out)}{gates_text(report['gates'])}",
-            *(f"phase   {line}" for line in phase_lines(report["phases"])),
-            *bad_rows_lines(report),
-            f"speed   {speed(report)} · {cost(report)}",
-        ]
+        lines += token_lines(report, f"{format_change(report)} ({-drop:+.0%})")
 
         for sample in samples:
             lines += sample_lines(sample)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.score_head import fresh_score_head, with_score_head
+from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
@@ -25,6 +25,7 @@ from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
+from ..data.sources import Rows
 from ..errors import PackError
 from ..evaluation.classification import (
     ClassScore,
@@ -35,21 +36,21 @@ from ..evaluation.classification import (
     predict,
     validated_numbers,
 )
-from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import LabelNames, ScoreHead
 from ..objectives.objective import Objective
 from ..objectives.reward_model import hidden_states
 from ..objectives.score import check_best
-from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
-from ..packs.card import format_change, phase_lines
+from ..packs.card import format_change
 from ..report.facts import MOST_LABELS
 from .causal_lm import phase_reports
 from .phases import PhaseData, RunPhase
-from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed
-from .tokens import TokenTask
+from .score_head import with_trained_head
+from .splits import counted, encode_each, show_cut, show_notes
+from .task import PhaseStarts, Summary, Trained, pack_line
+from .tokens import TokenTask, token_lines
 
 # Metrics of a score, by their names in a manifest.
 _METRICS = {
@@ -78,13 +79,9 @@ class ClassifyTask(TokenTask):
         if self.train.head == "lm":
             return base, self.lora
 
-        hidden_states(base.model, base.name, self.train.task)
-        self.head = fresh_score_head(base, self.train.seed)
-        saved = (*self.lora.modules_to_save, SCORE)
-        return (
-            replace(base, model=with_score_head(base.model, self.head)),
-            replace(self.lora, modules_to_save=saved),
-        )
+        scored, lora = with_trained_head(base, self.lora, self.train)
+        self.head = scored.model[SCORE]
+        return scored, lora
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
@@ -145,43 +142,31 @@ class ClassifyTask(TokenTask):
 
     def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, LabelledExamples]:
         train = phase.train
+        columns = phase.sources[0]
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
-        encoded = {}
-        present = read.present()
 
-        with self.display.task("data", len(present), "splits") as bar:
-            for split in present:
-                examples = encode_labelled(
-                    read.rows[split],
-                    tokenizer,
-                    phase.sources[0],
-                    options,
-                    self.classes,
-                    train.num_proc,
-                )
-                read.note_encoded(split, examples.fingerprint, examples.bad)
-                limit = train.max_seq_length
-                encoded[split] = fitted(examples, tokenizer, self.classes, limit)
-                bar.advance()
+        def encode(rows: Rows) -> LabelledExamples:
+            examples = encode_labelled(
+                rows, tokenizer, columns, options, self.classes, train.num_proc
+            )
+            return fitted(examples, tokenizer, self.classes, train.max_seq_length)
 
-        return encoded
+        return encode_each(read, encode, self.display)
 
     def _describe(
         self, train: TrainConfig, read: Splits, encoded: Mapping[str, LabelledExamples]
     ) -> None:
-        """Show the number of examples and labels, and what was cut or dropped."""
         display = self.display
-        counts = " / ".join(f"{part.count:,} {split}" for split, part in encoded.items())
-        display.line("data", f"{read.source} · {counts} examples · {self._labels_line()}")
+        line = f"{read.source} · {counted(encoded)} examples · {self._labels_line()}"
+        display.line("data", line)
 
-        limit = f"longer than {train.max_seq_length} tokens (--max-seq-length)"
-        if cut := sum(part.cut for part in encoded.values()):
-            display.line("data", f"{limit}: {cut} texts cut")
+        limit = train.max_seq_length
+        show_cut(encoded, limit, "texts", display)
         if dropped := sum(part.dropped for part in encoded.values()):
-            display.line("data", f"{limit}: {dropped} chats dropped")
-        for note in (*read.notes, *read.bad_lines()):
-            display.line("data", note)
+            text = f"longer than {limit} tokens (--max-seq-length): {dropped} chats dropped"
+            display.line("data", text)
+        show_notes(read, display)
 
     def _labels_line(self) -> str:
         classes = self.classes
@@ -204,7 +189,6 @@ class ClassifyTask(TokenTask):
     def evaluation(
         self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
     ) -> Dataset:
-        """Return examples by length."""
         t = phase.train
         return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
 
@@ -222,12 +206,8 @@ class ClassifyTask(TokenTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the labels, which has the class weights of its phase."""
-        train = self.train
         model = trainable.model
-        if train.packing:
-            vocab_size = self.base.vocab_size
-            prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
-
+        self.prepare_rows(trainable, split_head(model))
         return [self._objective(model, self._class_weights(own)) for own in data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
@@ -326,17 +306,14 @@ class ClassifyTask(TokenTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        held_out = report["held_out"]
+        done, *others = token_lines(report, format_change(report))
         wrong = [f"{right} → {given} ({n})" for right, given, n in report["mistakes"][:3]]
+        if wrong:
+            others.insert(0, f"wrong   most often {' · '.join(wrong)}")
         return [
-            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
-            f"{gates_text(report['gates'])}",
-            *(f"wrong   most often {' · '.join(wrong)}" for _ in wrong[:1]),
-            *(f"phase   {line}" for line in phase_lines(report["phases"])),
-            *bad_rows_lines(report),
-            f"speed   {speed(report)} · {cost(report)}",
-            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs classify "
-            f"--pack {report['pack']} < rows.jsonl",
+            done,
+            *others,
+            pack_line(report, f"packs classify --pack {report['pack']} < rows.jsonl"),
         ]
 
 

@@ -1,7 +1,6 @@
 """Embeddings of sentences, by an encoder or a decoder: sentence pairs in, adapters out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -9,8 +8,6 @@ from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.encoder import Embedder, Encoder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
-from ..config.data import COLUMN_SETTINGS
-from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset
 from ..data.left_out import left_out_notes
 from ..data.pair_formats import PairFormat
@@ -23,7 +20,7 @@ from ..data.pairs import (
     encode_pairs,
 )
 from ..data.rows import Splits
-from ..data.shapes import padded_length
+from ..data.sources import Rows
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import (
     EmbeddingScore,
@@ -31,7 +28,6 @@ from ..evaluation.embeddings import (
     score_pairs,
     validated_entries,
 )
-from ..gates import gates_text
 from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.embedding import EmbeddingObjective
@@ -40,34 +36,26 @@ from ..objectives.score import check_best
 from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
-from .task import PhaseStarts, Summary, Task, Trained, bad_rows_lines, cost, evaluated
+from .splits import counted, encode_each, show_cut, show_notes
+from .task import PhaseStarts, Summary, Trained
+from .texts import TextsTask, texts_lines
 
-_MOST_PAIRS = 1000  # that a run is evaluated on by default
 
-
-class EmbeddingTask(Task):
+class EmbeddingTask(TextsTask):
     """``--task embedding``."""
 
     validated = EmbeddingScore.numbers
+    examples_are = "sentence pairs"
+    most_held_out = 1000
 
     unplanned_recompute = "none"
-    base: Base
     embedder: Embedder
     query_prompt: str  # before every anchor
-    loss: str  # its name
     limit: int  # most tokens of a text
 
     def check(self, name: str, model_type: str) -> None:
         """Accept no setting that means nothing for pairs, or for an encoder."""
         super().check(name, model_type)
-        if misplaced := self.columns.changed(COLUMN_SETTINGS):
-            flags = ", ".join(map(flag_of, misplaced))
-            raise PackError(
-                f"{flags}: not with --task embedding, whose examples are sentence pairs. Leave it "
-                "out.",
-                "conflict",
-            )
-
         if architecture_of(model_type) == "encoder":
             self._check_of_encoder()
 
@@ -101,21 +89,15 @@ class EmbeddingTask(Task):
         (read,) = splits
         train = self.train
         display = self.display
-        present = read.present()
         embedder = base.embedder
         limit = min(train.max_seq_length, embedder.vectors.longest)
         self.query_prompt = self._query_prompt_of(base, read)
 
-        pairs = {}
-        with display.task("data", len(present), "splits") as bar:
-            for split in present:
-                on_bad_row = phase.sources[0].on_bad_row
-                pairs[split] = encode_pairs(
-                    read.rows[split], embedder.tokenizer, limit, on_bad_row, self.query_prompt
-                )
-                read.note_encoded(split, pairs[split].fingerprint, pairs[split].bad)
-                bar.advance()
+        def encode(rows: Rows) -> Pairs:
+            on_bad_row = phase.sources[0].on_bad_row
+            return encode_pairs(rows, embedder.tokenizer, limit, on_bad_row, self.query_prompt)
 
+        pairs = encode_each(read, encode, display)
         first = pairs["train"]
         loss = choose_loss(train.loss, first, f"--data {read.source}")
         check_loss_settings(loss, train)
@@ -133,17 +115,15 @@ class EmbeddingTask(Task):
                     "data",
                 )
 
-        counts = " / ".join(f"{len(part):,} {split}" for split, part in pairs.items())
+        counts = counted(pairs)
         display.line(
             "data", f"{read.source} · {counts} examples · {first.format.name} · loss {loss}"
         )
         if self.query_prompt:
             display.line("data", f"before every anchor: {self.query_prompt!r}")
-        if cut := sum(part.cut for part in pairs.values()):
-            display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
+        show_cut(pairs, limit, "texts", display)
         lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], embedder.tokenizer)
-        for note in (*read.notes, *lost, *read.bad_lines()):
-            display.line("data", note)
+        show_notes(read, display, lost)
 
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
@@ -167,11 +147,8 @@ class EmbeddingTask(Task):
         if self.base.architecture == "encoder":
             return None
 
-        lengths = np.sort(data.train.examples.lengths)
-        inputs = padded_length(int(lengths[len(lengths) // 2]), self.limit)
-
         texts = self.train.batch_size * len(data.train.examples.tokens)
-        return texts * inputs, 1
+        return texts * self.typical_inputs(data, self.limit), 1
 
     def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
         return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
@@ -183,14 +160,6 @@ class EmbeddingTask(Task):
         if not sampler.epoch(0):  # one pair, or all alike
             sampler = self._sampler(pairs, 0, False)
         return Dataset(pairs, PairCollate(phase.train.batch_size, self.limit), sampler)
-
-    def sampled(self, data: PhaseData) -> np.ndarray:
-        count = data.held_out_examples.count
-        return np.random.RandomState(0).permutation(count)[:_MOST_PAIRS]
-
-    def planned_settings(self, train: TrainConfig) -> TrainConfig:
-        """Return the settings with the loss that the pairs have."""
-        return replace(train, loss=self.loss)
 
     def bind(
         self,
@@ -252,12 +221,5 @@ class EmbeddingTask(Task):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        held_out = report["held_out"]
-        return [
-            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
-            f"{gates_text(report['gates'])}",
-            *bad_rows_lines(report),
-            f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
-            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
-            f"{report['pack']} --data …",
-        ]
+        speed = f"{report['pairs_per_s']:,.0f} pairs/s"
+        return texts_lines(report, format_change(report), speed)

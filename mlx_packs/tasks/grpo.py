@@ -46,6 +46,7 @@ from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
+from .splits import counted, show_notes
 from .task import PhaseStarts, Summary, Task, Trained
 
 _MOST_AT_ONCE = 64  # completions that are generated together
@@ -119,11 +120,10 @@ class GRPOTask(Task):
                     self.reward.check(prompts)
                     of_phase[split] = prompts
 
-            counts = " / ".join(f"{len(part):,} {split}" for split, part in of_phase.items())
+            counts = counted(of_phase)
             display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")
             lost = template_notes(read.rows["train"], PROMPT, columns, base.tokenizer)
-            for note in (*read.notes, *lost, *read.bad_lines()):
-                display.line("data", note)
+            show_notes(read, display, lost)
 
             t = phase.train
             prompts = of_phase["train"]

@@ -1,6 +1,7 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,22 +31,20 @@ from ..data.sharing import plan_trees
 from ..errors import PackError
 from ..evaluation.images import advance_of
 from ..evaluation.preferences import PairScore, score_preferences
-from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
 from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
 from ..objectives.reference import Reference
-from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base, check_forward
-from ..packs.card import format_change, phase_lines
+from ..packs.card import format_change
 from ..runtime import mx
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
-from .shared_prefix import check_trees
-from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
-from .tokens import TokenTask
+from .splits import counted, show_notes
+from .task import PhaseStarts, Summary, Trained, try_lines
+from .tokens import TokenTask, token_lines
 
 
 class PreferenceTask(TokenTask):
@@ -161,7 +160,7 @@ class PreferenceTask(TokenTask):
         """Show the number of rows, and what was cut; check that packed rows fit."""
         first = examples["train"]
         display = self.display
-        counts = " / ".join(f"{part.count:,} {split}" for split, part in examples.items())
+        counts = counted(examples)
         targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
 
@@ -169,8 +168,7 @@ class PreferenceTask(TokenTask):
         dropped = sum(e.dropped for e in examples.values())
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
-        for note in (*read.notes, *lost, *read.bad_lines()):
-            display.line("data", note)
+        show_notes(read, display, lost)
 
         longest = int((first.row_lengths.sum(axis=1) - 2).max())
         if train.packing and longest > sequence_inputs(train.max_seq_length):
@@ -216,14 +214,10 @@ class PreferenceTask(TokenTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
-        train = self.train
         model = trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
-        if train.packing:
-            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-        if self.trees:
-            check_trees(trainable, head)
+        self.prepare_rows(trainable, head)
 
         def sums(inputs: Inputs, layout: Layout) -> mx.array:
             return completion_sums(model, head, inputs, layout)[0]
@@ -246,15 +240,10 @@ class PreferenceTask(TokenTask):
         sources: Sequence[str],
     ) -> Summary:
         train = self.train
-        last = data[-1]
         sample = self.sample.report(trainable, self.base)
-        phases = phase_reports(data, sources, trained)
-
-        facts: dict = {}
-        if phases:
-            facts["phases"] = phases
+        samples = {}
         if sample["before"] or sample["after"]:
-            facts["samples"] = [stored_sample(sample)]
+            samples = {"samples": [stored_sample(sample)]}
 
         named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
         if TASKS[train.task].losses:
@@ -266,8 +255,27 @@ class PreferenceTask(TokenTask):
             "loss": "nll",
             "chosen_ppl": "ppl",
         }
-        trees = self.trees.get(last.phase.name)
+        summary = self._summary(data, trained, sources, named, values)
+        return replace(
+            summary, facts=summary.facts | samples, report=summary.report | {"sample": sample}
+        )
+
+    def _summary(
+        self,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
+        named: Mapping,
+        values: Mapping[str, str],
+    ) -> Summary:
+        last = data[-1]
+        phases = phase_reports(data, sources, trained)
+        facts = {}
+        if phases:
+            facts["phases"] = phases
+
         shared = None
+        trees = self.trees.get(last.phase.name)
         if trees is not None:
             shared = trees.to_json(last.train.examples)
 
@@ -277,14 +285,9 @@ class PreferenceTask(TokenTask):
                 "available": last.held_out_examples.count,
                 **before_and_after(*trained.ends(last.phase), values),
             },
-            objective=named,
+            objective=dict(named),
             facts=facts,
-            report={
-                "phases": phases,
-                "objective": named,
-                "shared_prefix": shared,
-                "sample": sample,
-            },
+            report={"phases": phases, "objective": named, "shared_prefix": shared},
         )
 
     @staticmethod
@@ -305,14 +308,8 @@ def before_and_after(before: PairScore, after: PairScore, names: Mapping[str, st
 
 
 def outcome_lines(report: dict) -> list[str]:
-    """Return metrics before and after, phases, speed, the sample and the pack."""
-    held_out = report["held_out"]
     return [
-        f"done    held-out {format_change(report)} on {evaluated(held_out)}"
-        f"{gates_text(report['gates'])}",
-        *(f"phase   {line}" for line in phase_lines(report["phases"])),
-        *bad_rows_lines(report),
-        f"speed   {speed(report)} · {cost(report)}",
+        *token_lines(report, format_change(report)),
         *sample_lines(report["sample"]),
         *try_lines(report, report["sample"].get("prompt")),
     ]

@@ -1,9 +1,7 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from ..adapters.score_head import fresh_score_head, with_score_head
 from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
 from ..config.data import DataConfig
@@ -13,19 +11,17 @@ from ..data.formats import Row
 from ..data.preferences import PreferenceExamples, encode_scored
 from ..data.rows import Splits
 from ..evaluation.preferences import score_pairs
-from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Objective
 from ..objectives.reward_model import RewardModel, hidden_states
-from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
-from ..packs.card import format_change, phase_lines
-from .causal_lm import phase_reports
+from ..packs.card import format_change
 from .phases import PhaseData
-from .preference import PreferenceTask, before_and_after
-from .shared_prefix import check_trees
-from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed
+from .preference import PreferenceTask
+from .score_head import with_trained_head
+from .task import PhaseStarts, Summary, Trained, pack_line
+from .tokens import token_lines
 
 
 class RewardTask(PreferenceTask):
@@ -34,14 +30,7 @@ class RewardTask(PreferenceTask):
     is_scored = True
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return the base with a head besides, which is trained in full."""
-        hidden_states(base.model, base.name)
-        head = fresh_score_head(base, self.train.seed)
-        saved = (*self.lora.modules_to_save, SCORE)
-        return (
-            replace(base, model=with_score_head(base.model, head)),
-            replace(self.lora, modules_to_save=saved),
-        )
+        return with_trained_head(base, self.lora, self.train)
 
     def _encoded(
         self,
@@ -72,16 +61,11 @@ class RewardTask(PreferenceTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
-        train = self.train
         model = trainable.model
-        if self.trees:
-            check_trees(trainable, split_head(model))
-        if train.packing:
-            vocab_size = self.base.vocab_size
-            prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
+        self.prepare_rows(trainable, split_head(model))
 
         states = hidden_states(model, self.base.name)
-        centering = train.center_rewards_coefficient
+        centering = self.train.center_rewards_coefficient
         return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
 
     def summary(
@@ -91,46 +75,17 @@ class RewardTask(PreferenceTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        train = self.train
-        last = data[-1]
-        phases = phase_reports(data, sources, trained)
-        facts = {}
-        if phases:
-            facts["phases"] = phases
-
-        shared = None
-        trees = self.trees.get(last.phase.name)
-        if trees is not None:
-            shared = trees.to_json(last.train.examples)
-
-        named = {"task": "reward", "loss_on": last.splits["train"].loss_on}
-        named["center_rewards_coefficient"] = train.center_rewards_coefficient
+        named = {
+            "task": "reward",
+            "loss_on": data[-1].splits["train"].loss_on,
+            "center_rewards_coefficient": self.train.center_rewards_coefficient,
+        }
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
-
-        return Summary(
-            eval={
-                "split": last.held_out_split,
-                "available": last.held_out_examples.count,
-                **before_and_after(*trained.ends(last.phase), values),
-            },
-            objective=named,
-            facts=facts,
-            report={
-                "phases": phases,
-                "objective": named,
-                "shared_prefix": shared,
-            },
-        )
+        return self._summary(data, trained, sources, named, values)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        held_out = report["held_out"]
         return [
-            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
-            f"{gates_text(report['gates'])}",
-            *(f"phase   {line}" for line in phase_lines(report["phases"])),
-            *bad_rows_lines(report),
-            f"speed   {speed(report)} · {cost(report)}",
-            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
-            f"{report['pack']} --data DATA",
+            *token_lines(report, format_change(report)),
+            pack_line(report, f"packs eval {report['pack']} --data DATA"),
         ]

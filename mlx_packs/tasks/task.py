@@ -23,6 +23,7 @@ from ..data.bad_rows import shown_counts
 from ..data.dataset import ExampleSet
 from ..data.rows import Splits
 from ..display import Display, clock
+from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
@@ -183,13 +184,25 @@ def cost(report: Mapping) -> str:
     )
 
 
+def done_line(report: Mapping, change: str) -> str:
+    examples = evaluated(report["held_out"])
+    return f"done    held-out {change} on {examples}{gates_text(report['gates'])}"
+
+
+def pack_line(report: Mapping, command: str = "") -> str:
+    text = f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:"
+    if command:
+        text += f" {command}"
+    return text
+
+
 def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     """Return commands that use the pack of a run, which can be pasted as they are.
 
     FILE stands for an image, if examples have some.
     """
     pack = shlex.quote(str(report["pack"]))
-    lines = [f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:"]
+    lines = [pack_line(report)]
     if report.get("raw_prompt"):
         start = (prompt or "").strip().partition("\n")[0][:_MOST_PASTED]
         return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]

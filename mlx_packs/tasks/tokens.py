@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.trainable import Trainable
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
@@ -25,10 +26,14 @@ from ..display import VERBOSE, Display
 from ..errors import PackError
 from ..evaluation.images import advance_of
 from ..nn.blocks import attends_by_spans
+from ..objectives.causal_lm import Head
+from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
+from ..packs.card import phase_lines
 from .phases import PhaseData, RunPhase, sample
-from .shared_prefix import computes_trees, passes_of, say_nothing_shared, show_trees
-from .task import Task
+from .shared_prefix import check_trees, computes_trees, passes_of, say_nothing_shared, show_trees
+from .splits import counted, show_notes
+from .task import Task, bad_rows_lines, cost, done_line, speed
 
 MASKS = 2  # training examples that the page of a run shows
 
@@ -127,8 +132,25 @@ class TokenTask(Task):
 
         return data
 
+    def prepare_rows(self, trainable: Trainable, head: Head | None) -> None:
+        """Check that packed rows and trees are computed exactly, which may change how rows are."""
+        train = self.train
+        if train.packing:
+            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+        if self.trees:
+            check_trees(trainable, head, train.packing)
+
     def _masked(self, examples: Examples, base: Base) -> list[dict]:
         return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
+
+
+def token_lines(report: Mapping, change: str) -> list[str]:
+    return [
+        done_line(report, change),
+        *(f"phase   {line}" for line in phase_lines(report["phases"])),
+        *bad_rows_lines(report),
+        f"speed   {speed(report)} · {cost(report)}",
+    ]
 
 
 def encode_phases(
@@ -199,9 +221,7 @@ def encode_splits(
         display.line("data", cut)
 
     lost = template_notes(splits.rows["train"], splits.format, columns, base.tokenizer)
-    for note in (*splits.notes, *lost, *splits.bad_lines()):
-        display.line("data", note)
-
+    show_notes(splits, display, lost)
     return examples
 
 
@@ -209,7 +229,7 @@ def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module)
     """How many examples each split has, and how many sequences they are packed into."""
     first = examples["train"]
     if not train.packing:
-        return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " examples"
+        return f"{counted(examples)} examples"
 
     inputs = sequence_inputs(train.max_seq_length)
     aligned = attends_by_spans(model)

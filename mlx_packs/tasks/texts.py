@@ -1,0 +1,57 @@
+"""Tasks whose examples are several texts each, with a loss by name and one phase."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from ..config.data import COLUMN_SETTINGS
+from ..config.schema import TrainConfig
+from ..data.shapes import padded_length
+from ..errors import PackError, flag_of
+from ..packs.base import Base
+from .phases import PhaseData
+from .task import Task, bad_rows_lines, cost, done_line, pack_line
+
+
+class TextsTask(Task):
+    """A task on pairs or rankings, whose columns have names of their own."""
+
+    examples_are: ClassVar[str]  # as messages name them
+    most_held_out: ClassVar[int]  # examples that a run is evaluated on by default
+
+    base: Base
+    loss: str  # its name
+
+    def check(self, name: str, model_type: str) -> None:
+        super().check(name, model_type)
+        if misplaced := self.columns.changed(COLUMN_SETTINGS):
+            flags = ", ".join(map(flag_of, misplaced))
+            raise PackError(
+                f"{flags}: not with --task {self.train.task}, whose examples are "
+                f"{self.examples_are}. Leave it out.",
+                "conflict",
+            )
+
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        count = data.held_out_examples.count
+        return np.random.RandomState(0).permutation(count)[: self.most_held_out]
+
+    def typical_inputs(self, data: PhaseData, limit: int) -> int:
+        """Return the padded length of a text of median length, of ``limit`` tokens at most."""
+        lengths = np.sort(data.train.examples.lengths)
+        return padded_length(int(lengths[len(lengths) // 2]), limit)
+
+    def planned_settings(self, train: TrainConfig) -> TrainConfig:
+        return replace(train, loss=self.loss)
+
+
+def texts_lines(report: Mapping, change: str, speed: str) -> list[str]:
+    pack = report["pack"]
+    return [
+        done_line(report, change),
+        *bad_rows_lines(report),
+        f"speed   {speed} · {cost(report)}",
+        pack_line(report, f"packs eval {pack} --data …"),
+    ]
