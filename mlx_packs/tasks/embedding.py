@@ -54,7 +54,6 @@ class EmbeddingTask(TextsTask):
     limit: int  # most tokens of a text
 
     def check(self, name: str, model_type: str) -> None:
-        """Accept no setting that means nothing for pairs, or for an encoder."""
         super().check(name, model_type)
         if architecture_of(model_type) == "encoder":
             self._check_of_encoder()
@@ -84,7 +83,6 @@ class EmbeddingTask(TextsTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Encode the pairs of every split and choose their loss; show what was cut."""
         (phase,) = phases
         (read,) = splits
         train = self.train

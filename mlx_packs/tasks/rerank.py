@@ -8,8 +8,6 @@ import numpy as np
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..config.choices import TASKS
-from ..config.data import COLUMN_SETTINGS
-from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset, by_length
 from ..data.rankings import (
     INSTRUCTION,
@@ -21,54 +19,38 @@ from ..data.rankings import (
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
-from ..data.shapes import padded_length
-from ..errors import PackError, flag_of
+from ..data.sources import Rows
 from ..evaluation.rankings import RankScore, score_rankings, shown
-from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, YesOrNo
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
-from .task import PhaseStarts, Summary, Task, Trained, bad_rows_lines, cost, evaluated
+from .splits import counted, encode_each, show_cut, show_notes
+from .task import PhaseStarts, Summary, Trained
+from .texts import TextsTask, texts_lines
 
-_MOST_QUERIES = 200  # that a run is evaluated on by default
 
-
-class RerankTask(Task):
+class RerankTask(TextsTask):
     """``--task rerank``."""
 
     validated = RankScore.numbers
-
-    base: Base
-    loss: str  # its name
-
-    def check(self, name: str, model_type: str) -> None:
-        super().check(name, model_type)
-        if misplaced := self.columns.changed(COLUMN_SETTINGS):
-            flags = ", ".join(map(flag_of, misplaced))
-            text = f"{flags}: not with --task rerank, whose examples are rankings. Leave it out."
-            raise PackError(text, "conflict")
+    examples_are = "rankings"
+    most_held_out = 200
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Encode the queries of every split; show what was cut."""
         (phase,) = phases
         (read,) = splits
         train = self.train
-        present = read.present()
         answer_tokens(base.tokenizer)
         prompt = RerankPrompt(base.tokenizer, self.instruction, train.max_seq_length)
 
-        rankings = {}
-        with self.display.task("data", len(present), "splits") as bar:
-            for split in present:
-                rows = read.rows[split]
-                rankings[split] = encode_rankings(rows, prompt, phase.sources[0].on_bad_row)
-                read.note_encoded(split, rankings[split].fingerprint, rankings[split].bad)
-                bar.advance()
+        def encode(rows: Rows) -> Rankings:
+            return encode_rankings(rows, prompt, phase.sources[0].on_bad_row)
 
+        rankings = encode_each(read, encode, self.display)
         first = rankings["train"]
         self.base = base
         self.loss = train.loss
@@ -88,7 +70,7 @@ class RerankTask(Task):
 
     def _describe(self, read: Splits, rankings: dict[str, Rankings]) -> None:
         first = rankings["train"]
-        counts = " / ".join(f"{len(part):,} {split}" for split, part in rankings.items())
+        counts = counted(rankings)
         documents = first.documents.mean()
         self.display.line(
             "data",
@@ -96,12 +78,8 @@ class RerankTask(Task):
             f"· loss {self.loss}",
         )
 
-        if cut := sum(part.cut for part in rankings.values()):
-            limit = self.train.max_seq_length
-            text = f"longer than {limit} tokens (--max-seq-length): {cut} documents cut"
-            self.display.line("data", text)
-        for note in (*read.notes, *read.bad_lines()):
-            self.display.line("data", note)
+        show_cut(rankings, self.train.max_seq_length, "documents", self.display)
+        show_notes(read, self.display)
 
     def evaluation(self, phase: RunPhase, examples: Rankings, chosen: np.ndarray) -> Dataset:
         chosen = np.sort(chosen)
@@ -117,20 +95,11 @@ class RerankTask(Task):
         collate = RankingCollate(size, phase.train.max_seq_length)
         return Dataset(own, collate, by_length(own.lengths, size, np.arange(len(own))))
 
-    def sampled(self, data: PhaseData) -> np.ndarray:
-        count = data.held_out_examples.count
-        return np.random.RandomState(0).permutation(count)[:_MOST_QUERIES]
-
     def typical_rows(self, data: PhaseData) -> tuple[int, int]:
         """Return the tokens of a typical batch, and those that reach the head."""
-        lengths = np.sort(data.train.examples.lengths)
-        inputs = padded_length(int(lengths[len(lengths) // 2]), self.train.max_seq_length)
+        inputs = self.typical_inputs(data, self.train.max_seq_length)
         documents = round(self.train.batch_size * float(data.train.examples.documents.mean()))
         return max(1, documents * inputs), max(1, documents)
-
-    def planned_settings(self, train: TrainConfig) -> TrainConfig:
-        """Return the settings with the loss that the rows have."""
-        return replace(train, loss=self.loss)
 
     def bind(
         self,
@@ -192,11 +161,5 @@ class RerankTask(Task):
             errors = {name: report.get(f"{name}_{when}_se") for name in names}
             changes.append(shown(metrics, errors))
 
-        pack = report["pack"]
-        return [
-            f"done    held-out {' → '.join(changes)} on {evaluated(report['held_out'])}"
-            f"{gates_text(report['gates'])}",
-            *bad_rows_lines(report),
-            f"speed   {report['queries_per_s']:,.1f} queries/s · {cost(report)}",
-            f"pack    {pack} ({report['pack_mb']:.1f} MB)    try: packs eval {pack} --data …",
-        ]
+        speed = f"{report['queries_per_s']:,.1f} queries/s"
+        return texts_lines(report, " → ".join(changes), speed)
