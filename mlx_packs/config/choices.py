@@ -128,7 +128,9 @@ class TaskFacts:
     # Numbers of its report, which has them with ``_before`` and ``_after``. A sweep compares trials
     # by the first that they have; without any there are no sweeps of it.
     metrics: tuple[str, ...] = ()
-    formats: str | None = None  # of rows that it alone trains on, a tuple, module:name
+    # Formats of rows that it alone trains on, a tuple, module:name. The module is imported with
+    # `data.formats`, so it imports `data.row_format` alone.
+    formats: str | None = None
     caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
     plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
     pipelined: str | None = None  # its class with --pipeline
