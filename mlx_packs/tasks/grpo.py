@@ -3,7 +3,7 @@
 https://arxiv.org/abs/2402.03300
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -28,10 +28,10 @@ from ..data.prompts import (
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
-from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
+from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..evaluation.images import advance_of
-from ..inference.generate import sample_batch, text_of
+from ..inference.generate import text_of
 from ..memory.memory_choice import MemoryChoice
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
@@ -39,17 +39,21 @@ from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
 from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
-from ..runtime import mx
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
+from .completions import (
+    MOST_AT_ONCE,
+    TokenSampler,
+    completions,
+    largest_batch,
+    random_sampler,
+)
 from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
 from .task import PhaseStarts, Summary, Task, Trained
-
-_MOST_AT_ONCE = 64  # completions that are generated together
 
 
 @dataclass(frozen=True)
@@ -199,16 +203,11 @@ class GRPOTask(Task):
         train = self.train
         prompts = batch.source
         indices = [i for i in batch.examples for _ in range(train.num_generations)]
-        keys = _keys(train.seed, batch.number)
-
-        def sampler(log_probs: mx.array) -> mx.array:
-            return mx.random.categorical(log_probs / train.temperature, key=next(keys))
-
-        completions = self._completed(prompts, indices, sampler)
-        rewards = self._rewards(prompts, indices, completions)
+        generated = self._completed(prompts, indices, random_sampler(train, batch.number))
+        rewards = self._rewards(prompts, indices, generated)
 
         examples = []
-        for i, tokens in zip(indices, completions, strict=True):
+        for i, tokens in zip(indices, generated, strict=True):
             prompt = prompts.tokens[i]
             is_target = np.arange(len(prompt) + len(tokens)) >= len(prompt)
             whole = np.array([*prompt, *tokens], np.int32)
@@ -225,18 +224,11 @@ class GRPOTask(Task):
         return collate(examples, np.arange(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
-        self,
-        prompts: Prompts,
-        indices: Sequence[int],
-        sampler: Callable[[mx.array], mx.array] | None,
+        self, prompts: Prompts, indices: Sequence[int], sampler: TokenSampler | None
     ) -> list[list[int]]:
         """Return the tokens of a completion of each prompt, at least one."""
-        train = self.train
         asked = [prompts.tokens[i] for i in indices]
-        room = [train.max_seq_length - len(tokens) for tokens in asked]
-        limits = [min(train.max_completion_length, each) for each in room]
-        at_once = min(len(asked), _MOST_AT_ONCE)
-        return sample_batch(self.base, asked, limits, at_once, sampler, self.shared is not None)
+        return completions(self.base, asked, self.train, sampler, self.shared is not None)
 
     def _rewards(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[Sequence[int]]
@@ -254,8 +246,8 @@ class GRPOTask(Task):
         prompts = data.examples
         indices = [i for batch in data.once() for i in batch.examples]
         rewards = []
-        for start in range(0, len(indices), _MOST_AT_ONCE):
-            part = indices[start : start + _MOST_AT_ONCE]
+        for start in range(0, len(indices), MOST_AT_ONCE):
+            part = indices[start : start + MOST_AT_ONCE]
             rewards.append(self._rewards(prompts, part, self._completed(prompts, part, None)))
             if advance is not None:
                 for _ in part:
@@ -306,18 +298,4 @@ class GRPOTask(Task):
 
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:
-    """The shape of the largest batch that may be generated."""
-    t = phase.train
-    longest = int(prompts.lengths.max())
-    inputs = sequence_inputs(t.max_seq_length)
-    width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)
-    targets = min(t.max_completion_length, width) * t.sequences
-    return width, padded_targets(targets, t.sequences * width)
-
-
-def _keys(seed: int, number: int) -> Iterator[mx.array]:
-    """Yield the keys of the random numbers of a batch."""
-    key = mx.random.split(mx.random.key(seed), number + 1)[number]
-    while True:
-        key, one = mx.random.split(key)
-        yield one
+    return largest_batch(phase.train, int(prompts.lengths.max()))
