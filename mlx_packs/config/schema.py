@@ -27,7 +27,8 @@ grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric pat
 steps_per_eval save_every time loss similarity_scale mini_batch_size triplet_margin
 triplet_distance beta simpo_gamma cpo_alpha desirable_weight undesirable_weight
 center_rewards_coefficient head ordinal class_weights calibrate reward
-num_generations max_completion_length temperature teacher_cache ce_weight jsd_beta
+num_generations max_completion_length temperature teacher_cache teacher teacher_top_k
+on_policy ce_weight jsd_beta
 exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
 long_rows fim_rate fim_spm_rate fim_tokens num_proc max_grad_norm on_nan recompute micro_batches

@@ -131,6 +131,18 @@ class Beta(Settings):
 
 
 @dataclass(frozen=True, repr=False)
+class GeneratedConfig(Settings):
+    """Settings of tasks that train on completions that the model generates."""
+
+    max_completion_length: int = _generated(
+        256, "Maximum completion length, in tokens.", at_least=1, memory=True
+    )
+    temperature: float = _generated(
+        1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class PairLoss(LabelSmoothing, NamedLoss):
     """Settings of tasks with a loss of the margin between two completions."""
 
@@ -252,7 +264,7 @@ class LMConfig(TargetConfig, LabelSmoothing):
 
 
 @dataclass(frozen=True, repr=False)
-class DistillConfig(TargetConfig, NamedLoss):
+class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
     """Settings of distillation."""
 
     teacher_cache: str | None = _data(
@@ -260,6 +272,27 @@ class DistillConfig(TargetConfig, NamedLoss):
         "Folder with the log-probabilities of a teacher, which packs logits writes.",
         metavar="DIR",
         resumable=True,
+    )
+    teacher: str | None = _data(
+        None,
+        "Teacher that is loaded alongside the student, in the place of a cache: a folder, a GGUF "
+        "file or a Hugging Face id.",
+        metavar="MODEL",
+        resumable=True,
+        memory=True,
+    )
+    teacher_top_k: int = _data(
+        64,
+        "Most likely tokens of --teacher that the student is compared on, at most the vocabulary; "
+        "all others count as one.",
+        metavar="K",
+        at_least=1,
+        memory=True,
+    )
+    on_policy: float = _share(
+        0.0,
+        "Share of the batches whose completions the student generates; --teacher scores them "
+        "(GKD).",
     )
     ce_weight: float = _optimization(
         0.0,
@@ -282,6 +315,34 @@ class DistillConfig(TargetConfig, NamedLoss):
             yield Fault("share_prefix", "on does not go with --task distill.", "conflict")
         if self.loss != "jsd" and self.changed(["jsd_beta"]):
             yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
+        if self.teacher is not None:
+            yield from self._teacher_faults()
+        else:
+            for name in self.changed(("teacher_top_k", "on_policy")):
+                yield Fault(name, "needs a --teacher.", "conflict")
+        yield from self._on_policy_faults()
+
+    def _teacher_faults(self) -> Iterator[Fault]:
+        if self.teacher_cache is not None:
+            yield Fault("teacher", "does not go with --teacher-cache. Name one.", "conflict")
+        if self.packing:
+            yield Fault("packing", "does not go with --teacher.", "conflict")
+
+    def _on_policy_faults(self) -> Iterator[Fault]:
+        if not self.on_policy:
+            for name in self.changed(("max_completion_length", "temperature")):
+                yield Fault(name, "needs an --on-policy share above 0.", "conflict")
+            return
+
+        unfit = {
+            "ce_weight": self.ce_weight > 0,
+            "ce_last_k": self.ce_last_k is not None,
+            "long_rows": self.long_rows == "split",
+            "loss_on": self.loss_on == "all",
+        }
+        for name, is_unfit in unfit.items():
+            if is_unfit:
+                yield Fault(name, "does not go with --on-policy.", "conflict")
 
 
 @dataclass(frozen=True, repr=False)
@@ -420,7 +481,7 @@ class ClassifyConfig(PackableConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class GRPOConfig(DecoderConfig, Beta):
+class GRPOConfig(DecoderConfig, Beta, GeneratedConfig):
     """Settings of GRPO."""
 
     reward: str | None = _generated(
@@ -431,12 +492,6 @@ class GRPOConfig(DecoderConfig, Beta):
     )
     num_generations: int = _generated(
         8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
-    )
-    max_completion_length: int = _generated(
-        256, "Maximum completion length, in tokens.", at_least=1, memory=True
-    )
-    temperature: float = _generated(
-        1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
     )
 
 

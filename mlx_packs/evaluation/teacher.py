@@ -57,12 +57,18 @@ class StudentScores(ExampleScores):
 
 
 class StudentScorer(Scorer):
-    """Scores batches with the arrays of a `TeacherCache`."""
+    """Scores batches with the arrays of a `TeacherCache`, which ``prepare`` may add."""
 
     kind = StudentScores
 
-    def __init__(self, model: nn.Module, head: Head | None, distillation: Distillation) -> None:
-        super().__init__(model, head)
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        distillation: Distillation,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        super().__init__(model, head, prepare)
         self.distillation = distillation
 
     def values(

@@ -103,12 +103,16 @@ def estimate(
     """
     one = estimator_of(headers.config).estimate
     if shapes is None:
-        return one(headers, lora, train)
+        plans = [one(headers, lora, train)]
+    else:
+        # of shapes that only differ in their targets: estimates rise with these, to 2 %
+        largest = {(type(shape), shape[0], *shape[2:]): shape for shape in sorted(shapes)}
+        plans = [one(headers, lora, train, shape) for shape in largest.values()]
 
-    # of shapes that only differ in their targets: estimates rise with these, to 2 %
-    largest = {(type(shape), shape[0], *shape[2:]): shape for shape in sorted(shapes)}
-    plans = [one(headers, lora, train, shape) for shape in largest.values()]
-    return max(plans, key=lambda plan: plan.peak_bytes)
+    plan = max(plans, key=lambda plan: plan.peak_bytes)
+    if train.teacher is not None:
+        return late.load("memory.teacher:beside_teacher")(plan, train.teacher)
+    return plan
 
 
 def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
@@ -247,6 +251,8 @@ def remedies(
 
     enough = _HELPS * plan_of(lora, train).peak_bytes
     helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
+    if train.teacher is not None:
+        helpful.insert(0, "a --teacher-cache by packs logits in the place of --teacher")
     return [*helpful, "a smaller base"]
 
 

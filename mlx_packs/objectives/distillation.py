@@ -10,12 +10,13 @@ Divergences are those of generalized knowledge distillation (https://arxiv.org/a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ..data.dataset import Layout
+from ..data.dataset import Batch, Layout
 from ..ops.linear_cross_entropy import cross_entropy, linear_cross_entropy, linear_logits
 from ..runtime import mx
 from .causal_lm import CausalLM, Head, target_states
@@ -144,11 +145,26 @@ def _of_logits(
 
 
 class DistillationObjective(CausalLM):
-    """The next token of each input as a teacher predicts it."""
+    """The next token of each input as a teacher predicts it.
 
-    def __init__(self, distillation: Distillation, *causal_lm: Any, **settings: Any) -> None:
+    ``taught`` returns a batch with the arrays of a teacher, where it does not come with them.
+    """
+
+    def __init__(
+        self,
+        distillation: Distillation,
+        *causal_lm: Any,
+        taught: Callable[[Batch], Batch] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(*causal_lm, **settings)
         self.distillation = distillation
+        self._taught = taught
+
+    def prepare(self, batch: Batch) -> Batch:
+        if self._taught is not None:
+            batch = self._taught(batch)
+        return super().prepare(batch)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         losses = target_losses(self.model, self.head, inputs, layout, self.distillation)

@@ -17,6 +17,7 @@ _NAMES = (
     "hf_dataset",
     "resume_adapter_file",
     "teacher_cache",
+    "teacher",
 )  # which may be paths
 
 

@@ -1,4 +1,4 @@
-"""The next token as a teacher predicts it, whose log-probabilities are cached."""
+"""The next token as a teacher predicts it, by a cache or by the teacher alongside the student."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,10 @@ from ..evaluation.perplexity import Scorer
 from ..evaluation.teacher import StudentScore, StudentScorer
 from ..objectives.causal_lm import CausalLM, Head, Preparation
 from ..objectives.distillation import Distillation, DistillationObjective
+from ..objectives.frozen_activations import FrozenActivations
 from ..packs.base import Base
 from .causal_lm import CausalLMTask
+from .live_teacher import LiveTeacher, OnPolicy
 from .phases import PhaseData, RunPhase
 from .preference import before_and_after
 from .task import Summary, Trained
@@ -51,15 +53,20 @@ class DistillTask(CausalLMTask):
 
     shares_prefixes = False  # merged examples would not be those of the cache
 
-    cache: TeacherCache
+    cache: TeacherCache | None = None
+    live: LiveTeacher | None = None  # in the place of a cache
+    on_policy: OnPolicy | None = None
 
     def check(self, name: str, model_type: str) -> None:
         super().check(name, model_type)
+        if self.train.teacher is not None:
+            return
+
         folder = self.train.teacher_cache
         if folder is None:
             raise PackError(
                 "--teacher-cache: name the folder with the log-probabilities of a teacher, which "
-                "`packs logits` writes."
+                "`packs logits` writes, or load a --teacher alongside the student."
             )
         self.cache = TeacherCache.at(folder)
 
@@ -68,34 +75,70 @@ class DistillTask(CausalLMTask):
     ) -> list[PhaseData]:
         if len(phases) > 1:
             raise PackError(
-                "phases: a run has one phase of --task distill, since it reads one cache.",
+                "phases: a run has one phase of --task distill, since it has one teacher.",
                 "conflict",
                 "phases",
             )
-        if tokenizer_key(base.tokenizer) != self.cache.facts.tokenizer:
-            raise PackError(
-                f"--teacher-cache {self.cache.folder}: its teacher ({self.cache.facts.teacher}) "
-                f"has another tokenizer than {base.name}. Name a student of the same family.",
-                "mismatch",
-            )
 
+        if self.cache is None:
+            self.live = self._loaded(base)
+        else:
+            self._check_tokenizer(base, self.cache)
         self.teachers: list[tuple[Examples, TeacherTargets]] = []
         return super().encode(base, phases, splits)
 
+    def _loaded(self, student: Base) -> LiveTeacher:
+        train = self.train
+        with self.display.working("teacher", f"loading {train.teacher}"):
+            teacher = LiveTeacher.load(train.teacher, train.teacher_top_k, student)
+
+        share = "no batch"
+        if train.on_policy:
+            share = f"{train.on_policy:.0%} of the batches"
+        line = f"{teacher.base.summary()} · the student generates {share}"
+        self.display.line("teacher", line)
+        return teacher
+
+    def _check_tokenizer(self, base: Base, cache: TeacherCache) -> None:
+        if tokenizer_key(base.tokenizer) != cache.facts.tokenizer:
+            raise PackError(
+                f"--teacher-cache {cache.folder}: its teacher ({cache.facts.teacher}) has another "
+                f"tokenizer than {base.name}. Name a student of the same family.",
+                "mismatch",
+            )
+
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
-        return self._with_teacher(super().training(phase, examples, draw))
+        data = super().training(phase, examples, draw)
+        if not self.train.on_policy:
+            return self._with_teacher(data)
+
+        self.on_policy = OnPolicy(self.base, phase.train, data)
+        return self.on_policy.counted(data)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         return self._with_teacher(super().evaluation(phase, examples, chosen))
 
     def _with_teacher(self, data: Dataset) -> Dataset:
         """Add what the cache has of their split, which is checked once."""
+        if self.cache is None:
+            return data
+
         known = [targets for examples, targets in self.teachers if examples is data.examples]
         if not known:
             known = [self.cache.of(data.examples, self.base.vocab_size)]
             self.teachers.append((data.examples, known[0]))
 
         return dataclasses.replace(data, collate=TeacherCollate(data.collate, known[0]))
+
+    def _frozen_activations(self, *run: Any) -> FrozenActivations | None:
+        """Cache none if completions are generated, which are others each time."""
+        if self.on_policy is None:
+            return super()._frozen_activations(*run)
+
+        if self.train.cache_frozen == "on":
+            text = "--cache-frozen on: does not go with --on-policy. Leave it out."
+            raise PackError(text, "conflict")
+        return None
 
     @property
     def distillation(self) -> Distillation:
@@ -104,11 +147,38 @@ class DistillTask(CausalLMTask):
         if loss == "auto":
             loss = TASKS[train.task].losses[0]
 
-        temperature = self.cache.facts.temperature
+        temperature = self._known["temperature"]
         return Distillation(loss, train.jsd_beta, train.ce_weight, temperature)
 
+    @property
+    def _known(self) -> dict[str, Any]:
+        """What is known of the teacher, for manifest and report."""
+        if self.live is not None:
+            teacher = self.live
+            return {
+                "teacher": teacher.name,
+                "top_k": teacher.top_k,
+                "temperature": teacher.temperature,
+                "on_policy": self.train.on_policy,
+            }
+
+        facts = self.cache.facts
+        return {
+            "teacher": facts.teacher,
+            "top_k": facts.top_k,
+            "temperature": facts.temperature,
+        }
+
+    def _taught(self, batch: Batch) -> Batch:
+        """Return a training batch as it is learned: of the student's own, or of the data."""
+        if self.on_policy is not None and self.on_policy.takes(batch):
+            batch = self.on_policy.generated(batch)
+        return self.live.having(batch)
+
     def scorer_of(self, trainable: Trainable, head: Head | None) -> Scorer:
-        return StudentScorer(trainable.model, head, self.distillation)
+        if self.live is None:
+            return StudentScorer(trainable.model, head, self.distillation)
+        return StudentScorer(trainable.model, head, self.distillation, self.live.having)
 
     def objective_of(
         self, trainable: Trainable, head: Head | None, preparation: Preparation | None
@@ -120,6 +190,7 @@ class DistillTask(CausalLMTask):
             preparation,
             self.scorer.score,
             validate=self._validation_score,
+            taught=self._taught if self.live else None,
         )
 
     def summary(
@@ -134,11 +205,8 @@ class DistillTask(CausalLMTask):
         scores = trained.ends(data[-1].phase)
         changes = before_and_after(*scores, {"teacher_loss": "divergence"})
 
-        facts = self.cache.facts
         teacher = {
-            "teacher": facts.teacher,
-            "top_k": facts.top_k,
-            "temperature": facts.temperature,
+            **self._known,
             "loss": self.distillation.loss,
             "ce_weight": self.train.ce_weight,
         }

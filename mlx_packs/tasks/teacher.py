@@ -28,7 +28,7 @@ from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Head, split_head, target_states
-from ..objectives.objective import arrays_of
+from ..objectives.objective import Inputs, arrays_of
 from ..ops.profile import profile
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
@@ -248,21 +248,37 @@ def _shard(
     }
 
     for batch in batches:
-        states = target_states(teacher.base.model, head, arrays_of(batch))[: batch.targets]
         at = [starts[i - first] + np.arange(counts[i - first]) for i in batch.examples]
         places = np.concatenate(at)
-        step = max(1, _LOGIT_BYTES // (4 * teacher.base.vocab_size))
-
-        for start in range(0, len(places), step):
-            logits = states[start : start + step]
-            if head is not None:
-                logits = head.logits(logits)
-            values = most_likely(logits, teacher.top_k, teacher.temperature)
-            for name, value in values.items():
-                arrays[name][places[start : start + step]] = np.array(value)
+        inputs = arrays_of(batch)
+        inputs["positions"] = inputs["positions"][: batch.targets]
+        values = predictions(teacher.base, head, inputs, teacher.top_k, teacher.temperature)
+        for name, value in values.items():
+            arrays[name][places] = np.array(value)
         advance()
 
     return arrays
+
+
+def predictions(
+    base: Base, head: Head | None, inputs: Inputs, top_k: int, temperature: float
+) -> dict[str, mx.array]:
+    """Return `most_likely` of every target of a batch, computed; ``inputs`` are its arrays.
+
+    Logits exist for some targets at a time.
+    """
+    states = target_states(base.model, head, inputs)
+    step = max(1, _LOGIT_BYTES // (4 * base.vocab_size))
+    parts = []
+
+    for start in range(0, len(states), step):
+        logits = states[start : start + step]
+        if head is not None:
+            logits = head.logits(logits)
+        parts.append(most_likely(logits, top_k, temperature))
+        mx.eval(parts[-1])
+
+    return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def most_likely(logits: mx.array, top_k: int, temperature: float = 1.0) -> dict[str, mx.array]:
@@ -273,7 +289,9 @@ def most_likely(logits: mx.array, top_k: int, temperature: float = 1.0) -> dict[
     none.
     """
     logits = logits.astype(mx.float32) / temperature
-    tokens = mx.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
+    tokens = mx.broadcast_to(mx.arange(logits.shape[-1]), logits.shape)
+    if top_k < logits.shape[-1]:
+        tokens = mx.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
     largest = logits.max(axis=-1, keepdims=True)
     weights = profile().exp(logits - largest)
     lse = mx.log(weights.sum(axis=-1, keepdims=True)) + largest

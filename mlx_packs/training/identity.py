@@ -6,8 +6,8 @@ from datetime import date
 from pathlib import Path
 
 from ..bases.chat_template import reads_clock
-from ..bases.files import public_name
-from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
+from ..bases.files import public_name, resolve_checkpoint
+from ..bases.fingerprint import changed_texts, fingerprint, is_fingerprint_of, text_hashes
 from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.optimizer import with_bias_correction
@@ -52,6 +52,8 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
         identity["loss"] = run.request.calls.loss_name
     if (folder := recipe.train.teacher_cache) is not None:
         identity["teacher"] = load("data.teacher_cache:TeacherCache").at(folder).facts.digest
+    if (teacher := recipe.train.teacher) is not None:
+        identity["teacher"] = fingerprint(resolve_checkpoint(teacher))
 
     data = {
         phase.manifest_key(split): read.fingerprint(split)
@@ -81,14 +83,15 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     ``base`` is the folder of the base, ``earlier`` the identity of the run as it began.
     """
     same_base = is_fingerprint_of(base, earlier["base"], identity["base"], f"--resume: {run}")
+    named = "teacher" if identity["recipe"].get("teacher") else "teacher_cache"
     for key, same, other, flag in (
         ("base", same_base, "another base", "model"),
         ("data", earlier["data"] == identity["data"], "other examples", "data"),
         (
-            "teacher cache",
+            "teacher",
             earlier.get("teacher") == identity.get("teacher"),
-            "another teacher cache",
-            "teacher_cache",
+            "another teacher",
+            named,
         ),
     ):
         if not same:
@@ -138,8 +141,9 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 def public_recipe(recipe: Recipe, base: Base) -> dict:
     """Return a recipe as a manifest has it: folders without their paths."""
     public = {**recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)}
-    if cache := public["teacher_cache"]:
-        public["teacher_cache"] = public_name(cache)
+    for name in ("teacher_cache", "teacher"):
+        if public[name]:
+            public[name] = public_name(public[name])
     for phase in public.get("phases", ()):
         if "data" in phase:
             data = phase["data"]

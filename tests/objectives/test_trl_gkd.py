@@ -5,9 +5,14 @@ import pytest
 
 from mlx_packs.objectives.distillation import Distillation, target_losses
 from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.teacher import most_likely
+from tests.helpers.bases import saved_base
+from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import examples_of, make_batch
+from tests.helpers.tasks import EncodedTask
+from tests.tasks.test_distill import LORA, base_with, settings
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 VOCABULARY = 128
@@ -89,3 +94,34 @@ def test_other_tokens_are_the_tail_of_trl(loss):
         p, q = q, p
     expected = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
     assert np.allclose(np.array(ours.divergence), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", BETAS)
+def test_a_batch_that_the_student_generated_has_the_loss_of_trl(tmp_path, loss):
+    theirs = jsd_loss()
+    import torch
+
+    rows = [chat(f"Say {i} twice.", f"{i}, {i}.") for i in range(8)]
+    data = write_rows(tmp_path / "d", train=rows[:6], valid=rows[6:])
+    teacher = saved_base(base_with(1), tmp_path / "t")
+    train = settings(
+        teacher=teacher,
+        teacher_top_k=4096,
+        on_policy=1.0,
+        max_completion_length=6,
+        loss=loss,
+        jsd_beta=0.3 if loss == "jsd" else 0.5,
+    )
+    task = EncodedTask(base_with(2), data, train, LORA)
+    objective = task.bind()
+    made = objective.prepare(next(task.data[0].train.batches()))
+    total, count = objective.loss(arrays_of(made))
+
+    inputs = mx.array(made.inputs["tokens"])
+    positions = made.inputs["positions"][made.inputs["owners"] >= 0]
+    logits = [
+        torch.tensor(np.array(model(inputs).astype(mx.float32)).reshape(-1, 4096)[positions])
+        for model in (task.trainable.model, load_base(teacher).model)
+    ]
+    expected = theirs(*logits, beta=BETAS[loss], reduction="batchmean")
+    assert (total / count).item() == pytest.approx(expected.item(), rel=1e-4)

@@ -1,0 +1,181 @@
+"""A teacher that is loaded alongside the student, and completions of the student that it scores.
+
+Generalized knowledge distillation (https://arxiv.org/abs/2306.13649): a share of the batches has
+completions that the student generates, so that it learns where its own texts lead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from .. import runtime
+from ..bases.turns import takes_images
+from ..config.choices import architecture_of
+from ..config.schema import TrainConfig
+from ..data.batches import TokenCollate
+from ..data.dataset import Batch, Collate, Dataset
+from ..data.encoding import Example, Examples
+from ..data.prompts import PromptCollate
+from ..data.sampler import Order
+from ..data.shapes import Shape, sequence_inputs
+from ..data.teacher_cache import TEACHER_ARRAYS, tokenizer_key
+from ..errors import PackError
+from ..memory.matmul_path import generation_path
+from ..nn.quantized import apply_matmul_path
+from ..objectives.causal_lm import Head, split_head
+from ..objectives.objective import arrays_of
+from ..packs.base import Base, load_base
+from .completions import completions, largest_batch, random_sampler
+from .teacher import predictions
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A frozen base whose predictions are computed as they are needed.
+
+    Attributes:
+        base: its weights are used by the path that suits this device.
+        top_k: how many of its most likely tokens are compared.
+        temperature: what logits of both models are divided by.
+    """
+
+    base: Base
+    top_k: int
+    temperature: float = 1.0
+
+    @classmethod
+    def load(cls, name: str, top_k: int, student: Base) -> "LiveTeacher":
+        """Load the teacher of a student; a PackError if it cannot be one."""
+        flag = f"--teacher {name}"
+        try:
+            base = load_base(name)
+        except PackError as error:
+            text = error.message.replace("--model", "--teacher", 1)
+            raise PackError(text, error.code, "teacher") from None
+
+        if architecture_of(base.config.get("model_type")) != "decoder":
+            raise PackError(f"{flag}: is an encoder, which predicts no next token.", "unsupported")
+        if takes_images(base.tokenizer):
+            text = f"{flag}: takes images. Name a model of texts."
+            raise PackError(text, "unsupported")
+        if tokenizer_key(base.tokenizer) != tokenizer_key(student.tokenizer):
+            raise PackError(
+                f"{flag}: has another tokenizer than {student.name}. Name a teacher of the same "
+                "family.",
+                "mismatch",
+            )
+
+        least = min(base.vocab_size, student.vocab_size)
+        if top_k > least:
+            raise PackError(
+                f"--teacher-top-k {top_k:,}: is larger than the vocabulary that teacher and "
+                f"student share, which has {least:,} tokens. Name a number up to that.",
+            )
+
+        apply_matmul_path(base.model, generation_path(base.model))
+        base.model.eval()
+        return cls(base, top_k)
+
+    @property
+    def name(self) -> str:
+        return self.base.public_name
+
+    @cached_property
+    def _head(self) -> Head | None:
+        return split_head(self.base.model)
+
+    def having(self, batch: Batch) -> Batch:
+        """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
+        inputs = arrays_of(batch)
+        inputs.pop("states", None)  # of the student
+        predicted = predictions(self.base, self._head, inputs, self.top_k, self.temperature)
+        names = ("logprobs", "rest", "tokens")
+        arrays = {to: predicted[name] for to, name in zip(TEACHER_ARRAYS, names, strict=True)}
+        return batch.having(**arrays)
+
+
+@dataclass(frozen=True)
+class OnPolicyCollate:
+    """Counts the batches that may be generated among the shapes of a run."""
+
+    tokens: Collate
+    largest: Shape
+
+    def __call__(self, examples: Examples, order: Order) -> Batch:
+        return self.tokens(examples, order)
+
+    def shapes(self, examples: Examples, orders: Sequence[Order]) -> set[Shape]:
+        return self.tokens.shapes(examples, orders) | {self.largest}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        return self.tokens.split(batch, parts)
+
+
+class OnPolicy:
+    """Puts completions of the student in the place of those of the data, in a share of batches."""
+
+    def __init__(self, student: Base, train: TrainConfig, data: Dataset) -> None:
+        self._student = student
+        self._train = train
+        examples = data.examples
+        if examples.loss_on == "all":
+            raise PackError(
+                f"{examples.items[0].where}: is a text without a prompt, which --on-policy would "
+                "complete. Give chats, or prompts with completions.",
+                "data",
+                "on_policy",
+            )
+        longest = max(len(_prompt(each)) for each in examples.items)
+        self.largest = largest_batch(train, longest)
+
+    def counted(self, data: Dataset) -> Dataset:
+        """Return data whose shapes are those of generated batches, too."""
+        return replace(data, collate=OnPolicyCollate(data.collate, self.largest))
+
+    def takes(self, batch: Batch) -> bool:
+        """Return whether a batch is of the share, by its number and the seed of the run."""
+        drawn = np.random.default_rng([self._train.seed, batch.number]).random()
+        return bool(drawn < self._train.on_policy)
+
+    def generated(self, batch: Batch) -> Batch:
+        """Return a batch whose completions the student generates as it is now."""
+        prompts = [_prompt(batch.source[i]) for i in batch.examples]
+        sampler = random_sampler(self._train, batch.number, min(batch.examples))
+        model = self._student.model
+        training = model.training
+        own = completions(self._student, prompts, self._train, sampler, shares=True)
+        model.train(training)
+
+        examples = [
+            Example(
+                np.array([*prompt, *tokens], np.int32),
+                np.arange(len(prompt) + len(tokens)) >= len(prompt),
+                batch.source[i].where,
+            )
+            for i, prompt, tokens in zip(batch.examples, prompts, own, strict=True)
+        ]
+        laid_out = self._collate(len(examples))(examples, np.arange(len(examples)))
+        return replace(
+            batch,
+            inputs=laid_out.inputs,
+            targets=laid_out.targets,
+            denominator=laid_out.denominator,
+            computed=laid_out.computed,
+            layout=laid_out.layout,
+        )
+
+    def _collate(self, rows: int) -> TokenCollate:
+        shapes = None
+        if runtime.COMPILES:
+            shapes = PromptCollate(self.largest).few_shapes(rows)
+        return TokenCollate(rows, sequence_inputs(self._train.max_seq_length), shapes)
+
+
+def _prompt(example: Example) -> list[int]:
+    """Return what comes before the last completion of an example."""
+    is_target = np.asarray(example.target, bool)
+    last = np.flatnonzero(is_target)[-1]
+    before = np.flatnonzero(~is_target[:last])
+    return example.tokens[: int(before[-1]) + 1].tolist()
