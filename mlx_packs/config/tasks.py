@@ -315,18 +315,15 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
             yield Fault("share_prefix", "on does not go with --task distill.", "conflict")
         if self.loss != "jsd" and self.changed(["jsd_beta"]):
             yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
-        if self.teacher is not None:
-            yield from self._teacher_faults()
-        else:
+        if self.teacher is None:
             for name in self.changed(("teacher_top_k", "on_policy")):
                 yield Fault(name, "needs a --teacher.", "conflict")
-        yield from self._on_policy_faults()
-
-    def _teacher_faults(self) -> Iterator[Fault]:
-        if self.teacher_cache is not None:
+        elif self.teacher_cache is not None:
             yield Fault("teacher", "does not go with --teacher-cache. Name one.", "conflict")
-        if self.packing:
+        elif self.packing:
             yield Fault("packing", "does not go with --teacher.", "conflict")
+
+        yield from self._on_policy_faults()
 
     def _on_policy_faults(self) -> Iterator[Fault]:
         if not self.on_policy:

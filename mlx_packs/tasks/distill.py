@@ -80,10 +80,15 @@ class DistillTask(CausalLMTask):
                 "phases",
             )
 
-        if self.cache is None:
+        if self.train.teacher is not None:
             self.live = self._loaded(base)
-        else:
-            self._check_tokenizer(base, self.cache)
+        elif tokenizer_key(base.tokenizer) != self.cache.facts.tokenizer:
+            raise PackError(
+                f"--teacher-cache {self.cache.folder}: its teacher ({self.cache.facts.teacher}) "
+                f"has another tokenizer than {base.name}. Name a student of the same family.",
+                "mismatch",
+            )
+
         self.teachers: list[tuple[Examples, TeacherTargets]] = []
         return super().encode(base, phases, splits)
 
@@ -98,14 +103,6 @@ class DistillTask(CausalLMTask):
         line = f"{teacher.base.summary()} · the student generates {share}"
         self.display.line("teacher", line)
         return teacher
-
-    def _check_tokenizer(self, base: Base, cache: TeacherCache) -> None:
-        if tokenizer_key(base.tokenizer) != cache.facts.tokenizer:
-            raise PackError(
-                f"--teacher-cache {cache.folder}: its teacher ({cache.facts.teacher}) has another "
-                f"tokenizer than {base.name}. Name a student of the same family.",
-                "mismatch",
-            )
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         data = super().training(phase, examples, draw)
@@ -169,7 +166,7 @@ class DistillTask(CausalLMTask):
             "temperature": facts.temperature,
         }
 
-    def _taught(self, batch: Batch) -> Batch:
+    def taught(self, batch: Batch) -> Batch:
         """Return a training batch as it is learned: of the student's own, or of the data."""
         if self.on_policy is not None and self.on_policy.takes(batch):
             batch = self.on_policy.generated(batch)
@@ -190,7 +187,7 @@ class DistillTask(CausalLMTask):
             preparation,
             self.scorer.score,
             validate=self._validation_score,
-            taught=self._taught if self.live else None,
+            taught=self.taught if self.live else None,
         )
 
     def summary(

@@ -6,7 +6,6 @@ completions that the student generates, so that it learns where its own texts le
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -37,11 +36,13 @@ class LiveTeacher:
 
     Attributes:
         base: its weights are used by the path that suits this device.
+        head: the head of its model, as `split_head` gives it.
         top_k: how many of its most likely tokens are compared.
         temperature: what logits of both models are divided by.
     """
 
     base: Base
+    head: Head | None
     top_k: int
     temperature: float = 1.0
 
@@ -76,21 +77,17 @@ class LiveTeacher:
 
         apply_matmul_path(base.model, generation_path(base.model))
         base.model.eval()
-        return cls(base, top_k)
+        return cls(base, split_head(base.model), top_k)
 
     @property
     def name(self) -> str:
         return self.base.public_name
 
-    @cached_property
-    def _head(self) -> Head | None:
-        return split_head(self.base.model)
-
     def having(self, batch: Batch) -> Batch:
         """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
         inputs = arrays_of(batch)
         inputs.pop("states", None)  # of the student
-        predicted = predictions(self.base, self._head, inputs, self.top_k, self.temperature)
+        predicted = predictions(self.base, self.head, inputs, self.top_k, self.temperature)
         names = ("logprobs", "rest", "tokens")
         arrays = {to: predicted[name] for to, name in zip(TEACHER_ARRAYS, names, strict=True)}
         return batch.having(**arrays)
@@ -156,7 +153,14 @@ class OnPolicy:
             )
             for i, prompt, tokens in zip(batch.examples, prompts, own, strict=True)
         ]
-        laid_out = self._collate(len(examples))(examples, np.arange(len(examples)))
+
+        shapes = None
+        if runtime.COMPILES:
+            shapes = PromptCollate(self.largest).few_shapes(len(examples))
+        inputs = sequence_inputs(self._train.max_seq_length)
+        collate = TokenCollate(len(examples), inputs, shapes)
+
+        laid_out = collate(examples, np.arange(len(examples)))
         return replace(
             batch,
             inputs=laid_out.inputs,
@@ -165,12 +169,6 @@ class OnPolicy:
             computed=laid_out.computed,
             layout=laid_out.layout,
         )
-
-    def _collate(self, rows: int) -> TokenCollate:
-        shapes = None
-        if runtime.COMPILES:
-            shapes = PromptCollate(self.largest).few_shapes(rows)
-        return TokenCollate(rows, sequence_inputs(self._train.max_seq_length), shapes)
 
 
 def _prompt(example: Example) -> list[int]:
