@@ -6,6 +6,7 @@ nvfp4 ``weight_global_scale``: a weight is its code times scale / global scale, 
 
 import logging
 import math
+import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,10 +21,16 @@ _log = logging.getLogger("mlx_packs")
 METHOD = "compressed-tensors"  # quant_method in a config.json
 _FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # and their group sizes
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+_PACKED_EXPERT = re.compile(
+    r"(?P<block>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.weight_packed"
+)
+_PLAIN_EXPRESSION = re.compile(r"re:\^?(\\\.|[\w.$-]|\.\*)+")
+_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BY_FAMILIES = "pack-quantized"  # integers, which mlx-lm reads for some families
 _REMEDY = "Download the checkpoint again."
 _KEYS = {
     "format": "text?",
+    "ignore": "a list of texts?",
     "config_groups": "a mapping?",
     "config_groups.*": "a mapping",
     "config_groups.*.format": "text?",
@@ -48,12 +55,36 @@ def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> N
 
     _check_scheme(path, stored)
     is_packed = any(name.endswith(".weight_packed") for name in tensors)
+    _check_ignored(path, stored, tensors)
     if stored.get("format") in _FORMATS and not is_packed:
         raise PackError(
             f"{path}: config.json says {stored['format']}, but no tensor is a weight_packed. "
             f"{_REMEDY}",
             "unreadable",
         )
+
+
+def _check_ignored(path: Path, stored: Mapping, tensors: Collection[str]) -> None:
+    """Check that no module of the list ``ignore`` is quantized.
+
+    Entries are paths, or regular expressions after ``re:``, of which only plain ones are read: a
+    file from elsewhere could have one that takes forever.
+    """
+    patterns = []
+    for entry in stored.get("ignore") or []:
+        if not entry.startswith("re:"):
+            patterns.append(re.escape(entry) + "$")
+        elif _PLAIN_EXPRESSION.fullmatch(entry) and entry.count("*") <= 4:
+            patterns.append(entry.removeprefix("re:"))
+
+    for name in tensors:
+        module = name.removesuffix(".weight_packed")
+        if module != name and any(re.match(pattern, module) for pattern in patterns):
+            raise PackError(
+                f"{path}: {name}: is quantized, but config.json says that it is not "
+                f"(quantization_config.ignore). {_REMEDY}",
+                "unreadable",
+            )
 
 
 def _stored(config: Mapping) -> Mapping:
@@ -141,7 +172,63 @@ def from_compressed_tensors(
         except ValueError as error:
             raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
 
-    return renamed
+    return _with_stacked_experts(renamed, weights, where)
+
+
+def _with_stacked_experts(
+    weights: dict[str, mx.array], stored: Collection[str], where: Path
+) -> dict[str, mx.array]:
+    """Stack quantized experts, which are stored one by one, as mlx-lm's switch linears have them.
+
+    mlx-lm itself stacks only their weights, without the scales.
+    """
+    experts: dict[tuple[str, str], dict[int, str]] = {}
+    for name in stored:
+        if place := _PACKED_EXPERT.fullmatch(name):
+            stack = (place["block"], place["leaf"])
+            experts.setdefault(stack, {})[int(place["expert"])] = name.rpartition(".")[0]
+
+    for (block, leaf), paths in experts.items():
+        _check_all_quantized(f"{block}.experts", leaf, list(paths), weights, where)
+        stack = f"{block}.switch_mlp.{_OF_MIXTRAL.get(leaf, leaf)}"
+        ordered = [paths[expert] for expert in sorted(paths)]
+
+        for part in ("weight", "scales", "block_scales"):
+            if f"{ordered[0]}.{part}" in weights:
+                arrays = [weights.pop(f"{path}.{part}") for path in ordered]
+                _check_same_shape(f"{block}.experts.*.{leaf}.{part}", arrays, where)
+                weights[f"{stack}.{part}"] = mx.stack(arrays)
+
+        if f"{ordered[0]}.global_scale" in weights:
+            arrays = [weights.pop(f"{path}.global_scale") for path in ordered]
+            weights[f"{stack}.global_scale"] = mx.concatenate(arrays)
+
+    return weights
+
+
+def _check_all_quantized(
+    experts: str, leaf: str, numbers: list[int], weights: Mapping[str, mx.array], where: Path
+) -> None:
+    """Check that the experts 0, 1, 2 … of a block are quantized, and that no other one is dense."""
+    dense = re.compile(rf"{re.escape(experts)}\.(\d{{1,9}})\.{re.escape(leaf)}\.weight")
+    others = {int(place[1]) for name in weights if (place := dense.fullmatch(name))}
+
+    missing = (others | set(range(len(numbers)))) - set(numbers)
+    if missing:
+        raise PackError(
+            f"{where}: {experts}.{min(missing)}.{leaf}.weight_packed: is missing beside that of "
+            f"expert {min(numbers)}; experts of a block must all be quantized. {_REMEDY}",
+            "unreadable",
+        )
+
+
+def _check_same_shape(names: str, arrays: list[mx.array], where: Path) -> None:
+    shapes = {tuple(array.shape) for array in arrays}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        raise PackError(
+            f"{where}: {names}: experts have different shapes, {shown}. {_REMEDY}", "unreadable"
+        )
 
 
 def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None:

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
 from ..nn.frozen_weight import CustomWeight, frozen_weight
+from ..nn.lora import is_switch_linear
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
@@ -33,7 +34,7 @@ def place_custom_weights(
             continue
 
         module = modules.get(path)
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not _takes(module, mode):
             kind = "nothing" if module is None else type(module).__name__
             raise PackError(
                 f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for "
@@ -43,7 +44,8 @@ def place_custom_weights(
 
         quantized = _quantized_module(path, mode, module, weights, dtype, where)
 
-        shape = list(frozen_weight(quantized).shape)
+        stack = quantized.weight.shape[:-2] if is_switch_linear(module) else ()
+        shape = [*stack, *frozen_weight(quantized).shape]
         if shape != list(module.weight.shape):
             raise PackError(
                 f"{where}: {path}: is quantized from {shape}, but the config asks for "
@@ -54,6 +56,12 @@ def place_custom_weights(
         placed.append((path, quantized))
 
     replace_modules(model, placed)
+
+
+def _takes(module: nn.Module | None, mode: str) -> bool:
+    if module is not None and is_switch_linear(module):
+        return format_class(mode)().holds("other")
+    return isinstance(module, (nn.Linear, nn.Embedding))
 
 
 def _quantized_module(

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..nn.frozen_weight import LARGEST_NVFP4
-from ..nn.nvfp4 import GROUP_SIZE, NVFP4Embedding, NVFP4Linear, dequantized
+from ..nn.lora import is_switch_linear
+from ..nn.nvfp4 import GROUP_SIZE, NVFP4Embedding, NVFP4Linear, NVFP4SwitchLinear, dequantized
 from ..runtime import mx
 from .weight_formats import CustomFormat, Shape, Tensors, by_slices, part_name
 
@@ -25,9 +26,13 @@ class GlobalNVFP4Format(CustomFormat):
     def faults(self) -> list[str]:
         return []
 
+    def holds(self, kind: str) -> bool:
+        return True
+
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         count = math.prod(shape)
-        return count // 2 + count // GROUP_SIZE + 4
+        global_scales = math.prod(shape[:-2])
+        return count // 2 + count // GROUP_SIZE + 4 * global_scales
 
     def arrays(self, w: mx.array) -> Tensors:
         largest = _largest(w)
@@ -53,6 +58,8 @@ class GlobalNVFP4Format(CustomFormat):
         parts = tuple(arrays[part] for part in _PARTS)
         if isinstance(dense, nn.Embedding):
             return NVFP4Embedding(parts, dtype)
+        if is_switch_linear(dense):
+            return NVFP4SwitchLinear(parts, dense.get("bias"), dtype)
         return NVFP4Linear(parts, dense.get("bias"), dtype)
 
 

@@ -210,6 +210,8 @@ def _dense(module: nn.Module) -> nn.Module | None:
     device = profile()
     if type(module) is nn.Linear and device.streams > 1:
         return dense_module(module)
+    if is_switch_linear(module):
+        return None
     if type(module) not in _MLX_QUANTIZED and not isinstance(module, CustomWeight):
         return None
     # the dtype of activations, whatever the format dequantizes to

@@ -14,9 +14,10 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.read import read_headers
 from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights, quantized_modules
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import attached_logits, logits, merged, write_files
+from tests.helpers.checkpoints import SIZES_OF, attached_logits, logits, merged, write_files
 from tests.helpers.errors import raises
 from tests.helpers.fp4 import GROUP_SIZES, dequantized, scheme_of, write_compressed, write_raw
 from tests.helpers.models import model_of
@@ -40,7 +41,7 @@ def write_dense_of(folder, source):
             factor = tensors.get(f"{path}.weight_global_scale")
             factor = None if factor is None else factor.item()
             weight = dequantized(np.array(tensor), scales, mode, factor)
-            dense[f"{path}.weight"] = mx.array(weight)
+            dense[f"{path}.weight"] = mx.array(weight)  # mlx-lm stacks experts
         elif "scale" not in part:
             dense[name] = tensor
     return write_files(folder, dense, config)
@@ -76,6 +77,54 @@ def test_loss_and_gradient_are_those_of_the_dense_weights(tmp_path, mode):
         result, gradient_of_path = lora_loss_and_gradients(folder, path)
         assert abs(result - loss) < 1e-5 * loss, path
         assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+
+EXPERTS = ("q_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_mixture(folder, mode):
+    """Experts one by one, each with scales and a global scale of its own; the router is dense."""
+    return write_compressed(folder, mode, "qwen3_moe", **SIZES_OF["qwen3_moe"])
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_experts_stored_one_by_one_are_those_of_the_specification(tmp_path, mode):
+    folder = write_mixture(tmp_path / "base", mode)
+    dense = load_base(write_dense_of(tmp_path / "dense", folder))
+    base = load_base(folder)
+    experts = [(path, m) for path, m in base.model.named_modules() if is_switch_linear(m)]
+    assert len(experts) == 6
+
+    weights = dict(tree_flatten(dense.model.parameters()))
+    for path, module in experts:
+        weight = frozen_weight(module)
+        weight.check()
+        assert format_of(module).mode in (mode, "nvfp4-global")
+        assert mx.array_equal(weight.dense(), weights[f"{path}.weight"]), path
+    assert count_weights(base.model) == count_weights(dense.model)
+    assert np.abs(logits(base) - logits(dense)).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_experts_train_and_merge(tmp_path, mode):
+    folder = write_mixture(tmp_path / "base", mode)
+    dense = write_dense_of(tmp_path / "dense", folder)
+    loss, gradient = lora_loss_and_gradients(dense, "dense", EXPERTS)
+    largest = max(mx.abs(g).max().item() for g in gradient.values())
+    for path in MATMUL_PATHS:
+        result, gradient_of_path = lora_loss_and_gradients(folder, path, EXPERTS)
+        assert abs(result - loss) < 1e-5 * loss, path
+        assert largest_difference(gradient_of_path, gradient) < 1e-5 * largest, path
+
+    pack = random_pack(load_base(folder), targets=EXPERTS).save(tmp_path / "pack")
+    expected = attached_logits(pack, folder)
+    merged(pack, folder, tmp_path / "merged", dtype="float32")
+    assert np.abs(logits(load_base(tmp_path / "merged")) - expected).max() < 1e-4
+
+    merged(pack, folder, tmp_path / "fp4", requantize=mode)
+    written = load_base(tmp_path / "fp4")
+    stacks = [m for m in written.model.modules() if is_switch_linear(m)]
+    assert {format_of(m).mode for m in stacks} == {mode}
 
 
 @pytest.mark.parametrize(("size", "without"), [(1.0, 0.096), (0.02, 0.104), (0.01, 0.126)])
@@ -158,6 +207,7 @@ SCHEMES = {
 }
 TEXTS = {
     "a list": (edited(config_groups=[]), "config_groups"),
+    "a number": (edited(ignore=[3]), "ignore"),
     "a text": (edited(config_groups={"group_0": {"weights": "W4"}}), "weights"),
 }
 
@@ -237,6 +287,55 @@ TENSORS = {
 }
 
 
+def of_expert(part, expert=3):
+    return f"model.layers.1.mlp.experts.{expert}.down_proj.{part}"
+
+
+def dense_expert(tensors):
+    for part in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"):
+        del tensors[of_expert(part)]
+    tensors[of_expert("weight")] = ("F32", np.zeros((64, 64), np.float32))
+
+
+def narrow_expert(tensors):
+    for part in ("weight_packed", "weight_scale"):
+        dtype, array = tensors[of_expert(part)]
+        tensors[of_expert(part)] = (dtype, array[:32])
+
+
+MIXTURES = {
+    "no codes": (lambda tensors: tensors.pop(of_expert("weight_packed", 1)), "experts.1.down"),
+    "no global scale": (
+        lambda tensors: tensors.pop(of_expert("weight_global_scale")),
+        "weight_global_scale is missing",
+    ),
+    "a dense expert": (dense_expert, "must all be quantized"),
+    "fewer rows": (narrow_expert, "different shapes"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_damaged_experts_are_named(tmp_path, name):
+    damage, shown = MIXTURES[name]
+    folder = write_mixture(tmp_path / "base", "nvfp4")
+    tensors = raw(folder)
+    damage(tensors)
+    write_raw(folder / "model.safetensors", tensors)
+    with raises("unreadable", None, shown):
+        load_base(folder)
+
+
+@pytest.mark.parametrize("entry", [UP, "re:.*up_proj$", r"re:^model\.layers\.0.*"])
+def test_ignored_modules_that_are_quantized_are_named(nvfp4, entry):
+    with raises("unreadable", None, "model.layers.0.", "weight_packed", "ignore"):
+        load_base(with_scheme(nvfp4, edited(ignore=["lm_head", entry])))
+
+
+@pytest.mark.parametrize("entry", ["re:(.*)*up_proj", "re:.*gate$", "Linear", "mlp.up_proj"])
+def test_other_entries_of_the_list_of_ignored_modules_are_accepted(nvfp4, entry):
+    load_base(with_scheme(nvfp4, edited(ignore=["lm_head", entry])))
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_damaged_tensors_are_named(tmp_path, name):
     damage, shown = TENSORS[name]
@@ -262,40 +361,74 @@ def test_a_file_cut_short_and_one_without_packed_weights_are_named(tmp_path):
         load_base(dense)
 
 
-@pytest.mark.interop
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("mode", GROUP_SIZES)
-def test_weights_of_the_package_are_bit_identical(tmp_path, mode):
-    pytest.importorskip("compressed_tensors")
+def by_the_package(weight, mode):
+    """What the package stores of a weight, as bytes and floats by part, and dequantizes it to."""
     import torch
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    folder = write_compressed(tmp_path / "base", mode)
     scheme = QuantizationScheme(**scheme_of(mode)["config_groups"]["group_0"])
     compressor = BaseCompressor.get_value_from_registry(f"{mode}-pack-quantized")
-
-    weight = 0.02 * torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-    groups = weight.reshape(96, -1, GROUP_SIZES[mode])
+    groups = weight.reshape(len(weight), -1, GROUP_SIZES[mode])
     state = {"weight": weight}
     if mode == "nvfp4":
         state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
     state["weight_scale"], _ = calculate_qparams(
         groups.amin(-1), groups.amax(-1), scheme.weights, state.get("weight_global_scale")
     )
-    stored = compressor.compress(state, scheme)
-    theirs = compressor.decompress(stored, scheme)["weight"]
 
+    stored = compressor.compress(state, scheme)
+    dense = compressor.decompress(stored, scheme)["weight"]
+    assert dense.dtype == torch.bfloat16
+    parts = {
+        part: tensor if part.endswith("global_scale") else tensor.view(torch.uint8)
+        for part, tensor in stored.items()
+        if part.startswith("weight_")
+    }
+    return {part: tensor.numpy() for part, tensor in parts.items()}, dense.float().numpy()
+
+
+def with_parts(folder, path, parts):
     tensors = raw(folder)
-    for part in ("weight_packed", "weight_scale", "weight_global_scale"):
-        if part in stored:
-            tensor = stored[part]
-            if not part.endswith("global_scale"):
-                tensor = tensor.view(torch.uint8)
-            tensors[f"{UP}.{part}"] = (tensors[f"{UP}.{part}"][0], tensor.numpy())
+    for part, array in parts.items():
+        name = f"{path}.{part}"
+        tensors[name] = (tensors[name][0], array)
     write_raw(folder / "model.safetensors", tensors)
 
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_weights_of_the_package_are_bit_identical(tmp_path, mode):
+    pytest.importorskip("compressed_tensors")
+    import torch
+
+    folder = write_compressed(tmp_path / "base", mode)
+    weight = 0.02 * torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    parts, theirs = by_the_package(weight, mode)
+    with_parts(folder, UP, parts)
+
     ours = frozen_weight(load_base(folder).model.layers[0].mlp.up_proj).stored(mx.bfloat16)
-    assert theirs.dtype == torch.bfloat16
-    assert np.array_equal(np.array(ours.astype(mx.float32)), theirs.float().numpy())
+    assert np.array_equal(np.array(ours.astype(mx.float32)), theirs)
+
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("mode", GROUP_SIZES)
+def test_experts_of_the_package_are_bit_identical(tmp_path, mode):
+    pytest.importorskip("compressed_tensors")
+    import torch
+
+    folder = write_mixture(tmp_path / "base", mode)
+    random = torch.Generator().manual_seed(0)
+    theirs = []
+    for expert, size in enumerate((0.02, 0.005, 0.3, 1.0)):
+        weight = size * torch.randn(64, 64, generator=random)
+        parts, dense = by_the_package(weight, mode)
+        with_parts(folder, f"model.layers.0.mlp.experts.{expert}.up_proj", parts)
+        theirs.append(dense)
+
+    module = load_base(folder).model.layers[0].mlp.switch_mlp.up_proj
+    ours = frozen_weight(module).stored(mx.bfloat16)
+    assert np.array_equal(np.array(ours.astype(mx.float32)), np.stack(theirs))

@@ -89,12 +89,23 @@ def write_compressed(folder: Path, mode: str, family: str = "qwen3", **changes) 
         if "proj" not in path:
             packed[name] = ("F32", np.array(tensor))
             continue
-        packed |= {f"{path}.{part}": value for part, value in compressed(tensor, mode).items()}
+        for place, weight in _experts_apart(path, tensor):
+            packed |= {f"{place}.{part}": value for part, value in compressed(weight, mode).items()}
 
     config["quantization_config"] = scheme_of(mode)
     write_files(folder, tensors, config)
     write_raw(folder / "model.safetensors", packed)
     return folder
+
+
+def _experts_apart(path: str, tensor: mx.array) -> list[tuple[str, mx.array]]:
+    """Names and weights of experts, which differ in size and so in global scale; or of a linear."""
+    if tensor.ndim == 2:
+        return [(path, tensor)]
+    return [
+        (path.replace("switch_mlp", f"experts.{expert}"), (1 + expert) * weight)
+        for expert, weight in enumerate(tensor)
+    ]
 
 
 def compressed(weight: mx.array, mode: str) -> dict[str, tuple[str, np.ndarray]]:
