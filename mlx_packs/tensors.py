@@ -66,12 +66,17 @@ def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None =
 
 
 def write_tensors(
-    file: Path, outline: dict, tensors: Iterable[tuple[str, mx.array]], kind: str = "mlx"
+    file: Path,
+    outline: dict,
+    tensors: Iterable[tuple[str, mx.array]],
+    kind: str = "mlx",
+    float8: Mapping[str, str] | None = None,
 ) -> None:
     """Write safetensors atomically and one tensor at a time; none stays in memory.
 
     ``outline`` has lazy arrays of the shapes and dtypes to come, by name; ``tensors`` come in any
-    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow.
+    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow. ``float8`` has the
+    safetensors dtypes of tensors that MLX has as bytes (F8_E4M3).
     """
     # wide dtypes first, so that each is aligned
     names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
@@ -80,7 +85,7 @@ def write_tensors(
     for name in names:
         begin = end
         end += outline[name].nbytes
-        dtype = DTYPES[dtype_name(outline[name].dtype)]
+        dtype = (float8 or {}).get(name, DTYPES[dtype_name(outline[name].dtype)])
         shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 

@@ -42,6 +42,11 @@ _KEYS = {
 }
 
 
+def has_global_scales(config: Mapping) -> bool:
+    """Whether a checkpoint is in nvfp4 by compressed-tensors."""
+    return _stored(config).get("format") == "nvfp4-pack-quantized"
+
+
 def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> None:
     """Check a checkpoint of compressed-tensors: that weights in mxfp4 or nvfp4 are all it needs."""
     stored = _stored(config)
@@ -173,6 +178,49 @@ def from_compressed_tensors(
             raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
 
     return _with_stacked_experts(renamed, weights, where)
+
+
+def to_compressed_tensors(path: str, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return a weight in nvfp4 with a global scale by the names of compressed-tensors.
+
+    ``tensors`` are its ``weight``, ``block_scales`` and ``global_scale``; stacked experts become
+    one weight each.
+    """
+    codes = tensors["weight"].view(mx.uint8)
+    parts = dict(zip(_PARTS, (codes, *list(tensors.values())[1:]), strict=False))
+    if codes.ndim == 2:
+        return {f"{path}.{part}": array for part, array in parts.items()}
+
+    experts = _experts_of(path, len(codes))
+    return {
+        f"{expert}.{part}": array[i : i + 1] if array.ndim == 1 else array[i]
+        for i, expert in enumerate(experts)
+        for part, array in parts.items()
+    }
+
+
+def packed_names(path: str, shape: tuple[int, ...]) -> list[str]:
+    """Return the names of the tensors of a weight, or of stacked experts [E, O, D]."""
+    paths = [path]
+    if len(shape) == 3:
+        paths = _experts_of(path, shape[0])
+    return [f"{each}.{part}" for each in paths for part in _PARTS[:3]]
+
+
+def true_sizes(tensors: Mapping[str, mx.array]) -> dict[str, int]:
+    """Return how many weights tensors of compressed-tensors represent; scales: none."""
+    sizes = {}
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        if part == "weight_packed":
+            sizes[name] = 2 * tensor.size
+            sizes |= {f"{path}.{other}": 0 for other in _PARTS[1:]}
+    return sizes
+
+
+def _experts_of(path: str, count: int) -> list[str]:
+    block, _, leaf = path.rpartition(".switch_mlp.")
+    return [f"{block}.experts.{expert}.{leaf}" for expert in range(count)]
 
 
 def _with_stacked_experts(

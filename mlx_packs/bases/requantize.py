@@ -12,6 +12,7 @@ from ..config.choices import WEIGHT_MODES
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
+from .compressed_tensors import METHOD
 from .model import BaseModel
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, format_of, named_format
@@ -49,7 +50,7 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
         return None
 
     if requantize == "same":
-        if stored and not _is_written(stored):
+        if stored and not _is_written(stored) and METHOD not in stored.layouts:
             raise PackError(
                 f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
                 "nvfp4, affine4, affine8 or none.",

@@ -290,7 +290,7 @@ def _finished(partial: Path, plan: WritePlan) -> list[str]:
 
 
 def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: Display) -> None:
-    kind = "pt" if plan.options.layout == "bitsandbytes" else "mlx"
+    kind = "mlx" if plan.options.layout == "mlx" else "pt"
     before = sum(len(plan.shards[shard]) for shard in finished)
     cache = mx.set_cache_limit(_CACHE_BYTES)
 
@@ -303,7 +303,8 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
                     continue
 
                 outline = {name: w for item in items for name, w in item.outline.items()}
-                write_tensors(partial / shard, outline, _written(items, plan, bar), kind)
+                written = _written(items, plan, bar)
+                write_tensors(partial / shard, outline, written, kind, plan.float8)
     finally:
         mx.set_cache_limit(cache)
 

@@ -199,7 +199,7 @@ class WeightModeFacts:
     # modes without any are further ones of MLX, whose tensors are called as those of affine.
     parts: tuple[str, ...] = ()
     numbers: int | None = None  # in an element of the stored weight; None where the bits decide
-    read_only: bool = False  # whether no other program reads what this package would write
+    read_only: bool = False  # whether nothing is quantized to it but what was stored so
 
 
 @dataclass(frozen=True)

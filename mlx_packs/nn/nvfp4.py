@@ -45,6 +45,11 @@ class _NVFP4Module(CustomWeight):
         self.dtype = dtype
         self.freeze()
 
+    @property
+    def global_scales(self) -> tuple[float, ...]:
+        """One, or one for each expert."""
+        return tuple(self.global_scale.tolist())
+
 
 class NVFP4Linear(_NVFP4Module, CustomLinear):
     """A frozen linear with such a weight [O, D] and perhaps a bias [O]."""

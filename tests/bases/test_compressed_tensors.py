@@ -10,12 +10,12 @@ from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.bases.nvfp4 import GlobalNVFP4Format
 from mlx_packs.bases.weight_formats import NVFP4Format, format_of
 from mlx_packs.config.choices import MATMUL_PATHS
-from mlx_packs.convert.merge import merge_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.read import read_headers
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights, quantized_modules
+from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES_OF, attached_logits, logits, merged, write_files
 from tests.helpers.errors import raises
@@ -168,12 +168,48 @@ def test_merges_are_dense_or_in_formats_of_mlx(tmp_path, mode):
     assert {format_of(m).mode for _, m in quantized_modules(written.model)} == {mode}
     assert written.quantization["mode"] == mode
 
-    if mode == "nvfp4":
-        with raises("unsupported", "requantize", "nvfp4", "q_proj"):
-            merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
-    else:
-        merged(pack, folder, tmp_path / "same", requantize="same")
+    merged(pack, folder, tmp_path / "same", requantize="same")
+    if mode == "mxfp4":
         assert np.array_equal(logits(load_base(tmp_path / "same")), logits(written))
+
+
+def merged_as_stored(tmp_path, folder, targets):
+    """Merge a small random pack with --requantize same; return the tensors before and after."""
+    pack = random_pack(load_base(folder), size=0.3, targets=targets).save(tmp_path / "pack")
+    expected = attached_logits(pack, folder)
+    report = merged(pack, folder, tmp_path / "same", requantize="same")
+
+    assert report["kl_mean"] > 0
+    own = np.abs(expected - logits(load_base(folder))).mean()
+    assert np.abs(logits(load_base(tmp_path / "same")) - expected).mean() < own / 2
+    assert json.loads((tmp_path / "same" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    return tuple(read_header(f / "model.safetensors")[0] for f in (folder, tmp_path / "same"))
+
+
+def test_a_merge_with_global_scales_is_stored_as_its_base(tmp_path):
+    folder = write_mixture(tmp_path / "base", "nvfp4")
+    before, after = merged_as_stored(tmp_path, folder, EXPERTS)
+    layout = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in before.items()}
+    assert {name: (tensor["dtype"], tensor["shape"]) for name, tensor in after.items()} == layout
+
+    old = mx.load(str(folder / "model.safetensors"))
+    new = mx.load(str(tmp_path / "same" / "model.safetensors"))
+    changed = {name for name in old if not mx.array_equal(old[name], new[name])}
+    assert {name.split(".")[-2] for name in changed} == set(EXPERTS)
+    assert not any(name.endswith("input_global_scale") for name in changed)
+
+
+def test_a_global_scale_is_kept_while_the_weight_fits():
+    w = mx.random.normal((2, 64, 64), key=mx.random.key(0))
+    scales = (2688 / mx.abs(w).max(axis=(1, 2))).tolist()
+    for factor, kept in ((0.5, True), (1.03, True), (1.1, False)):
+        own = GlobalNVFP4Format(tuple(scales))
+        tensors = own.quantize("experts.weight", factor * w)
+        assert (tensors["experts.global_scale"].tolist() == scales) is kept
+        error = mx.linalg.norm(own.dequantize(tensors, mx.float32) - factor * w)
+        assert error < 0.1 * factor * mx.linalg.norm(w)
 
 
 def edited(**changes):
@@ -432,3 +468,32 @@ def test_experts_of_the_package_are_bit_identical(tmp_path, mode):
     module = load_base(folder).model.layers[0].mlp.switch_mlp.up_proj
     ours = frozen_weight(module).stored(mx.bfloat16)
     assert np.array_equal(np.array(ours.astype(mx.float32)), np.stack(theirs))
+
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("default")
+def test_the_package_reads_a_merge_with_global_scales(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from safetensors.torch import load_file
+
+    folder = write_mixture(tmp_path / "base", "nvfp4")
+    merged_as_stored(tmp_path, folder, EXPERTS)
+    tensors = load_file(tmp_path / "same" / "model.safetensors")
+    scheme = QuantizationScheme(**scheme_of("nvfp4")["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+
+    def by_package(path):
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        state = {part: tensors[f"{path}.{part}"] for part in parts}
+        return compressor.decompress(state, scheme)["weight"].float().numpy()
+
+    block = "model.layers.1"
+    layer = load_base(tmp_path / "same").model.layers[1]
+    q = frozen_weight(layer.self_attn.q_proj).stored(mx.bfloat16).astype(mx.float32)
+    assert np.array_equal(np.array(q), by_package(f"{block}.self_attn.q_proj"))
+
+    up = frozen_weight(layer.mlp.switch_mlp.up_proj).stored(mx.bfloat16).astype(mx.float32)
+    theirs = [by_package(f"{block}.mlp.experts.{expert}.up_proj") for expert in range(4)]
+    assert np.array_equal(np.array(up), np.stack(theirs))
