@@ -244,7 +244,14 @@ def _with_stacked_experts(
         for part in ("weight", "scales", "block_scales"):
             if f"{ordered[0]}.{part}" in weights:
                 arrays = [weights.pop(f"{path}.{part}") for path in ordered]
-                _check_same_shape(f"{block}.experts.*.{leaf}.{part}", arrays, where)
+                shapes = {tuple(array.shape) for array in arrays}
+                if len(shapes) > 1:
+                    shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
+                    raise PackError(
+                        f"{where}: {block}.experts.*.{leaf}.{part}: experts have different shapes, "
+                        f"{shown}. {_REMEDY}",
+                        "unreadable",
+                    )
                 weights[f"{stack}.{part}"] = mx.stack(arrays)
 
         if f"{ordered[0]}.global_scale" in weights:
@@ -267,15 +274,6 @@ def _check_all_quantized(
             f"{where}: {experts}.{min(missing)}.{leaf}.weight_packed: is missing beside that of "
             f"expert {min(numbers)}; experts of a block must all be quantized. {_REMEDY}",
             "unreadable",
-        )
-
-
-def _check_same_shape(names: str, arrays: list[mx.array], where: Path) -> None:
-    shapes = {tuple(array.shape) for array in arrays}
-    if len(shapes) > 1:
-        shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-        raise PackError(
-            f"{where}: {names}: experts have different shapes, {shown}. {_REMEDY}", "unreadable"
         )
 
 

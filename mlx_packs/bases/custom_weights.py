@@ -34,7 +34,9 @@ def place_custom_weights(
             continue
 
         module = modules.get(path)
-        if not _takes(module, mode):
+        is_stack = module is not None and is_switch_linear(module)
+        takes_stack = is_stack and format_class(mode)().holds("other")
+        if not takes_stack and not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
             raise PackError(
                 f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for "
@@ -44,8 +46,9 @@ def place_custom_weights(
 
         quantized = _quantized_module(path, mode, module, weights, dtype, where)
 
-        stack = quantized.weight.shape[:-2] if is_switch_linear(module) else ()
-        shape = [*stack, *frozen_weight(quantized).shape]
+        shape = list(frozen_weight(quantized).shape)
+        if is_stack:
+            shape.insert(0, quantized.weight.shape[0])
         if shape != list(module.weight.shape):
             raise PackError(
                 f"{where}: {path}: is quantized from {shape}, but the config asks for "
@@ -56,12 +59,6 @@ def place_custom_weights(
         placed.append((path, quantized))
 
     replace_modules(model, placed)
-
-
-def _takes(module: nn.Module | None, mode: str) -> bool:
-    if module is not None and is_switch_linear(module):
-        return format_class(mode)().holds("other")
-    return isinstance(module, (nn.Linear, nn.Embedding))
 
 
 def _quantized_module(

@@ -1,7 +1,7 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -288,6 +288,8 @@ def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
     of 0.
     """
     modules = dict(model.named_modules())
+    _check_no_scales_missing(weights, modules, path)
+
     for name, scales in weights.items():
         module_path = name.removesuffix(".scales")
         weight = weights.get(f"{module_path}.weight")
@@ -308,6 +310,24 @@ def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
             raise PackError(
                 f"{path}: {name} is {list(scales.shape)}, but by {CONFIG} its weight is "
                 f"{list(dense.shape)}. Copy or download the base again.",
+                "unreadable",
+            )
+
+
+def _check_no_scales_missing(
+    weights: Weights, modules: Mapping[str, nn.Module], path: Path
+) -> None:
+    for name, codes in weights.items():
+        module_path = name.removesuffix(".weight")
+        dense = getattr(modules.get(module_path), "weight", None)
+        if name == module_path or codes.dtype != mx.uint32 or dense is None:
+            continue
+
+        parts = [f"{module_path}.{part}" for part in ("scales", "block_scales")]
+        if codes.shape != dense.shape and not any(part in weights for part in parts):
+            raise PackError(
+                f"{path}: {parts[0]} is missing beside {name}, which is quantized. Copy or "
+                "download the base again.",
                 "unreadable",
             )
 

@@ -74,7 +74,7 @@ class GlobalNVFP4Format(CustomFormat):
             if (global_scale * _SLACK >= kept).item():
                 global_scale = kept
             else:
-                _say_other_scale()
+                say_other_scale()
 
         largest = LARGEST_NVFP4 / global_scale
         codes, scales = by_slices(name, w, 1, lambda rows: _quantized(rows, largest))
@@ -116,7 +116,7 @@ def _named(name: str, arrays: tuple[mx.array, ...], layout: str) -> Tensors:
 
 
 @lru_cache(maxsize=1)
-def _say_other_scale() -> None:
+def say_other_scale() -> None:
     _log.warning(
         "Merged weights that are larger than the base's global scale permits get another one. vLLM "
         "computes less exactly where those of q, k and v, or of gate and up, differ."

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..config.choices import WEIGHT_MODES
 from ..errors import PackError
 
 INSTEAD = (
@@ -67,6 +68,16 @@ def check_method(path: Path, config: Mapping) -> None:
         if method is not None and not part.get("quantization") and method not in _READ:
             raise PackError(
                 f"{path}: is quantized by {method}, which MLX does not read. {INSTEAD}",
+                "unsupported",
+            )
+
+        modes = [name for name, facts in WEIGHT_MODES.items() if not facts.read_only]
+        modes.append("mxfp8")  # which is read, and not written
+        mode = (part.get("quantization") or {}).get("mode", "affine")
+        if mode not in modes:
+            raise PackError(
+                f"{path}: config.json says that it is quantized in mode {mode}, which is not read. "
+                f"There are {', '.join(modes)}.",
                 "unsupported",
             )
 

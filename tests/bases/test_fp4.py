@@ -1,5 +1,7 @@
 """Bases in mxfp4 and nvfp4: what they compute is what their dequantized weights compute."""
 
+import json
+
 import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
@@ -117,6 +119,17 @@ def test_experts_of_gpt_oss_are_trained_and_merged_in_mxfp4(tmp_path):
     assert np.abs(logits(merged) - expected).mean() < own / 2
 
 
+@pytest.mark.parametrize("part", ["gate_up_proj_scales", "down_proj_scales"])
+def test_experts_of_gpt_oss_without_scales_are_named(tmp_path, part):
+    folder = tmp_path / "gpt-oss"
+    write_gpt_oss(folder, tmp_path / "dense")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    del tensors[f"model.layers.0.mlp.experts.{part}"]
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    with raises("unreadable", None, "layers.0.mlp.experts", "scales", "missing"):
+        load_base(folder)
+
+
 def test_experts_with_global_scales_are_dequantized_and_not_written():
     dense = SwitchLinear(64, 32, 3, bias=False)
     dense.weight = 0.01 * mx.random.normal(dense.weight.shape, key=mx.random.key(0))
@@ -128,3 +141,12 @@ def test_experts_with_global_scales_are_dequantized_and_not_written():
         format_after("experts", module, "same")
     weights = {f"experts.{name}": module[name] for name in ("weight", "scales", "global_scale")}
     assert weight_modes_of(weights) == {"experts": "affine"}
+
+
+def test_an_unknown_mode_is_named(tmp_path):
+    folder = write_fp4(tmp_path / "fp4", "nvfp4")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"]["mode"] = "nvfp5"
+    (folder / "config.json").write_text(json.dumps(config))
+    with raises("unsupported", None, "nvfp5", "nvfp4"):
+        load_base(folder)
