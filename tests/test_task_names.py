@@ -57,6 +57,9 @@ FEATURES = {
     "cli/classify.py": ("classify",),  # the command `packs classify`
     "cli/examples.py": ("classify",),  # its examples
     "cli/main.py": ("classify",),  # its place in the list of commands
+    "convert/interop.py": ("rerank",),  # what imported heads are
+    "serving/registry.py": ("lm",),  # what a server answers with if nothing else is asked for
+    "serving/embedding.py": ("embedding", "rerank"),  # `/v1/embeddings` and `/v1/rerank`
     "cli/logits.py": ("distill",),  # `packs logits` writes the cache of a teacher
     "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with
     "packs/base.py": ("classify", "rerank"),  # `Base.classify` and `Base.rerank`
@@ -96,9 +99,11 @@ OTHER_MEANINGS = {
     "lm": {
         "data/labelled.py",
         "data/labels.py",
+        "memory/decoder.py",
         "packs/classify.py",
         "packs/manifest.py",
         "tasks/classify.py",
+        "tasks/rerank.py",
     },
 }
 

@@ -15,6 +15,7 @@ INSTEAD = (
 # `quant_method` of a config.json that mlx-lm or this program reads, at least in part.
 _READ = "bitsandbytes awq gptq mxfp4 mxfp8 fp8 compressed-tensors modelopt bitnet".split()
 
+_CLASSIFIER = "ForSequenceClassification"
 _PICKLED = (
     "pickled weights of PyTorch, which are never opened",
     "Take the safetensors of the same model, or write them where PyTorch is: "
@@ -97,6 +98,13 @@ def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
             more = " mlx-vlm may have it: pip install 'mlx-packs[vision]'."
         return PackError(
             f"{path}: {reason}. docs/families.md lists the architectures that train.{more}",
+            "unsupported",
+        )
+
+    if any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ()):
+        return PackError(
+            f"{path}: has the head of a transformers' {_CLASSIFIER} in the place of an LM head, "
+            "which is not read. Name the base that it was made from, and its pack by --pack.",
             "unsupported",
         )
 

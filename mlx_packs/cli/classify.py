@@ -48,12 +48,13 @@ def classify(
     several may apply, and "score" for a regression.
     """
     from ..packs.base import load_base_for
-    from ..packs.classify import open_classifier
+    from ..packs.classify import check_classifier, open_classifier
 
     if len(packs) != 1:
         raise PackError("--pack: name one classifier. Several are not added up.", flag="pack")
 
     pack = options.one_pack(packs)
+    check_classifier(pack)
     base = load_base_for(pack, options.base_of(model, pack), trust_remote_code)
     base.check_architecture("classify", "decoder")
 

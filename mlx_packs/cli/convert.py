@@ -145,11 +145,18 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _fidelity_lines(report: dict) -> list[str]:
+    if "documents" in report:
+        return [
+            f"drift   KL {report['drift_mean']:.2g} nats per document, of {report['documents']}, "
+            f"of the {report['drift_of_pack']:.2g} by which the pack moves their scores"
+        ]
+
     if "drift_mean" in report:
         return [
             f"drift   1 - cosine {report['drift_mean']:.2g} on {report['texts']} texts, of the "
             f"{report['drift_of_pack']:.2g} by which the pack moves them"
         ]
+
     return [
         f"drift   KL {report['kl_mean']:.2g} nats per token · PPL {report['ppl_before']:.3f} → "
         f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "

@@ -137,7 +137,7 @@ def eval_tasks(
     from ..evaluation.lm_eval import evaluate_tasks
     from ..packs.base import load_base_for
 
-    pack = options.one_pack(packs)
+    pack = options.text_pack(packs)
     model = options.base_of(model, pack)
     with Display().working("base", f"loading {model}"):
         base = load_base_for(pack, model, trust_remote_code)

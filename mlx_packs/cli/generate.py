@@ -88,7 +88,7 @@ def generate(
             "raw",
         )
 
-    pack = options.one_pack(packs)
+    pack = options.text_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
@@ -175,7 +175,7 @@ def chat(
     overrides = {name: value for name, value in settings.items() if value is not None}
     sampling = build(Sampling, {"max_tokens": 512, **overrides})
 
-    pack = options.one_pack(packs)
+    pack = options.text_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("chat", "decoder")
@@ -271,7 +271,7 @@ def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
     if command == "/base" or command == "/pack" and rest:
         pack = None
         if command == "/pack":
-            pack = options.one_pack([rest])
+            pack = options.text_pack([rest])
         model_in_use.switch_to(pack)
         conversation.forget_keys()
         echo(printable(f"({rest or 'the base alone'})"))

@@ -63,7 +63,7 @@ def logits(
     flags = {name: value for name, value in flags.items() if value is not None}
     recipe = recipe_of(flags | {"task": "distill"}, read_recipes(configs))
     check_data_named(recipe)
-    pack = options.one_pack(packs)
+    pack = options.text_pack(packs)
 
     display = Display()
     with display.working("base", f"loading {recipe.model}"):

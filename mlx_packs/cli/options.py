@@ -321,6 +321,16 @@ def one_pack(texts: Iterable[str]) -> "Pack | None":
     return weighted_sum(weighted) if weighted else None
 
 
+def text_pack(texts: Iterable[str]) -> "Pack | None":
+    """As `one_pack`, of packs that text can be generated with."""
+    from ..packs.compatibility import check_generates
+
+    pack = one_pack(texts)
+    if pack is not None:
+        check_generates(pack)
+    return pack
+
+
 def base_of(model: str | None, pack: "Pack | None") -> str:
     """Return the base that was named, or else that of the pack."""
     from ..packs.base import find_base

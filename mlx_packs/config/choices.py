@@ -88,17 +88,24 @@ class PackFacts:
 
     described: str = ""  # what it is, with an article; empty if a model with it is what it was
     learned: str = ""  # what it was trained on, if not on tokens
-    # What a pack with a head of its own does, which generates no text: ends "a classifier, which".
-    instead: str = ""
+    # What there is for it, where another use was wanted.
+    instead: str = "Use packs generate, packs chat, packs eval or packs serve."
     command: str = ""  # that uses it, in its folder; ``{base}`` stands for the base model
+    hub: str = ""  # its pipeline tag on the Hub, if it generates no text
+    activates: bool = True  # whether a base can have it until another one, not for one call each
+    merges_head: bool = False  # whether a merged checkpoint has a place for its head
     # Other than the evaluation of its architecture: an `Evaluator` of the base, rows and settings,
-    # or if the base alone has no score, a function of base, pack, rows and settings.
+    # or if the base alone has no score, as with a new head, a function of base, pack, rows and
+    # settings.
     evaluator: str | None = None
     evaluate: str | None = None
     worker: str | None = None  # of ``packs serve``, other than what generates text
     # Function of a pack, its base's folder, config and tokenizer: files, by name, that a merged
     # checkpoint needs to be opened by other programs.
     merged_files: str | None = None
+    # Function of a `MergeRequest`: how far a merge on a decoder is from the pack, if not by next
+    # tokens.
+    compare_merged: str | None = None
     # Function of a base's folder and whether it is a decoder: what its packs need of a base, as
     # `objective` of their manifest has it.
     base_settings: str | None = None
@@ -120,8 +127,9 @@ class TaskFacts:
     by_text: bool = False  # whether the second number of a batch's shape is its sequences
     rated: bool = False  # whether its examples are single completions, each good or bad
     generates: bool = False  # whether it trains on completions that the model generates
-    # whether a head of its own gives numbers in the place of logits, unless --head is another one
-    scores: bool = False
+    # Values of --head, the default first: ``lm`` reads logits, ``score`` is a head of its own that
+    # gives numbers in their place. ``none`` reads states alone.
+    heads: tuple[str, ...] = ("lm",)
     teacher: bool = False  # whether it reads what a teacher predicts
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
@@ -144,6 +152,10 @@ class TaskFacts:
     def trains(self, architecture: str) -> bool:
         """Return whether its bases may be of an architecture."""
         return architecture in (self.architecture, self.also)
+
+    def head_for(self, setting: str) -> str:
+        """Return the head that a value of --head means; ``auto``, or one of others, the default."""
+        return setting if setting in self.heads else self.heads[0]
 
 
 @dataclass(frozen=True)
@@ -300,6 +312,8 @@ def _preferences(
     )
 
 
+_EVAL_COMMAND = "packs eval . --model {base} --data ..."
+
 TASKS = Table(
     "tasks",
     {
@@ -323,27 +337,25 @@ TASKS = Table(
             in_batch=True,
             sequences=2,
             by_text=True,
+            heads=("none",),
             losses=tuple(LOSSES),
             formats="mlx_packs.data.pair_formats:PAIR_FORMATS",
-            metrics=(
-                "spearman",
-                "ndcg_at_10",
-                "triplet_accuracy",
-                "pearson",
-                "mrr_at_10",
-                "recall_at_1",
+            metrics=tuple(
+                "spearman ndcg_at_10 triplet_accuracy pearson mrr_at_10 recall_at_1".split()
             ),
             pack=PackFacts(
+                described="an embedder",
                 learned="embeddings",
+                instead="Use packs eval, packs serve (/v1/embeddings) or base.encode().",
+                command=_EVAL_COMMAND,
+                hub="sentence-similarity",
                 evaluator="mlx_packs.evaluation.embeddings:EmbeddingEvaluator",
                 worker="mlx_packs.serving.embedding:Embedder",
                 merged_files="mlx_packs.convert.sentence_transformers:embedder_files",
+                compare_merged="mlx_packs.convert.task_fidelity:compare_vectors",
                 base_settings="mlx_packs.bases.sentence_config:base_settings",
-                objective={
-                    "pooling": "text?",
-                    "normalize": "true or false?",
-                    "query_prompt": "text?",
-                },
+                objective=dict.fromkeys(("pooling", "query_prompt"), "text?")
+                | {"normalize": "true or false?"},
             ),
         ),
         "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
@@ -357,13 +369,14 @@ TASKS = Table(
             described="a reward model",
             defaults={"learning_rate": 1e-4},
             sequences=2,
-            scores=True,
+            heads=("score",),
             pack=PackFacts(
                 described="a reward model",
                 learned="a reward model, which scores the last token",
-                instead="scores completions and generates no text. Evaluate it with packs eval, or "
-                "score with base.rewards().",
-                command="packs eval . --model {base} --data ...",
+                instead="Use packs eval or base.rewards().",
+                command=_EVAL_COMMAND,
+                hub="text-classification",
+                activates=False,
                 evaluate="mlx_packs.evaluation.preferences:evaluate_reward_model",
             ),
         ),
@@ -372,20 +385,17 @@ TASKS = Table(
             "decoder",
             described="labels of texts or chats",
             defaults={"learning_rate": 1e-4},
-            scores=True,
-            metrics=(
-                "label_accuracy",
-                "macro_f1",
-                "log_loss",
-                "calibration_error",
-                "mae",
-                "rmse",
-                "spearman",
+            heads=("score", "lm"),
+            metrics=tuple(
+                "label_accuracy macro_f1 log_loss calibration_error mae rmse spearman".split()
             ),
             pack=PackFacts(
                 described="a classifier",
-                instead="generates no text. Use `packs classify`, packs eval or base.classify().",
+                instead="Use packs classify, packs eval, packs serve (/v1/classify) or "
+                "base.classify().",
                 command="packs classify --pack . --model {base} < rows.jsonl",
+                hub="text-classification",
+                activates=False,
                 evaluate="mlx_packs.evaluation.classification:evaluate_classifier",
             ),
         ),
@@ -396,15 +406,23 @@ TASKS = Table(
             defaults={"learning_rate": 1e-4},
             sequences=8,
             by_text=True,
+            heads=("lm", "score"),
             losses=RANKING_LOSSES,
             formats="mlx_packs.data.ranking_formats:RANKING_FORMATS",
             metrics=("ndcg_at_10", "mrr_at_10"),
             pack=PackFacts(
+                described="a reranker",
                 learned="rankings",
+                instead="Use packs eval, packs serve (/v1/rerank) or base.rerank().",
+                command=_EVAL_COMMAND,
+                hub="text-ranking",
+                merges_head=True,
                 evaluator="mlx_packs.evaluation.rankings:RerankEvaluator",
+                evaluate="mlx_packs.evaluation.rankings:evaluate_new_head",
                 worker="mlx_packs.serving.embedding:Reranker",
                 merged_files="mlx_packs.convert.sentence_transformers:reranker_files",
-                objective={"instruction": "text?"},
+                compare_merged="mlx_packs.convert.task_fidelity:compare_scores",
+                objective={"instruction": "text?", "head": "text?"},
             ),
         ),
         "grpo": TaskFacts(
@@ -510,15 +528,6 @@ def answer_metric_of(entry: str | None) -> str | None:
     """Return the metric of answers that an entry of a validation is of; None if it is another."""
     metrics = {f"valid_{metric}": metric for metric in ANSWER_METRICS}
     return metrics.get(entry or "")
-
-
-def described_tasks() -> list[str]:
-    """Return what tasks train in words, each with the names of those that train the same."""
-    names: dict[str, list[str]] = {}
-    for name, facts in TASKS.items():
-        names.setdefault(facts.described, []).append(name)
-
-    return [f"{what} ({', '.join(own)})" for what, own in names.items()]
 
 
 def default_in_words(setting: str, default: str) -> str:

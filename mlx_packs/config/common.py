@@ -14,7 +14,6 @@ from .choices import (
     TASKS,
     WEIGHT_FORMATS,
     default_in_words,
-    described_tasks,
 )
 from .fields import Fault, Settings, facts_of, option
 
@@ -31,6 +30,15 @@ _machines = partial(option, section="Several machines", resumable=True)
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
+
+
+def described_tasks() -> list[str]:
+    """Return what tasks train in words, each with the names of those that train the same."""
+    names: dict[str, list[str]] = {}
+    for name, facts in TASKS.items():
+        names.setdefault(facts.described, []).append(name)
+
+    return [f"{what} ({', '.join(own)})" for what, own in names.items()]
 
 
 @dataclass(frozen=True, repr=False)

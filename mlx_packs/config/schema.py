@@ -67,6 +67,10 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         """The settings of a task that an installed package adds, of its own class; None without."""
         return read_task_config(self.task, self.task_config)
 
+    def head_of(self, task: str) -> str:
+        """The head of a task of the run, ``score`` or ``lm``."""
+        return TASKS[task].head_for(self.head)
+
     def of_other_tasks(self, task: str) -> dict[str, object]:
         """Return the defaults of the changed settings that a task does not have."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -243,8 +247,7 @@ def _full_faults(train: TrainConfig) -> Iterator[Fault]:
 
 def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
     order = [phase.task or train.task for phase in train.phases] or [train.task]
-    has_head = train.head == "score"
-    scores = [task in TASKS and TASKS[task].scores and has_head for task in order]
+    scores = [task in TASKS and train.head_of(task) == "score" for task in order]
     if not any(scores):
         return
 

@@ -117,6 +117,21 @@ class NamedLoss(Settings):
 
 
 @dataclass(frozen=True, repr=False)
+class Headed(Settings):
+    """The setting of tasks that read logits, or have a new head."""
+
+    head: str = _data(
+        "auto",
+        "Head that decides on the label (classify) or the relevance (rerank): a new linear head on "
+        "the last token (score), or the LM head, which scores the names of the labels, or yes "
+        "against no, and adds no parameters (lm).",
+        shown_default="score with --task classify, lm with --task rerank",
+        choices=("auto", "score", "lm"),
+        memory=True,
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class Beta(Settings):
     """The setting of tasks that weigh a distance, or scale log-probabilities."""
 
@@ -291,8 +306,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
     )
     on_policy: float = _share(
         0.0,
-        "Share of the batches whose completions the student generates; --teacher scores them "
-        "(GKD).",
+        "Share of the batches that the student writes and --teacher scores (GKD).",
     )
     ce_weight: float = _optimization(
         0.0,
@@ -374,7 +388,7 @@ class EmbeddingConfig(NamedLoss):
 
 
 @dataclass(frozen=True, repr=False)
-class RerankConfig(NamedLoss):
+class RerankConfig(NamedLoss, Headed):
     """Settings of rerankers."""
 
     rerank_instruction: str | None = _reranking(
@@ -442,16 +456,9 @@ class RewardConfig(PackableConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class ClassifyConfig(PackableConfig):
+class ClassifyConfig(PackableConfig, Headed):
     """Settings of classification."""
 
-    head: str = _data(
-        "score",
-        "Head that decides on the label (classify): a new linear head on the last token (score), "
-        "or the LM head, which scores the names of the labels and adds no parameters (lm).",
-        choices=("score", "lm"),
-        memory=True,
-    )
     ordinal: bool = _optimization(
         False,
         "Labels are integers on a scale, such as stars (classify): the head learns at each of them "
@@ -470,7 +477,7 @@ class ClassifyConfig(PackableConfig):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        if self.ordinal and self.head != "score":
+        if self.ordinal and self.head == "lm":
             yield Fault("ordinal", "needs --head score.", "conflict")
         if self.share_prefix == "on":
             text = "does not go with --share-prefix on. Leave one of them out."

@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..adapters.imported import full_tensor_modules
+from ..adapters.spec import SCORE_WEIGHT
 from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name
 from ..bases.model import BaseModel
 from ..bases.tokenizer import tokens_of
@@ -27,6 +28,7 @@ from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import TOKEN_FORMATS, format_of
 from ..data.pair_formats import PAIR_FORMATS
+from ..data.ranking_formats import RANKING_FORMATS
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import perplexity
@@ -46,14 +48,14 @@ from .merge_plan import Change, MergeRequest, dtype_of, plan_changes, plan_merge
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
 MAX_SHARE = 0.1  # of what the pack itself moves the base by
-_NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
+KL_NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
 ROWS = 32
 # What is tried where a merge is too far off, the cheapest first: after any other format both.
 _FINER = {"none": (), "affine8": ("none",)}
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
-_TEXTS_AT_ONCE = 32  # for an encoder
-_LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
-_ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
+TEXTS_AT_ONCE = 32
+LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
+ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
 
 Modules = list[tuple[str, nn.Module]]
 Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
@@ -108,7 +110,7 @@ def check_max_drift(max_drift: float | None) -> None:
 
 
 def drift_limit(
-    max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = _NOISE
+    max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = KL_NOISE
 ) -> float:
     """None means a tenth of what the pack moves the base by, at most ``largest``."""
     if max_drift is not None:
@@ -171,7 +173,7 @@ class FidelityMeter:
         return partial(activated, self.base, pack, self.matmul_path)
 
     def with_modules(self, modules: Modules) -> Variant:
-        return partial(_replaced, self.base.model, modules)
+        return partial(replaced, self.base.model, modules)
 
     def compare(self, first: Variant, second: Variant) -> Fidelity:
         """Return KL and perplexity of the second variant against the first."""
@@ -212,7 +214,7 @@ class FidelityMeter:
 
 
 @contextmanager
-def _replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
+def replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
     own = dict(model.named_modules())
     originals = [(path, own[path]) for path, _ in modules]
     replace_modules(model, modules)
@@ -281,10 +283,7 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         return fidelity_of(plan_changes(other).changes).kl_mean
 
     fidelity = fidelity_of(planned.changes)
-    finer = _FINER.get(request.requantize, ("affine8", "none"))
-    others = {requantize: partial(kl_of, requantize, request.dtype) for requantize in finer}
-    if any(change.weight.dtype != mx.float32 for change in planned.changes):
-        others["none --dtype float32"] = partial(kl_of, "none", "float32")
+    others = finer_settings(request, planned.changes, kl_of)
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
 
@@ -295,6 +294,20 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         tried=tried,
         passes=passes,
     )
+
+
+def finer_settings(
+    request: MergeRequest, changes: list[Change], distance_of: Callable[[str, str], float]
+) -> dict[str, Callable[[], float]]:
+    """Return what is tried where a merge is too far off, by its name; the cheapest first.
+
+    ``distance_of`` takes a format and a dtype.
+    """
+    finer = _FINER.get(request.requantize, ("affine8", "none"))
+    others = {requantize: partial(distance_of, requantize, request.dtype) for requantize in finer}
+    if any(change.weight.dtype != mx.float32 for change in changes):
+        others["none --dtype float32"] = partial(distance_of, "none", "float32")
+    return others
 
 
 def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = None) -> Modules:
@@ -320,7 +333,8 @@ def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = No
 
     if pack is not None:
         paths = {path for path, _ in replaced}
-        names = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in paths]
+        full = [name for name in replaced_of(pack.manifest) if name != SCORE_WEIGHT]
+        names = [name for name in full if name.rpartition(".")[0] not in paths]
         if names:
             tensors = pack.load_tensors()
             replaced += full_tensor_modules(base.model, names, tensors, str(pack.path))
@@ -344,21 +358,21 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
             "unsupported",
         )
 
-    texts = _texts(request)
+    texts = texts_of(request)
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
     with request.display.working("drift", f"{len(texts)} texts"):
-        plain = base.encode(texts, _TEXTS_AT_ONCE)
+        plain = base.encode(texts, TEXTS_AT_ONCE)
         with base.applied(request.pack):
-            attached = base.encode(texts, _TEXTS_AT_ONCE)
+            attached = base.encode(texts, TEXTS_AT_ONCE)
 
         def distance_of(dtype: str) -> float:
             model = _as_written(plan_merge(dataclasses.replace(request, dtype=dtype)), base)
             tokens = tokens_of(base.tokenizer, texts, model.longest)
-            return _distance(attached, embedded(model, tokens, _TEXTS_AT_ONCE))
+            return angle_between(attached, embedded(model, tokens, TEXTS_AT_ONCE))
 
-        moved = _distance(plain, attached)
+        moved = angle_between(plain, attached)
         distance = distance_of(request.dtype)
-        limit = drift_limit(request.max_drift, moved, _LARGEST_ANGLE, _ANGLE_NOISE)
+        limit = drift_limit(request.max_drift, moved, LARGEST_ANGLE, ANGLE_NOISE)
         others = {}
         if request.dtype != "float32":
             others["none --dtype float32"] = partial(distance_of, "float32")
@@ -373,10 +387,10 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
     )
 
 
-def _texts(request: MergeRequest) -> list[str]:
+def texts_of(request: MergeRequest) -> list[str]:
     """Return the texts of at most ``request.rows`` examples, of pairs or of anything else."""
     columns = request.columns
-    formats = (*PAIR_FORMATS, *TOKEN_FORMATS)
+    formats = (*PAIR_FORMATS, *RANKING_FORMATS, *TOKEN_FORMATS)
     texts = [
         text
         for row in evaluation_rows(columns, "test", request.rows)
@@ -397,7 +411,7 @@ def _as_written(plan: WritePlan, base: Base) -> Encoder:
     return model
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> float:
+def angle_between(one: np.ndarray, other: np.ndarray) -> float:
     """Return the mean of 1 - cosine of rows."""
     one, other = (x.astype(np.float64) for x in (one, other))
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)

@@ -147,7 +147,7 @@ def import_adapter(
     """Convert an adapter of PEFT or mlx-lm to a pack.
 
     An adapter of PEFT's task ``SEQ_CLS`` with several outputs becomes a classifier of texts with
-    one label each, and with one output a reward model.
+    one label each, and with one output a reward model, or a reranker if one was exported there.
 
     Args:
         folder: Folder with ``adapter_config.json`` and safetensors files.
@@ -191,10 +191,11 @@ def import_adapter(
             note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
     else:
         base = _base_name(model, config, folder)
-        if sidecar is not None and not labels:
-            before = sidecar["pack"].get("classifier")
-            labels = _names_of(before)
-        pack = _converted(name, stored, base, trust_remote_code, labels)
+        facts = {}
+        if sidecar is not None:
+            labels = labels or _names_of(sidecar["pack"].get("classifier"))
+            facts = _reranker(sidecar["pack"].get("objective"))
+        pack = _converted(name, stored, base, trust_remote_code, labels, facts)
         note = differing_texts(folder, resolve_checkpoint(base), public_name(str(base)))
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
@@ -298,7 +299,12 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
 
 
 def _converted(
-    name: str, stored: StoredAdapter, model: str | Path, trust: bool, labels: Sequence[str]
+    name: str,
+    stored: StoredAdapter,
+    model: str | Path,
+    trust: bool,
+    labels: Sequence[str],
+    facts: Mapping[str, object],
 ) -> Pack:
     base = lazy_base(model, trust)
     form = FORMATS[name]
@@ -310,9 +316,9 @@ def _converted(
     if not isinstance(base_id, str):
         base_id = None
     source = {"from": name, "base": base_id, "by": f"mlx-packs {__version__}"}
-    classifier = _classifier(adapter.full_tensors, labels, stored.file)
     full = adapter.full_tensors
-    return untrained_pack(base, specs, adapter.tensors, full, imported=source, **classifier)
+    facts = {**facts, **_classifier(full, labels, stored.file)}
+    return untrained_pack(base, specs, adapter.tensors, full, imported=source, **facts)
 
 
 def _names_of(classifier: object) -> list[str]:
@@ -323,6 +329,19 @@ def _names_of(classifier: object) -> list[str]:
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         return []
     return labels
+
+
+def _reranker(objective: object) -> dict:
+    """Return the part ``objective`` of a manifest, which was not checked, if it is a reranker's.
+
+    Without it a head of one output would be a reward model's.
+    """
+    if not isinstance(objective, Mapping) or objective.get("task") != "rerank":
+        return {}
+
+    kept = {name: objective.get(name) for name in ("instruction", "head")}
+    texts = {name: text for name, text in kept.items() if isinstance(text, str)}
+    return {"objective": {"task": "rerank", **texts}}
 
 
 def _classifier(tensors: Tensors, labels: Sequence[str], where: Path) -> dict:

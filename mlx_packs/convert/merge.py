@@ -21,8 +21,9 @@ from ..config.other_names import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
+from ..late import load
 from ..packs.compatibility import check_checkpoint
-from ..packs.manifest import has_score_head, task_code
+from ..packs.manifest import has_score_head, pack_facts, task_code
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
@@ -62,8 +63,8 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         dtype: Dtype of the merged weights before any quantization: ``"float32"``, ``"bfloat16"``,
             ``"float16"``, or ``"auto"`` for the base model's.
         max_drift: Maximum mean KL divergence of the merged model from the attached pack, in nats
-            per token. None is a tenth of the KL divergence that the pack itself makes, and 0.02 at
-            most. For an encoder it is the mean of 1 - cosine of the embeddings, and 0.001 at most.
+            per token (of a reranker per document). None is a tenth of the KL divergence that the
+            pack itself makes, and 0.02 at most. An embedder's is 1 - cosine, and 0.001 at most.
         data: Examples to compare on.
         rows: Maximum number of these examples.
         max_shard_gb: Maximum size of a file of weights, in 10^9 bytes.
@@ -99,13 +100,13 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     source, _ = check_checkpoint(pack, model)
     writer.output_folder(str(out), source, overwrite)
 
-    outcome = MERGERS[architecture_of(pack.manifest["base"]["model_type"])](request)
+    outcome = _comparison(pack)(request)
     report = _report(request, outcome, out)
     if not report["passed"]:
         return report
 
     plan = plan_merge(request, _facts(request, outcome))
-    plan = _with_files(plan, pack, source, trust_remote_code)
+    plan = _with_files(plan, request, source)
     record, _ = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -114,6 +115,14 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def _comparison(pack: Pack) -> Callable[[MergeRequest], Outcome]:
+    architecture = architecture_of(pack.manifest["base"]["model_type"])
+    compare = None
+    if architecture == "decoder":
+        compare = task_code(pack.manifest, "compare_merged")
+    return compare or MERGERS[architecture]
 
 
 def _check(request: MergeRequest) -> None:
@@ -125,11 +134,13 @@ def _check(request: MergeRequest) -> None:
     check_max_drift(request.max_drift)
 
     if has_score_head(request.pack.manifest):
-        raise PackError(
-            f"{request.pack.name}: is a reward model or classifier, and a merged checkpoint has no "
-            "place for its head. Use packs export --to peft.",
-            "unsupported",
-        )
+        if not pack_facts(request.pack.manifest).merges_head:
+            raise PackError(
+                f"{request.pack.name}: is a reward model or classifier, and a merged checkpoint "
+                "has no place for its head. Use packs export --to peft.",
+                "unsupported",
+            )
+        load("convert.sequence_classification:check_mergeable")(request)
 
     if request.pack.for_merge not in ("none", request.requantize):
         raise PackError(
@@ -140,10 +151,15 @@ def _check(request: MergeRequest) -> None:
         )
 
 
-def _with_files(plan: WritePlan, pack: Pack, source: Path, trust_remote_code: bool) -> WritePlan:
-    """Add what the tokenizer and the task of a pack need beside the weights."""
-    ends = _ends(pack, source, trust_remote_code)
-    files = _task_files(pack, source, trust_remote_code)
+def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePlan:
+    """Add what the tokenizer and the task of a pack need beside the weights, and its head."""
+    pack = request.pack
+    ends = _ends(pack, source, request.trust_remote_code)
+    files = _task_files(pack, source, request.trust_remote_code)
+    if has_score_head(pack.manifest):
+        tokenizer = load_tokenizer(source, plan.config, request.trust_remote_code)
+        with_head = load("convert.sequence_classification:with_head")
+        plan = with_head(plan, pack, tokenizer, request.max_shard_gb)
 
     return replace(plan, ends=ends, texts=files)
 

@@ -475,7 +475,7 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
 
 
 def _head_notes(pack: Pack) -> tuple[str, ...]:
-    """Return notes on the head of a reward model or classifier, for transformers."""
+    """Return notes on the head of a pack that has one of its own, for transformers."""
     shape = replaced_of(pack.manifest).get(SCORE_WEIGHT)
     if shape is None:
         return ()

@@ -9,11 +9,14 @@ from ..bases.shapes import Heads
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
 from ..objectives.decoder_embedding import with_eos
+from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..reading import read_json
 
 _POOLING = "1_Pooling"
 _SCORE = "1_LogitScore"
+_TRANSFORMER = "base.modules.transformer.Transformer"
+_TOKENIZER = "tokenizer_config.json"
 _SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _TEMPLATE = """{{%- if messages | selectattr("role", "equalto", "query") | list %}}
 {{%- set query = (messages | selectattr("role", "equalto", "query") | first).content %}}
@@ -49,17 +52,8 @@ def embedder_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> di
 
 
 def reranker_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
-    """The question as a chat template with the roles query and document, and its two answers."""
+    """The question as a chat template with the roles query and document, and what gives scores."""
     instruction = pack._part("objective").get("instruction") or INSTRUCTION
-    yes, no = answer_tokens(tokenizer)
-    scores = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
-    method = {"method": "forward", "method_output_name": "logits"}
-    settings = {
-        "transformer_task": "text-generation",
-        "modality_config": {"text": method, "message": {**method, "format": "flat"}},
-        "module_output_name": "causal_logits",
-    }
-
     own = tokenizer.chat_template
     if not isinstance(own, str):  # several, by name
         own = None
@@ -71,18 +65,49 @@ def reranker_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> di
         after=json.dumps(after, ensure_ascii=False),
         other=own or "",
     )
-    return {
-        MODULES: _modules(
-            {
-                "base.modules.transformer.Transformer": "",
-                "cross_encoder.modules.logit_score.LogitScore": _SCORE,
-            }
-        ),
-        SETTINGS: to_json(settings),
-        f"{_SCORE}/config.json": to_json(scores),
+    files = {
         PROMPTS: to_json({"model_type": "CrossEncoder", "activation_fn": _SIGMOID}),
         "chat_template.jinja": template,
     }
+    if has_score_head(pack.manifest):
+        return files | _by_score_head(source, tokenizer)
+    return files | _by_logits(tokenizer)
+
+
+def _by_logits(tokenizer: Any) -> dict[str, str]:
+    yes, no = answer_tokens(tokenizer)
+    scores = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
+    modules = {_TRANSFORMER: "", "cross_encoder.modules.logit_score.LogitScore": _SCORE}
+
+    return {
+        MODULES: _modules(modules),
+        SETTINGS: _settings("text-generation", "causal_logits"),
+        f"{_SCORE}/config.json": to_json(scores),
+    }
+
+
+def _by_score_head(source: Path, tokenizer: Any) -> dict[str, str]:
+    """The module of a classifier, and a token for padding, which the classifier needs."""
+    files = {
+        MODULES: _modules({_TRANSFORMER: ""}),
+        SETTINGS: _settings("sequence-classification", "scores"),
+    }
+
+    if tokenizer.pad_token_id is None:
+        stored = read_json(source / _TOKENIZER)
+        files[_TOKENIZER] = to_json({**stored, "pad_token": tokenizer.eos_token})
+    return files
+
+
+def _settings(task: str, output: str) -> str:
+    method = {"method": "forward", "method_output_name": "logits"}
+    return to_json(
+        {
+            "transformer_task": task,
+            "modality_config": {"text": method, "message": {**method, "format": "flat"}},
+            "module_output_name": output,
+        }
+    )
 
 
 def _modules(kinds: dict[str, str]) -> str:

@@ -31,6 +31,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
+from ..packs.compatibility import check_generates
 from ..packs.pack import Pack, as_pack
 from ..packs.weighted_sum import check_distinct
 from .images import encode_shown
@@ -250,6 +251,7 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
     check_no_pack(base)
     base.check_architecture("eval-batch", "decoder")
     for pack in packs:
+        check_generates(pack)
         pack.check_base(base)
 
 

@@ -10,7 +10,7 @@ from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..late import load
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.manifest import task_code
+from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack, as_pack
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
@@ -107,8 +107,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         pack = as_pack(pack)
         recipe = pack._part("recipe")
         trained = pack._part("objective")
-        evaluator = task_code(pack.manifest, "evaluator") or evaluator
-        evaluate_pack = task_code(pack.manifest, "evaluate")
+        evaluator, evaluate_pack = _of_task(pack, evaluator)
 
     if evaluate_pack is None:
         loss_on = loss_on or trained.get("loss_on")
@@ -129,6 +128,14 @@ def evaluate(  # noqa: PLR0913 - a public facade
     if evaluate_pack is not None:
         return evaluate_pack(base, pack, rows, settings)
     return _report(base, pack, evaluator(base, rows, settings))
+
+
+def _of_task(pack: Pack, usual: Any) -> tuple[Any, Any]:
+    """Return the evaluator of a pack, and what evaluates one that no base can be compared with."""
+    own = task_code(pack.manifest, "evaluator")
+    if own is not None and not has_score_head(pack.manifest):
+        return own, None
+    return usual, task_code(pack.manifest, "evaluate")
 
 
 def _report(

@@ -23,6 +23,7 @@ from ..errors import PackError
 from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack
+from ..packs.compatibility import check_generates
 from ..packs.pack import Pack, as_pack
 from .perplexity import Scorer
 
@@ -73,6 +74,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     opened = None
     if pack is not None:
         opened = as_pack(pack)
+        check_generates(opened)
         opened.check_base(base)
 
     options = {

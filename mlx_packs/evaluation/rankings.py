@@ -14,9 +14,10 @@ from ..config.choices import TASKS
 from ..data.formats import Row
 from ..data.rankings import INSTRUCTION, Rankings, RerankPrompt, encode_rankings
 from ..errors import PackError, flag_of
-from ..objectives.rerank import YesOrNo
+from ..objectives.rerank import Scorer, scorer_of
 from ..objectives.score import Score
 from ..packs.base import Base
+from ..packs.pack import Pack
 from .metrics import NO_METRIC
 from .rows import EvalSettings
 
@@ -66,7 +67,7 @@ def shown(metrics: Metrics, errors: dict[str, float | None]) -> str:
 
 
 def score_rankings(
-    scorer: YesOrNo,
+    scorer: Scorer,
     rankings: Rankings,
     batch_size: int,
     advance: Callable[[int], None] | None = None,
@@ -105,12 +106,12 @@ def ndcg(scores: np.ndarray, labels: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class RerankReport:
-    """Base and base with pack on the same queries."""
+    """Base and base with pack on the same queries; a base has no score by a head of the pack."""
 
     rows: int
     format: str
-    base: Metrics
-    base_se: dict[str, float | None]
+    base: Metrics | None
+    base_se: dict[str, float | None] | None
     pack: Metrics | None
     pack_se: dict[str, float | None] | None
 
@@ -118,7 +119,9 @@ class RerankReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        lines = [f"base    {shown(self.base, self.base_se)}"]
+        lines = []
+        if self.base is not None:
+            lines.append(f"base    {shown(self.base, self.base_se or {})}")
         if self.pack is not None:
             lines.append(f"pack    {shown(self.pack, self.pack_se or {})}")
         return [*lines, f"data    {self.rows} queries ({self.format})"]
@@ -149,11 +152,24 @@ class RerankEvaluator:
         self._rankings = encode_rankings(rows, prompt)
 
     def score(self) -> tuple[Metrics, dict[str, float | None]]:
-        scorer = YesOrNo(self._base.model, self._base.tokenizer)
+        head = None
+        if (active := self._base.active) is not None:
+            head = active.attached.score
+        scorer = scorer_of(self._base, head)
         return score_rankings(scorer, self._rankings, self._documents)
 
-    def report(self, base: Any, pack: Any | None) -> RerankReport:
+    def report(self, base: Any | None, pack: Any | None) -> RerankReport:
+        base, base_se = base or (None, None)
         pack, pack_se = pack or (None, None)
         return RerankReport(
-            len(self._rankings), self._rankings.format, base[0], base[1], pack, pack_se
+            len(self._rankings), self._rankings.format, base, base_se, pack, pack_se
         )
+
+
+def evaluate_new_head(
+    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
+) -> RerankReport:
+    """Return the report of a pack with a head of its own, which the base has no score without."""
+    evaluator = RerankEvaluator(base, rows, settings)
+    with base.applied(pack, evaluator.matmul_path):
+        return evaluator.report(None, evaluator.score())

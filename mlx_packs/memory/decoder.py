@@ -35,7 +35,7 @@ from .plan import (
     recompute_policies,
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
-from .step import WHOLE_LOGITS, Step, passes_of
+from .step import WHOLE_LOGITS, Level, Step, passes_of
 
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
@@ -119,7 +119,7 @@ def plan_step(
     itemsize = activation_bytes(headers.config, train.compute_dtype)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
     if has_score_head(train):
-        adapters = adapters.beside((1, sizes.hidden))
+        adapters = adapters.beside((headers.outputs, sizes.hidden))
 
     shape = shape or largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
@@ -133,6 +133,10 @@ def plan_step(
         rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
     sequences = _sequences(train, shape)
+    evaluated = None
+    if _by_parts(train):
+        evaluated = Level(train.batch_size, shape[0])
+
     is_tree = isinstance(shape, TreeShape)
     apart = is_tree and shape.recurs
     at_once = step_class.trees_at_once and not apart
@@ -143,7 +147,6 @@ def plan_step(
         sizes,
         passes=passes_of(shape, sequences, at_once),
         apart=apart,
-        targets=shape[1],
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
@@ -152,7 +155,8 @@ def plan_step(
         rounding=rounding,
         head=adapters.head,
         logits=has_logits(train),
-        teacher=any(TASKS[task].teacher for task in train.tasks),
+        evaluated=evaluated,
+        **_read_by_loss(headers, train, shape, sizes),
     )
 
     return adapters.plan(
@@ -164,19 +168,42 @@ def plan_step(
     )
 
 
+def _read_by_loss(
+    headers: Headers, train: TrainConfig, shape: Shape, sizes: Sizes
+) -> dict[str, int]:
+    """Return the targets of a batch, and the whole logits and teacher's tokens of each."""
+    facts = [TASKS[task] for task in train.tasks]
+    read = {"targets": shape[1]}
+
+    if has_score_head(train):
+        read["outputs"] = headers.outputs
+    if TASKS[train.task].by_text:  # one token of each
+        read["targets"] = _sequences(train, shape)
+        if train.head_of(train.task) == "lm":
+            read["outputs"] = sizes.vocab
+    if any(each.teacher for each in facts):
+        read["teacher_tokens"] = headers.teacher_tokens
+
+    return read
+
+
 def _path_of(train: TrainConfig) -> str:
     """Return the matmul path of a run; ``auto`` counts as quantized."""
     return "quantized" if train.matmul_path == "auto" else train.matmul_path
 
 
 def _sequences(train: TrainConfig, shape: Shape) -> int:
-    """Return the rows of a batch; by parts, two of them are in memory."""
+    """Return the rows of a batch that are computed at once."""
     if not TASKS[train.task].by_text:
         return train.sequences
 
-    if train.loss in LOSSES and LOSSES[train.loss].by_parts:
-        return 2 * min(train.batch_size, train.mini_batch_size)
+    if _by_parts(train):
+        return min(train.batch_size, train.mini_batch_size)
     return train.batch_size * shape[1]
+
+
+def _by_parts(train: TrainConfig) -> bool:
+    return train.loss in LOSSES and LOSSES[train.loss].by_parts
 
 
 def largest_shape(train: TrainConfig) -> Shape:

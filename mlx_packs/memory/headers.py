@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -38,15 +38,14 @@ _WIDEST = 64  # bits of a number whose dtype is not known
 
 @dataclass(frozen=True)
 class Headers:
-    """Name, config and tensor headers of a base, and how many tokens the images of rows have.
-
-    ``image_tokens`` is None where rows are not known.
-    """
+    """Name, config and tensor headers of a base, and what its memory depends on in the examples."""
 
     name: str
     config: dict
     tensors: Tensors
-    image_tokens: int | None = None
+    image_tokens: int | None = None  # of the images of rows; None where rows are not known
+    outputs: int = 1  # rows of a score head
+    teacher_tokens: int = 64  # of a target, whose probabilities a teacher's cache has
 
     @classmethod
     def of(cls, base: "BaseModel") -> "Headers":
@@ -94,7 +93,7 @@ class Headers:
         """Return the same names, as if no weight were quantized."""
         first = tuple(f".{part}" for facts in WEIGHT_MODES.values() for part in facts.parts[:1])
         dense = {n: t for n, t in self.tensors.items() if not n.endswith(first)}
-        return Headers(self.name, self.config, dense)
+        return replace(self, tensors=dense)
 
     def check_quantize(self, train: TrainConfig) -> None:
         """Raise a PackError, as `load_base` does, if a quantized base is to be quantized anew."""

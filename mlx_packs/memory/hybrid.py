@@ -94,7 +94,7 @@ def _language_model(headers: Headers) -> Headers:
         if "lm_head" in name:
             name = name.removeprefix(_HEAD_PREFIX)
         tensors[_PREFIX.sub("model.", name)] = tensor
-    return Headers(headers.name, _text_config(headers.config), tensors)
+    return replace(headers, config=_text_config(headers.config), tensors=tensors)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def recompute_policies(train: "TrainConfig") -> tuple[str, ...]:
 
 def has_score_head(train: "TrainConfig") -> bool:
     """Return whether a run trains a head for scores, which goes with adapters alone."""
-    return train.head == "score" and any(TASKS[task].scores for task in train.tasks)
+    return any(train.head_of(task) == "score" for task in train.tasks)
 
 
 def has_logits(train: "TrainConfig") -> bool:
@@ -115,7 +115,7 @@ def has_logits(train: "TrainConfig") -> bool:
     facts = [TASKS[task] for task in train.tasks]
     if all(each.by_text for each in facts):
         return False
-    return train.head != "score" or not all(each.scores for each in facts)
+    return any(train.head_of(task) != "score" for task in train.tasks)
 
 
 def accumulates(train: "TrainConfig") -> bool:

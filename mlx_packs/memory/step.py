@@ -19,7 +19,7 @@ from .decoder_sizes import Sizes
 from .plan import Shape, moment_parts
 
 WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
-TEACHER_TOKENS = 64  # of a target, in a cache whose size is not known yet
+_OUTPUTS = 3  # arrays of the size of the logits of a score head
 _TEACHER_ARRAYS = 12  # arrays of the probabilities of a teacher's tokens
 _HEAD_SLICE = 1.25  # arrays of the size of a slice of the head that is dequantized
 
@@ -117,7 +117,9 @@ class Step:
     rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
     head: bool = False  # whether the head is trained or adapted, and all logits are made
     logits: bool = True  # whether there are any; a reward model reads states of targets alone
-    teacher: bool = False  # whether the loss reads the logits of a teacher's tokens
+    teacher_tokens: int = 0  # of a target, whose logits the loss reads
+    outputs: int = 0  # whole logits of each target, by the LM head or a score head
+    evaluated: Level | None = None  # of more rows than a pass, where these are by parts
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
@@ -130,13 +132,19 @@ class Step:
                 logits = itemsize * self.loss_numbers() + self.teacher_bytes()
                 moments["loss"] = moment_parts(self.waiting, itemsize * (before + states), logits)
 
-            again = max(self._kept(own)) * self.policy.blocks  # of one that is computed again
+            again = (
+                max(self._kept(own), default=0) * self.policy.blocks
+            )  # of one that is computed again
             for name, (working, gone) in self._in_blocks(own, itemsize).items():
                 saved = itemsize * (before + again - gone * own.tokens)
                 parts = moment_parts(self.waiting, saved, working=working)
                 moments[name] = max(
                     parts, moments.get(name, parts), key=lambda each: sum(each.values())
                 )
+
+        if self.evaluated is not None:
+            working, _ = self._in_blocks(Pass((self.evaluated,)), itemsize)["mlp"]
+            moments["evaluation"] = moment_parts(0, working=working)
         return moments
 
     def _before(self) -> Iterator[tuple[Pass, float]]:
@@ -165,7 +173,7 @@ class Step:
         vocab = self.sizes.vocab
         states = self.targets * self.sizes.hidden
         if not self.logits:  # hidden states in float32, and their gradients
-            return 6 * states
+            return 6 * states + _OUTPUTS * self.targets * self.outputs
         if self.head:
             return WHOLE_LOGITS * self.targets * vocab + 3 * states
 
@@ -183,9 +191,7 @@ class Step:
 
     def teacher_bytes(self) -> float:
         """Return the bytes in flight for a teacher's tokens: rows of the head, probabilities."""
-        if not self.teacher:
-            return 0
-        tokens = self.targets * TEACHER_TOKENS
+        tokens = self.targets * self.teacher_tokens
         rows = min(4 * tokens * self.sizes.hidden, GATHERED_BYTES)
         return 2 * rows + 4 * _TEACHER_ARRAYS * tokens
 

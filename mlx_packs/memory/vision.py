@@ -54,7 +54,7 @@ def estimate(
         if stored is not None:
             tensors[_NAMES[stored] + name.removeprefix(stored)] = tensor
 
-    text = Headers(headers.name, _config_of_text(headers.config), tensors)
+    text = replace(headers, config=_config_of_text(headers.config), tensors=tensors)
     plan = decoder.estimate(text, lora, train, shape)
 
     features = _feature_bytes(text, headers, train, shape)

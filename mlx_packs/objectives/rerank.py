@@ -1,4 +1,4 @@
-"""Scores of documents for a query by a decoder's yes and no, and losses of their order.
+"""Scores of documents for a query by a decoder, and losses of their order.
 
 Each loss takes scores and labels [B, D], label -1 where there is no document, and gives the loss of
 each query [B]; a query of padding has none.
@@ -8,6 +8,7 @@ ListNet: https://doi.org/10.1145/1273496.1273513. InfoNCE: https://arxiv.org/abs
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
@@ -24,34 +25,37 @@ from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward, part_of, split_head
 from .objective import Inputs, Objective, arrays_of
+from .reward_model import hidden_states
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
 _POSITIONS = 1 << 15  # tokens of a document with its query at most, unless a run says fewer
 
 
-class YesOrNo:
-    """The score of a document with its query.
+class Scorer(ABC):
+    """The score of a document with its query, read at the last token.
 
-    Semantics: logit(yes) - logit(no) after the last token, float32.
+    Args:
+        model: the decoder.
+        states: tokens [B, T] to what is read of each token, [B, T, D].
     """
 
-    def __init__(self, model: nn.Module, tokenizer: object) -> None:
+    def __init__(self, model: nn.Module, states: Callable[..., mx.array]) -> None:
         self.model = model
-        self.answers = answer_tokens(tokenizer)
-
-        self._head = split_head(model)
+        self._states = states
 
     def __call__(self, tokens: mx.array, lengths: mx.array) -> mx.array:
         """Tokens [R, T] to scores [R]; of row i the first ``lengths[i]`` are no padding."""
-        states = forward(self.model, part_of(self.model, self._head), tokens)
-        last = mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        if self._head is not None:
-            last = self._head.logits(last)
+        return self.of_last(self.last(tokens, lengths))
 
-        logits = last.astype(mx.float32)
-        yes, no = self.answers
-        return logits[:, yes] - logits[:, no]
+    def last(self, tokens: mx.array, lengths: mx.array) -> mx.array:
+        """Return what is read at the last tokens, [R, D]; scorers of a model read the same."""
+        states = forward(self.model, self._states, tokens)
+        return mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+    @abstractmethod
+    def of_last(self, last: mx.array) -> mx.array:
+        """Return the scores [R], float32, of what is read at the last tokens, [R, D]."""
 
     def of_rows(self, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
         """Return the scores of rows of tokens, float32 [N], in batches of similar lengths."""
@@ -67,10 +71,56 @@ class YesOrNo:
         return scores
 
 
+class YesOrNo(Scorer):
+    """Scores by the LM head.
+
+    Semantics: logit(yes) - logit(no) after the last token, float32.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: object) -> None:
+        self.answers = answer_tokens(tokenizer)
+        self._head = split_head(model)
+        super().__init__(model, part_of(model, self._head))
+
+    def of_last(self, last: mx.array) -> mx.array:
+        if self._head is not None:
+            last = self._head.logits(last)
+
+        logits = last.astype(mx.float32)
+        yes, no = self.answers
+        return logits[:, yes] - logits[:, no]
+
+
+class NewHead(Scorer):
+    """Scores by a linear head of one row, [D] to a number, as transformers' classifiers have it."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, name: str) -> None:
+        super().__init__(model, hidden_states(model, name, "rerank"))
+        self.head = head
+
+    def of_last(self, last: mx.array) -> mx.array:
+        return self.head(last)[:, 0].astype(mx.float32)
+
+
+def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
+    """Return the scorer of a base with the adapters that it has, and with the head of a pack."""
+    if head is None:
+        return YesOrNo(base.model, base.tokenizer)
+    return NewHead(base.model, head, base.name)
+
+
 def rerank(
-    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None, batch_size: int
+    base: BaseModel,
+    head: nn.Module | None,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    batch_size: int,
 ) -> np.ndarray:
-    """Return how likely each document answers a query, float32 [N] in 0 to 1."""
+    """Return how likely each document answers a query, float32 [N] in 0 to 1.
+
+    ``head`` is that of the pack on the base; None reads its logits of yes and no.
+    """
     if batch_size < 1:
         raise PackError(f"rerank: batch_size must be positive, but got {batch_size}.")
     if isinstance(documents, str) or not len(documents):
@@ -82,7 +132,7 @@ def rerank(
             raise PackError(f"rerank: {name} must be a text, but is {text!r:.60}.")
 
     rows = rerank_rows(base, query, documents, instruction)
-    scores = YesOrNo(base.model, base.tokenizer).of_rows(rows, batch_size)
+    scores = scorer_of(base, head).of_rows(rows, batch_size)
     return 1 / (1 + np.exp(-scores))
 
 
@@ -155,7 +205,7 @@ class Reranking(Objective):
 
     def __init__(
         self,
-        scorer: YesOrNo,
+        scorer: Scorer,
         loss: str,
         train: RerankConfig,
         score: Callable[..., Score] | None = None,

@@ -30,7 +30,14 @@ from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
 from ..reading import read_json
 from ..runtime import mx
-from .compatibility import check_checkpoint, check_generates, quantize_for, quantize_options
+from .compatibility import (
+    check_activates,
+    check_checkpoint,
+    check_generates,
+    check_use,
+    quantize_for,
+    quantize_options,
+)
 from .manifest import template_kwargs_of
 from .pack import Pack, Packs, as_pack
 
@@ -203,6 +210,11 @@ class Base(BaseModel):
         self, prompt: str | Sequence[Mapping], raw: bool, pack: Packs | None
     ) -> list[int]:
         self.check_architecture("generate", "decoder")
+        if pack is not None:
+            check_generates(as_pack(pack))
+        elif self.active is not None:
+            check_generates(self.active.pack)
+
         if raw and not isinstance(prompt, str):
             raise PackError("raw: continues a text, but the prompt is messages.", "conflict", "raw")
         if raw:
@@ -310,9 +322,14 @@ class Base(BaseModel):
             PackError: If the base model is an encoder, or a text is empty or none.
         """
         self.check_architecture("rerank", "decoder")
-        if instruction is None and self.active is not None:
-            instruction = self.active.pack._part("objective").get("instruction")
-        return load("objectives.rerank:rerank")(self, query, documents, instruction, batch_size)
+        head = None
+        if (active := self.active) is not None:
+            check_use(active.pack, "rerank")
+            head = active.attached.score
+            instruction = instruction or active.pack._part("objective").get("instruction")
+
+        rerank = load("objectives.rerank:rerank")
+        return rerank(self, head, query, documents, instruction, batch_size)
 
     def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
         """Attach a pack until `detach`, in place of the active one, and return the base model.
@@ -354,7 +371,7 @@ class Base(BaseModel):
 
         before = self.active
         after = as_pack(pack)
-        check_generates(after)
+        check_activates(after)
         after.check_base(self)
         tensors = after.load_tensors()
         if before and before.matmul_path == matmul_path and _fits(before.attached, after):

@@ -16,7 +16,6 @@ from .manifest import (
     HUB_ID,
     architecture_facts,
     has_score_head,
-    is_classifier,
     pack_facts,
     replaced_of,
     specs_of,
@@ -109,8 +108,7 @@ def _card_metadata(manifest: dict) -> list[str]:
     task = architecture_facts(manifest).hub_task
     if _has_images(manifest):
         task = "image-text-to-text"
-    if has_score_head(manifest) or is_classifier(manifest):
-        task = "text-classification"
+    task = pack_facts(manifest).hub or task
     lines.append(f"pipeline_tag: {task}")
 
     tags = ["mlx", "mlx-packs"]

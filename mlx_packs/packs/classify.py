@@ -28,6 +28,7 @@ from ..errors import PackError
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import LabelNames, ScoreHead
 from ..objectives.reward_model import hidden_states
+from .compatibility import unsuited
 from .pack import Pack
 
 Input = str | Sequence[Mapping] | Mapping  # a text, messages, or a row with either
@@ -185,17 +186,19 @@ def objective_of(
     return ScoreHead(base.model, states, head, classes.problem)
 
 
+def check_classifier(pack: Pack) -> None:
+    """Raise a PackError if a pack is no classifier."""
+    if not pack.is_classifier:
+        raise unsuited(pack, "classify")
+
+
 @contextmanager
 def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Module | None]:
     """Yield the score head of a classifier that is attached; None without one.
 
     PackError if the pack is no classifier, or does not fit.
     """
-    if not pack.is_classifier:
-        raise PackError(
-            f"{pack.name}: is no classifier. Train one with --task classify.", "unsupported"
-        )
-
+    check_classifier(pack)
     adapters = pack.attach(base, matmul_path)
     try:
         yield adapters.score

@@ -17,7 +17,7 @@ from ..bases.fingerprint import (
 )
 from ..bases.shapes import Heads
 from ..bases.weight_formats import format_name
-from ..config.choices import WEIGHT_MODES, weight_modes_of
+from ..config.choices import TASKS, WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
 from ..reading import read_header
 from .adapter_config import stored_shapes
@@ -25,7 +25,7 @@ from .manifest import (
     ADAPTERS,
     architecture_facts,
     check_quantization,
-    has_score_head,
+    generates,
     pack_facts,
     replaced_of,
     task_code,
@@ -138,15 +138,43 @@ def is_converted_on_loading(config: dict) -> bool:
 
 
 def check_generates(pack: Pack) -> None:
-    """No text can be generated with a pack that has a head of its own."""
-    if not has_score_head(pack.manifest):
+    """Check that text can be generated with a pack."""
+    if generates(pack.manifest):
         return
 
     facts = pack_facts(pack.manifest)
     raise PackError(
-        f"{pack.name}: is {facts.described} (--task {task_of(pack.manifest)}), which "
-        f"{facts.instead}",
+        f"{pack.name}: is {facts.described} (--task {task_of(pack.manifest)}), which generates no "
+        f"text. {facts.instead}",
         "unsupported",
+    )
+
+
+def check_activates(pack: Pack) -> None:
+    """Check that a base can have a pack until another one: others are for one call each."""
+    if not pack_facts(pack.manifest).activates:
+        check_generates(pack)
+
+
+def check_use(pack: Pack, task: str) -> None:
+    """Check that a pack is for a task, or for text: then the task is asked of the LM head."""
+    if task_of(pack.manifest) != task and pack_facts(pack.manifest).described:
+        raise unsuited(pack, task)
+
+
+def unsuited(pack: Pack, task: str) -> PackError:
+    """Return the error of a pack that is needed for a task, and is not for it."""
+    own = task_of(pack.manifest)
+    wanted = TASKS[task].pack.described
+
+    if own not in TASKS or own == task:
+        text = f"{pack.name}: is not {wanted}. Train one with --task {task}."
+        return PackError(text, "unsupported")
+
+    facts = TASKS[own].pack
+    described = facts.described or "a pack that generates text"
+    return PackError(
+        f"{pack.name}: is {described} (--task {own}), not {wanted}. {facts.instead}", "unsupported"
     )
 
 

@@ -359,11 +359,21 @@ def task_of(manifest: dict) -> str | None:
         return _CLASSIFY
 
     task = (manifest.get("objective") or {}).get("task")
-    if not has_score_head(manifest):
-        return task
-    if task == _CLASSIFY or task not in TASKS or not TASKS[task].scores:
-        return _REWARD
+    if has_score_head(manifest):
+        is_scored = task in TASKS and task != _CLASSIFY and "score" in TASKS[task].heads
+        return task if is_scored else _REWARD
+
+    model_type = (manifest.get("base") or {}).get("model_type")
+    if architecture_of(model_type) == "encoder":
+        return "embedding"
     return task
+
+
+def generates(manifest: dict) -> bool:
+    """Whether a pack generates text: it has no head of its own, and gives no vectors."""
+    task = task_of(manifest)
+    gives_vectors = task in TASKS and TASKS[task].heads == ("none",)
+    return not has_score_head(manifest) and not gives_vectors
 
 
 def pack_facts(manifest: dict) -> PackFacts:

@@ -16,6 +16,7 @@ from ..data.preferences import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
+from .compatibility import unsuited
 from .pack import Pack
 
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
@@ -62,10 +63,7 @@ def rewards(
 def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[Attached]:
     """The base has no pack; PackError if the pack is no reward model, or does not fit."""
     if not pack.is_reward_model:
-        raise PackError(
-            f"{pack.name}: is no reward model: it has no score head. Train one with --task reward.",
-            "unsupported",
-        )
+        raise unsuited(pack, "reward")
 
     attached = pack.attach(base, matmul_path)
     try:

@@ -15,7 +15,7 @@ from ..bases.files import quantization_name
 from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
 from ..errors import PackError
 from ..runtime import mx
-from .compatibility import check_generates
+from .compatibility import check_activates
 from .manifest import spec_json
 from .pack import Pack
 
@@ -117,7 +117,7 @@ def check_distinct(packs: Sequence[Pack]) -> None:
 def check_addable(packs: Sequence[Pack]) -> None:
     first = packs[0]
     for pack in packs:
-        check_generates(pack)
+        check_activates(pack)
         if reason := pack._beyond_lora:
             raise PackError(
                 f"{pack.name}: {reason}, which is not a delta of a linear that can be weighted and "

@@ -1,9 +1,10 @@
 """Embeddings of texts and scores of documents, those of different packs in one batch."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..errors import PackError
 from ..late import load
+from ..nn.served_lora import BASE
 from ..runtime import mx
 from .registry import Entry, PackRegistry
 from .slots import PackSlots
@@ -41,20 +43,23 @@ class Embedder(Worker):
     """
 
     route = "/v1/embeddings"
+    task = "embedding"
 
     def __init__(self, base: BaseModel, batch_size: int, waiting: int) -> None:
         super().__init__()
-        self._compute = self.compute_of(base)
         self.base = base
         self._batch_size = batch_size
         self._limit = waiting
-        self.registry = PackRegistry(PackSlots(base))
+        self.registry = PackRegistry(PackSlots(base), self.task)
         self.generated = self.prefilled = self.reused = self.cached_bytes = 0
         self._waiting: deque[_Texts] = deque()
 
-    def compute_of(self, base: BaseModel) -> Callable[[mx.array, mx.array], mx.array]:
-        """Return what computes tokens [B, T] with lengths [B] to results [B, ...]."""
-        return base.embedder.vectors
+    def compute(self, entries: Sequence[Entry], tokens: mx.array, lengths: mx.array) -> mx.array:
+        """Return the results [B, ...] of tokens [B, T] with lengths [B], each by its entry."""
+        return self.base.embedder.vectors(tokens, lengths)
+
+    def lease(self, model: str) -> Entry:
+        return self.registry.lease(model)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -73,7 +78,7 @@ class Embedder(Worker):
                 raise PackError("The server is shutting down.", "interrupted")
             if waiting and waiting + len(rows) > self._limit:
                 raise PackError(f"The queue is full: {waiting} texts wait.", "busy")
-            entry = self.registry.lease(model)
+            entry = self.lease(model)
         except Exception as error:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -95,9 +100,10 @@ class Embedder(Worker):
             batch += [(texts, row) for row in missing[: self._batch_size - len(batch)]]
 
         rows = [row for _, row in batch]
-        self.registry.slots.selection.set([texts.entry.slot for texts, _ in batch])
+        entries = [texts.entry for texts, _ in batch]
+        self.registry.slots.selection.set([entry.slot for entry in entries])
         lengths = mx.array([len(row) for row in rows])
-        vectors = np.array(self._compute(mx.array(padded(rows)), lengths))
+        vectors = np.array(self.compute(entries, mx.array(padded(rows)), lengths))
         self.prefilled += sum(map(len, rows))
 
         for (texts, _), vector in zip(batch, vectors, strict=True):
@@ -127,9 +133,49 @@ class Embedder(Worker):
 
 
 class Reranker(Embedder):
-    """Computes scores of documents with their queries, [N] in place of vectors."""
+    """Computes scores of documents with their queries, [N] in place of vectors.
+
+    A pack with a head of its own has its scorer, and all others that of the LM head.
+    """
 
     route = "/v1/rerank"
+    task = "rerank"
 
-    def compute_of(self, base: BaseModel) -> Callable[[mx.array, mx.array], mx.array]:
-        return load("objectives.rerank:YesOrNo")(base.model, base.tokenizer)
+    def __init__(self, base: BaseModel, batch_size: int, waiting: int) -> None:
+        super().__init__(base, batch_size, waiting)
+        self._scorers: dict[int | None, Any] = {}  # by the key of an entry with a head
+        self._made_with: Any = None  # the modules that they read
+
+    def compute(self, entries: Sequence[Entry], tokens: mx.array, lengths: mx.array) -> mx.array:
+        scorers = [self._scorer(entry) for entry in entries]
+        last = scorers[0].last(tokens, lengths)
+        scores = mx.zeros(len(entries))
+
+        for scorer in dict.fromkeys(scorers):
+            is_own = mx.array([each is scorer for each in scorers])
+            scores = mx.where(is_own, scorer.of_last(last), scores)
+
+        return scores
+
+    def lease(self, model: str) -> Entry:
+        entry = super().lease(model)
+
+        try:
+            self._scorer(entry)
+        except PackError:
+            self.registry.release(entry)
+            raise
+        return entry
+
+    def _scorer(self, entry: Entry) -> Any:
+        """Return what scores with a pack; a PackError if the base's tokenizer has no yes and no."""
+        slots = self.registry.slots
+        if self._made_with is not slots.attached:
+            self._scorers.clear()
+        self._made_with = slots.attached
+
+        key = entry.key if entry.head is not None else None
+        if key not in self._scorers:
+            slots.selection.set([BASE])  # that the model is tried with
+            self._scorers[key] = load("objectives.rerank:scorer_of")(self.base, entry.head)
+        return self._scorers[key]

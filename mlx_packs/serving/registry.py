@@ -5,12 +5,14 @@ import math
 import re
 from dataclasses import dataclass, field
 
+import mlx.nn as nn
+
 from ..adapters.score_head import score_head
 from ..adapters.spec import SCORE_WEIGHT
 from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.classify import OpenClassifier, classifier_of
-from ..packs.compatibility import check_generates
+from ..packs.compatibility import check_generates, check_use
 from ..packs.manifest import has_score_head, template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
@@ -29,6 +31,7 @@ class Entry:
     Attributes:
         key: differs between any two entries that ever were; prompt caches are kept by it.
         classifier: what it labels texts with, if it is a classifier.
+        head: the head of a classifier or reranker that has a new one.
         users: requests that compute with it.
     """
 
@@ -37,15 +40,20 @@ class Entry:
     pack: Pack | None
     key: int
     classifier: OpenClassifier | None = None
+    head: nn.Linear | None = None
     users: int = 0
     retired: bool = False
 
 
 @dataclass
 class PackRegistry:
-    """Names and packs; only the thread that computes may call it, where nothing else is said."""
+    """Names and packs; only the thread that computes may call it, where nothing else is said.
+
+    ``task`` is what requests compute: text and labels (lm), embeddings or ranks.
+    """
 
     slots: PackSlots
+    task: str = "lm"
     _entries: dict[str, Entry] = field(default_factory=dict)
     _sums: dict[str, Entry] = field(default_factory=dict)
     _keys: itertools.count = field(default_factory=itertools.count)
@@ -68,6 +76,7 @@ class PackRegistry:
         A pack that had the name is used to the end by the requests that began with it.
         """
         check_name(name)
+        self.check_pack(pack)
         before = self._entries.get(name)
         if before is not None and before.pack and before.pack._adapters_hash == pack._adapters_hash:
             return False
@@ -104,12 +113,16 @@ class PackRegistry:
         }
 
     def check_model(self, model: str) -> None:
-        """Raise a PackError unless a model can be leased now for text; any thread may call it."""
+        """Raise a PackError unless a model can be leased now for text, embeddings or ranks.
+
+        Any thread may call it.
+        """
         names = [model]
         if model not in self._entries:
             names = [name for name, _ in parts_of(model)]
         for name in names:
-            if (pack := self._entry(name).pack) is not None:
+            pack = self._entry(name).pack
+            if pack is not None and self.task == "lm":
                 check_generates(pack)
 
     def lease(self, model: str) -> Entry:
@@ -142,18 +155,27 @@ class PackRegistry:
     def close(self) -> None:
         self.slots.close()
 
+    def check_pack(self, pack: Pack) -> None:
+        """Raise a PackError for a pack that no request of this server can use."""
+        if self.task != "lm":
+            check_use(pack, self.task)
+        elif not pack.is_classifier:
+            check_generates(pack)
+
     def _load(self, name: str, pack: Pack) -> Entry:
         slot = self.slots.add(pack)
+        head = None
+        if has_score_head(pack.manifest):
+            head = score_head(pack.load_tensors()[SCORE_WEIGHT])
+
         classifier = None
         if pack.is_classifier:
-            head = None
-            if has_score_head(pack.manifest):
-                head = score_head(pack.load_tensors()[SCORE_WEIGHT])
+            self.slots.selection.set([BASE])  # that the model is tried with
             classifier = classifier_of(self.slots.base, pack, head)
 
         if pack.path is not None:
             pack.tensors = None  # they are in the slot now
-        return Entry(name, slot, pack, next(self._keys), classifier)
+        return Entry(name, slot, pack, next(self._keys), classifier, head)
 
     def _retire(self, entry: Entry) -> None:
         """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""

@@ -14,7 +14,7 @@ from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
 from ..nn.served_lora import Factors, Selection, ServedLoRA
 from ..nn.surgery import replace_modules
-from ..packs.compatibility import check_generates
+from ..packs.compatibility import check_activates
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -40,6 +40,7 @@ class PackSlots:
 
     Attributes:
         nbytes: bytes of the adapters of all packs.
+        attached: the modules that have them, another object where modules were exchanged.
     """
 
     def __init__(self, base: BaseModel, matmul_path: str = "quantized") -> None:
@@ -52,7 +53,7 @@ class PackSlots:
         self.nbytes = 0
         self._dtype = getattr(mx, base.compute_dtype)
         self._loaded: list[_Loaded | None] = []
-        self._attached: Attached | None = None
+        self.attached: Attached | None = None
         self._specs: Specs = {}
         self._groups: list[tuple[ServedLoRA, list[tuple[str, int]]]] = []
 
@@ -63,7 +64,7 @@ class PackSlots:
         """
         pack.check_base(self.base)
         if not pack.is_classifier:
-            check_generates(pack)
+            check_activates(pack)
         if reason := _unservable(pack):
             raise PackError(
                 f"{pack.name}: {reason}, which `packs serve` does not mix with other packs. Merge "
@@ -93,9 +94,9 @@ class PackSlots:
         self._install()
 
     def close(self) -> None:
-        if self._attached is not None:
-            self._attached.detach()
-        self._attached = None
+        if self.attached is not None:
+            self.attached.detach()
+        self.attached = None
         self._groups = []
         self._specs = {}
         self._loaded = []
@@ -126,9 +127,9 @@ class PackSlots:
 
     def _attach(self, specs: Specs) -> None:
         """Put groups for these adapters on the base, in place of those that are there."""
-        if self._attached is not None:
-            self._attached.detach()
-        self._attached = None
+        if self.attached is not None:
+            self.attached.detach()
+        self.attached = None
         self._groups = []
         self._specs = specs
         if not specs:
@@ -149,13 +150,13 @@ class PackSlots:
 
         attached.swap(served)
         self.base.model.eval()
-        self._attached = attached
+        self.attached = attached
 
 
 def _unservable(pack: Pack) -> str:
     """Return what of a pack cannot be mixed with others in a batch; empty if all can."""
     replaced = set(replaced_of(pack.manifest))
-    is_head = pack.is_classifier and replaced == {SCORE_WEIGHT}  # which requests have beside it
+    is_head = replaced == {SCORE_WEIGHT}  # which requests have beside it
     if (reason := pack._beyond_lora) and not is_head:
         return reason
     for path, spec in pack.specs.items():

@@ -74,9 +74,13 @@ class ClassifyTask(TokenTask):
     classes: Classes
     answers: list[np.ndarray]  # the tokens of the name of each label, with --head lm
 
+    @property
+    def head_name(self) -> str:
+        return self.train.head_of("classify")
+
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base with a head besides, whose rows are known once the labels are."""
-        if self.train.head == "lm":
+        if self.head_name == "lm":
             return base, self.lora
 
         scored, lora = with_trained_head(base, self.lora, self.train)
@@ -90,7 +94,7 @@ class ClassifyTask(TokenTask):
         self.base = base
         self.classes = self._find_classes(phases, splits)
 
-        if self.train.head == "lm":
+        if self.head_name == "lm":
             options = EncodingOptions(vocab_size=base.vocab_size)
             names = phases[-1].sources[0]
             self.answers = label_tokens(base.tokenizer, names, options, self.classes)
@@ -110,16 +114,19 @@ class ClassifyTask(TokenTask):
         self._check_calibration(data[-1])
         return data
 
+    def planned_facts(self) -> dict[str, int]:
+        return {"outputs": self.classes.head_rows}
+
     def _find_classes(self, phases: Sequence[RunPhase], splits: Sequence[Splits]) -> Classes:
         """Return the classes of all phases; a PackError if a setting does not go with them."""
         rows = (row for read in splits for row in read.rows["train"])
         source = " + ".join(dict.fromkeys(read.source for read in splits))
-        classes = find_classes(rows, phases[0].sources[0], self.train.head, source)
+        classes = find_classes(rows, phases[0].sources[0], self.head_name, source)
 
         column = COLUMNS[classes.problem]
         has_one = column == "label"
         unfit = {
-            "--head lm": self.train.head == "lm" and not has_one,
+            "--head lm": self.head_name == "lm" and not has_one,
             "--class-weights balanced": self.train.class_weights == "balanced" and not has_one,
             "--calibrate": self.train.calibrate and classes.problem == REGRESSION,
         }
@@ -184,7 +191,7 @@ class ClassifyTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-        return Dataset(examples, LabelCollate(tokens, t.head == "score"), sampler)
+        return Dataset(examples, LabelCollate(tokens, self.head_name == "score"), sampler)
 
     def evaluation(
         self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
@@ -194,7 +201,7 @@ class ClassifyTask(TokenTask):
 
     def _costs(self, examples: LabelledExamples) -> np.ndarray:
         """With --head lm every example is scored with the name of every label."""
-        if self.train.head != "lm":
+        if self.head_name != "lm":
             return examples.lengths
         return examples.lengths + sum(len(answer) for answer in self.answers)
 
@@ -211,7 +218,7 @@ class ClassifyTask(TokenTask):
         return [self._objective(model, self._class_weights(own)) for own in data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
-        if self.train.head == "lm":
+        if self.head_name == "lm":
             return LabelNames(model, split_head(model), self.answers, weights, self._score)
 
         states = hidden_states(model, self.base.name, self.train.task)

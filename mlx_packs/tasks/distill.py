@@ -92,6 +92,11 @@ class DistillTask(CausalLMTask):
         self.teachers: list[tuple[Examples, TeacherTargets]] = []
         return super().encode(base, phases, splits)
 
+    def planned_facts(self) -> dict[str, int]:
+        if self.cache is None:
+            return {"teacher_tokens": self.train.teacher_top_k}
+        return {"teacher_tokens": self.cache.facts.top_k}
+
     def _loaded(self, student: Base) -> LiveTeacher:
         train = self.train
         with self.display.working("teacher", f"loading {train.teacher}"):

@@ -1,4 +1,4 @@
-"""Reranking: whether a document answers a query, by the yes and no of a decoder's own head."""
+"""Reranking: whether a document answers a query, by a decoder's yes and no or by a new head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from .. import runtime
+from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
 from ..config.choices import TASKS
+from ..config.lora import LoRAConfig
 from ..data.dataset import Batch, Dataset, by_length
 from ..data.rankings import (
     INSTRUCTION,
@@ -23,9 +25,10 @@ from ..data.sources import Rows
 from ..evaluation.rankings import RankScore, score_rankings, shown
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.objective import Objective
-from ..objectives.rerank import Reranking, YesOrNo
+from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
+from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
 from .task import PhaseStarts, Summary, Trained
 from .texts import TextsTask, texts_lines
@@ -38,13 +41,25 @@ class RerankTask(TextsTask):
     examples_are = "rankings"
     most_held_out = 200
 
+    @property
+    def head_name(self) -> str:
+        return self.train.head_of("rerank")
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the base, with a head besides that is trained in full if there is one."""
+        if self.head_name == "lm":
+            return base, self.lora
+
+        return with_trained_head(base, self.lora, self.train)
+
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         (phase,) = phases
         (read,) = splits
         train = self.train
-        answer_tokens(base.tokenizer)
+        if self.head_name == "lm":
+            answer_tokens(base.tokenizer)
         prompt = RerankPrompt(base.tokenizer, self.instruction, train.max_seq_length)
 
         def encode(rows: Rows) -> Rankings:
@@ -75,7 +90,7 @@ class RerankTask(TextsTask):
         self.display.line(
             "data",
             f"{read.source} · {counts} queries · {first.format} · {documents:.1f} documents each "
-            f"· loss {self.loss}",
+            f"· loss {self.loss}, scores by the {self.head_name} head",
         )
 
         show_cut(rankings, self.train.max_seq_length, "documents", self.display)
@@ -108,7 +123,12 @@ class RerankTask(TextsTask):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        scorer = YesOrNo(trainable.model, self.base.tokenizer)
+        model = trainable.model
+        head = None
+        if self.head_name == "score":
+            head = model[SCORE]
+
+        scorer = scorer_of(replace(self.base, model=model), head)
         return [Reranking(scorer, self.loss, self.train, self._score)]
 
     def _score(
@@ -137,7 +157,12 @@ class RerankTask(TextsTask):
         (own,) = data
         before, after = trained.ends(own.phase)
         held_out = own.held_out().examples
-        objective = {"task": "rerank", "loss": self.loss, "instruction": self.instruction}
+        objective = {
+            "task": "rerank",
+            "loss": self.loss,
+            "instruction": self.instruction,
+            "head": self.head_name,
+        }
 
         return Summary(
             eval={

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import runtime
 from ..bases.chat_template import reads_clock
 from ..bases.turns import takes_images
 from ..config.recipe import Recipe
+from ..config.schema import TrainConfig
 from ..data.batches import evaluation_set
-from ..data.dataset import Batch
+from ..data.dataset import Batch, Shape
 from ..data.encoding import Examples
 from ..data.teacher_cache import (
     FACTS,
@@ -26,7 +28,10 @@ from ..data.teacher_cache import (
 from ..display import Display, size
 from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
+from ..memory.forward import forward_bytes
+from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
+from ..memory.plan import ERROR
 from ..objectives.causal_lm import Head, split_head, target_states
 from ..objectives.objective import Inputs, arrays_of
 from ..ops.profile import profile
@@ -134,13 +139,17 @@ def write_teacher_cache(
     shown = f"{facts.targets:,} target tokens, {per_target:,} bytes each: {total}"
     display.line("logits", f"the {facts.top_k} most likely of {facts.vocab_size:,} · {shown}")
 
+    train = phase.train
     cache = TeacherCache(out, facts)
     make_folder(out)
     with exclusive_writer(out / FACTS):
         missing = {split: cache.missing(split) for split in facts.splits}
         _check_disk(cache, missing)
         _begin(cache, overwrite)
-        _write(teacher, cache, examples, missing, phase.train.batch_size, display)
+        path = choose_matmul_path(base.model, train.batch_size * train.max_seq_length).matmul_path
+        train = replace(train, matmul_path=path)
+        _show_plan(teacher, train, examples, display)
+        _write(teacher, cache, examples, missing, train, display)
 
     return {
         "out": str(out),
@@ -201,18 +210,51 @@ def _check_disk(cache: TeacherCache, missing: dict[str, list[int]]) -> None:
         )
 
 
+def _show_plan(
+    teacher: Teacher, train: TrainConfig, examples: dict[str, Examples], display: Display
+) -> None:
+    """Show the peak memory of the largest batch, before the first one is computed."""
+    base = teacher.base
+    shapes: set[Shape] = set()
+    for own in examples.values():
+        chosen = np.arange(len(own))
+        data = evaluation_set(own, train.batch_size, train.max_seq_length, chosen)
+        shapes |= data.shapes(data.batches_per_epoch())
+
+    pack_bytes = 0
+    if teacher.pack is not None:
+        pack_bytes = 4 * teacher.pack.manifest["adapters"]["parameters"]
+
+    try:
+        needed = max(
+            forward_bytes(Headers.of(base), train, shape, _LOGIT_BYTES, pack_bytes)
+            for shape in shapes
+        )
+    except PackError as error:
+        display.line("plan", f"{error.message} Memory is not checked.")
+        return
+
+    memory = runtime.total_memory()
+
+    text = f"forward passes · {size(needed)} of {size(memory)} (± {ERROR:.0%})"
+    if needed > memory:
+        text += " · does not fit: pass a smaller --batch-size"
+
+    display.line("plan", text)
+
+
 def _write(
     teacher: Teacher,
     cache: TeacherCache,
     examples: dict[str, Examples],
     missing: dict[str, list[int]],
-    batch_size: int,
+    train: TrainConfig,
     display: Display,
 ) -> None:
     """Write the shards that are missing, each in one piece."""
     base = teacher.base
-    length = cache.facts.max_seq_length
-    path = choose_matmul_path(base.model, batch_size * length).matmul_path
+    length = train.max_seq_length
+    batch_size = train.batch_size
     shards = [
         (split, shard, np.arange(*cache.facts.splits[split]["edges"][shard : shard + 2]))
         for split, numbers in missing.items()
@@ -220,7 +262,7 @@ def _write(
     ]
     steps = sum(-(-len(own) // batch_size) for _, _, own in shards)
 
-    with activated(base, teacher.pack, path):
+    with activated(base, teacher.pack, train.matmul_path):
         base.model.eval()
         head = split_head(base.model)
         with display.task("logits", steps, "batches") as bar:

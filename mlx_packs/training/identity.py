@@ -125,8 +125,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     # an option that is newer than the run was what it is by default, or what came before it
     newest = json.loads(json.dumps(Recipe().to_json())) | _BEFORE
-    then = with_bias_correction(newest | earlier["recipe"])
-    now = with_bias_correction(newest | json.loads(json.dumps(identity["recipe"])))
+    then = _with_head(with_bias_correction(newest | earlier["recipe"]))
+    now = _with_head(with_bias_correction(newest | json.loads(json.dumps(identity["recipe"]))))
 
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
@@ -136,6 +136,14 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     fixed = sorted((set(now) | set(then)) - may_change)
     check_unchanged("--resume", then, {key: now.get(key) for key in fixed})
+
+
+def _with_head(recipe: dict) -> dict:
+    """Return a recipe with the head that ``auto`` means; older runs named one for all tasks."""
+    task = TASKS.get(str(recipe["task"]))
+    if task is None:
+        return recipe
+    return recipe | {"head": task.head_for(str(recipe["head"]))}
 
 
 def public_recipe(recipe: Recipe, base: Base) -> dict:

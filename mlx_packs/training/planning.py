@@ -110,7 +110,7 @@ def fit_into_memory(
     """
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.batch_shares)
-    headers = Headers.of(base)
+    headers = replace(Headers.of(base), **data[-1].task.planned_facts())
     if images := images_of(base.tokenizer):
         headers = replace(headers, image_tokens=images.counts()["tokens"])
     estimate_of = _estimate_of(run.train)

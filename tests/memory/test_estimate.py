@@ -136,8 +136,12 @@ def test_a_reward_model_has_a_head_of_its_own_and_no_logits():
     )
     assert reward.adapter_weights == dpo.adapter_weights + 64
     assert reward.optimizer == dpo.optimizer + 8 * 64
-    # 4 states of 64 numbers in float32, their gradients and copies
-    assert reward.moments["loss"]["logits"] == 4 * 6 * 4 * 64 < dpo.moments["loss"]["logits"] / 100
+    # 4 states of 64 numbers in float32, their gradients and copies, and 4 rewards
+    assert (
+        reward.moments["loss"]["logits"]
+        == 4 * (6 * 4 * 64 + 3 * 4)
+        < dpo.moments["loss"]["logits"] / 100
+    )
     assert reward.base == dpo.base
 
 

@@ -157,7 +157,8 @@ def run_of(base, folder: Path, force: bool = False, **settings) -> Run:
 def fitted(base, folder: Path, **settings) -> tuple[MemoryChoice, str]:
     """The memory plan of a run with dense weights on batches of one shape, and what it says."""
     run = run_of(base, folder, matmul_path="dense", **settings)
-    rows = Mock(**{"shapes.return_value": {(128, 300)}, "task.typical_rows.return_value": None})
+    task = {"task.typical_rows.return_value": None, "task.planned_facts.return_value": {}}
+    rows = Mock(**{"shapes.return_value": {(128, 300)}, **task})
     choice = fit_into_memory(run, base, base, [rows], run.train, "none")
     return choice, "\n".join(run.display.lines)
 

@@ -22,6 +22,7 @@ from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import PreferenceExamples, Scored
+from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.classification import ScoreHead
@@ -29,6 +30,7 @@ from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
 from mlx_packs.objectives.reference import PhaseStart, Reference
+from mlx_packs.objectives.rerank import Reranking, scorer_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states
 from mlx_packs.runtime import mx
 from tests.helpers.steps import make_batch
@@ -429,5 +431,65 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     encoded = encode_labelled(rows, base.tokenizer, DataConfig(), EncodingOptions(), classes)
     examples = fitted(encoded, base.tokenizer, classes, 64)
     laid_out = LabelCollate(TokenCollate(6, 63))(examples, np.arange(len(rows)))  # two are padding
+    trainer = SimpleNamespace(model=adapted)
+    check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)
+
+
+RANKINGS = [
+    {"query": "red", "documents": ["Say red.", "green", "no"], "labels": [2, 0, 1]},
+    {"query": "blue", "documents": ["sun", "No, a blue one."], "labels": [0, 1]},
+]
+
+
+def pairwise(of_difference):
+    def loss(scores, labels):
+        ordered = labels[:, None] > labels[None]
+        return of_difference((scores[:, None] - scores[None])[ordered]).mean()
+
+    return loss
+
+
+def infonce(scores, labels):
+    best, others = scores[labels == labels.max()], scores[labels < labels.max()]
+    return (best.logaddexp(others.logsumexp(0)) - best).mean()
+
+
+RANKING_LOSSES = {
+    "infonce": infonce,
+    "listnet": lambda scores, labels: -(labels.softmax(0) * scores.log_softmax(0)).sum(),
+    "ranknet": pairwise(lambda difference: -difference.sigmoid().log()),
+    "margin": pairwise(lambda difference: (1 - difference).clamp(min=0)),
+}
+
+
+@pytest.mark.parametrize("name", RANKING_LOSSES)
+def test_loss_and_gradients_of_a_reranker_are_those_of_transformers(checkpoint, name):
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    base = load_base(checkpoint)
+    prompt = RerankPrompt(base.tokenizer, "Find it", 120)
+    rows = [Row(f"f:{i}", row) for i, row in enumerate(RANKINGS)]
+    rankings = encode_rankings(rows, prompt)
+    laid_out = RankingCollate(3, 120)(rankings, np.arange(2))  # with a query of padding
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=1, dtype=torch.float32
+    )
+    adapted = get_peft_model(model, adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]))
+
+    def loss_of():
+        losses = []
+        for documents, labels in zip(rankings.tokens, rankings.labels, strict=True):
+            inputs = [torch.tensor(tokens)[None].long() for tokens in documents]
+            scores = torch.stack([adapted(tokens).logits[0, 0] for tokens in inputs])
+            losses.append(RANKING_LOSSES[name](scores, torch.tensor(labels)))
+        return torch.stack(losses).mean()
+
+    base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
+    train = TrainConfig(task="rerank", head="score", loss=name)
+    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
+    objective = Reranking(scorer_of(base, base.model["score"]), name, train)
     trainer = SimpleNamespace(model=adapted)
     check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)

@@ -16,7 +16,7 @@ def manifest(task: str | None = None, adapters: dict | None = None, **parts) -> 
 def graded(monkeypatch) -> str:
     """A task with a head of its own, whose packs are described by facts."""
     pack = PackFacts("a grader", evaluator="mlx_packs.evaluation.rankings:RerankEvaluator")
-    facts = TaskFacts("a:B", "decoder", scores=True, pack=pack)
+    facts = TaskFacts("a:B", "decoder", heads=("score",), pack=pack)
     monkeypatch.setitem(TASKS, "grade", facts)
     return "grade"
 

@@ -75,7 +75,7 @@ def test_a_step_that_fails_ends_its_embeddings_alone(embedder, monkeypatch):
         monkeypatch.undo()
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(embedder, "_compute", fails)
+    monkeypatch.setattr(embedder, "compute", fails)
     with pytest.raises(RuntimeError):
         embedder.submit("base", [ROW]).result(SECONDS)
     assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1

@@ -50,6 +50,7 @@ def test_report_and_manifest_say_what_was_done(trained):
         "task": "rerank",
         "loss": "infonce",
         "instruction": "Find the same question",
+        "head": "lm",
     }
     check_manifest(manifest)
     assert {"mrr_at_10_before_se", "ndcg_at_10_after", "queries_per_s"} <= set(report)

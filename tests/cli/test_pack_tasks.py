@@ -1,0 +1,149 @@
+"""Commands with a pack that is for something else: one line, which names the pack and what to use."""
+
+import io
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from mlx_packs.adapters.spec import SCORE_WEIGHT
+from mlx_packs.errors import PackError
+from mlx_packs.packs.making import untrained_pack
+from mlx_packs.packs.pack import Pack
+from mlx_packs.runtime import mx
+from mlx_packs.serving.registry import PackRegistry
+from tests.helpers.errors import check, raises
+from tests.helpers.packs import random_pack
+
+LABELS = {"problem_type": "single_label_classification", "labels": ["a", "b"], "temperature": 1.0}
+# Of each kind of pack: the rows of its head, other parts of its manifest.
+KINDS = {
+    "lm": (0, {"objective": {"task": "lm"}}),
+    "embedding": (0, {"objective": {"task": "embedding"}}),
+    "rerank": (1, {"objective": {"task": "rerank", "head": "score"}}),
+    "rerank-lm": (0, {"objective": {"task": "rerank", "head": "lm"}}),
+    "classify": (2, {"classifier": {**LABELS, "head": "score", "input": "text"}}),
+    "classify-lm": (0, {"classifier": {**LABELS, "head": "lm", "input": "text"}}),
+    "reward": (1, {}),
+}
+TEXTLESS = ("embedding", "rerank", "classify", "reward")
+USES = {
+    "embedding": ("an embedder", "/v1/embeddings"),
+    "rerank": ("a reranker", "/v1/rerank"),
+    "classify": ("a classifier", "packs classify"),
+    "reward": ("a reward model", "base.rewards()"),
+    "lm": ("a pack that generates text", "packs generate"),
+}
+
+
+@pytest.fixture(scope="module")
+def packs(shared_tiny, tmp_path_factory) -> dict[str, Pack]:
+    """A pack of each kind for the bundled base."""
+    folder = tmp_path_factory.mktemp("packs")
+    plain = random_pack(shared_tiny, rank=1, targets=("q_proj",))
+    saved = {}
+    for kind, (rows, facts) in KINDS.items():
+        head = {SCORE_WEIGHT: mx.ones((rows, shared_tiny.config["hidden_size"]))} if rows else {}
+        pack = untrained_pack(shared_tiny, plain.specs, plain.tensors, head, **facts)
+        saved[kind] = pack.save(folder / kind)
+    return saved
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "a b c"}\n' * 4)
+    return file
+
+
+def commands_of_text(pack, rows, folder) -> dict[str, list]:
+    return {
+        "generate": ["--pack", pack, "--prompt", "a"],
+        "chat": ["--pack", pack],
+        "logits": ["--pack", pack, "--data", rows, "--out", folder / "cache"],
+        "eval-batch": [pack, "--data", rows],
+        "eval-tasks": [pack, "--tasks", "x"],
+        "serve": ["--pack", pack, "--task", "lm", "--port", "0"],
+    }
+
+
+@pytest.mark.parametrize("kind", TEXTLESS)
+def test_commands_that_generate_reject_packs_without_text(packs, rows, tmp_path, run, kind):
+    described, instead = USES[kind]
+    for command, arguments in commands_of_text(packs[kind].path, rows, tmp_path).items():
+        if (command, kind) == ("serve", "classify"):  # which answers /v1/classify
+            continue
+        code, out, err = run(command, *arguments)
+        assert (code, len(err.splitlines()[-1:])) == (2, 1), (command, out, err)
+        check(run.error, "unsupported", None, str(packs[kind].path), described, instead)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("classify")])
+def test_classify_rejects_packs_of_other_tasks(packs, run, monkeypatch, kind):
+    stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\n'), isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run("classify", "--pack", packs[kind].path)[0] == 2
+    described, instead = USES[kind.removesuffix("-lm")]
+    check(run.error, "unsupported", None, "not a classifier", described, instead)
+
+
+SERVED = {  # what a server of a task takes, besides packs of text
+    "lm": ("rerank-lm", "classify", "classify-lm"),
+    "embedding": ("embedding",),
+    "rerank": ("rerank", "rerank-lm"),
+}
+
+
+@pytest.mark.parametrize("task", SERVED)
+def test_servers_take_packs_that_a_request_can_use(packs, task):
+    registry = PackRegistry(Mock(), task)
+    taken = []
+    for kind, pack in packs.items():
+        try:
+            registry.check_pack(pack)
+            taken.append(kind)
+        except PackError as error:
+            check(error, "unsupported", None, *USES[kind.removesuffix("-lm")])
+    assert taken == [kind for kind in KINDS if kind == "lm" or kind in SERVED[task]]
+
+
+def test_python_rejects_them_too(packs, shared_tiny):
+    for kind in TEXTLESS:
+        with raises("unsupported", None, *USES[kind]):
+            shared_tiny.generate("a", packs[kind])
+        with raises("unsupported", None, *USES[kind]):
+            shared_tiny.generate_batch(["a"], packs[kind])
+    for kind in ("embedding", "rerank"):
+        with shared_tiny.applied(packs[kind]), raises("unsupported", None, *USES[kind]):
+            shared_tiny.generate("a")
+    with shared_tiny.applied(packs["embedding"]), raises("unsupported", None, "not a reranker"):
+        shared_tiny.rerank("a", ["b"])
+    with raises("unsupported", None, "not a reward model", *USES["rerank"]):
+        shared_tiny.rewards([{"prompt": "a", "completion": "b"}], packs["rerank"])
+    with raises("unsupported", None, "reward model"):
+        shared_tiny.attach(packs["reward"])
+
+
+@pytest.mark.parametrize("kind", ["rerank-lm", "classify-lm"])
+def test_packs_of_the_lm_head_still_generate(packs, run, kind):
+    arguments = ["--pack", packs[kind].path, "--prompt", "a", "--max-tokens", "1"]
+    assert run("generate", *arguments)[0] == 0
+
+
+def test_chat_keeps_its_pack_when_another_one_is_rejected(packs, run, monkeypatch):
+    lines = io.StringIO(f"/pack {packs['embedding'].path}\na\n")
+    monkeypatch.setattr(sys, "stdin", lines)
+    code, out, err = run("chat", "--pack", packs["lm"].path, "--max-tokens", "1")
+    assert code == 0 and "an embedder" in err and "(/" not in out
+
+
+def test_what_other_commands_say_of_each_kind(packs, run, tmp_path):
+    for kind, pack in packs.items():
+        code, _, _ = run("merge", pack.path, "--out", tmp_path / f"merged-{kind}", "--rows", "2")
+        assert code == (2 if kind in ("classify", "reward") else 0), kind
+        code, _, _ = run("export", pack.path, "--to", "mlx-lm", "--out", tmp_path / f"out-{kind}")
+        assert code == (2 if kind in ("rerank", "classify", "reward") else 0), kind
+    for kind in ("rerank", "classify", "reward"):
+        code, _, _ = run("combine", f"{packs['lm'].path}=1", f"{packs[kind].path}=1", "--out", "c")
+        assert code == 2 and run.error.code == "unsupported"

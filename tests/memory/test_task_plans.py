@@ -1,0 +1,118 @@
+"""Plans of rerankers, embedders, classifiers and students beside the measured peaks of their runs."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
+from mlx_packs.runtime import mx
+from tests.helpers.decoder_embedders import write_reranker
+from tests.helpers.encoders import MODERN, all_pairs, all_triplets, write_encoder, write_pairs
+from tests.helpers.memory import active_bytes
+from tests.helpers.models import base_of
+from tests.helpers.rankings import all_rankings
+from tests.helpers.rows import write_rows
+
+ERROR = 0.2  # of bases so small that what every run has counts
+SIZES = {"hidden_size": 192, "num_hidden_layers": 3, "intermediate_size": 512, "head_dim": 48}
+BOUNDS = {"iters": 2, "batch_size": 4, "max_seq_length": 128, "matmul_path": "dense"}
+BOUNDS |= {"val_batches": 0, "recompute": "none", "test_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Path:
+    return write_reranker(tmp_path_factory.mktemp("decoder") / "base", **SIZES)
+
+
+def longer(rows: list[dict], times: int) -> list[dict]:
+    """Rows whose texts are repeated, so that all are as long as a run reads them."""
+
+    def repeated(value: str | list) -> str | list:
+        if isinstance(value, list):
+            return [repeated(text) for text in value]
+        return f"{value} " * times
+
+    return [{name: repeated(value) for name, value in row.items()} for row in rows]
+
+
+def labels(count: int) -> list[dict]:
+    rows = [{"text": f"text {i} " * 9, "label": f"label {i}"} for i in range(count)]
+    return rows + [{"text": "again", "label": "label 0"}] * 44
+
+
+KINDS = {
+    "reranker of the LM head": ("rerank", longer(all_rankings(3), 4), {}),
+    "reranker with a head": ("rerank", longer(all_rankings(3), 4), {"head": "score"}),
+    "pairs": ("embedding", longer(all_pairs(), 20), {"batch_size": 8}),
+    "triplets": ("embedding", longer(all_triplets(), 20), {"batch_size": 8}),
+    "pairs by parts": (
+        "embedding",
+        longer(all_pairs(), 20),
+        {"batch_size": 16, "loss": "cached-mnrl", "mini_batch_size": 4},
+    ),
+    "classifier of 4,000 labels": ("classify", labels(4000), {}),
+}
+
+
+LONG = ("reranker of the LM head", "pairs", "triplets", "pairs by parts")  # seconds each
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LONG)) for kind in KINDS]
+)
+def test_plan_is_close_to_the_measured_peak(decoder, tmp_path, kind):
+    task, rows, changes = KINDS[kind]
+    data = write_pairs(tmp_path / "rows", rows)
+    train = TrainConfig(task=task, **(BOUNDS | changes))
+    held = active_bytes() / 1e9  # by earlier tests
+    report = train_pack(decoder, str(data), LoRAConfig(rank=8), train, tmp_path / "p").report
+    own = report["peak_gb"] - held
+    assert report["plan_peak_gb"] == pytest.approx(own, rel=ERROR)
+
+
+@pytest.mark.slow  # seconds
+def test_plan_of_modernbert_is_close_to_the_measured_peak(tmp_path):
+    changes = {**SIZES, "num_attention_heads": 4, "max_position_embeddings": 512}
+    del changes["head_dim"]
+    folder = write_encoder(tmp_path / "base", max_seq_length=128, **(MODERN | changes))
+    data = write_pairs(tmp_path / "rows", longer(all_pairs(), 20))
+    train = TrainConfig(task="embedding", **(BOUNDS | {"batch_size": 8}))
+    held = active_bytes() / 1e9
+    report = train_pack(folder, str(data), LoRAConfig(rank=8), train, tmp_path / "p").report
+    assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
+
+
+def test_plan_counts_the_rows_of_a_head_and_the_tokens_of_a_teacher():
+    headers = Headers.of(base_of("qwen3"))
+    lora = LoRAConfig()
+
+    def planned(train: TrainConfig, **facts) -> int:
+        plan = estimate(replace(headers, **facts), lora, train)
+        return plan.peak_bytes
+
+    classify = TrainConfig(task="classify")
+    more = planned(classify, outputs=10_000) - planned(classify, outputs=2)
+    assert more >= 4 * 9_998 * 64 * 4  # weight, gradient, two moments
+    lm_head = TrainConfig(task="classify", head="lm")
+    assert planned(lm_head, outputs=10_000) == planned(lm_head, outputs=2)
+
+    distill = TrainConfig(task="distill", teacher_cache="t")
+    by_tokens = [planned(distill, teacher_tokens=k) for k in (1, 64, 512)]
+    assert by_tokens[0] < by_tokens[1] < by_tokens[2]
+    assert planned(distill) == by_tokens[1]
+
+
+def test_logits_show_what_they_need(run, tmp_path):
+    rows = write_rows(tmp_path / "rows", train=[{"text": "fix a car and a stone " * 40}] * 8)
+    arguments = ["--data", rows, "--max-seq-length", 256, "--batch-size", 2]
+    held = active_bytes()
+    mx.reset_peak_memory()
+    code, _, err = run("logits", *arguments, "--out", tmp_path / "cache")
+    peak = (mx.get_peak_memory() - held) / 1e6
+    shown = re.search(r"plan +forward passes · ([\d.]+) (MB|GB)", err)
+    planned = float(shown[1]) * {"MB": 1, "GB": 1000}[shown[2]]
+    assert code == 0 and planned == pytest.approx(peak, rel=ERROR)
