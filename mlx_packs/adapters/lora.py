@@ -109,6 +109,16 @@ class Attached:
         if self.model.training:
             self.model.eval()
 
+    def lift(self) -> list[tuple[str, nn.Module]]:
+        """Put the base's own modules back, and return those that `replace_modules` puts on again.
+
+        The adapters keep their values.
+        """
+        installed = self.installed_modules()
+        for original in reversed(self._originals):
+            replace_modules(self.model, [original])
+        return installed
+
     def installed_modules(self) -> list[tuple[str, nn.Module]]:
         current = dict(self.model.named_modules())
         return [(path, current[path]) for path, _ in self._originals]

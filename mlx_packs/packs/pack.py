@@ -205,6 +205,15 @@ class Pack:
             PackError: If the folder exists and is not a pack, if it is a pack and ``overwrite`` is
                 false, or if the manifest would be invalid.
         """
+        return self._save_with(lambda _: None, path, overwrite)
+
+    def _save_with(
+        self, write_more: Callable[[Path], None], path: str | Path, overwrite: bool = False
+    ) -> "Pack":
+        """As `save`, with other files in the folder, which ``write_more`` writes before it appears.
+
+        They are no part of the pack: the manifest does not name them.
+        """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
 
@@ -232,6 +241,7 @@ class Pack:
                 raise PackError(f"{folder}: the manifest would be faulty ({error}).") from None
 
             (partial / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+            write_more(partial)
 
         self.path = folder
         self.manifest = manifest

@@ -211,6 +211,10 @@ class Generator(Worker):
     def _insert(self, request: Request) -> None:
         entry = self.registry.lease(request.model)
         faults: list[Exception] = []
+        stops = self._eos
+        if request.stop_tokens is not None:
+            stops = StopSequences([(token,) for token in request.stop_tokens])
+
         try:
             prompt = request.prompt
             cache, known = self._recalled(entry, prompt)
@@ -222,7 +226,7 @@ class Generator(Worker):
                 all_tokens=[prompt[:known]],
                 samplers=[request.sampler()],
                 logits_processors=[[_isolated(p, faults) for p in request.processors]],
-                stop_sequences=[self._eos],
+                stop_sequences=[stops],
             )
         except BaseException:
             self.registry.release(entry)
@@ -283,8 +287,12 @@ class Generator(Worker):
             pieces += output.finish()
 
         logprob = None
-        if request.top_logprobs is not None and response.finish_reason != "stop":
-            logprob = _logprob(response, request.top_logprobs)
+        is_text = response.finish_reason != "stop" or request.stop_tokens is not None
+        if request.top_logprobs is not None and is_text:
+            scores = response.logprobs
+            top = likeliest(scores, request.top_logprobs)
+            logprob = Logprob(response.token, scores[response.token].item(), top)
+
         if pieces or logprob:
             request.on_event(Progress(tuple(pieces), logprob))
 
@@ -347,12 +355,10 @@ def _isolated(process: Processor, faults: list[Exception]) -> Processor:
     return isolated
 
 
-def _logprob(response: Any, count: int) -> Logprob:
-    """Return the log-probability of a token, with the likeliest ``count``."""
-    scores = response.logprobs
-    top = ()
-    if count:
-        likeliest = mx.argpartition(-scores, kth=count - 1)[:count]
-        pairs = zip(likeliest.tolist(), scores[likeliest].tolist(), strict=True)
-        top = tuple(sorted(pairs, key=lambda pair: -pair[1]))
-    return Logprob(response.token, scores[response.token].item(), top)
+def likeliest(scores: mx.array, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the ``count`` tokens with the highest scores [V] and these, the highest first."""
+    if not count:
+        return ()
+    tokens = mx.argpartition(-scores, kth=count - 1)[:count]
+    pairs = zip(tokens.tolist(), scores[tokens].tolist(), strict=True)
+    return tuple(sorted(pairs, key=lambda pair: -pair[1]))

@@ -126,6 +126,8 @@ class Request:
         processors: change the scores before; they are called by the thread that computes.
         state: as `Output` takes it, and ``after`` and ``one_call``.
         top_logprobs: likeliest tokens that are reported with each token; None reports nothing.
+        stop_tokens: tokens that end the text, which is reported with its last token; None takes the
+            tokenizer's, which are not reported.
         deadline: on the clock of `time.monotonic`.
         on_event: is called by the thread that computes, and must not block.
         images: what the tokens below zero of the prompt name; they exist while the request does.
@@ -142,5 +144,6 @@ class Request:
     after: Sequence[int] | None = None
     one_call: bool = False
     top_logprobs: int | None = None
+    stop_tokens: Sequence[int] | None = None
     deadline: float = float("inf")
     images: Sequence[Any] = ()

@@ -1,6 +1,7 @@
 """Packs over one base, all of them in memory: each has a slot in every projection group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ..adapters.attach import attach, check_bare
@@ -92,6 +93,18 @@ class PackSlots:
         while self._loaded and self._loaded[-1] is None:
             self._loaded.pop()
         self._install()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Return a context in which the base has no packs, for other adapters on it."""
+        installed = []
+        if self._attached is not None:
+            installed = self._attached.lift()
+        try:
+            yield
+        finally:
+            replace_modules(self.base.model, installed)
+            self.base.model.eval()
 
     def close(self) -> None:
         if self.attached is not None:
