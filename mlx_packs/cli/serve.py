@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,14 +29,16 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
     from ..serving.http import ServerSettings
     from ..serving.request import Limits
+    from ..serving.train.service import TrainingService
     from ..serving.worker import Worker
 
 _OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
-_OF_TEXT += ("max_pixels", "allow_urls")
+_OF_TEXT += ("max_pixels", "allow_urls", "train")
 # What a server answers with: generated text, or what the packs of a task give in its place.
 _TEXT = "lm"
 _VECTORS = "embedding"
 _SERVED = tuple(name for name, facts in TASKS.items() if facts.pack.worker)
+_TINKER_KEY = "tml-"
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -164,6 +167,13 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     help="Fetch the images that a request names by an HTTP URL, at most 20 MB each. Clients can "
     "then make this machine fetch any URL that it reaches. By default such a URL is an error.",
 )
+@option(
+    "--train",
+    section="Server",
+    metavar="DIR",
+    help="Let clients of the Tinker SDK train models on the base, and sample from them. Saved "
+    "models are packs below this folder, which is made if it is missing.",
+)
 @options.trust_remote_code
 @options.backend
 def serve(
@@ -185,6 +195,8 @@ def serve(
     source_of = click.get_current_context().get_parameter_source
     default = click.core.ParameterSource.DEFAULT
     text_options = [name for name in _OF_TEXT if source_of(name) is not default]
+    if settings["train"] is not None:
+        _check_training(settings["train"], settings["api_key"])
 
     listening = _listen(host, port)
 
@@ -225,6 +237,19 @@ def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
         return own[0]
     is_embedder = not packs and (base.path / MODULES).is_file()
     return _VECTORS if is_embedder else _TEXT
+
+
+def _check_training(states: str, api_key: str | None) -> None:
+    """Raise a PackError if clients of the Tinker protocol could not connect, or save nothing."""
+    folder = Path(states).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise PackError(f"--train {states}: is a file. Name a folder.", "exists", "train")
+    if api_key and not api_key.startswith(_TINKER_KEY):
+        raise PackError(
+            f"--api-key: must start with {_TINKER_KEY} with --train, since the Tinker SDK sends no "
+            "other keys.",
+            flag="api_key",
+        )
 
 
 def _check_installed() -> None:
@@ -348,8 +373,9 @@ def _run(
         if folder is not None:
             library.scan()
         _announce(worker.registry.names, listening, settings)
+        training = _training(worker, given["train"], settings)
 
-        app = make_app(Server(worker, library, settings, Metrics()))
+        app = make_app(Server(worker, library, settings, Metrics(), training))
         config = uvicorn.Config(
             app,
             http=TimedHeaders,
@@ -360,9 +386,27 @@ def _run(
             server_header=False,
         )
         server = uvicorn.Server(config)
-        shutdown = partial(_end, worker, given["grace"], server.shutdown)
+        shutdown = partial(_end, worker, training, given["grace"], server.shutdown)
         server.shutdown = shutdown  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
+
+
+def _training(
+    worker: "Worker", states: str | None, settings: "ServerSettings"
+) -> "TrainingService | None":
+    """Return what answers clients that train, which save below ``states``."""
+    from ..files import make_folder
+    from ..serving.generation import Generator
+    from ..serving.train.service import TrainingService
+    from ..serving.train.states import States
+
+    if states is None or not isinstance(worker, Generator):
+        return None
+
+    folder = Path(states).expanduser()
+    make_folder(folder)
+    echo(f"training  by the Tinker SDK at the same address · saved in {states}")
+    return TrainingService(worker, States(folder), settings)
 
 
 def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:
@@ -404,13 +448,21 @@ def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> 
 
 
 async def _end(
-    worker: "Worker", grace: float, shutdown: Callable[..., Awaitable[None]], **options: Any
+    worker: "Worker",
+    training: "TrainingService | None",
+    grace: float,
+    shutdown: Callable[..., Awaitable[None]],
+    **options: Any,
 ) -> None:
     """Give requests ``grace`` seconds to end, and abort the others before connections close."""
-    await asyncio.gather(
-        asyncio.to_thread(worker.close, grace),
-        shutdown(**options),
-    )
+    end = time.monotonic() + grace
+
+    async def end_work() -> None:
+        if training is not None:
+            await training.end(grace)  # before the thread that computes for it
+        await asyncio.to_thread(worker.close, max(0.0, end - time.monotonic()))
+
+    await asyncio.gather(end_work(), shutdown(**options))
 
 
 class _Log(logging.Handler):

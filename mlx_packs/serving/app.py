@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import numpy as np
@@ -61,6 +61,9 @@ from .protocol import (
 )
 from .registry import Entry
 
+if TYPE_CHECKING:
+    from .train.service import TrainingService
+
 T = TypeVar("T")
 W = TypeVar("W", bound=Embedder)
 log = logging.getLogger("mlx_packs.serving")
@@ -74,11 +77,13 @@ class Server:
         library: Library,
         settings: ServerSettings,
         metrics: Metrics,
+        training: "TrainingService | None" = None,
     ) -> None:
         self.worker = worker
         self.library = library
         self.settings = settings
         self.metrics = metrics
+        self.training = training
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
         self._decoding = anyio.CapacityLimiter(2)  # an image takes up to 600 MB meanwhile
         if isinstance(worker, Generator):
@@ -401,6 +406,8 @@ def make_app(server: Server) -> Starlette:
             yield
         finally:
             watch.cancel()
+            if server.training is not None:
+                await server.training.end(0.0)
 
     async def on_error(_: Request, error: Exception) -> Response:
         running, waiting = server.worker.counts
@@ -436,6 +443,11 @@ def make_app(server: Server) -> Starlette:
         for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
         for path, handler in handlers.items()
     ]
+    if server.training is not None:
+        routes += [
+            Route(path, answering(handler), methods=[method])
+            for (method, path), handler in server.training.routes().items()
+        ]
     on: dict[Any, Any] = {
         PackError: on_error,
         HTTPException: on_error,

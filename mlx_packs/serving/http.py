@@ -116,9 +116,11 @@ class Guard:
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
 
         key = self._settings.api_key
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-        if key and path not in _OPEN and not (known and scheme.lower() == "bearer"):
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = headers.get("x-api-key", "")
+        known = hmac.compare_digest(token.strip().encode("latin-1"), key.encode())
+        if key and path not in _OPEN and not known:
             response = failure(401, "The API key is missing or wrong. Send it as a bearer token.")
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
@@ -152,11 +154,15 @@ def error_response(error: BaseException, retry_after: float = 1.0) -> JSONRespon
         return failure(500, "Internal error. The server's log has the reason.")
 
     status = _STATUS.get(error.code, 400)
-    message = _FOLDERS.sub("", error.message)
-    response = failure(status, message, error.code, error.flag)
+    response = failure(status, public_message(error), error.code, error.flag)
     if status in (429, 503):
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     return response
+
+
+def public_message(error: PackError) -> str:
+    """Return the message of an error as clients may read it: without folders of this machine."""
+    return _FOLDERS.sub("", error.message)
 
 
 def answering(handler: Handler) -> Handler:
@@ -176,11 +182,14 @@ def answering(handler: Handler) -> Handler:
     return answered
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return a JSON body of at most ``limit`` bytes; HTTPException 408 (slow), 413 or 415."""
+async def read_body(request: Request, limit: int, expected: str = "application/json") -> bytes:
+    """Return a body of the ``expected`` type and at most ``limit`` bytes.
+
+    HTTPException 408 (slow), 413 or 415 otherwise.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, "The body must be JSON, with Content-Type: application/json.")
+    if kind != expected:
+        raise HTTPException(415, f"The body must have Content-Type: {expected}.")
 
     too_large = HTTPException(413, f"The body is larger than {limit:,} bytes.")
     declared = request.headers.get("content-length", "")

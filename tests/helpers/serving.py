@@ -24,12 +24,16 @@ SECONDS = 60
 
 
 class Running:
-    """A server over a worker, on a free port of this machine; ends on leaving."""
+    """A server over a worker, on a free port of this machine; ends on leaving.
 
-    def __init__(self, worker, folder: Path | None = None, **settings) -> None:
+    ``training`` makes its training service from the settings.
+    """
+
+    def __init__(self, worker, folder: Path | None = None, training=None, **settings) -> None:
         self.worker, self.settings = worker, ServerSettings(**settings)
         self.library = Library(worker, folder)
-        self.server = Server(worker, self.library, self.settings, Metrics())
+        self.training = training and training(self.settings)
+        self.server = Server(worker, self.library, self.settings, Metrics(), self.training)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         config = uvicorn.Config(

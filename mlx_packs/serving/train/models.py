@@ -1,0 +1,212 @@
+"""The models in training: which are loaded, and what their clients have them do.
+
+Requests of one model are computed in the order of their arrival, those of several models in turn,
+one batch at a time; the thread that computes does other work between two batches.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...errors import PackError
+from ...packs.pack import Pack
+from ..generation import Generator
+from .batches import RowLimits, batches_of, checked_row
+from .losses import find_loss, settings_of
+from .protocol import AdamBody, LoraConfigBody
+from .states import Kind, Saved, States, uri_of
+from .trainer import AdamStep, Adapters, TrainedModel, Trainer, added
+from .wire import ForwardRequest, forward_output
+
+T = TypeVar("T")
+MOST_MODELS = 8
+
+
+@dataclass(eq=False)
+class Model:
+    """A model of a session; its requests wait for its lock, and the first that came goes first.
+
+    Attributes:
+        config: as its client chose it; None if it began as a pack from elsewhere.
+    """
+
+    id: str
+    session_id: str
+    trained: TrainedModel
+    config: LoraConfigBody | None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def lora_config_of(saved: Saved) -> LoraConfigBody | None:
+    """Return what the client chose that made a saved model; None of a pack from elsewhere."""
+    config = saved.facts.get("lora_config")
+    if config is None:
+        return None
+    return LoraConfigBody(**config)
+
+
+class Models:
+    """The models of all sessions, over the base of a generator, whose thread computes."""
+
+    def __init__(self, generator: Generator, states: States) -> None:
+        self._generator = generator
+        self._states = states
+        self._trainer = Trainer(generator.registry.slots)
+        self._models: dict[str, Model] = {}
+
+    @property
+    def all(self) -> list[Model]:
+        return list(self._models.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._models) >= MOST_MODELS
+
+    def find(self, model_id: str) -> Model:
+        model = self._models.get(model_id)
+        if model is None:
+            raise PackError(
+                f"model_id '{model_id:.80}': is not loaded. It was unloaded, or the server was "
+                "started again; make a new one from a saved state.",
+                "not-found",
+                "model_id",
+            )
+        return model
+
+    async def create(self, model_id: str, session_id: str, config: LoraConfigBody) -> None:
+        """Make a model with fresh adapters."""
+        seed = config.seed
+        if seed is None:
+            seed = secrets.randbits(31)
+
+        places = (config.train_attn, config.train_mlp, config.train_unembed)
+        make = partial(self._trainer.create, Adapters(config.rank, seed, *places))
+        await self._add(model_id, session_id, make, config)
+
+    async def _add(
+        self,
+        model_id: str,
+        session_id: str,
+        make: Callable[[], TrainedModel],
+        config: LoraConfigBody | None,
+    ) -> None:
+        if self.is_full:
+            raise PackError(
+                f"{len(self._models)} models are in training, and {MOST_MODELS} is the most. "
+                "Unload one, or close its client.",
+                "conflict",
+            )
+
+        trained = await self._call(make)
+        self._models[model_id] = Model(model_id, session_id, trained, config)
+
+    async def unload(self, model: Model) -> None:
+        """Forget a model, when its earlier requests are computed."""
+        async with model.lock:
+            self._models.pop(model.id, None)
+
+    async def forward(self, model: Model, request: ForwardRequest) -> bytes:
+        """Compute a loss of some datums, with its gradient unless the request is `forward_only`.
+
+        The gradient is added to those that wait, of all datums or of none.
+        """
+        loss = find_loss(request.loss)
+        settings = settings_of(loss, request.settings)
+        limits = RowLimits(self._generator.limits.context, self._generator.base.vocab_size)
+        rows = [checked_row(i, each, loss, settings, limits) for i, each in enumerate(request.data)]
+        if not rows:
+            raise PackError("data: has no datum.", flag="data")
+
+        total = 0.0
+        grads = None
+        logprobs: dict[int, np.ndarray] = {}
+        backward = not request.forward_only
+
+        async with model.lock:
+            self._check_loaded(model)
+            for batch in batches_of(rows, model.trained.batch_tokens):
+                run = partial(self._trainer.run, model.trained, batch, loss, backward)
+                done = await self._call(run)
+                total += done.loss
+                logprobs |= zip(batch.numbers, done.logprobs, strict=True)
+
+                if grads is None:
+                    grads = done.grads
+                elif done.grads is not None:
+                    grads = await self._call(partial(added, grads, done.grads))
+
+            if grads is not None:
+                await self._call(partial(self._trainer.add, model.trained, grads))
+
+        return forward_output([logprobs[i] for i in range(len(rows))], {"loss:sum": total})
+
+    async def update(self, model: Model, params: AdamBody) -> float:
+        """Update a model by the gradients that wait, and return their norm."""
+        step = AdamStep(
+            params.learning_rate,
+            (params.beta1, params.beta2),
+            params.eps,
+            params.weight_decay,
+            max(0.0, params.grad_clip_norm),
+        )
+
+        async with model.lock:
+            self._check_loaded(model)
+            return await self._call(partial(self._trainer.update, model.trained, step))
+
+    async def pack(self, model: Model) -> Pack:
+        """Return a copy of a model as a pack."""
+        async with model.lock:
+            self._check_loaded(model)
+            return await self._call(partial(self._trainer.pack, model.trained))
+
+    async def save(
+        self, model: Model, kind: Kind, name: str, facts: Mapping[str, Any], overwrite: bool = False
+    ) -> Saved:
+        """Save a model; one of ``weights`` has the state of its optimizer."""
+        uri = uri_of(model.id, kind, name)
+        content = dict(facts)
+        if model.config is not None:
+            content["lora_config"] = model.config.model_dump()
+
+        def write() -> Saved:
+            optimizer = None
+            if kind == "weights":
+                optimizer = self._trainer.state_of(model.trained)
+            pack = self._trainer.pack(model.trained)
+            return self._states.save(uri, pack, content, optimizer, overwrite)
+
+        async with model.lock:
+            self._check_loaded(model)
+            return await self._call(write)
+
+    async def load(self, model_id: str, session_id: str, saved: Saved, optimizer: bool) -> None:
+        """Make a model of a saved one, or set the weights of one that is loaded."""
+
+        def open_saved() -> TrainedModel:
+            state = None
+            if optimizer:
+                state = self._states.optimizer_of(saved)
+            return self._trainer.of_pack(Pack.open(saved.folder), state)
+
+        model = self._models.get(model_id)
+        if model is None:
+            await self._add(model_id, session_id, open_saved, lora_config_of(saved))
+            return
+
+        async with model.lock:
+            self._check_loaded(model)
+            model.trained = await self._call(open_saved)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Let the thread that computes run a function."""
+        return await asyncio.wrap_future(self._generator.call(function))
+
+    def _check_loaded(self, model: Model) -> None:
+        """Raise a PackError if a model was unloaded while a request waited for its turn."""
+        self.find(model.id)

@@ -1,0 +1,124 @@
+"""Results of requests that clients come back for: computed in the background, kept for a while."""
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any
+
+from ...errors import PackError
+from ..http import public_message
+
+log = logging.getLogger("mlx_packs.serving")
+Result = bytes | dict[str, Any]  # a message of Protocol Buffers, or JSON
+_KEPT_BYTES = 256 << 20
+_KEPT = 4096  # results
+
+
+class Results:
+    """Results by the id of their request.
+
+    The oldest results go when there are too many, and a client that asks for one of them is told
+    that it is gone.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Task[Result]] = {}
+        self._finished: OrderedDict[str, Result] = OrderedDict()
+        self._bytes = 0
+        self._is_ending = False
+        self._of_keys: OrderedDict[object, str] = OrderedDict()
+
+    @property
+    def running(self) -> int:
+        """Requests that are not computed yet."""
+        return len(self._running)
+
+    def known(self, key: object) -> str | None:
+        """Return the id of a request that a client sends again, since its answer was lost."""
+        return self._of_keys.get(key)
+
+    def start(self, work: Coroutine[Any, Any, Result], key: object = None) -> str:
+        """Begin to compute a result, and return its id; PackError if the server shuts down."""
+        if self._is_ending:
+            work.close()
+            raise PackError("The server is shutting down.", "interrupted")
+
+        request_id = uuid.uuid4().hex
+        task = asyncio.create_task(_answered(work))
+
+        self._running[request_id] = task
+        task.add_done_callback(lambda done: self._keep(request_id, done))
+
+        if key is not None:
+            self._of_keys[key] = request_id
+            if len(self._of_keys) > _KEPT:
+                self._of_keys.popitem(last=False)
+
+        return request_id
+
+    async def wait(self, request_id: str, seconds: float) -> Result | None:
+        """Return a result, or None if it takes longer; a KeyError if nothing is known of it."""
+        task = self._running.get(request_id)
+        if task is None:
+            return self._finished[request_id]
+
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            return None
+        if task.cancelled() and self._is_ending:
+            raise PackError("The server is shutting down.", "interrupted")
+        if task.cancelled():
+            raise KeyError(request_id)
+
+        return task.result()
+
+    def cancel(self, request_id: str) -> None:
+        """End what is still computed for a request."""
+        if (task := self._running.get(request_id)) is not None:
+            task.cancel()
+
+    async def end(self, grace: float) -> None:
+        """Start nothing more; abort what is not computed after ``grace`` seconds."""
+        self._is_ending = True
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=grace)
+        for task in list(self._running.values()):
+            task.cancel()
+
+    def _keep(self, request_id: str, task: asyncio.Task[Result]) -> None:
+        self._running.pop(request_id, None)
+        if task.cancelled():
+            return
+
+        self._finished[request_id] = task.result()
+        self._bytes += _size(task.result())
+
+        while len(self._finished) > _KEPT or self._bytes > _KEPT_BYTES:
+            _, oldest = self._finished.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+
+async def _answered(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what a request comes to; an error as the protocol has it."""
+    try:
+        return await work
+    except PackError as error:
+        category = "user"
+        if error.code in _OF_SERVER:
+            category = "server"
+        return {"error": public_message(error), "category": category}
+    except TimeoutError:
+        return {"error": "The request took too long.", "category": "server"}
+    except Exception as error:
+        log.error("A request failed.", exc_info=error)
+        reason = "Internal error. The server's log has the reason."
+        return {"error": reason, "category": "server"}
+
+
+def _size(result: Result) -> int:
+    return len(result) if isinstance(result, bytes) else 256
+
+
+_OF_SERVER = ("unwritable", "unreadable", "interrupted", "memory")

@@ -1,0 +1,181 @@
+"""Samples of a model by the Tinker protocol: tokens with their log-probabilities.
+
+A sequence has the token that ended it, so that a model can be trained to end.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...errors import PackError
+from ...runtime import mx
+from ..answers import Texts
+from ..generation import Generator, likeliest
+from ..http import ServerSettings
+from ..request import Event, Progress, Request, sampler_of
+from .protocol import SampleBody
+from .wire import Sample, sample_output
+
+_CONTEXT_TOKENS = 4  # of a prompt: a character has at most so many
+_BUSY_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of the tokens of a prompt [T], and the likeliest in the place of each."""
+
+    logprobs: np.ndarray | None = None
+    top: Sequence[Sequence[tuple[int, float]]] = field(default_factory=list)
+
+
+class SampleRunner:
+    """Samples from the base and from adapters that are served on it."""
+
+    def __init__(self, generator: Generator, settings: ServerSettings) -> None:
+        self._generator = generator
+        self._settings = settings
+
+    def check(self, body: SampleBody) -> None:
+        """Raise a PackError for a prompt that cannot be continued."""
+        prompt = body.prompt.tokens
+        vocab_size = self._generator.base.vocab_size
+        if not prompt:
+            raise PackError("prompt: has no token.", flag="prompt")
+
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise PackError(
+                f"prompt: a token is outside of the vocabulary of {vocab_size}.", flag="prompt"
+            )
+
+        last = body.prompt_logprobs_last_n
+        if last is not None and last >= len(prompt):
+            raise PackError(
+                f"prompt_logprobs_last_n: must be less than {len(prompt)}, the tokens of prompt.",
+                flag="prompt_logprobs_last_n",
+            )
+
+    async def sample(self, body: SampleBody, model: str) -> bytes:
+        """Return the message with the sequences that ``model`` of the registry continues with."""
+        scores = PromptScores()
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            compute = partial(prompt_scores, self._generator, model, body)
+            scores = await asyncio.wrap_future(self._generator.call(compute))
+
+        while True:
+            try:
+                sequences = await self._sequences(body, model)
+            except PackError as error:
+                if error.code != "busy":
+                    raise
+                await asyncio.sleep(_BUSY_SECONDS)
+            else:
+                return sample_output(sequences, scores.logprobs, scores.top)
+
+    async def _sequences(self, body: SampleBody, model: str) -> list[Sample]:
+        deadline = time.monotonic() + self._settings.request_seconds
+        make = partial(self._request, body, model, deadline)
+        texts = Texts(self._generator, body.num_samples, make)
+        samples = [Sample([], [], False, []) for _ in range(body.num_samples)]
+        try:
+            await texts.start()
+            async for i, event in texts.events():
+                if isinstance(event, Progress):
+                    _add(samples[i], event)
+        except BaseException:
+            texts.cancel()
+            raise
+
+        return [
+            Sample(sample.tokens, sample.logprobs, choice.reason == "stop", sample.top)
+            for sample, choice in zip(samples, texts.choices, strict=True)
+        ]
+
+    def _request(
+        self,
+        body: SampleBody,
+        model: str,
+        deadline: float,
+        i: int,
+        on_event: Callable[[Event], None],
+    ) -> Request:
+        params = body.sampling_params
+        prompt = body.prompt.tokens
+        vocab_size = self._generator.base.vocab_size
+        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        seed = None if params.seed is None else params.seed + i
+        room = self._generator.limits.context - len(prompt)
+        default = max(1, min(self._settings.max_tokens, room))
+
+        stop, stop_tokens = self._stops(params.stop)
+
+        return Request(
+            model,
+            prompt,
+            params.max_tokens or default,
+            on_event,
+            lambda: sampler_of(params.temperature, params.top_p, top_k, 0.0, seed),
+            stop=stop,
+            after=prompt[-_CONTEXT_TOKENS:],
+            top_logprobs=body.topk_sample_logprobs,
+            stop_tokens=stop_tokens,
+            deadline=deadline,
+        )
+
+    def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[list[str], list[int]]:
+        """Return texts and tokens that end a sequence; the tokenizer's end it, too, unless []."""
+        if stop == []:
+            return [], []
+        tokens = sorted(self._generator.base.tokenizer.eos_token_ids)
+        if isinstance(stop, str):
+            return [stop], tokens
+
+        texts = [each for each in stop or () if isinstance(each, str) and each]
+        return texts, tokens + [each for each in stop or () if isinstance(each, int)]
+
+
+def _add(sample: Sample, event: Progress) -> None:
+    if event.logprob is None:
+        return
+    sample.tokens.append(event.logprob.token)
+    sample.logprobs.append(event.logprob.logprob)
+    sample.top.append(event.logprob.top)
+
+
+def prompt_scores(generator: Generator, model: str, body: SampleBody) -> PromptScores:
+    """Compute the log-probabilities of a prompt's tokens; called by the thread that computes.
+
+    The first token has none (NaN), and with ``prompt_logprobs_last_n`` those before the last n.
+    """
+    prompt = body.prompt.tokens
+    first = len(prompt) - (body.prompt_logprobs_last_n or len(prompt) - 1)
+    logprobs = np.full(len(prompt), np.nan, np.float32)
+    top: list[Sequence[tuple[int, float]]] = [()] * len(prompt)
+    registry = generator.registry
+    entry = registry.lease(model)
+
+    try:
+        caches = make_prompt_cache(generator.base.model)
+        step = generator.limits.prefill_chunk
+        for start in range(0, len(prompt) - 1, step):
+            inputs = prompt[start : start + step]
+            registry.slots.selection.set([entry.slot])
+            logits = generator.base.model(mx.array([inputs]), cache=caches)[0].astype(mx.float32)
+            scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            mx.eval(scores, [cache.state for cache in caches])
+
+            positions = range(max(start + 1, first), min(start + step, len(prompt) - 1) + 1)
+            for position in positions:
+                row = scores[position - start - 1]
+                logprobs[position] = row[prompt[position]].item()
+                top[position] = likeliest(row, body.topk_prompt_logprobs)
+    finally:
+        registry.release(entry)
+
+    if not body.topk_prompt_logprobs:
+        top = []
+    return PromptScores(logprobs if body.prompt_logprobs else None, top)

@@ -1,0 +1,123 @@
+"""What clients sample from: the base, saved models, and models as they were at some step."""
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ...errors import PackError
+from ...packs.pack import Pack
+from ..generation import Generator
+from ..registry import BASE_NAME
+from .states import Saved, States, run_of
+
+_PREFIX = "tinker"  # of names in the registry, which other packs do not have
+_LOADED = 8  # saved models that stay in memory, and steps of each model
+
+
+@dataclass(frozen=True)
+class SamplingSession:
+    """A name in the registry of packs, and where its pack is saved, if it is."""
+
+    model: str
+    uri: str | None = None
+
+
+class SamplingSessions:
+    """Sampling sessions by id; their packs are served beside all others.
+
+    A saved model that was not used for long leaves the memory, and comes back when it is used.
+    Steps of a model are in memory alone: the last eight of each stay.
+    """
+
+    def __init__(self, generator: Generator, states: States) -> None:
+        self._generator = generator
+        self._states = states
+        self._sessions: dict[str, SamplingSession] = {}
+        self._loaded: OrderedDict[str, None] = OrderedDict()  # names of saved models
+        self._steps: dict[str, list[str]] = {}  # names in the registry by id of the model
+
+    def find(self, session_id: str) -> SamplingSession:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise PackError(
+                f"sampling_session_id '{session_id:.80}': is not known here. Make a new sampling "
+                "client.",
+                "not-found",
+                "sampling_session_id",
+            )
+        return session
+
+    def of_base(self) -> str:
+        """Return the id of a new session on the base."""
+        return self._new(SamplingSession(BASE_NAME))
+
+    async def of_saved(self, saved: Saved) -> str:
+        """Return the id of a new session on a saved model."""
+        name = f"{_PREFIX}/{saved.run}/{saved.kind}/{saved.name}"
+        session = SamplingSession(name, saved.uri)
+        await self.load(session)
+        return self._new(session)
+
+    async def of_step(self, model_id: str, pack: Pack, number: int | None) -> str:
+        """Return the id of a new session on a model as it is now.
+
+        Args:
+            model_id: the model.
+            pack: its weights.
+            number: of the step; without one (None) the sessions of all such steps have the newest
+                weights.
+        """
+        name = f"{_PREFIX}/{run_of(model_id)}/inflight"
+        if number is not None:
+            name = f"{_PREFIX}/{run_of(model_id)}/step-{number}"
+        await self._call(partial(self._serve, name, pack))
+
+        names = self._steps.setdefault(model_id, [])
+        if name not in names:
+            names.append(name)
+
+        if len(names) > _LOADED:
+            await self._call(partial(self._forget, names.pop(0)))
+
+        return self._new(SamplingSession(name))
+
+    async def forget_steps(self, model_id: str) -> None:
+        """Free the memory of all steps of a model."""
+        for name in self._steps.pop(model_id, []):
+            await self._call(partial(self._forget, name))
+
+    async def load(self, session: SamplingSession) -> None:
+        """Have the pack of a session in memory; PackError if it is gone."""
+        if session.uri is None:
+            self._generator.registry.check_model(session.model)
+            return
+
+        self._loaded[session.model] = None
+        self._loaded.move_to_end(session.model)
+        if len(self._loaded) > _LOADED:
+            oldest, _ = self._loaded.popitem(last=False)
+            await self._call(partial(self._forget, oldest))
+
+        if session.model not in self._generator.registry.names:
+            pack = Pack.open(self._states.find(session.uri).folder)
+            await self._call(partial(self._serve, session.model, pack))
+
+    def _new(self, session: SamplingSession) -> str:
+        session_id = uuid.uuid4().hex
+        self._sessions[session_id] = session
+        return session_id
+
+    def _serve(self, name: str, pack: Pack) -> None:
+        """Serve a pack in the place of an earlier one; called by the thread that computes."""
+        self._forget(name)
+        self._generator.registry.add(name, pack)
+
+    def _forget(self, name: str) -> None:
+        if name in self._generator.registry.names:
+            self._generator.registry.remove(name)
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        await asyncio.wrap_future(self._generator.call(function))

@@ -1,0 +1,493 @@
+"""The Tinker protocol on a server's port: its routes below ``/api/v1``, sessions and results."""
+
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...adapters.spec import ranks_of
+from ...errors import PackError
+from ...packs.pack import Pack
+from ..fields import Object, parsed
+from ..generation import Generator
+from ..http import Handler, ServerSettings, error_response, is_loopback, read_body
+from ..registry import BASE_NAME
+from .models import Model, Models, lora_config_of
+from .protocol import (
+    CancelBody,
+    ClientConfigBody,
+    CreateModelBody,
+    CreateSessionBody,
+    LoadWeightsBody,
+    ModelBody,
+    OptimStepBody,
+    RetrieveBody,
+    SampleBody,
+    SamplingSessionBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+    SessionBody,
+    WeightsInfoBody,
+)
+from .results import Result, Results
+from .sampling import SampleRunner
+from .sampling_sessions import SamplingSessions
+from .states import Saved, States, run_of
+from .wire import MEDIA_TYPE, read_forward_request
+
+log = logging.getLogger("mlx_packs.serving")
+_POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
+_SILENT_SECONDS = 600.0  # without a heartbeat, after which a session is taken for gone
+_FIRST = "first"  # in place of the number of the request that makes a model
+_CHUNK_BYTES = 5_000_000  # of a request for a forward pass
+
+
+class TrainingService:
+    """Sessions of clients, their models and what they sample from.
+
+    Args:
+        generator: owns the base; its thread computes.
+        states: where models are saved.
+        settings: of the server.
+    """
+
+    def __init__(self, generator: Generator, states: States, settings: ServerSettings) -> None:
+        self._generator = generator
+        self._states = states
+        self._settings = settings
+        self._models = Models(generator, states)
+        self._samplers = SamplingSessions(generator, states)
+        self._runner = SampleRunner(generator, settings)
+        self._results = Results()
+        self._sessions: dict[str, float] = {}  # by id, when it was heard of last
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Return the handlers by method and path."""
+        get: dict[str, Handler] = {
+            "healthz": self.health,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{id:path}": self.sampling_session,
+            "training_runs/{id}/checkpoints": self.checkpoints,
+            "checkpoints": self.checkpoints,
+        }
+        post: dict[str, Handler] = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "telemetry": self.telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{id}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "unload_model": self.unload_model,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_for_sampler,
+            "load_weights": self.load_weights,
+            "weights_info": self.weights_info,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve,
+            "cancel_future": self.cancel,
+        }
+
+        delete: dict[str, Handler] = {
+            "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint
+        }
+        return {
+            (method, f"/api/v1/{path}"): _protocol(handler)
+            for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
+            for path, handler in handlers.items()
+        }
+
+    async def end(self, grace: float) -> None:
+        """Take no more requests; abort those that are not computed after ``grace`` seconds."""
+        await self._results.end(grace)
+
+    # The service and sessions
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, _: Request) -> Response:
+        model = {
+            "model_name": self._generator.base.public_name,
+            "max_context_length": self._generator.limits.context,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    async def client_config(self, request: Request) -> Response:
+        await self._body(ClientConfigBody, request)
+        return JSONResponse(
+            {
+                "parallel_fwdbwd_chunks": False,  # they arrive in their order
+                "use_pyqwest_transport": False,  # with it a client's process may abort at its end
+                "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, self._settings.body_bytes // 2),
+            }
+        )
+
+    async def dynamic_config(self, request: Request) -> Response:
+        await self._body(ClientConfigBody, request)
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def telemetry(self, _: Request) -> Response:
+        """Accept what a client reports of itself; nothing of it is read or kept."""
+        return JSONResponse({"status": "accepted"})
+
+    async def create_session(self, request: Request) -> Response:
+        await self._body(CreateSessionBody, request)
+
+        session_id = uuid.uuid4().hex[:16]
+        self._sessions[session_id] = time.monotonic()
+        return JSONResponse({"type": "create_session", "session_id": session_id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        body: SessionBody = await self._body(SessionBody, request)
+        if body.session_id not in self._sessions:
+            return JSONResponse({"error": "This session has ended."}, 410)
+        self._sessions[body.session_id] = time.monotonic()
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        """End a session; its models are unloaded, and what was not saved of them is gone."""
+        session_id = request.path_params["id"]
+        self._check_session(session_id)
+        del self._sessions[session_id]
+
+        for model in self._models.all:
+            if model.session_id == session_id:
+                await self._unload(model)
+        return JSONResponse({})
+
+    # Models
+
+    async def create_model(self, request: Request) -> Response:
+        body: CreateModelBody = await self._body(CreateModelBody, request)
+        self._check_session(body.session_id)
+        self._check_base(body.base_model)
+        model_id = _model_id(body.session_id, body.model_seq_id)
+
+        async def create() -> Result:
+            await self._make_room()
+            await self._models.create(model_id, body.session_id, body.lora_config)
+            return {"type": "create_model", "model_id": model_id}
+
+        return self._started(create(), model_id, (model_id, _FIRST))
+
+    async def get_info(self, request: Request) -> Response:
+        body: ModelBody = await self._body(ModelBody, request)
+        model = self._models.find(body.model_id)
+
+        base = self._generator.base
+        tokenizer_id = base.public_name
+        if is_loopback(self._settings.host):
+            tokenizer_id = str(base.path)  # the client is on this machine
+
+        data = {"arch": base.config["model_type"], "tokenizer_id": tokenizer_id}
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": model.id,
+                "model_name": base.public_name,
+                "model_data": {"model_name": base.public_name, **data},
+                "is_lora": True,
+                "lora_rank": model.trained.rank,
+            }
+        )
+
+    async def unload_model(self, request: Request) -> Response:
+        body: ModelBody = await self._body(ModelBody, request)
+        model = self._models.find(body.model_id)
+
+        async def unload() -> Result:
+            await self._unload(model)
+            return {"type": "unload_model", "model_id": model.id}
+
+        return self._started(unload(), model.id)
+
+    async def _unload(self, model: Model) -> None:
+        await self._models.unload(model)
+        await self._samplers.forget_steps(model.id)
+
+    async def _make_room(self) -> None:
+        """If no other model fits, save and unload those whose clients have gone without a word."""
+        if not self._models.is_full:
+            return
+
+        now = time.monotonic()
+        for model in self._models.all:
+            if now - self._sessions.get(model.session_id, 0.0) < _SILENT_SECONDS:
+                continue
+
+            saved = await self._models.save(model, "weights", "unloaded", {}, overwrite=True)
+            log.info("%s: its client has gone; it was saved as %s.", model.id, saved.uri)
+            await self._unload(model)
+
+    # Training
+
+    async def forward_backward(self, request: Request) -> Response:
+        content = await read_body(request, self._settings.body_bytes, MEDIA_TYPE)
+        body = read_forward_request(content)
+        model = self._models.find(body.model_id)
+        return self._started(self._models.forward(model, body), model.id, (model.id, body.seq_id))
+
+    async def optim_step(self, request: Request) -> Response:
+        body: OptimStepBody = await self._body(OptimStepBody, request)
+        model = self._models.find(body.model_id)
+
+        async def update() -> Result:
+            norm = await self._models.update(model, body.adam_params)
+            return {"metrics": {"grad_norm": norm}}
+
+        return self._started(update(), model.id, (model.id, body.seq_id))
+
+    # Saved models
+
+    async def save_weights(self, request: Request) -> Response:
+        body: SaveWeightsBody = await self._body(SaveWeightsBody, request)
+        model = self._models.find(body.model_id)
+        name = body.path or time.strftime("%Y%m%d-%H%M%S")
+        facts = _facts(body.ttl_seconds, body.user_metadata)
+
+        async def save() -> Result:
+            saved = await self._models.save(model, "weights", name, facts, body.overwrite)
+            return {"type": "save_weights", "path": saved.uri}
+
+        return self._started(save(), model.id, (model.id, body.seq_id))
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        """Save a model for sampling; without a name it stays in memory."""
+        body: SaveForSamplerBody = await self._body(SaveForSamplerBody, request)
+        model = self._models.find(body.model_id)
+        name = body.path
+        facts = _facts(body.ttl_seconds, body.user_metadata)
+
+        async def save() -> Result:
+            if name is not None:
+                saved = await self._models.save(model, "sampler_weights", name, facts)
+                return {"type": "save_weights_for_sampler", "path": saved.uri}
+
+            number = None
+            if body.kind == "snapshot":
+                number = body.sampling_session_seq_id or 0
+
+            pack = await self._models.pack(model)
+            session_id = await self._samplers.of_step(model.id, pack, number)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": session_id}
+
+        return self._started(save(), model.id, (model.id, body.seq_id))
+
+    async def load_weights(self, request: Request) -> Response:
+        body: LoadWeightsBody = await self._body(LoadWeightsBody, request)
+        saved = self._states.find(body.path)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+
+        number: object = _FIRST
+        if body.model_id is not None:
+            number = body.seq_id
+            model_id = body.model_id
+            session_id = self._models.find(model_id).session_id
+        else:
+            session_id = str(body.session_id)
+            model_id = _model_id(session_id, int(body.model_seq_id or 0))
+            self._check_session(session_id)
+
+        async def load() -> Result:
+            if body.model_id is None:
+                await self._make_room()
+            await self._models.load(model_id, session_id, saved, body.optimizer)
+            return {"type": "load_weights", "path": saved.uri, "model_id": model_id}
+
+        return self._started(load(), model_id, (model_id, number))
+
+    async def weights_info(self, request: Request) -> Response:
+        body: WeightsInfoBody = await self._body(WeightsInfoBody, request)
+        saved = self._states.find(body.tinker_path)
+        rank = max(ranks_of(Pack.open(saved.folder).specs), default=0)
+        facts = {"base_model": self._generator.base.public_name, "is_lora": True, "lora_rank": rank}
+        if (config := lora_config_of(saved)) is not None:
+            facts |= config.model_dump(exclude={"seed", "rank"})
+        return JSONResponse(facts)
+
+    async def checkpoints(self, request: Request) -> Response:
+        run = request.path_params.get("id")
+        saved = [
+            _checkpoint(each)
+            for each in self._states.all()
+            if run is None or each.run == run_of(run)
+        ]
+        cursor = {"offset": 0, "limit": len(saved), "total_count": len(saved)}
+        return JSONResponse({"checkpoints": saved, "cursor": cursor})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        params = request.path_params
+        uri = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
+        self._states.remove(self._states.find(uri))
+        return Response(status_code=204)
+
+    # Sampling
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        body: SamplingSessionBody = await self._body(SamplingSessionBody, request)
+        self._check_session(body.session_id)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+
+        if body.model_path is None:
+            session_id = self._samplers.of_base()
+        else:
+            session_id = await self._samplers.of_saved(self._states.find(body.model_path))
+        facts = {"type": "create_sampling_session", "sampling_session_id": session_id}
+        return JSONResponse(facts)
+
+    async def sampling_session(self, request: Request) -> Response:
+        session_id = request.path_params["id"]
+        session = self._samplers.find(session_id)
+        facts = {"sampler_id": session_id, "base_model": self._generator.base.public_name}
+        return JSONResponse({**facts, "model_path": session.uri})
+
+    async def sample(self, request: Request) -> Response:
+        body: SampleBody = await self._body(SampleBody, request)
+        session = self._samplers.find(body.sampling_session_id)
+        self._runner.check(body)
+
+        async def generate() -> Result:
+            await self._samplers.load(session)
+            return await self._runner.sample(body, session.model)
+
+        key = (body.sampling_session_id, body.seq_id)
+        return self._started(generate(), None, key, body.num_samples)
+
+    # Results
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return the result of a request, or after a while that it is still computed."""
+        body: RetrieveBody = await self._body(RetrieveBody, request)
+        try:
+            result = await self._results.wait(body.request_id, _POLL_SECONDS)
+        except KeyError:
+            return JSONResponse({"error": "The server knows nothing of this request."}, 410)
+
+        if result is None:
+            again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(again, 408)
+
+        if isinstance(result, bytes):
+            return Response(result, media_type=MEDIA_TYPE)
+        return JSONResponse(result)
+
+    async def cancel(self, request: Request) -> Response:
+        body: CancelBody = await self._body(CancelBody, request)
+        self._results.cancel(body.request_id)
+        return Response(status_code=204)
+
+    def _started(
+        self,
+        work: Coroutine[Any, Any, Result],
+        model_id: str | None,
+        key: tuple[str, object] | None = None,
+        samples: int = 0,
+    ) -> Response:
+        """Begin a request and return its id, or that of the same request sent before.
+
+        ``key`` has whose request it is and its number there, from 1; 0 and None are no number.
+        """
+        request_id = None
+        if key is not None and key[1]:
+            request_id = self._results.known(key)
+
+        if request_id is not None:
+            work.close()
+        elif self._results.running >= self._generator.limits.waiting:
+            work.close()
+            raise PackError("The queue is full. Try again later.", "busy")
+        else:
+            request_id = self._results.start(work, key)
+
+        answer: dict[str, Any] = {"request_id": request_id, "model_id": model_id}
+        if samples:
+            answer["sample_sequence_ids"] = [f"{request_id}-{i}" for i in range(samples)]
+        return JSONResponse(answer)
+
+    # Parts
+
+    async def _body(self, kind: type[Object], request: Request) -> Any:
+        return parsed(kind, await read_body(request, self._settings.body_bytes))
+
+    def _check_session(self, session_id: str) -> None:
+        if session_id not in self._sessions:
+            raise PackError(
+                f"session_id '{session_id:.40}': is not known here. Make a new client.",
+                "not-found",
+                "session_id",
+            )
+        self._sessions[session_id] = time.monotonic()
+
+    def _check_base(self, name: str) -> None:
+        base = self._generator.base
+        if name not in (BASE_NAME, base.name, base.public_name):
+            raise PackError(
+                f"base_model '{name:.140}': is not the base of this server, which is "
+                f"{base.public_name}.",
+                "not-found",
+                "base_model",
+            )
+
+
+def _model_id(session_id: str, number: int) -> str:
+    """Return the id of a model, which clients know how to make, too."""
+    return f"{session_id}:train:{number}"
+
+
+def _protocol(handler: Handler) -> Handler:
+    """Return a handler whose errors clients of the protocol do not take for passing ones.
+
+    They send a request again after status 409, for five minutes.
+    """
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except PackError as error:
+            response = error_response(error)
+            if response.status_code == 409:
+                response.status_code = 400
+            return response
+
+    return answered
+
+
+def _facts(ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is kept beside a saved model."""
+    facts: dict[str, Any] = {"user_metadata": dict(user_metadata)}
+    if ttl_seconds is not None:
+        facts["expires"] = time.time() + ttl_seconds
+    return facts
+
+
+def _checkpoint(saved: Saved) -> dict[str, Any]:
+    """Return a saved model as the protocol describes it."""
+    kind = {"weights": "training", "sampler_weights": "sampler"}[saved.kind]
+    facts = {"checkpoint_id": f"{saved.kind}/{saved.name}", "checkpoint_type": kind}
+    return {
+        **facts,
+        "time": _time(saved.folder.stat().st_mtime),
+        "tinker_path": saved.uri,
+        "size_bytes": saved.size,
+        "user_metadata": saved.facts.get("user_metadata"),
+        "expires_at": _time(saved.facts.get("expires")),
+    }
+
+
+def _time(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,0 +1,194 @@
+"""Saved models: packs below one folder, with the optimizer's state where training continues.
+
+``FOLDER/RUN/weights/NAME`` is a pack with ``optimizer.safetensors`` and ``training.json``,
+``FOLDER/RUN/sampler_weights/NAME`` one for sampling. Their paths in the protocol are
+``tinker://RUN/weights/NAME``; no other path is ever opened.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import PackError
+from ...files import to_json
+from ...leftovers import discard
+from ...packs.manifest import MANIFEST
+from ...packs.pack import Pack
+from ...reading import check_files, file_facts, read_json
+from ...runtime import mx
+from ...tensors import read_tensors, save_tensors
+
+SCHEME = "tinker://"
+OPTIMIZER = "optimizer.safetensors"
+FACTS = "training.json"
+Kind = Literal["weights", "sampler_weights"]
+_KINDS = ("weights", "sampler_weights")
+_STEP = "step"  # of the optimizer; an integer, which a file of tensors has not
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model.
+
+    Attributes:
+        run: the id of the model that was saved; ``kind`` and ``name`` complete its path.
+        facts: ``training.json``: what a client said of it, and when it expires.
+    """
+
+    run: str
+    kind: str
+    name: str
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @property
+    def uri(self) -> str:
+        return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+
+    @property
+    def has_expired(self) -> bool:
+        expires = self.facts.get("expires")
+        return expires is not None and expires < time.time()
+
+
+class States:
+    """The saved models below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.remove_expired()
+
+    def save(
+        self,
+        uri: str,
+        pack: Pack,
+        facts: Mapping[str, Any],
+        optimizer: Mapping[str, mx.array] | None = None,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Save a pack atomically; a PackError if the path is in use or the disk is full.
+
+        Args:
+            uri: its path, as `uri_of` makes it.
+            pack: the pack.
+            facts: JSON that is kept with it.
+            optimizer: state of the optimizer; None keeps none.
+            overwrite: whether an earlier model of that path is replaced.
+        """
+        self.remove_expired()
+
+        run, kind, name = _parts(uri)
+        folder = self._folder_of(run, kind, name)
+        if folder.exists() and not overwrite:
+            raise PackError(
+                f"path: '{name}' is saved already. Choose another name or pass overwrite.",
+                "exists",
+                "path",
+            )
+
+        def write_more(partial: Path) -> None:
+            content = dict(facts)
+            if optimizer is not None:
+                moments = {key: value for key, value in optimizer.items() if key != _STEP}
+                save_tensors(partial / OPTIMIZER, moments)
+                content |= {"files": file_facts(partial, [OPTIMIZER])}
+                content |= {"step": optimizer[_STEP].item()}
+            (partial / FACTS).write_text(to_json(content), encoding="utf-8")
+
+        pack._save_with(write_more, folder, overwrite)
+        return Saved(run, kind, name, folder, facts)
+
+    def find(self, uri: str) -> Saved:
+        """Return what is saved under a path; a PackError if there is nothing."""
+        run, kind, name = _parts(uri)
+        folder = self._folder_of(run, kind, name)
+
+        saved = None
+        if (folder / MANIFEST).is_file() and self.folder.resolve() in folder.resolve().parents:
+            saved = Saved(run, kind, name, folder, _facts(folder))
+
+        if saved is None or saved.has_expired:
+            raise PackError(f"path '{uri:.200}': nothing is saved there.", "not-found", "path")
+        return saved
+
+    def optimizer_of(self, saved: Saved) -> dict[str, mx.array]:
+        """Return the state of the optimizer that was saved with a model."""
+        if "step" not in saved.facts:
+            raise PackError(
+                f"path '{saved.uri:.200}': has no optimizer state. Load the weights alone.",
+                "not-found",
+                "path",
+            )
+
+        try:
+            check_files(saved.folder, saved.facts.get("files", {}))
+        except (ValueError, OSError) as error:
+            raise PackError(f"{saved.folder}: {error}.", "unreadable") from None
+
+        moments = read_tensors(saved.folder / OPTIMIZER)
+        return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
+
+    def all(self) -> Iterator[Saved]:
+        """Yield what is saved, by path."""
+        for manifest in sorted(self.folder.glob(f"*/*/*/{MANIFEST}")):
+            folder = manifest.parent
+            run, kind, name = folder.relative_to(self.folder).parts
+            if kind in _KINDS and _NAME.fullmatch(name):
+                yield Saved(run, kind, name, folder, _facts(folder))
+
+    def remove(self, saved: Saved) -> None:
+        discard(saved.folder, saved.folder)
+
+    def remove_expired(self) -> None:
+        for saved in list(self.all()):
+            if saved.has_expired:
+                self.remove(saved)
+
+    def _folder_of(self, run: str, kind: str, name: str) -> Path:
+        return self.folder / run / kind / name
+
+
+def uri_of(model_id: str, kind: Kind, name: str) -> str:
+    """Return the path of a model under a name, which is checked."""
+    if not _NAME.fullmatch(name):
+        raise PackError(
+            f"path '{name:.80}': cannot name a saved model. Use up to 64 letters, digits and . _ -",
+            flag="path",
+        )
+    return f"{SCHEME}{run_of(model_id)}/{kind}/{name}"
+
+
+def run_of(model_id: str) -> str:
+    """Return the name of the folder of a model: its id, in which Finder shows no colon."""
+    return model_id.replace(":", "-")
+
+
+def _parts(uri: str) -> tuple[str, str, str]:
+    run, _, rest = uri.removeprefix(SCHEME).partition("/")
+    kind, _, name = rest.partition("/")
+    run = run_of(run)
+
+    is_path = uri.startswith(SCHEME) and kind in _KINDS
+    if not is_path or not _NAME.fullmatch(run) or not _NAME.fullmatch(name):
+        raise PackError(
+            f"path '{uri:.200}': must be tinker://RUN/weights/NAME or "
+            "tinker://RUN/sampler_weights/NAME.",
+            flag="path",
+        )
+    return run, kind, name
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Return what is known of a model; a pack that was copied here has none."""
+    file = folder / FACTS
+    if not file.is_file():
+        return {}
+    return read_json(file)

@@ -1,0 +1,296 @@
+"""The Protocol Buffers messages of the Tinker protocol: rows to train on, and what comes of them.
+
+Only the fields that are read or written are declared; a parser skips all others. A map of the
+protocol is declared as what it is on the wire, a repeated pair of key and value.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from ...errors import PackError
+
+MEDIA_TYPE = "application/x-protobuf"
+_PACKAGE = "mlx_packs.tinker"
+_FLOAT32 = 1
+_INT64 = 2
+_DTYPES = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64), 3: np.dtype(np.int32)}
+_NAN_TOKEN = -99999.0  # log-probability of an empty cell
+STOPPED = 0
+TOO_LONG = 1
+
+# message -> field -> (number, kind); a kind with [] is repeated
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "SparseCsr": {
+        "values": (1, "bytes"),
+        "crow_indices": (2, "bytes"),
+        "col_indices": (3, "bytes"),
+    },
+    "Tensor": {
+        "dense": (1, "bytes"),
+        "sparse_csr": (2, "SparseCsr"),
+        "dtype": (3, "int32"),
+        "shape": (4, "int64[]"),
+    },
+    "NamedTensor": {"key": (1, "string"), "value": (2, "Tensor")},
+    "EncodedText": {"tokens": (1, "bytes")},
+    "Image": {"data": (1, "bytes")},
+    "Audio": {"dmel": (1, "bytes")},
+    "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Image"), "dmel": (3, "Audio")},
+    "Datum": {"model_input": (1, "Chunk[]"), "loss_fn_inputs": (2, "NamedTensor[]")},
+    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
+    "Setting": {"number": (1, "double"), "text": (2, "string")},
+    "NamedSetting": {"key": (1, "string"), "value": (2, "Setting")},
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "Datum[]"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "NamedNumber[]"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "NamedSetting[]"),
+    },
+    "BatchedTensor": {
+        "data": (1, "bytes"),
+        "offsets": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "trailing_shape": (4, "int64[]"),
+    },
+    "NamedBatchedTensor": {"key": (1, "string"), "value": (2, "BatchedTensor")},
+    "ArrayRecord": {"fields": (2, "NamedBatchedTensor[]"), "num_datums": (3, "int64")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "ArrayRecord[]"),
+        "metrics": (3, "NamedNumber[]"),
+    },
+    "TopkLogprobs": {
+        "token_ids": (1, "bytes"),
+        "logprobs": (2, "bytes"),
+        "k": (3, "uint32"),
+        "length": (4, "uint32"),
+    },
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
+    },
+    "SampleResponse": {
+        "sequences": (1, "SampledSequence[]"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+    },
+}
+
+
+def _classes() -> dict[str, Any]:
+    """Return a class for each message, from the table."""
+    file = descriptor_pb2.FileDescriptorProto()
+    file.name = "mlx_packs_tinker.proto"
+    file.package = _PACKAGE
+    file.syntax = "proto3"
+
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field_name, (number, kind) in fields.items():
+            _declare(message.field.add(name=field_name, number=number), kind)
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    of_name = pool.FindMessageTypeByName
+    return {
+        name: message_factory.GetMessageClass(of_name(f"{_PACKAGE}.{name}")) for name in _MESSAGES
+    }
+
+
+def _declare(declared: Any, kind: str) -> None:
+    item = kind.removesuffix("[]")
+    declared.label = declared.LABEL_OPTIONAL
+    if item != kind:
+        declared.label = declared.LABEL_REPEATED
+
+    if item in _MESSAGES:
+        declared.type = declared.TYPE_MESSAGE
+        declared.type_name = f".{_PACKAGE}.{item}"
+    else:
+        declared.type = getattr(declared, f"TYPE_{item.upper()}")
+
+
+MESSAGES = _classes()
+
+
+@dataclass(frozen=True)
+class RawDatum:
+    """A datum as it was sent: ``tokens`` [T] int32 and arrays by name; nothing is checked yet."""
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """A request for a forward pass, or for one with its gradient.
+
+    Attributes:
+        seq_id: number of the request among those of its model.
+        settings: of the loss.
+    """
+
+    model_id: str
+    seq_id: int
+    data: Sequence[RawDatum]
+    loss: str
+    settings: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def read_forward_request(body: bytes) -> ForwardRequest:
+    """Return a request from its bytes; a PackError if they are none."""
+    message = MESSAGES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise PackError(f"body: is not a ForwardBackwardRequest ({error}).") from None
+
+    settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
+    for each in message.loss_fn_config_v2:
+        settings[each.key] = each.value.text or each.value.number
+
+    data = [_datum(i, each) for i, each in enumerate(message.data)]
+    return ForwardRequest(
+        message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only
+    )
+
+
+def _datum(i: int, message: Any) -> RawDatum:
+    where = f"data[{i}]"
+    tokens = [np.zeros(0, np.int32)]
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise PackError(f"{where}.model_input: has images or audio, which are not supported.")
+        tokens.append(_array(chunk.encoded_text.tokens, np.dtype(np.int32), f"{where}.model_input"))
+
+    inputs = {
+        each.key: _tensor(each.value, f"{where}.loss_fn_inputs.{each.key}")
+        for each in message.loss_fn_inputs
+    }
+    return RawDatum(np.concatenate(tokens), inputs)
+
+
+def _tensor(message: Any, where: str) -> np.ndarray:
+    """Return a tensor, dense; what a sparse one does not list is zero."""
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise PackError(f"{where}: must be float32 or int64.")
+    shape = tuple(message.shape)
+    if any(size < 0 for size in shape) or math.prod(shape) > _MOST_NUMBERS:
+        raise PackError(f"{where}: has the shape {list(shape)}.")
+
+    if message.HasField("sparse_csr"):
+        return _sparse(message.sparse_csr, dtype, shape, where)
+
+    values = _array(message.dense, dtype, where)
+    if not shape:
+        return values
+    if math.prod(shape) != values.size:
+        raise PackError(f"{where}: has {values.size} numbers, but the shape {list(shape)}.")
+    return values.reshape(shape)
+
+
+def _sparse(message: Any, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
+    integers = np.dtype(np.int64)
+    values = _array(message.values, dtype, where)
+    starts = _array(message.crow_indices, integers, where)
+    columns = _array(message.col_indices, integers, where)
+
+    fault = PackError(f"{where}: is not a sparse tensor of the shape {list(shape)}.")
+    if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
+        raise fault
+    counts = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != len(values) or (counts < 0).any():
+        raise fault
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise fault
+
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def _array(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
+    if len(content) % dtype.itemsize:
+        raise PackError(f"{where}: {len(content)} bytes are no array of {dtype}.")
+    return np.frombuffer(content, dtype)
+
+
+def forward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Return the output of a forward pass: log-probabilities of each datum, [T] or [T, K]."""
+    message = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    for values in logprobs:
+        record = message.loss_fn_outputs.add(num_datums=1)
+        value = record.fields.add(key="logprobs").value
+        value.data = values.astype(np.float32).tobytes()
+        value.offsets = np.array([0, 4 * values.size], np.int64).tobytes()
+        value.dtype = _FLOAT32
+        value.trailing_shape.extend(values.shape[1:])
+
+    for name, number in metrics.items():
+        message.metrics.add(key=name, value=number)
+    return message.SerializeToString()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled sequence with the log-probability of each token, and the likeliest in its place."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+    top: list[Sequence[tuple[int, float]]]
+
+
+def sample_output(
+    sequences: Sequence[Sample],
+    prompt_logprobs: np.ndarray | None,
+    prompt_top: Sequence[Sequence[tuple[int, float]]],
+) -> bytes:
+    """Return sampled sequences, and what was asked for of the prompt's tokens."""
+    message = MESSAGES["SampleResponse"]()
+    for each in sequences:
+        sequence = message.sequences.add(stop_reason=STOPPED if each.stopped else TOO_LONG)
+        sequence.tokens = np.array(each.tokens, np.int32).tobytes()
+        sequence.logprobs = np.array(each.logprobs, np.float32).tobytes()
+        _write_top(sequence, "topk_sampled_logprobs", each.top)
+
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
+    _write_top(message, "topk_prompt_logprobs", prompt_top)
+    return message.SerializeToString()
+
+
+def _write_top(message: Any, name: str, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Write the likeliest tokens of each position, if there are any."""
+    width = max(map(len, rows), default=0)
+    if not width:
+        return
+
+    tokens = np.zeros((len(rows), width), np.int32)
+    logprobs = np.full((len(rows), width), _NAN_TOKEN, np.float32)
+    for i, row in enumerate(rows):
+        for j, (token, logprob) in enumerate(row):
+            tokens[i, j] = token
+            logprobs[i, j] = logprob
+
+    top = getattr(message, name)
+    top.token_ids = tokens.tobytes()
+    top.logprobs = logprobs.tobytes()
+    top.k = width
+    top.length = len(rows)
+
+
+_MOST_NUMBERS = 1 << 24  # of one tensor

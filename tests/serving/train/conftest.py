@@ -1,0 +1,52 @@
+"""A server that trains, on two blocks of the bundled base."""
+
+import pytest
+
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.train.service import TrainingService
+from mlx_packs.serving.train.states import States
+from tests.helpers.serving import Running
+from tests.helpers.tinker import TinkerClient
+
+
+class Training(Running):
+    """A server whose clients save in ``folder``."""
+
+    def __init__(self, worker, folder, **settings) -> None:
+        self.folder = folder
+        super().__init__(
+            worker,
+            training=lambda settings: TrainingService(worker, States(folder), settings),
+            **settings,
+        )
+
+
+@pytest.fixture
+def generator(small_tiny, limits):
+    """What computes, with dense weights: a CPU takes a fraction of the time."""
+    worker = Generator(small_tiny, limits, "dense")
+    worker.start()
+    yield worker
+    worker.close(0.0)
+
+
+@pytest.fixture
+def server(generator, tmp_path):
+    with Training(generator, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    return TinkerClient(server)
+
+
+@pytest.fixture
+def tokens(generator) -> list[int]:
+    return generator.base.tokenizer.encode("The list of names is empty, and so is the table.")
+
+
+@pytest.fixture
+def datum(tokens):
+    """Tokens, and targets that all count."""
+    return tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
