@@ -71,21 +71,23 @@ def handled() -> Iterator[None]:
 def deferred() -> Iterator[list[int]]:
     """Yield a list that receives the first signal, which is raised at the end at the latest.
 
-    A second signal is raised at once.
+    A second signal is raised at once. Within another such block it is the list of that one.
     """
     global _deferred
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
+    if _deferred is not None:  # whoever deferred them first raises the signal
+        yield _deferred
+        return
 
     with handled():
-        outer = _deferred
         waiting: list[int] = []
         _deferred = waiting
         try:
             yield waiting
         finally:
-            _deferred = outer
+            _deferred = None
 
         if waiting:
             raise Signalled(waiting[0])

@@ -89,7 +89,9 @@ def attach(
         attached.swap(fallback)
         modules = dict(base.model.named_modules())
         attached.frozen = {path: modules[path] for path in specs}
-        attached.note_replaced(apply_matmul_path(base.model, matmul_path, base.is_lazy))
+        attached.note_replaced(
+            apply_matmul_path(base.model, matmul_path, base.is_lazy, base.shared)
+        )
         add_adapters(attached, lora.dropout, seed)
         base.model.train(base.model.training)  # new modules join the mode of the rest
     except BaseException:

@@ -11,6 +11,7 @@ import click
 
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
+from ..config.together import check_together
 from ..config.values import bytes_of
 from ..display import size
 from ..errors import PackError
@@ -23,6 +24,7 @@ from .topics import TopicCommand
 
 if TYPE_CHECKING:
     from ..data.sharing import Repeats
+    from ..memory.headers import Headers
     from ..memory.recommend import Option
     from ..memory.row_shapes import ExampleMemory, RowShapes
 
@@ -182,10 +184,10 @@ def plan(
 
         report = []
         for choice in choices:
-            command = shlex.split(choice.command(model, configs, unflagged))
-            facts = _facts(choice, headers.config, headers.code, examples, repeats)
-            report.append({**facts, "command": shlex.join(command + data)})
-
+            words = shlex.split(choice.command(model, configs, unflagged)) + data
+            report.append(
+                _facts(choice, headers, examples, repeats) | {"command": shlex.join(words)}
+            )
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
         lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
@@ -195,6 +197,8 @@ def plan(
             report = [{**each, "machines": needed.to_json()} for each in report]
             lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
 
+        report = _with_seeds(report, lines, headers, choices[0], limit - least, recipe)
+
     lines[1:1] = shared
     if headers.code is not None:
         lines.insert(1, _HAS_CODE.format(headers.code))
@@ -203,6 +207,30 @@ def plan(
     if names & DATA_SETTINGS:
         lines[1:1] = _data_lines(recipe.data.data, examples, rows, repeats, choices[0])
     print_report(report, lines)
+
+
+def _with_seeds(
+    report: list[dict],
+    lines: list[str],
+    headers: "Headers",
+    best: "Option",
+    memory: int,
+    recipe: Recipe,
+) -> list[dict]:
+    """Add what several packs in one batch take and save; return the report."""
+    packs = recipe.run.get("seeds")
+    if packs is None:
+        return report
+
+    from ..memory.together import plan_together
+
+    check_together(recipe)
+    together = plan_together(headers, best.lora, best.train, packs, memory)
+
+    lines[-1:-1] = [f"seeds   {line}" for line in together.lines()]
+    if lines[-1].startswith("try:    packs"):
+        lines[-1] += f" --seeds {packs} --out DIR"
+    return [{**each, "together": together.to_json()} for each in report]
 
 
 def _data_argument(flags: Mapping, recipe: Recipe) -> list[str]:
@@ -216,15 +244,14 @@ def _data_argument(flags: Mapping, recipe: Recipe) -> list[str]:
 
 def _facts(
     choice: "Option",
-    config: dict,
-    code: str | None,
+    headers: "Headers",
     examples: "ExampleMemory | None",
     repeats: "Repeats | None",
 ) -> dict:
     return {
         **choice.to_json(),
-        "compute_dtype": choice.dtype(config).to_json(),
-        "code": code,
+        "compute_dtype": choice.dtype(headers.config).to_json(),
+        "code": headers.code,
         "data_gb": examples and examples.nbytes / 1e9,
         "repeats": repeats and repeats.to_json(),
     }

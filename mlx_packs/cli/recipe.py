@@ -61,7 +61,7 @@ def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
 
 
 def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
-    from ..training.run_folder import CONFIG, check_resumable, run_folder
+    from ..training.run_folder import CONFIG, check_resumable, run_folder, seed_runs
 
     specified = merged(settings, flags)
     run = build(RunOptions, {k: v for k, v in specified.items() if k in _RUN})
@@ -69,7 +69,10 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
         return resolve(flags, under=[settings], defaults=_defaults(run.model, specified))
 
     # the run has begun, so that its first adapters are a name and a hash
-    folder = run_folder(Path(run.out).expanduser())
+    out = Path(run.out).expanduser()
+    folder = run_folder(out)
+    if run.seeds:
+        folder = next(iter(seed_runs(out)), folder)
     earlier = dict(check_resumable(folder)["recipe"])
     settings = dict(settings)
     for layer in (earlier, settings):

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -18,6 +18,9 @@ from .options import option
 from .output import exit_if_failed, print_report
 from .recipe import read_recipes, recipe_of
 from .topics import TopicCommand
+
+if TYPE_CHECKING:
+    from ..training.settings import Request
 
 _TINY = tiny_recipe()
 _OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
@@ -143,13 +146,17 @@ def train(
         mask.show_mask(recipe, display)
         return
 
+    request = Request(recipe, recipe.model, display=display, force=force)
+    if recipe.run.get("seeds"):
+        _train_seeds(request, supervise or launch_agent or hosts is not None)
+        return
+
     _check_restarts(max_restarts, supervise or launch_agent)
     if (supervise or launch_agent) and not is_supervised():
         _supervise(recipe, max_restarts, launch_agent, display)
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
 
-    request = Request(recipe, recipe.model, display=display, force=force)
     try:
         result = train_request(request)
     except RunStopped as stopped:
@@ -164,6 +171,29 @@ def train(
         lines = lines[:1]
     print_report(result.to_json(), lines)
     exit_if_failed(failures(result.report["gates"]))
+
+
+def _train_seeds(request: "Request", is_elsewhere: bool) -> None:
+    """Train several packs in one batch, and print what became of them."""
+    from ..training.seeds import report_lines, train_seeds
+
+    if is_elsewhere:
+        raise PackError(
+            "--seeds: does not go with --supervise, --launch-agent or --hosts. Leave them out.",
+            "conflict",
+            "seeds",
+        )
+    try:
+        result = train_seeds(request)
+    except RunStopped as stopped:
+        stopped.continue_with(resume_command(True, stopped.pack))
+        raise
+
+    lines = report_lines(result)
+    if request.display.level == QUIET:
+        lines = lines[:1]
+    print_report(result.to_json(), lines)
+    exit_if_failed(result.failures())
 
 
 def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:

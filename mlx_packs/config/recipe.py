@@ -60,6 +60,16 @@ class RunOptions(Settings):
         flags=("--overwrite",),
         common=True,
     )
+    seeds: int | None = option(
+        None,
+        "Train N packs in one batch, with the seeds from --seed on, into --out: seed-0, seed-1 and "
+        "so on. Their report, seeds.json, has the mean and standard error of every number. For "
+        "--method lora and --task lm and preferences.",
+        section="Optimization",
+        metavar="N",
+        at_least=2,
+        memory=True,
+    )
     resume: bool = _output(
         False,
         "Continue the run of --out with its original settings; another --iters or --epochs also "

@@ -218,12 +218,15 @@ def _dense(module: nn.Module) -> nn.Module | None:
     return dense_module(module, device.dtype)
 
 
+# Returns the module to install; None leaves it: a subclass keeps its own forward.
+Replacement = Callable[[nn.Module], nn.Module | None]
+
+
 @dataclass(frozen=True)
 class MatmulPath:
     modules: tuple[type[nn.Module], ...]  # that multiply so
     product: Callable[[FrozenWeight, mx.array], mx.array]  # x @ W.T
-    # Returns the module to install; None leaves it: a subclass keeps its own forward.
-    replacement: Callable[[nn.Module], nn.Module | None]
+    replacement: Replacement
 
 
 PATHS: dict[str, MatmulPath] = registered(
@@ -252,18 +255,31 @@ def matmul_path_of(module: nn.Module) -> str | None:
     return None
 
 
+# Modules and their replacements, by path and identity.
+Shared = dict[tuple[str, int], tuple[nn.Module, nn.Module | None]]
+
+
 def apply_matmul_path(
-    model: nn.Module, matmul_path: str, lazy: bool = False
+    model: nn.Module, matmul_path: str, lazy: bool = False, shared: Shared | None = None
 ) -> list[tuple[str, nn.Module]]:
     """Make all quantized modules compute by a matmul path; ``lazy`` reads no weight.
+
+    Models with the same modules have the same replacements if they have ``shared`` in common.
 
     Return (path, original module) of those replaced; `replace_modules` puts them back.
     """
     replacement = PATHS[matmul_path].replacement
+    if shared is None:
+        shared = {}
+
     originals = []
     replaced = []
     for path, module in model.named_modules():
-        if (other := replacement(module)) is not None:
+        key = matmul_path, id(module)
+        if key not in shared:
+            shared[key] = module, replacement(module)
+        _, other = shared[key]
+        if other is not None:
             originals.append((path, module))
             replaced.append((path, other))
 

@@ -232,8 +232,8 @@ def target_loss(
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
 
     ``inputs`` and ``layout`` are of a batch of tokens (data/batches.py); ``states`` replace tokens
-    (`forward`), and ``kept`` the pass over ``prefix``. A frozen head does not return which token
-    ranks first where a gradient will be computed.
+    (`forward`), ``kept`` the pass over ``prefix``, and ``target_states`` the whole pass. A frozen
+    head does not return which token ranks first where a gradient will be computed.
     """
     z_loss = options.z_loss
     smoothing = options.label_smoothing
@@ -258,6 +258,9 @@ def target_states(
     model: nn.Module, head: Head | None, inputs: Inputs, layout: Layout = ()
 ) -> mx.array:
     """Return the states [M, D] that the head reads for each target; without one logits [M, V]."""
+    if "target_states" in inputs:
+        return inputs["target_states"]
+
     tokens = inputs["tokens"]
     entering = inputs.get("states", tokens)
     segments = segments_of(inputs, layout)

@@ -24,7 +24,8 @@ from .space import (
 from .trial import metrics_of
 
 SECTION = "sweep"  # of a recipe
-_OF_SWEEP = ("out", "adapter_path", "resume", "overwrite")  # keys that a trial cannot choose
+# Keys that a trial cannot choose.
+_OF_SWEEP = ("out", "adapter_path", "resume", "overwrite", "seeds")
 _CORNERS = 64  # at most, of a space whose trials are not known yet
 _LENGTHS = ("iters", "epochs", "time", "phases")  # settings by which trials differ in length
 
@@ -56,7 +57,7 @@ def plan_sweep(
     """
     recipe = {key: value for key, value in settings.items() if key != SECTION}
     section = typed_value(settings.get(SECTION), dict, SECTION, where)
-    for key in ("resume", "overwrite"):
+    for key in ("resume", "overwrite", "seeds"):
         if recipe.get(key):
             raise setting_error("is not for a sweep. Leave it out.", key, where, "conflict")
 

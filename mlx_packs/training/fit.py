@@ -30,7 +30,7 @@ from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
 from .state import TrainingState
-from .step import BatchStep, Stepper
+from .step import BatchStep, Stepper, Steps
 from .stopping import interrupted, stopped, write_checkpoint
 from .update import add_scale, scale_facts
 from .update_guard import UpdateGuard
@@ -117,7 +117,7 @@ class Fit:
     def trained(self) -> Trained:
         return Trained(self.run.phases, self.curve, self.scores)
 
-    def train(self, before: Scores | None = None) -> None:
+    def train(self, before: Scores | None = None) -> Steps[None]:
         """Train every phase that is not over; several phases need the scores ``before`` them."""
         run = self.run
         display = run.display
@@ -141,7 +141,7 @@ class Fit:
 
         while True:
             try:
-                optimizer = self._train_phases(before, checkpoint)
+                optimizer = yield from self._train_phases(before, checkpoint)
                 break
             except BackOff:
                 checkpoint = latest_checkpoint(run.folder)
@@ -219,7 +219,9 @@ class Fit:
         if done == end:
             run.display.line("note", "the run had ended; more --iters or --epochs continue it")
 
-    def _train_phases(self, before: Scores, checkpoint: Path | None) -> optimizers.Optimizer | None:
+    def _train_phases(
+        self, before: Scores, checkpoint: Path | None
+    ) -> Steps[optimizers.Optimizer | None]:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""
         run = self.run
         self.scores = [before]
@@ -244,7 +246,7 @@ class Fit:
             elif previous is not None and phase.carries_optimizer:
                 carry_state(previous, optimizer)
 
-            self._train_phase(data, optimizer)
+            yield from self._train_phase(data, optimizer)
             if phase is not run.last_phase:
                 scores = self._logged_scores(phase, before)
                 self.scores.append(scores or self._score_after(phase))
@@ -258,7 +260,7 @@ class Fit:
             check_scores(scores, saved=True)
         return scores
 
-    def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> None:
+    def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Steps[None]:
         """Train the rest of a phase, or save the run and raise RunStopped."""
         run = self.run
         phase = data.phase
@@ -273,7 +275,7 @@ class Fit:
         prefetched_batches = prefetched(map(loop.step.objective.ahead, batches))
         with closing(prefetched_batches) as ahead, limits:
             try:
-                ending = loop.train(ahead)
+                ending = yield from loop.steps(ahead)
             finally:
                 self.parts = loop.step.parts
 
@@ -297,7 +299,9 @@ class Fit:
     def _loop_of(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Loop:
         run = self.run
         phase = data.phase
-        step = BatchStep(*self._stepper_of(phase, optimizer), data.train.collate, self.parts)
+        stepper, objective = self._stepper_of(phase, optimizer)
+        whole = run.request.packs > 1
+        step = BatchStep(stepper, objective, data.train.collate, self.parts, whole)
         mean_inputs = data.task.mean_inputs(data)
         reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
         save = partial(self._save, optimizer, reports)

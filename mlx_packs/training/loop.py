@@ -10,7 +10,7 @@ from ..data.dataset import Batch, Dataset
 from ..runtime import mx
 from .reports import Reports
 from .state import TrainingState
-from .step import BatchStep, StartedStep
+from .step import BatchStep, DueStep, StartedStep, Steps, take_alone
 from .update_guard import UpdateGuard
 from .watch import Ending, Watch
 
@@ -104,7 +104,11 @@ class Loop:
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
-        """Take batches up to the end of the phase; return why it ended before, saved.
+        """Take the steps of a phase, each by itself; return and errors are as of `steps`."""
+        return take_alone(self.steps(batches))
+
+    def steps(self, batches: Iterator[Batch]) -> Steps[Ending | None]:
+        """Yield each step up to the end of the phase; return why it ended before, saved.
 
         Raises:
             PackError: if a loss or gradient is not finite and `--on-nan` ends the run; the last
@@ -116,11 +120,11 @@ class Loop:
         self.reports.phase_starts(self.settings.iters, self.state.batches - self.settings.start)
         try:
             with self.watch.deferring_signals():
-                return self._take(batches)
+                return (yield from self._take(batches))
         finally:
             self.reports.phase_ends()
 
-    def _take(self, batches: Iterator[Batch]) -> Ending | None:
+    def _take(self, batches: Iterator[Batch]) -> Steps[Ending | None]:
         settings = self.settings
         due = Due(settings, validates=self.validation is not None)
         if ending := self.watch.ended_before():
@@ -131,7 +135,7 @@ class Loop:
             if not self.step.stepper.waiting:  # within an update no weight changes
                 self.trainable.progress((settings.start + number - 1) / settings.run_iters)
 
-            batch = self._start(batch, number)
+            batch = yield from self._start(batch, number)
             due.after(number, in_update=bool(self.step.stepper.waiting))
             waits = due.anything or self.watch.is_asked_to_end
             self._read(leaving=0 if waits else self.step.stepper.ahead)
@@ -156,14 +160,14 @@ class Loop:
                 return ending
         return None
 
-    def _start(self, batch: Batch, number: int) -> Batch:
+    def _start(self, batch: Batch, number: int) -> Steps[Batch]:
         """Prepare a batch and start its step, given its number in the phase; return it prepared."""
         start = time.perf_counter()
         several = self.settings.grad_accumulation_steps
         updates = number % several == 0 or number == self.settings.iters
         random = mx.random.state[0]
         batch = self.step.objective.prepare(batch)
-        step = self.step.start(batch, updates, alone=several == 1)
+        step = yield DueStep(self.step, batch, updates, alone=several == 1)
 
         number += self.settings.start
         self._in_flight.append(_StartedBatch(batch, number, updates, random, step, start))

@@ -43,7 +43,7 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
-from ..tasks.phases import PhaseData, check_data_used, counts_of, left_out_rows, resolve_phases
+from ..tasks.phases import PhaseData, check_data_used, counts_of, left_out_rows
 from ..tasks.task import Summary, Task, make_tasks
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
@@ -57,6 +57,7 @@ from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
 from .settings import Place, Request, Run, RunSettings, with_batches
+from .step import Steps, take_alone
 from .stopping import resumable
 from .unattended import unattended
 from .watch import check_validated
@@ -150,9 +151,7 @@ def train_request(request: Request) -> TrainRun:
     """Train a pack as a caller asks, and save it; errors are as of `train_pack`."""
     request.display.clock = RunClock(compiles=runtime.COMPILES)
     _backend.start_record()
-    recipe = request.recipe
-    phases = resolve_phases(recipe.train, recipe.data)
-    settings = RunSettings(recipe.lora, recipe.train, recipe.data, phases)
+    settings = RunSettings.of(request)
 
     check_trackers = load("training.observers.trackers:check_report_to")
     check_trackers(request.option("report_to"), request.option("project_name"))
@@ -163,7 +162,7 @@ def train_request(request: Request) -> TrainRun:
     with signals.handled(), folders as (pack, folder):
         if not runtime.on_cpu():  # before MLX uses the GPU
             limit = load("memory.command_buffers:limit_command_buffers")
-            limit(request.base, recipe.train, request.display)
+            limit(request.base, settings.train, request.display)
         return run(request.of_rank(), settings, Place(pack, folder, resume))
 
 
@@ -178,7 +177,7 @@ def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         unattended(settings.train.awake, place.pack, request.display),
     ):
         try:
-            return _run(request, settings, place)
+            return take_alone(steps_of(request, settings, place))
         except Float16Overflow as overflow:
             if isinstance(request.base, Base):  # it is the caller's
                 raise
@@ -186,7 +185,7 @@ def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         request.display.line("dtype", f"{fault}; the run continues in bfloat16")
         gc.collect()  # the base in float16, which the exception referenced
         place = replace(place, resume=place.resume or saved, overflow=fault)
-        return _run(request, settings, place)
+        return take_alone(steps_of(request, settings, place))
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,8 @@ class _Start:
         return self.tasks[self.run.last_phase.train.task]
 
 
-def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
+def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[TrainRun]:
+    """Yield the steps of a run; return what became of it."""
     start = _start(request, settings, place)
     run, task = start.run, start.task
 
@@ -229,7 +229,7 @@ def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
     base_weights = count_weights(start.base.model)
     with _attached(start, memory, base_weights) as (trainable, paths):
         with _bound(start, trainable, memory) as objectives:
-            fit = _train(start, trainable, objectives)
+            fit = yield from _train(start, trainable, objectives)
             with resumable(run):
                 summary = task.summary(trainable, start.data, fit.trained(), start.sources)
         with resumable(run):
@@ -260,7 +260,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     earlier = None
     if place.resume:
         earlier = check_resumable(folder)
-        place = replace(place, resume_point=resume_point(folder))
+        place = replace(place, resume_point=resume_point(folder, place.latest))
     settings = settings.as_it_began(earlier)
     adapters = start_of(request.option("resume_adapter_file"), earlier)
 
@@ -355,6 +355,8 @@ def _attached(
         trainable = attach_method(start.target, start.lora, run.train, memory.choice.matmul_path)
 
     try:
+        if run.request.packs > 1:
+            load("training.joint_step:check_groups")(trainable.model)
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
 
@@ -425,7 +427,7 @@ def _open_base(
 
         dtype = run_dtype(train, place, config)
         with display.working("base", f"loading {base}"):
-            base = load_base(
+            base = (request.open_base or load_base)(
                 base,
                 train.quantize,
                 request.option("trust_remote_code"),
@@ -486,7 +488,7 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
     trainable.load(tensors, str(file))
 
 
-def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Fit:
+def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Steps[Fit]:
     """Train, round, and score before and after; the first step waits for no score if it can."""
     run = start.run
     float16 = start.dtype.name == "float16"
@@ -523,7 +525,7 @@ def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Fit:
     )
 
     with resumable(run):
-        fit.train(before)
+        yield from fit.train(before)
         if dispatch.detect() != "reference":
             run.display.line("kernels", _backend.summary())
         round_adapters(trainable, run.train.pack_dtype)

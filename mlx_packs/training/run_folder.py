@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -31,6 +31,7 @@ REPORT = "report.json"  # what the run reported at its end
 PICTURE = "loss.png"
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
+_SEED_RUN = re.compile(r"seed-\d+-run")
 _POINTER = "latest"  # which early versions wrote
 # Fields of metrics.jsonl that are not numbers: the phase, and the events passed to `on_event`.
 _OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
@@ -190,13 +191,36 @@ class ResumePoint:
         return text
 
 
-def resume_point(run: Path) -> ResumePoint:
+def common_batch(runs: Sequence[Path]) -> int | None:
+    """Return the newest batch of which all runs have a checkpoint that is not damaged, if any."""
+    common = set.intersection(*({batches_of(f) for f in checkpoints(run)} for run in runs))
+
+    for batch in sorted(common, reverse=True):
+        points = [resume_point(run, batch).folder for run in runs]
+        if all(batches_of(folder) == batch for folder in points):
+            return batch
+    return None
+
+
+def seed_runs(folder: Path) -> list[Path]:
+    """Return the run folders of `packs train --seeds` in a folder, the smallest seed first."""
+    if not folder.is_dir():
+        return []
+
+    runs = [run for run in folder.iterdir() if _SEED_RUN.fullmatch(run.name)]
+    return sorted(runs, key=lambda run: int(run.name.split("-")[1]))
+
+
+def resume_point(run: Path, latest: int | None = None) -> ResumePoint:
     """Return where a run is resumed; all files of newer checkpoints and of this one are checked.
 
-    Raises PackError if there is no checkpoint, or all are damaged.
+    Checkpoints after batch ``latest`` are left out. Raises PackError if there is no checkpoint, or
+    all are damaged.
     """
     damaged: list[str] = []
     for folder in reversed(checkpoints(run)):
+        if latest is not None and batches_of(folder) > latest:
+            continue
         try:
             return ResumePoint(folder, check_checkpoint(folder), tuple(damaged))
         except PackError as error:

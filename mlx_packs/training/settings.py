@@ -1,6 +1,6 @@
 """The settings of a training run: what is asked for, and what is final."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
 from ..optim import updates_of
-from ..tasks.phases import PhaseData, RunPhase
+from ..tasks.phases import PhaseData, RunPhase, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
 from .run_folder import ResumePoint
@@ -37,6 +37,8 @@ class Request:
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: "RewardFunction | None" = None  # of generated completions
+    packs: int = 1  # that share the steps of this run, its own among them
+    open_base: "Callable[..., Base] | None" = None  # in place of `load_base`
 
     def __post_init__(self) -> None:
         check_data_named(self.recipe)
@@ -99,6 +101,13 @@ class RunSettings:
     train: TrainConfig
     columns: DataConfig
     phases: tuple[RunPhase, ...]  # that ``train`` resolves to, at least one
+
+    @classmethod
+    def of(cls, request: Request) -> "RunSettings":
+        """Return what a request is to train, each phase checked; nothing is loaded."""
+        recipe = request.recipe
+        phases = resolve_phases(recipe.train, recipe.data)
+        return cls(recipe.lora, recipe.train, recipe.data, phases)
 
     @property
     def last_phase(self) -> RunPhase:
@@ -170,6 +179,7 @@ class Place:
     folder: Path  # the run folder
     resume: bool = False  # whether to continue from a checkpoint of ``folder``
     resume_point: ResumePoint | None = None  # which one
+    latest: int | None = None  # batch of a checkpoint that it may continue from; None is any
     overflow: str = ""  # why a run that began in float16 goes on in bfloat16
 
 

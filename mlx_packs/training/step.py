@@ -6,10 +6,11 @@ of a batch add up to it: `BatchStep` takes one in pieces, or the share of a rank
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -80,10 +81,10 @@ class Stepper:
         self.on_first_loss: Callable[[mx.array], None] | None = None
         self._pending: tuple = ()
 
-        update = Update(model, optimizer, max_grad_norm, skips)
+        self.update = update = Update(model, optimizer, max_grad_norm, skips)
         self.scaled = update.is_scaled
-        self._loss = update.guarded(loss)
-        value_and_grad = nn.value_and_grad(model, self._loss)
+        self.loss = update.guarded(loss)
+        value_and_grad = nn.value_and_grad(model, self.loss)
 
         def total_and_grad(inputs: Inputs, layout: Layout) -> tuple:
             values, grads = value_and_grad(inputs, layout)
@@ -112,7 +113,7 @@ class Stepper:
         self._prefix: UpdatePrefix | None = None
         if keep_prefixes is not None:
             kind = load("training.update_prefix:UpdatePrefix")
-            self._prefix = kind(model, self._loss, self.scaled, keep_prefixes, self._compiled)
+            self._prefix = kind(model, self.loss, self.scaled, keep_prefixes, self._compiled)
 
     def _compiled(self, step: Callable) -> Callable:
         def counted(*args: object) -> tuple:
@@ -199,6 +200,21 @@ class Stepper:
 
         return StartedStep(total, count, step.norm)
 
+    def take_gradients(
+        self, total: mx.array, pending: tuple, batch: Batch, last: bool
+    ) -> StartedStep:
+        """Go on as `start` once loss, count and gradients of a batch were computed elsewhere."""
+        if self.waiting:
+            count, grads = pending
+            pending = self._pending[0] + count, tree_map(mx.add, self._pending[1], grads)
+        self.waiting += 1
+        self._pending = pending
+
+        if not last:
+            self._evaluate(pending, total)
+            return StartedStep(total, batch.denominator, None)
+        return StartedStep(total, batch.denominator, self._update_waiting())
+
     def start_without_batch(self, last: bool) -> StartedStep:
         """Take part in an update of the ranks without a batch of this one."""
         if not self.waiting:
@@ -269,6 +285,7 @@ class BatchStep:
     objective: Objective
     collate: Collate  # which knows the pieces of a batch
     parts: int = 1  # pieces of a batch; it only grows
+    whole: bool = False  # whether batches are never cut, as they share steps with others
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Start the step on a prepared batch, as `Stepper.start`, one piece after the other."""
@@ -282,7 +299,9 @@ class BatchStep:
 
     def use_smaller_pieces(self, batch: Batch) -> bool:
         """Take batches in twice as many pieces; return whether ``batch`` can be cut so small."""
-        if group().batch_shares < group().size:  # the ranks of a pipeline take the same pieces
+        if (
+            self.whole or group().batch_shares < group().size
+        ):  # the ranks of a pipeline take the same pieces
             return False
         if len(self._split(batch, 2 * self.parts)) <= len(self._split(batch, self.parts)):
             return False
@@ -322,3 +341,33 @@ class BatchStep:
         if self.objective.compares_examples:
             return [batch]
         return [piece for piece in self.collate.split(batch, parts) if piece.denominator]
+
+
+@dataclass(frozen=True)
+class DueStep:
+    """A step that a run is to take next, on a prepared batch."""
+
+    step: BatchStep
+    batch: Batch
+    last: bool  # of an accumulation
+    alone: bool  # whether every update is of one batch
+
+
+T = TypeVar("T")
+Steps = Generator[DueStep, StartedStep, T]  # a run, which is sent what became of each step
+
+
+def take_alone(steps: Steps[T]) -> T:
+    """Take the steps that a run yields, each by itself; return what the run returns."""
+    go_on = partial(next, steps)
+    while True:
+        try:
+            due = go_on()
+        except StopIteration as end:
+            return end.value
+
+        try:
+            started = due.step.start(due.batch, due.last, due.alone)
+            go_on = partial(steps.send, started)
+        except BaseException as error:  # the run ends by it, or goes on
+            go_on = partial(steps.throw, error)

@@ -1,0 +1,193 @@
+"""Several packs in one batch: each is a run of its own, and the steps of all are taken together.
+
+A run yields the steps that it is about to take (`steps_of`), so that each has its own data order,
+optimizer, schedule, checkpoints and metrics, and its pack is the one that it makes alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import runtime, signals
+from ..config.together import check_together
+from ..distributed.group import group
+from ..errors import PackError, RunStopped
+from ..late import load
+from ..nn.joint_lora import copied
+from ..ops import _backend
+from ..packs.base import Base, load_base
+from ..run_clock import RunClock
+from ..runtime import mx, set_random_state
+from .folders import output_folders
+from .joint_step import JointStepper
+from .result import TrainRun
+from .run import steps_of
+from .run_folder import common_batch
+from .settings import Place, Request, RunSettings
+from .step import DueStep, StartedStep, Steps
+from .unattended import unattended
+
+
+class _SharedBase:
+    """Loads a base once; each run gets a model of its own, with the same weights."""
+
+    def __init__(self) -> None:
+        self._base: Base | None = None
+        self._replacements = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Base:
+        if self._base is None:
+            self._base = load_base(*args, **options)
+        return self.copy(self._base)
+
+    def copy(self, base: Base) -> Base:
+        return replace(base, model=copied(base.model), shared=self._replacements)
+
+
+@dataclass
+class _Member:
+    """A run, the step that it waits for, and its end."""
+
+    name: str
+    steps: Steps[TrainRun]
+    random: mx.array | None = None  # MLX's random state while it works
+    due: DueStep | None = None
+    result: TrainRun | None = None
+    error: PackError | None = None
+
+    @property
+    def number(self) -> int:
+        """Which batch of its own it waits for."""
+        return self.due.batch.number
+
+    def go_on(self, started: StartedStep | None) -> None:
+        """Let the run work up to its next step, or its end."""
+        self.due = None
+        if self.random is not None:
+            set_random_state(self.random)
+
+        try:
+            self.due = self.steps.send(started)
+        except StopIteration as end:
+            self.result = end.value
+        except PackError as error:
+            self.error = error
+
+        self.random = mx.random.state[0]
+
+    def end(self, error: BaseException) -> None:
+        """End the run by an error that is not its own; it may say which checkpoint it has."""
+        self.due = None
+        try:
+            self.steps.throw(error)
+        except PackError as own:
+            self.error = own
+        except BaseException as same:
+            if same is not error:
+                raise
+
+
+def train_together(requests: Sequence[Request]) -> list[TrainRun]:
+    """Train the packs of several requests on one base, and save each as its request says.
+
+    The requests differ in seed, rank, scale and learning rate, and in where they write; base, data
+    and all else are the same. The first one shows its progress.
+
+    Raises:
+        PackError: If a setting does not go with others in one batch, or a run fails; the others
+            are trained to their end.
+        RunStopped: After a signal; every run has a checkpoint.
+    """
+    for request in requests:
+        check_together(request.recipe)
+    if group().size > 1:
+        raise PackError(
+            "--seeds: trains on one machine. Leave --hosts out, or train one pack at a time.",
+            "conflict",
+            "seeds",
+        )
+
+    first = requests[0]
+    shared = _SharedBase()
+    _backend.start_record()
+    with ExitStack() as closes:
+        members = []
+        places = [closes.enter_context(_place(request)) for request in requests]
+        if first.option("resume"):  # all from one batch, so that they share the same steps
+            latest = common_batch([place.folder for place in places])
+            places = [replace(place, latest=latest) for place in places]
+
+        closes.enter_context(signals.handled())
+        if not runtime.on_cpu():  # before MLX uses the GPU
+            limit = load("memory.command_buffers:limit_command_buffers")
+            limit(first.base, first.recipe.train, first.display)
+
+        closes.enter_context(runtime.memory_limits())
+        closes.enter_context(unattended(first.recipe.train.awake, places[0].pack, first.display))
+
+        for request, place in zip(requests, places, strict=True):
+            base = request.base
+            if isinstance(base, Base):
+                base = shared.copy(base)
+
+            own = replace(request, base=base, packs=len(requests), open_base=shared)
+            own.display.clock = RunClock(compiles=runtime.COMPILES)
+            steps = steps_of(own, RunSettings.of(own), place)
+            members.append(_Member(place.pack.name, steps))
+
+        _take_together(members)
+    return _results(members)
+
+
+@contextmanager
+def _place(request: Request) -> Iterator[Place]:
+    recipe = request.recipe
+    resume = request.option("resume")
+    overwrite = request.option("overwrite")
+
+    with output_folders(request.option("out"), recipe.data, overwrite, resume) as (pack, run):
+        yield Place(pack, run, resume)
+
+
+def _take_together(members: Sequence[_Member]) -> None:
+    """Take all steps of runs, those of the same batch number as one.
+
+    Runs go on, and end, in the reverse of their order: what one restores is then what it found.
+    """
+    try:
+        for member in members:
+            member.go_on(None)
+            if member.error is not None:
+                raise member.error
+
+        stepper: JointStepper | None = None
+        while live := [member for member in members if member.due is not None]:
+            if stepper is None:
+                stepper = JointStepper(live[0].due)
+
+            least = min(member.number for member in live)  # a run that is behind catches up
+            taken = [member for member in live if member.number == least]
+
+            started = stepper.start([member.due for member in taken])
+            for member, step in reversed(list(zip(taken, started, strict=True))):
+                member.go_on(step)
+    except BaseException as error:
+        for member in reversed(members):
+            if member.due is not None:
+                member.end(error)
+
+        is_stopped = any(isinstance(member.error, RunStopped) for member in members)
+        if not isinstance(error, KeyboardInterrupt) or not is_stopped:
+            raise
+
+
+def _results(members: Sequence[_Member]) -> list[TrainRun]:
+    failed = [member for member in members if member.error is not None]
+    if not failed:
+        return [member.result for member in members]
+
+    member = failed[0]
+    if isinstance(member.error, RunStopped):
+        raise member.error
+    raise PackError(f"{member.name}: {member.error.message}", member.error.code, member.error.flag)

@@ -1,0 +1,288 @@
+"""Several packs in one batch: each is what it is alone, resumes to the bit, and opens as any pack."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, Pack
+from mlx_packs.cli.main import main
+from mlx_packs.config.data import DataConfig
+from mlx_packs.config.recipe import Recipe
+from mlx_packs.config.schema import TrainConfig
+from mlx_packs.config.together import check_together
+from mlx_packs.display import QUIET, Display
+from mlx_packs.errors import RunStopped
+from mlx_packs.nn.joint_lora import copied, joint_model
+from mlx_packs.runtime import mx
+from mlx_packs.training.run import train_request
+from mlx_packs.training.run_folder import common_batch
+from mlx_packs.training.seeds import statistics, train_seeds
+from mlx_packs.training.settings import Request
+from mlx_packs.training.together import train_together
+from tests.helpers.errors import raises
+from tests.helpers.observers import observe
+from tests.helpers.preferences import preference, rated
+from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import Lines
+
+WORDS = "one two six ten red sun".split()
+CHATS = [chat(f"Say {w}{' again' * n}.", f"Yes, I say {w} to you.") for n, w in enumerate(WORDS)]
+TRAIN = TrainConfig(
+    iters=3,
+    batch_size=2,
+    max_seq_length=64,
+    save_every=1,
+    steps_per_report=1,
+    steps_per_eval=1,
+    optimizer="sgd",
+    learning_rate=0.1,
+    cache_frozen="off",
+    share_prefix="off",
+)
+
+
+@pytest.fixture
+def rows(here) -> Path:
+    """A folder with chats, preferences and rated completions, which is the current one."""
+    write_rows(here / "chats", train=CHATS, valid=CHATS[:1])
+    pairs = [preference(i) for i in range(6)]
+    write_rows(here / "pairs", train=pairs, valid=pairs[:1])
+    completions = [rated(i) for i in range(6)]
+    write_rows(here / "rated", train=completions, valid=completions[:1])
+    return here
+
+
+@pytest.fixture
+def request_of(small):
+    """Return a request for a pack ``out`` of `small`, with settings besides `TRAIN`."""
+
+    def request(out, data="chats", lora=None, display=None, **settings) -> Request:
+        options = {"model": "small", "out": str(out)}
+        options |= {key: settings.pop(key) for key in ("seeds", "resume") if key in settings}
+        recipe = Recipe(
+            lora or LoRAConfig(rank=2),
+            replace(TRAIN, **settings),
+            DataConfig(data=data),
+            run=options,
+            names_data=True,
+        )
+        return Request(recipe, small, display or Display(QUIET))
+
+    return request
+
+
+def adapters(run: str, batch: int = 3) -> dict[str, mx.array]:
+    return mx.load(f"{run}-run/step-{batch:06d}/adapters.safetensors")
+
+
+def difference(run: str, other: str, batch: int = 3) -> float:
+    """How far the adapters of two runs are apart, as a share of the length of all numbers."""
+    ours = adapters(run, batch)
+    theirs = adapters(other, batch)
+    assert set(ours) == set(theirs)
+    apart = sum((ours[name] - theirs[name]).square().sum().item() for name in ours)
+    return (apart / sum(value.square().sum().item() for value in theirs.values())) ** 0.5
+
+
+def train_both(request_of, **settings) -> list[float]:
+    """Train three packs of other seeds, ranks and rates together and alone; return differences."""
+
+    def requests(where: str) -> list[Request]:
+        return [
+            request_of(
+                f"{where}-{i}",
+                lora=LoRAConfig(rank=2 + i, alpha=4.0 + i),
+                **{"seed": i, "learning_rate": 0.1 / (1 + i), **settings},
+            )
+            for i in range(3)
+        ]
+
+    batch = settings.get("iters", TRAIN.iters)
+    train_together(requests("together"))
+    for request in requests("alone"):
+        train_request(request)
+    return [difference(f"together-{i}", f"alone-{i}", batch) for i in range(3)]
+
+
+def test_packs_of_chats_are_what_they_are_alone(rows, request_of):
+    assert max(train_both(request_of)) < 1e-6
+    for i in range(3):
+        lines = Path(f"together-{i}-run/metrics.jsonl").read_text().splitlines()
+        alone = Path(f"alone-{i}-run/metrics.jsonl").read_text().splitlines()
+        for ours, theirs in zip(map(json.loads, lines), map(json.loads, alone), strict=True):
+            assert set(ours) == set(theirs)
+            for name in {"loss", "valid_loss", "grad_norm", "learning_rate"} & set(ours):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+def test_packs_of_packed_pairs_are_what_they_are_alone(rows, request_of):
+    settings = {"data": "pairs", "task": "dpo", "packing": True, "recompute": "block"}
+    assert max(train_both(request_of, **settings, grad_accumulation_steps=2)) < 1e-6
+
+
+@pytest.mark.slow  # 48 runs of 20 batches: half a minute
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("task", ["lm", "dpo", "orpo", "kto"])
+def test_twenty_steps_are_what_they_are_alone(rows, request_of, task, packing):
+    data = {"lm": "chats", "kto": "rated"}
+    settings = {
+        "data": data.get(task, "pairs"),
+        "task": task,
+        "packing": packing,
+        "iters": 20,
+        "save_every": 20,
+    }
+    assert max(train_both(request_of, **settings)) < 1e-6
+
+
+@pytest.mark.slow  # 6 runs of 20 batches, on a quantized base
+def test_a_dense_copy_of_the_base_is_shared(rows, request_of):
+    """Adam divides gradients near zero by their size, so that rounding shows more than by SGD."""
+    settings = {"iters": 20, "save_every": 20, "matmul_path": "dense", "optimizer": "adamw"}
+    assert max(train_both(request_of, **settings, learning_rate=1e-3)) < 1e-4
+
+
+def test_seeds_have_a_pack_each_and_their_mean(rows, request_of):
+    display = Lines()
+    result = train_seeds(request_of("out", seeds=2, seed=3, display=display))
+    assert [line for line in display.lines if line.startswith("seeds 2 packs in one batch")]
+
+    stored = json.loads(Path("out/seeds.json").read_text())
+    assert stored == json.loads(json.dumps(result.to_json()))
+    assert stored["seeds"] == [3, 4]
+    losses = [Pack.open(f"out/seed-{seed}").manifest["eval"]["ppl_after"] for seed in (3, 4)]
+    assert stored["mean"]["ppl_after"] == pytest.approx(sum(losses) / 2)
+    error = abs(losses[0] - losses[1]) / 2
+    assert stored["standard_error"]["ppl_after"] == pytest.approx(error)
+    recipe = Pack.open("out/seed-4").manifest["recipe"]
+    assert recipe["seed"] == 4 and "seeds" not in recipe
+
+
+def test_mean_and_standard_error_are_of_numbers_that_all_have():
+    reports = [
+        {"loss": 1.0, "held_out": {"rows": 3}, "own": 1, "name": "a", "gates": True},
+        {"loss": 2.0, "held_out": {"rows": 3}, "name": "b", "gates": True},
+        {"loss": 6.0, "held_out": {"rows": 3}, "name": "c", "gates": True},
+    ]
+    found = statistics(reports)
+    assert found["mean"] == {"loss": 3.0, "held_out.rows": 3.0}
+    assert found["standard_error"] == pytest.approx(
+        {"loss": (14 / 2 / 3) ** 0.5, "held_out.rows": 0}
+    )
+
+
+def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of, monkeypatch):
+    whole = request_of("whole", seeds=2)
+    train_seeds(whole)
+
+    sent = []
+
+    def interrupt(line):
+        if line["batch"] == 2 and not sent:
+            sent.append(line)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        observe(patch, on_step=interrupt)
+        with pytest.raises(RunStopped) as stopped:
+            train_seeds(request_of("out", seeds=2))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert common_batch([Path(f"out/seed-{seed}-run") for seed in (0, 1)]) == 2
+
+    # as if it had been killed while it saved: one run is a checkpoint ahead
+    newest = Path("out/seed-0-run/step-000002")
+    newest.rename("elsewhere")
+    assert common_batch([Path(f"out/seed-{seed}-run") for seed in (0, 1)]) == 1
+
+    train_seeds(request_of("out", seeds=2, resume=True))
+    for seed in (0, 1):
+        ours = Path(f"out/seed-{seed}-run/step-000003/adapters.safetensors").read_bytes()
+        theirs = Path(f"whole/seed-{seed}-run/step-000003/adapters.safetensors").read_bytes()
+        assert ours == theirs
+
+
+def test_a_pack_that_fails_leaves_the_others_to_their_end(rows, request_of):
+    fails = request_of("fails", learning_rate=1e30)
+    with raises("diverged", None, "fails: "):
+        train_together([fails, request_of("trains", seed=1)])
+    assert Pack.open("trains").manifest["eval"]
+    assert not Path("fails").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("method", "dora"),
+        ("dropout", 0.1),
+        ("modules_to_save", ("norm",)),
+        ("task", "reward"),
+        ("micro_batches", 2),
+        ("share_prefix", "on"),
+        ("patience", 2),
+        ("time", "1h"),
+        ("on_nan", "back-off"),
+        ("report_to", "wandb"),
+    ],
+)
+def test_settings_of_one_pack_alone_are_refused(setting, value):
+    lora = LoRAConfig()
+    train = TrainConfig()
+    run = {}
+    if hasattr(lora, setting):
+        lora = replace(lora, **{setting: value})
+    elif hasattr(train, setting):
+        train = replace(train, **{setting: value})
+    else:
+        run[setting] = value
+    with raises("conflict", setting):
+        check_together(Recipe(lora, train, run=run))
+
+
+def test_adapters_of_embeddings_are_refused_before_anything_is_written(rows, request_of):
+    lora = LoRAConfig(target_modules=("embed_tokens",))
+    with raises("unsupported", "seeds", "embed_tokens"):
+        train_seeds(request_of("out", seeds=2, lora=lora))
+    assert not Path("out").exists()
+
+
+def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
+    request = request_of("out", seeds=2)
+    nameless = replace(request.recipe, run={"seeds": 2, "model": "small"})
+    with raises("conflict", "out"):
+        train_seeds(replace(request, recipe=nameless))
+
+    train_request(request_of("pack"))
+    with raises("exists", "out", "pack"):
+        train_seeds(request_of("pack", seeds=2))
+
+
+def test_copies_of_a_model_have_its_weights(small):
+    other = copied(small.model)
+    assert other is not small.model and other.layers[0] is not small.model.layers[0]
+    assert other.layers[0].self_attn.q_proj is small.model.layers[0].self_attn.q_proj
+
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(other(tokens), small.model(tokens))
+    joint, copies = joint_model(small.model)
+    assert copies[id(small.model)] is joint
+
+
+def test_the_command_prints_the_mean(rows, small_folder, capsys):
+    arguments = f"train --model {small_folder} --data chats --seeds 2 --out out --iters 2 --rank 2"
+    arguments += " --batch-size 2 --max-seq-length 64 --matmul-path dense"
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mean ") and "±" in lines[0] and "2 seeds" in lines[0]
+    assert [line.split()[0] for line in lines[2:4]] == ["seed-0", "seed-1"]
+
+    longer = f"train --seeds 2 --out out --resume --iters 3 --model {small_folder}"
+    with pytest.raises(SystemExit) as ended:
+        main(longer.split())
+    assert not ended.value.code
+    assert Path("out/seed-1-run/step-000003").is_dir()
