@@ -25,6 +25,7 @@ NAMES = (
     "prefix",
     "trees",
     "image_steps",
+    "together",
     "quantization_error",
     "plan_accuracy",
     "quantize",
