@@ -21,8 +21,8 @@ _log = logging.getLogger("mlx_packs")
 METHOD = "compressed-tensors"  # quant_method in a config.json
 _FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # and their group sizes
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-_PACKED_EXPERT = re.compile(
-    r"(?P<block>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.weight_packed"
+_EXPERT = re.compile(
+    r"(?P<block>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.(?P<part>weight_packed|weight)"
 )
 _PLAIN_EXPRESSION = re.compile(r"re:\^?(\\\.|[\w.$-]|\.\*)+")
 _OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -199,6 +199,15 @@ def to_compressed_tensors(path: str, tensors: Mapping[str, mx.array]) -> dict[st
     }
 
 
+def stored_path(path: str, stored: Collection[str]) -> str:
+    """Return the path of a weight as the files name it: experts of Mixtral are w1, w2 and w3."""
+    block, is_stack, leaf = path.rpartition(".switch_mlp.")
+    names = {ours: theirs for theirs, ours in _OF_MIXTRAL.items()}
+    if is_stack and f"{block}.experts.0.{names.get(leaf)}.weight_packed" in stored:
+        return f"{block}.switch_mlp.{names[leaf]}"
+    return path
+
+
 def packed_names(path: str, shape: tuple[int, ...]) -> list[str]:
     """Return the names of the tensors of a weight, or of stacked experts [E, O, D]."""
     paths = [path]
@@ -230,14 +239,15 @@ def _with_stacked_experts(
 
     mlx-lm itself stacks only their weights, without the scales.
     """
-    experts: dict[tuple[str, str], dict[int, str]] = {}
+    experts: dict[str, dict[tuple[str, str], dict[int, str]]] = {"weight_packed": {}, "weight": {}}
     for name in stored:
-        if place := _PACKED_EXPERT.fullmatch(name):
-            stack = (place["block"], place["leaf"])
-            experts.setdefault(stack, {})[int(place["expert"])] = name.rpartition(".")[0]
+        if place := _EXPERT.fullmatch(name):
+            paths = experts[place["part"]].setdefault((place["block"], place["leaf"]), {})
+            paths[int(place["expert"])] = name.rpartition(".")[0]
 
-    for (block, leaf), paths in experts.items():
-        _check_all_quantized(f"{block}.experts", leaf, list(paths), weights, where)
+    for (block, leaf), paths in experts["weight_packed"].items():
+        dense = experts["weight"].get((block, leaf), {})
+        _check_all_quantized(f"{where}: {block}.experts", leaf, paths, dense)
         stack = f"{block}.switch_mlp.{_OF_MIXTRAL.get(leaf, leaf)}"
         ordered = [paths[expert] for expert in sorted(paths)]
 
@@ -262,17 +272,14 @@ def _with_stacked_experts(
 
 
 def _check_all_quantized(
-    experts: str, leaf: str, numbers: list[int], weights: Mapping[str, mx.array], where: Path
+    experts: str, leaf: str, packed: Collection[int], dense: Collection[int]
 ) -> None:
     """Check that the experts 0, 1, 2 … of a block are quantized, and that no other one is dense."""
-    dense = re.compile(rf"{re.escape(experts)}\.(\d{{1,9}})\.{re.escape(leaf)}\.weight")
-    others = {int(place[1]) for name in weights if (place := dense.fullmatch(name))}
-
-    missing = (others | set(range(len(numbers)))) - set(numbers)
+    missing = ({*dense} | set(range(len(packed)))) - set(packed)
     if missing:
         raise PackError(
-            f"{where}: {experts}.{min(missing)}.{leaf}.weight_packed: is missing beside that of "
-            f"expert {min(numbers)}; experts of a block must all be quantized. {_REMEDY}",
+            f"{experts}.{min(missing)}.{leaf}.weight_packed: is missing beside that of expert "
+            f"{min(packed)}; experts of a block must all be quantized. {_REMEDY}",
             "unreadable",
         )
 

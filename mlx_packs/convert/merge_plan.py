@@ -420,8 +420,13 @@ def _names_of_compressed(source: Path, planned: Changes) -> _Names:
 
     places = {}
     for change in planned.changes:
-        origin = planned.base.weight_map.get(f"{change.path}.weight")
-        if not isinstance(origin, str):
+        origin = planned.base.weight_map.get(f"{change.path}.weight", "")
+        place = compressed_tensors.stored_path(str(origin).removesuffix(".weight"), tensors)
+        names = [f"{place}.weight"]
+        if change.weight_format:
+            names = compressed_tensors.packed_names(place, change.weight.shape)
+
+        if not tensors.keys() >= set(names):
             raise PackError(
                 f"--requantize same: the name of {change.path} in the files of {source} is not "
                 "known. Choose nvfp4, affine4, affine8 or none.",
@@ -429,11 +434,10 @@ def _names_of_compressed(source: Path, planned: Changes) -> _Names:
                 "requantize",
             )
 
-        place = origin.removesuffix(".weight")
-        places[change.path] = place
-        for name in compressed_tensors.packed_names(place, change.weight.shape):
-            tensors.pop(name, None)
+        for name in names:
+            del tensors[name]
         tensors[f"{place}.weight"] = change.weight
+        places[change.path] = place
 
     return _Names(tensors, places, float8=float8)
 

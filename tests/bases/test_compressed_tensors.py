@@ -82,6 +82,9 @@ def test_loss_and_gradient_are_those_of_the_dense_weights(tmp_path, mode):
 EXPERTS = ("q_proj", "gate_proj", "up_proj", "down_proj")
 
 
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+
+
 def write_mixture(folder, mode):
     """Experts one by one, each with scales and a global scale of its own; the router is dense."""
     return write_compressed(folder, mode, "qwen3_moe", **SIZES_OF["qwen3_moe"])
@@ -199,6 +202,19 @@ def test_a_merge_with_global_scales_is_stored_as_its_base(tmp_path):
     changed = {name for name in old if not mx.array_equal(old[name], new[name])}
     assert {name.split(".")[-2] for name in changed} == set(EXPERTS)
     assert not any(name.endswith("input_global_scale") for name in changed)
+
+
+def test_a_merge_keeps_the_names_of_experts_of_mixtral(tmp_path):
+    folder = write_compressed(tmp_path / "base", "nvfp4", "mixtral", **MIXTRAL)
+    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    tensors = {}
+    for name, tensor in raw(folder).items():
+        leaf = name.split(".")[-2]
+        tensors[name.replace(leaf, names.get(leaf, leaf))] = tensor
+    write_raw(folder / "model.safetensors", tensors)
+
+    before, after = merged_as_stored(tmp_path, folder, EXPERTS)
+    assert after.keys() == before.keys()
 
 
 def test_a_global_scale_is_kept_while_the_weight_fits():
