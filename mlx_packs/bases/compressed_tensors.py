@@ -47,6 +47,15 @@ def has_global_scales(config: Mapping) -> bool:
     return _stored(config).get("format") == "nvfp4-pack-quantized"
 
 
+def quantization_in_mlx(config: Mapping) -> dict:
+    """Settings of MLX's format of these bits, as mlx-lm puts them in a config; {} of others."""
+    kind = _stored(config).get("format")
+    if kind not in _FORMATS:
+        return {}
+
+    return {"group_size": _FORMATS[kind], "bits": 4, "mode": kind.removesuffix("-pack-quantized")}
+
+
 def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> None:
     """Check a checkpoint of compressed-tensors: that weights in mxfp4 or nvfp4 are all it needs."""
     stored = _stored(config)
@@ -203,6 +212,7 @@ def stored_path(path: str, stored: Collection[str]) -> str:
     """Return the path of a weight as the files name it: experts of Mixtral are w1, w2 and w3."""
     block, is_stack, leaf = path.rpartition(".switch_mlp.")
     names = {ours: theirs for theirs, ours in _OF_MIXTRAL.items()}
+
     if is_stack and f"{block}.experts.0.{names.get(leaf)}.weight_packed" in stored:
         return f"{block}.switch_mlp.{names[leaf]}"
     return path

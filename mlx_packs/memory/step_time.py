@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import chips, runtime
+from ..bases.compressed_tensors import quantization_in_mlx
 from ..bases.precision import activation_bytes, choose_compute_dtype
 from ..bases.weight_formats import named_format
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
@@ -274,7 +275,7 @@ def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, st
     if written is not None:
         quantization = written.bits, written.group_size, written.mode
     else:
-        stored = headers.config.get("quantization") or {}
+        stored = headers.config.get("quantization") or quantization_in_mlx(headers.config)
         quantization = (
             stored.get("bits", 4),
             stored.get("group_size", 64),
