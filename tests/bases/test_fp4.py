@@ -119,6 +119,18 @@ def test_experts_of_gpt_oss_are_trained_and_merged_in_mxfp4(tmp_path):
     assert np.abs(logits(merged) - expected).mean() < own / 2
 
 
+@pytest.mark.parametrize("wrong", [{"group_size": 64}, {"bits": 8}, {"mode": "mxfp4"}])
+def test_a_format_is_that_of_the_tensors_whatever_the_config_says(tmp_path, wrong):
+    folder = write_fp4(tmp_path / "fp4", "nvfp4")
+    expected = logits(load_base(folder))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] |= wrong
+    (folder / "config.json").write_text(json.dumps(config))
+    base = load_base(folder)
+    assert np.array_equal(logits(base), expected)
+    assert {(m.mode, m.group_size) for _, m in quantized_modules(base.model)} == {("nvfp4", 16)}
+
+
 @pytest.mark.parametrize("part", ["gate_up_proj_scales", "down_proj_scales"])
 def test_experts_of_gpt_oss_without_scales_are_named(tmp_path, part):
     folder = tmp_path / "gpt-oss"
