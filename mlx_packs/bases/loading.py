@@ -18,7 +18,7 @@ from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
-from .compressed_tensors import from_compressed_tensors
+from .compressed_tensors import from_compressed_tensors, quantization_in_mlx
 from .custom_weights import (
     already_quantized,
     check_stored,
@@ -213,8 +213,13 @@ def load_model_of(
     flags = {}
     if "trust_remote_code" in inspect.signature(load_model).parameters:
         flags["trust_remote_code"] = True
+
+    known = {}
     if "text_config" in stored:  # with sizes that its file may lack
-        flags["model_config"] = {"text_config": stored["text_config"]}
+        known["text_config"] = stored["text_config"]
+    if quantization := quantization_in_mlx(stored):  # mlx-lm before 0.32 takes it for affine
+        known |= {"quantization": quantization, "quantization_config": quantization}
+    flags["model_config"] = known
 
     sources: dict[str, Source] = {}
 
@@ -227,15 +232,15 @@ def load_model_of(
 
             def sanitize(weights: Weights) -> Weights:
                 own = from_bitsandbytes(dict(weights), str(path))
-                own = from_compressed_tensors(own, config, path)
+                own = from_compressed_tensors(own, stored, path)
                 # the caller keeps this one: nothing else may reference a dense weight
                 weights.clear()
 
-                stored = dict(own)
+                of_files = dict(own)
                 named = _with_model_names(to_names_of_model(own), model)
 
-                sources.update(weight_map(stored, named))
-                stored.clear()
+                sources.update(weight_map(of_files, named))
+                of_files.clear()
                 own.clear()
 
                 _check_scales(named, model, path)
