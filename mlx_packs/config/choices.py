@@ -140,6 +140,7 @@ class TaskFacts:
     # `data.formats`, so it imports `data.row_format` alone.
     formats: str | None = None
     caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
+    together: bool = False  # whether packs of several seeds can be trained in one batch
     plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
     pipelined: str | None = None  # its class with --pipeline
     functions: tuple[str, ...] = ()  # of the caller's, arguments of `mlx_packs.train`
@@ -305,6 +306,7 @@ def _preferences(
         described=described,
         defaults={"learning_rate": 2e-5, **defaults},
         masks=True,
+        together=True,
         sequences=2,
         rated=rated,
         losses=losses,
@@ -324,6 +326,7 @@ TASKS = Table(
             masks=True,
             metrics=("ppl", "accuracy", "answers"),
             caches=True,
+            together=True,
             plans_rows=True,
             pipelined="mlx_packs.extras.pipeline.task:PipelinedTask",
             functions=("loss",),

@@ -1,14 +1,14 @@
 """Settings that several packs in one batch can have."""
 
 from ..errors import PackError, flag_of
-from .choices import PREFERENCE_TASKS
+from .choices import TASKS
 from .recipe import Recipe
 
 # Settings that have to be one of these. Others change the frozen part of the model, draw random
 # numbers in the forward pass, cut batches, or end one run before the others.
 _TOGETHER: dict[str, tuple] = {
     "method": ("lora",),
-    "task": ("lm", *PREFERENCE_TASKS),
+    "task": tuple(name for name, facts in TASKS.items() if facts.together),
     "phases": ((),),
     "objective": ("transformer",),
     "for_merge": ("none",),

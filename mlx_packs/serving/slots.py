@@ -98,8 +98,8 @@ class PackSlots:
     def lifted(self) -> Iterator[None]:
         """Return a context in which the base has no packs, for other adapters on it."""
         installed = []
-        if self._attached is not None:
-            installed = self._attached.lift()
+        if self.attached is not None:
+            installed = self.attached.lift()
         try:
             yield
         finally:

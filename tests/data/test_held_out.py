@@ -81,11 +81,11 @@ def scored_first(monkeypatch):
     """Runs score the base before their training too; each gives these scores and itself."""
     runs, train = [], Fit.train
 
-    def train_after_scoring(fit: Fit, before=None) -> None:
+    def train_after_scoring(fit: Fit, before=None):
         assert before is None
         with fit.trainable.disabled():
             runs.append((fit.score(), fit))
-        train(fit, before)
+        yield from train(fit, before)
 
     monkeypatch.setattr(Fit, "train", train_after_scoring)
     return runs
