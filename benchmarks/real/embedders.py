@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks import history
 from benchmarks.history import Environment, record
 from mlx_packs import TrainConfig, load_base, train_pack
-from mlx_packs.packs.base import Base
+from mlx_packs.memory.matmul_path import generation_path
+from mlx_packs.packs.base import Base, activated
 
 from .files import minilm
 from .jobs import write_rows
@@ -53,7 +54,9 @@ def trained(
     write_rows(data / "test.jsonl", Messages.read("valid").pairs(32, 0))
 
     base = load_base(model)
-    before = accuracy(base)
+    path = generation_path(base.model)
+    with activated(base, None, path):
+        before = accuracy(base)
     config = TrainConfig(
         task="embedding",
         iters=options.steps,
@@ -67,7 +70,7 @@ def trained(
     began = time.monotonic()
     run = train_pack(base, str(data), lora(), config, place / f"pack-{seed}", progress=False)
     seconds = time.monotonic() - began
-    with base.applied(run.pack):
+    with activated(base, run.pack, path):
         return before, accuracy(base), seconds
 
 
