@@ -27,6 +27,7 @@ def number_of(error: BaseException) -> int:
 
 
 _deferred: list[int] | None = None  # signals that wait, where they are deferred
+_deferring = 0  # blocks that defer them
 
 
 def _handle(number: int, _: object) -> None:
@@ -71,25 +72,28 @@ def handled() -> Iterator[None]:
 def deferred() -> Iterator[list[int]]:
     """Yield a list that receives the first signal, which is raised at the end at the latest.
 
-    A second signal is raised at once. Within another such block it is the list of that one.
+    A second signal is raised at once. Blocks that overlap have one list, and the last to end raises
+    the signal.
     """
-    global _deferred
+    global _deferred, _deferring
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    if _deferred is not None:  # whoever deferred them first raises the signal
-        yield _deferred
-        return
+
+    if _deferred is None:
+        _deferred = []
+    waiting = _deferred
+    _deferring += 1
 
     with handled():
-        waiting: list[int] = []
-        _deferred = waiting
         try:
             yield waiting
         finally:
-            _deferred = None
+            _deferring -= 1
+            if not _deferring:
+                _deferred = None
 
-        if waiting:
+        if waiting and not _deferring:
             raise Signalled(waiting[0])
 
 

@@ -22,7 +22,7 @@ from ..objectives.distillation import Distillation, DistillationObjective
 from ..objectives.frozen_activations import FrozenActivations
 from ..packs.base import Base
 from .causal_lm import CausalLMTask
-from .live_teacher import LiveTeacher, OnPolicy
+from .live_teacher import LiveCollate, LiveTeacher, OnPolicy
 from .phases import PhaseData, RunPhase
 from .preference import before_and_after
 from .task import Summary, Trained
@@ -111,11 +111,14 @@ class DistillTask(CausalLMTask):
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         data = super().training(phase, examples, draw)
-        if not self.train.on_policy:
+        if self.live is None:
             return self._with_teacher(data)
 
-        self.on_policy = OnPolicy(self.base, phase.train, data)
-        return self.on_policy.counted(data)
+        shapes: frozenset = frozenset()
+        if self.train.on_policy:
+            self.on_policy = OnPolicy(self.base, phase.train, data)
+            shapes = frozenset({self.on_policy.largest})
+        return dataclasses.replace(data, collate=LiveCollate(data.collate, shapes))
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         return self._with_teacher(super().evaluation(phase, examples, chosen))

@@ -4,7 +4,7 @@ Generalized knowledge distillation (https://arxiv.org/abs/2306.13649): a share o
 completions that the student generates, so that it learns where its own texts lead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +19,14 @@ from ..data.encoding import Example, Examples
 from ..data.prompts import PromptCollate
 from ..data.sampler import Order
 from ..data.shapes import Shape, sequence_inputs
-from ..data.teacher_cache import TEACHER_ARRAYS, tokenizer_key
+from ..data.teacher_cache import TEACHER_ARRAYS, tokenizer_key, without_teacher
 from ..errors import PackError
 from ..memory.matmul_path import generation_path
 from ..nn.quantized import apply_matmul_path
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.objective import arrays_of
 from ..packs.base import Base, load_base
+from ..runtime import mx
 from .completions import completions, largest_batch, random_sampler
 from .teacher import predictions
 
@@ -38,12 +39,14 @@ class LiveTeacher:
         base: its weights are used by the path that suits this device.
         head: the head of its model, as `split_head` gives it.
         top_k: how many of its most likely tokens are compared.
+        known: tokens of the student's vocabulary; the teacher's others count as the rest.
         temperature: what logits of both models are divided by.
     """
 
     base: Base
     head: Head | None
     top_k: int
+    known: int
     temperature: float = 1.0
 
     @classmethod
@@ -77,7 +80,7 @@ class LiveTeacher:
 
         apply_matmul_path(base.model, generation_path(base.model))
         base.model.eval()
-        return cls(base, split_head(base.model), top_k)
+        return cls(base, split_head(base.model), top_k, least)
 
     @property
     def name(self) -> str:
@@ -87,27 +90,48 @@ class LiveTeacher:
         """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
         inputs = arrays_of(batch)
         inputs.pop("states", None)  # of the student
-        predicted = predictions(self.base, self.head, inputs, self.top_k, self.temperature)
+        predicted = predictions(
+            self.base, self.head, inputs, self.top_k, self.temperature, self.known
+        )
         names = ("logprobs", "rest", "tokens")
         arrays = {to: predicted[name] for to, name in zip(TEACHER_ARRAYS, names, strict=True)}
         return batch.having(**arrays)
 
 
 @dataclass(frozen=True)
-class OnPolicyCollate:
-    """Counts the batches that may be generated among the shapes of a run."""
+class LiveCollate:
+    """Lays out tokens, and divides batches that have `TEACHER_ARRAYS` already."""
 
     tokens: Collate
-    largest: Shape
+    generated: frozenset[Shape] = frozenset()  # shapes of batches that may be generated
 
     def __call__(self, examples: Examples, order: Order) -> Batch:
         return self.tokens(examples, order)
 
-    def shapes(self, examples: Examples, orders: Sequence[Order]) -> set[Shape]:
-        return self.tokens.shapes(examples, orders) | {self.largest}
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
+        return self.tokens.shapes(examples, orders) | self.generated
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        return self.tokens.split(batch, parts)
+        pieces = self.tokens.split(without_teacher(batch), parts)
+        if TEACHER_ARRAYS[0] not in batch.inputs:
+            return pieces
+
+        stops = np.cumsum([piece.targets for piece in pieces])
+        return [
+            _with_targets(piece, batch, int(stop) - piece.targets)
+            for piece, stop in zip(pieces, stops, strict=True)
+        ]
+
+
+def _with_targets(piece: Batch, whole: Batch, start: int) -> Batch:
+    """Return a piece with the teacher's arrays of its targets, from ``start`` in the whole."""
+    slots = len(piece.inputs["targets"])
+    arrays = {}
+    for name in TEACHER_ARRAYS:
+        values = mx.array(whole.inputs[name])[start : start + piece.targets]
+        padding = [(0, slots - piece.targets), *[(0, 0)] * (values.ndim - 1)]
+        arrays[name] = mx.pad(values, padding)
+    return piece.having(**arrays)
 
 
 class OnPolicy:
@@ -126,10 +150,6 @@ class OnPolicy:
             )
         longest = max(len(_prompt(each)) for each in examples.items)
         self.largest = largest_batch(train, longest)
-
-    def counted(self, data: Dataset) -> Dataset:
-        """Return data whose shapes are those of generated batches, too."""
-        return replace(data, collate=OnPolicyCollate(data.collate, self.largest))
 
     def takes(self, batch: Batch) -> bool:
         """Return whether a batch is of the share, by its number and the seed of the run."""
@@ -168,6 +188,7 @@ class OnPolicy:
             denominator=laid_out.denominator,
             computed=laid_out.computed,
             layout=laid_out.layout,
+            starts=laid_out.starts,
         )
 
 

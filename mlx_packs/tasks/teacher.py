@@ -303,7 +303,12 @@ def _shard(
 
 
 def predictions(
-    base: Base, head: Head | None, inputs: Inputs, top_k: int, temperature: float
+    base: Base,
+    head: Head | None,
+    inputs: Inputs,
+    top_k: int,
+    temperature: float,
+    known: int | None = None,
 ) -> dict[str, mx.array]:
     """Return `most_likely` of every target of a batch, computed; ``inputs`` are its arrays.
 
@@ -317,23 +322,28 @@ def predictions(
         logits = states[start : start + step]
         if head is not None:
             logits = head.logits(logits)
-        parts.append(most_likely(logits, top_k, temperature))
+        parts.append(most_likely(logits, top_k, temperature, known))
         mx.eval(parts[-1])
 
     return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def most_likely(logits: mx.array, top_k: int, temperature: float = 1.0) -> dict[str, mx.array]:
+def most_likely(
+    logits: mx.array, top_k: int, temperature: float = 1.0, known: int | None = None
+) -> dict[str, mx.array]:
     """Return the most likely tokens of logits [n, V], divided by the temperature.
+
+    With ``known`` they are among this number of first tokens of the vocabulary.
 
     The result has ``tokens`` [n, K], their ``logprobs`` float32 [n, K] in no order, and ``rest``
     float32 [n], the logarithm of the probability of all other tokens together; -inf if there are
     none.
     """
     logits = logits.astype(mx.float32) / temperature
-    tokens = mx.broadcast_to(mx.arange(logits.shape[-1]), logits.shape)
-    if top_k < logits.shape[-1]:
-        tokens = mx.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
+    first = logits[:, :known]
+    tokens = mx.broadcast_to(mx.arange(first.shape[-1]), first.shape)
+    if top_k < first.shape[-1]:
+        tokens = mx.argpartition(-first, top_k - 1, axis=-1)[:, :top_k]
     largest = logits.max(axis=-1, keepdims=True)
     weights = profile().exp(logits - largest)
     lse = mx.log(weights.sum(axis=-1, keepdims=True)) + largest

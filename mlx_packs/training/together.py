@@ -187,7 +187,9 @@ def _results(members: Sequence[_Member]) -> list[TrainRun]:
     if not failed:
         return [member.result for member in members]
 
+    for member in failed:
+        if isinstance(member.error, RunStopped):
+            raise member.error
+
     member = failed[0]
-    if isinstance(member.error, RunStopped):
-        raise member.error
     raise PackError(f"{member.name}: {member.error.message}", member.error.code, member.error.flag)

@@ -14,9 +14,10 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.teacher import teacher_bytes
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.teacher import Teacher, write_teacher_cache
+from mlx_packs.tasks.teacher import Teacher, most_likely, write_teacher_cache
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -106,6 +107,38 @@ def test_a_share_of_the_batches_is_generated(data, teacher):
     taken = [on_policy.takes(next(batches)) for _ in range(64)]
     assert 16 < sum(taken) < 48
     assert (made.inputs["targets"].tolist() != batch.inputs["targets"].tolist()) is taken[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [64, VOCABULARY])
+def test_pieces_of_a_taught_batch_add_up_to_it(data, teacher, share, top_k):
+    own = OWN if share else {}
+    train = settings(teacher=teacher, teacher_top_k=top_k, **own)
+    task = EncodedTask(base_with(2), data, train, LORA)
+    objective = task.bind()
+    dataset = task.data[0].train
+    made = objective.prepare(next(dataset.batches()))
+
+    def loss(each):
+        return np.array(objective.loss(arrays_of(each), each.layout))
+
+    for parts in (2, 4):
+        pieces = dataset.collate.split(made, parts)
+        assert len(pieces) == parts and loss(made)[0] > 0.01
+        assert np.allclose(sum(map(loss, pieces)), loss(made), rtol=1e-4)
+
+
+def test_tokens_that_the_student_lacks_are_of_the_rest():
+    logits = mx.random.normal((5, 96), key=mx.random.key(0))
+    top = most_likely(logits, 8, known=64)
+    likely = np.array(mx.softmax(logits, axis=-1))
+    assert np.array(top["tokens"]).max() < 64
+    chosen = np.sort(np.take_along_axis(likely, np.array(top["tokens"]), axis=1))
+    assert np.allclose(chosen, np.sort(likely[:, :64])[:, -8:], rtol=1e-5)
+    assert np.allclose(np.exp(np.array(top["rest"])), 1 - chosen.sum(axis=1), rtol=1e-4)
+
+    every = most_likely(logits, 64, known=64)
+    assert np.allclose(np.exp(np.array(every["rest"])), likely[:, 64:].sum(axis=1), rtol=1e-4)
 
 
 def test_a_plan_counts_the_teacher(data, teacher):

@@ -19,7 +19,7 @@ from mlx_packs.errors import RunStopped
 from mlx_packs.nn.joint_lora import copied, joint_model
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import train_request
-from mlx_packs.training.run_folder import common_batch
+from mlx_packs.training.run_folder import checkpoints, common_batch
 from mlx_packs.training.seeds import statistics, train_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.together import train_together
@@ -211,6 +211,22 @@ def test_a_pack_that_fails_leaves_the_others_to_their_end(rows, request_of):
         train_together([fails, request_of("trains", seed=1)])
     assert Pack.open("trains").manifest["eval"]
     assert not Path("fails").exists()
+
+
+def test_a_signal_saves_the_others_after_the_first_has_failed(rows, request_of, monkeypatch):
+    fails = request_of("fails", learning_rate=1e30, iters=9, save_every=9)
+    trains = request_of("trains", seed=1, iters=9, save_every=9)
+
+    def interrupt(line):
+        if line["batch"] == 5:  # the first has failed
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        observe(patch, on_step=interrupt)
+        with pytest.raises(RunStopped) as stopped:
+            train_together([fails, trains])
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert [folder.name for folder in checkpoints(Path("trains-run"))] == ["step-000005"]
 
 
 @pytest.mark.parametrize(
