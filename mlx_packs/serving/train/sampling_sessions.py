@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +39,7 @@ class SamplingSessions:
         self._sessions: dict[str, SamplingSession] = {}
         self._loaded: OrderedDict[str, None] = OrderedDict()  # names of saved models
         self._steps: dict[str, list[str]] = {}  # names in the registry by id of the model
+        states.on_change = self._renew
 
     def find(self, session_id: str) -> SamplingSession:
         session = self._sessions.get(session_id)
@@ -56,8 +58,7 @@ class SamplingSessions:
 
     async def of_saved(self, saved: Saved) -> str:
         """Return the id of a new session on a saved model."""
-        name = f"{_PREFIX}/{saved.run}/{saved.kind}/{saved.name}"
-        session = SamplingSession(name, saved.uri)
+        session = SamplingSession(_name_of(saved), saved.uri)
         await self.load(session)
         return self._new(session)
 
@@ -73,7 +74,12 @@ class SamplingSessions:
         name = f"{_PREFIX}/{run_of(model_id)}/inflight"
         if number is not None:
             name = f"{_PREFIX}/{run_of(model_id)}/step-{number}"
-        await self._call(partial(self._serve, name, pack))
+
+        def serve() -> None:
+            self._forget(name)
+            self._generator.registry.add(name, pack)
+
+        await self._call(serve)
 
         names = self._steps.setdefault(model_id, [])
         if name not in names:
@@ -101,18 +107,31 @@ class SamplingSessions:
             oldest, _ = self._loaded.popitem(last=False)
             await self._call(partial(self._forget, oldest))
 
-        if session.model not in self._generator.registry.names:
-            pack = Pack.open(self._states.find(session.uri).folder)
-            await self._call(partial(self._serve, session.model, pack))
+        await self._call(partial(self._open, session.model, session.uri))
 
     def _new(self, session: SamplingSession) -> str:
         session_id = uuid.uuid4().hex
         self._sessions[session_id] = session
         return session_id
 
-    def _serve(self, name: str, pack: Pack) -> None:
-        """Serve a pack in the place of an earlier one; called by the thread that computes."""
-        self._forget(name)
+    def _renew(self, saved: Saved) -> None:
+        """Serve what is saved now in the place of a model that was replaced or removed."""
+
+        def renew() -> None:
+            name = _name_of(saved)
+            if name in self._generator.registry.names:
+                with suppress(PackError):  # nothing is saved there now
+                    self._open(name, saved.uri)
+
+        self._generator.post(renew)
+
+    def _open(self, name: str, uri: str) -> None:
+        """Serve a saved model as it is now; called by the thread that computes."""
+        try:
+            pack = Pack.open(self._states.find(uri).folder)
+        except PackError:
+            self._forget(name)
+            raise
         self._generator.registry.add(name, pack)
 
     def _forget(self, name: str) -> None:
@@ -121,3 +140,8 @@ class SamplingSessions:
 
     async def _call(self, function: Callable[[], None]) -> None:
         await asyncio.wrap_future(self._generator.call(function))
+
+
+def _name_of(saved: Saved) -> str:
+    """Return the name of a saved model in the registry."""
+    return f"{_PREFIX}/{saved.run}/{saved.kind}/{saved.name}"

@@ -7,7 +7,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,10 +60,15 @@ class Saved:
 
 
 class States:
-    """The saved models below a folder."""
+    """The saved models below a folder.
+
+    Attributes:
+        on_change: is told of a saved model that was replaced or removed, by any thread.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.on_change: Callable[[Saved], None] = lambda _: None
         self.remove_expired()
 
     def save(
@@ -104,7 +109,9 @@ class States:
             (partial / FACTS).write_text(to_json(content), encoding="utf-8")
 
         pack._save_with(write_more, folder, overwrite)
-        return Saved(run, kind, name, folder, facts)
+        saved = Saved(run, kind, name, folder, facts)
+        self.on_change(saved)
+        return saved
 
     def find(self, uri: str) -> Saved:
         """Return what is saved under a path; a PackError if there is nothing."""
@@ -146,6 +153,7 @@ class States:
 
     def remove(self, saved: Saved) -> None:
         discard(saved.folder, saved.folder)
+        self.on_change(saved)
 
     def remove_expired(self) -> None:
         for saved in list(self.all()):

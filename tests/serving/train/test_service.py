@@ -15,7 +15,7 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.serving.train import models, service
 from tests.helpers.packs import random_pack
-from tests.helpers.serving import Running
+from tests.helpers.serving import Running, until
 from tests.helpers.tinker import ADAM, PROTO, TinkerClient, forward_request
 from tests.serving.train.conftest import Training
 
@@ -308,6 +308,40 @@ def test_samples_of_saved_models_leave_memory_and_come_back(client, datum, monke
         assert len(client.server.worker.registry.names) == 2
     status, answer = client.server.json("GET", f"/api/v1/samplers/{sessions[0]}")
     assert status == 200 and answer["model_path"].endswith("/sampler_weights/a")
+
+
+def test_samples_are_of_what_is_saved_now(client, datum):
+    model = client.create()
+    body = {"model_id": model, "path": "mine", "overwrite": True}
+    path = client.call("save_weights", body)["path"]
+    session = client.session_on(path)
+
+    def score() -> float:
+        response = client.sample(session, datum[0], prompt_logprobs=True)
+        return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
+
+    before = score()
+    client.forward(model, [datum])
+    client.step(model, learning_rate=1e-2)
+    client.call("save_weights", body)
+    assert score() > before + 1
+
+    names = client.server.worker.registry
+    assert path.replace("tinker://", "tinker/") in names.names
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    client.server.request("DELETE", f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")
+    assert "nothing is saved" in client.call("asample", sample_body(session))["error"]
+    assert names.names == ["base"]
+
+
+def test_an_expired_model_is_served_no_more(client):
+    model = client.create()
+    body = {"model_id": model, "path": "soon", "ttl_seconds": 1}
+    client.session_on(client.call("save_weights_for_sampler", body)["path"])
+    assert len(client.server.worker.registry.names) == 2
+    time.sleep(1.1)
+    client.call("save_weights", {"model_id": model, "path": "other"})
+    until(lambda: client.server.worker.registry.names == ["base"])
 
 
 def test_errors_leave_the_model_as_it_was(client, datum):
