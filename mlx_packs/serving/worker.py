@@ -107,10 +107,13 @@ class Worker:
         return self._closing is None or self._closing > time.monotonic()
 
     def _take_commands(self) -> None:
-        """Run what waits; where there is no other work, wait for it."""
+        """Run what waits now; where there is no other work, wait for it.
+
+        What comes meanwhile is for after the next step, so that commands cannot keep it from work.
+        """
         wait = not self.is_busy() and self._closing is None
 
-        while True:
+        for _ in range(max(self._commands.qsize(), int(wait))):
             try:
                 command = self._commands.get(block=wait)
             except Empty:

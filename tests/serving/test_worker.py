@@ -41,6 +41,20 @@ def test_a_command_that_raises_ends_nothing(generator, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_commands_that_keep_coming_leave_time_for_texts(generator):
+    ended = threading.Event()
+
+    def again() -> None:
+        if not ended.is_set():
+            generator.post(again)
+
+    generator.post(again)
+    try:
+        assert texts_of(generator, [("base", [5, 6], 3)])[0]
+    finally:
+        ended.set()
+
+
 def test_a_worker_that_cannot_go_on_rejects_what_comes(generator, monkeypatch):
     def fails(*_):
         raise RuntimeError("out of memory")
