@@ -135,16 +135,10 @@ class Generator(Worker):
                 f"The queue is full: {len(self._waiting)} requests wait. Try again later.", "busy"
             )
 
-        tokens = len(request.prompt) + request.max_tokens
-        if tokens > self.limits.context:
-            field = "messages" if request.after is None else "prompt"
-            raise PackError(
-                f"{field}: the prompt has {len(request.prompt)} tokens, and with max_tokens "
-                f"{request.max_tokens} that is {tokens}, but the context of {self.base.name} is "
-                f"{self.limits.context}. Shorten the prompt or lower max_tokens.",
-                flag=field,
-            )
+        field = "messages" if request.after is None else "prompt"
+        self.check_length(len(request.prompt), request.max_tokens, field)
 
+        tokens = len(request.prompt) + request.max_tokens
         if (need := self.kv_bytes(1, tokens)) > self.limits.kv_bytes:
             raise PackError(
                 f"max_tokens: {tokens} tokens need {need / 1e6:.0f} MB of keys and values, but the "
@@ -152,6 +146,20 @@ class Generator(Worker):
                 "max_tokens, or start the server with a larger --kv-memory.",
                 "memory",
                 "max_tokens",
+            )
+
+    def check_length(self, prompt: int, max_tokens: int, field: str) -> None:
+        """Raise a PackError if the tokens of a prompt and its text are more than the context.
+
+        Any thread may call it.
+        """
+        tokens = prompt + max_tokens
+        if tokens > self.limits.context:
+            raise PackError(
+                f"{field}: the prompt has {prompt} tokens, and with max_tokens {max_tokens} that "
+                f"is {tokens}, but the context of {self.base.name} is {self.limits.context}. "
+                "Shorten the prompt or lower max_tokens.",
+                flag=field,
             )
 
     def step(self) -> None:

@@ -41,7 +41,7 @@ class SampleRunner:
         self._settings = settings
 
     def check(self, body: SampleBody) -> None:
-        """Raise a PackError for a prompt that cannot be continued."""
+        """Raise a PackError for a request that can never be computed."""
         prompt = body.prompt.tokens
         vocab_size = self._generator.base.vocab_size
         if not prompt:
@@ -50,6 +50,16 @@ class SampleRunner:
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PackError(
                 f"prompt: a token is outside of the vocabulary of {vocab_size}.", flag="prompt"
+            )
+
+        self._generator.check_length(len(prompt), body.sampling_params.max_tokens or 1, "prompt")
+
+        most = self._generator.limits.waiting
+        if body.num_samples > most:
+            raise PackError(
+                f"num_samples: asks for {body.num_samples} sequences, but only {most} may wait. "
+                "Send several requests.",
+                flag="num_samples",
             )
 
         last = body.prompt_logprobs_last_n
@@ -66,18 +76,18 @@ class SampleRunner:
             compute = partial(prompt_scores, self._generator, model, body)
             scores = await asyncio.wrap_future(self._generator.call(compute))
 
+        deadline = time.monotonic() + self._settings.request_seconds
         while True:
             try:
-                sequences = await self._sequences(body, model)
+                sequences = await self._sequences(body, model, deadline)
             except PackError as error:
-                if error.code != "busy":
+                if error.code != "busy" or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_BUSY_SECONDS)
             else:
                 return sample_output(sequences, scores.logprobs, scores.top)
 
-    async def _sequences(self, body: SampleBody, model: str) -> list[Sample]:
-        deadline = time.monotonic() + self._settings.request_seconds
+    async def _sequences(self, body: SampleBody, model: str, deadline: float) -> list[Sample]:
         make = partial(self._request, body, model, deadline)
         texts = Texts(self._generator, body.num_samples, make)
         samples = [Sample([], [], False, []) for _ in range(body.num_samples)]

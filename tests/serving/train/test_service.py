@@ -4,13 +4,13 @@ import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.lora import LoRAConfig
+from mlx_packs.errors import PackError
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.serving.train import models, service
@@ -176,6 +176,9 @@ def test_the_token_that_ends_a_sequence_is_part_of_it(client, tokens):
     [
         ({"prompt": {"chunks": []}}, "prompt"),
         ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt"),
+        ({"prompt": {"chunks": [{"tokens": [5] * 2048}]}, "prompt_logprobs": True}, "prompt"),
+        ({"sampling_params": {"max_tokens": 2043}}, "prompt"),
+        ({"num_samples": 65}, "num_samples"),
         ({"prompt_logprobs_last_n": 6}, "prompt_logprobs_last_n"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, "record_stability_info"),
@@ -451,10 +454,21 @@ def test_results_that_are_not_there(client, server, datum, monkeypatch):
     busy.result()
 
 
-def test_a_full_queue(client, server, monkeypatch):
-    monkeypatch.setattr(server.worker, "limits", replace(server.worker.limits, waiting=0))
+def test_a_full_queue(client, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.results.Results.running", 64)
     answer = client.post("asample", sample_body(client.session_on()), 429)
     assert answer["error"]["code"] == "busy"
+
+
+def test_samples_that_find_no_place_in_time(generator, tmp_path, monkeypatch):
+    def full(_):
+        raise PackError("The queue is full.", "busy")
+
+    monkeypatch.setattr(generator, "_check", full)
+    with Training(generator, tmp_path, request_seconds=0.3) as server:
+        client = TinkerClient(server)
+        answer = client.call("asample", sample_body(client.session_on()))
+    assert "queue is full" in answer["error"]
 
 
 def test_requests_while_the_server_ends(client, server):
