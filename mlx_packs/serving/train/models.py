@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from starlette.concurrency import run_in_threadpool
 
 from ...errors import PackError
 from ...packs.pack import Pack
 from ..generation import Generator
-from .batches import RowLimits, batches_of, checked_row
+from .batches import Row, RowLimits, batches_of, checked_row
 from .losses import find_loss, settings_of
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
@@ -118,8 +119,12 @@ class Models:
         loss = find_loss(request.loss)
         settings = settings_of(loss, request.settings)
         limits = RowLimits(self._generator.limits.context, self._generator.base.vocab_size)
-        rows = [checked_row(i, each, loss, settings, limits) for i, each in enumerate(request.data)]
-        if not rows:
+
+        def checked() -> list[Row]:
+            data = enumerate(request.data)
+            return [checked_row(i, each, loss, settings, limits) for i, each in data]
+
+        if not request.data:
             raise PackError("data: has no datum.", flag="data")
 
         total = 0.0
@@ -129,6 +134,7 @@ class Models:
 
         async with model.lock:
             self._check_loaded(model)
+            rows = await run_in_threadpool(checked)
             for batch in batches_of(rows, model.trained.batch_tokens):
                 run = partial(self._trainer.run, model.trained, batch, loss, backward)
                 done = await self._call(run)

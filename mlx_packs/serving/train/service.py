@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -234,7 +235,7 @@ class TrainingService:
 
     async def forward_backward(self, request: Request) -> Response:
         content = await read_body(request, self._settings.body_bytes, MEDIA_TYPE)
-        body = read_forward_request(content)
+        body = await run_in_threadpool(read_forward_request, content)
         model = self._models.find(body.model_id)
         return self._started(self._models.forward(model, body), model.id, (model.id, body.seq_id))
 

@@ -156,6 +156,7 @@ def read_forward_request(body: bytes) -> ForwardRequest:
         message.ParseFromString(body)
     except DecodeError as error:
         raise PackError(f"body: is not a ForwardBackwardRequest ({error}).") from None
+    _check_shapes(message)
 
     settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
@@ -165,6 +166,31 @@ def read_forward_request(body: bytes) -> ForwardRequest:
     return ForwardRequest(
         message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only
     )
+
+
+def _check_shapes(message: Any) -> None:
+    """Raise a PackError for tensors that are too large, before any of them is laid out."""
+    numbers = 0
+    for i, datum in enumerate(message.data):
+        for each in datum.loss_fn_inputs:
+            shape = each.value.shape
+            where = f"data[{i}].loss_fn_inputs.{each.key:.40}"
+            if len(shape) > 2:
+                raise PackError(f"{where}: has {len(shape)} dimensions. Send 1 or 2.")
+            if any(size < 0 for size in shape):
+                raise PackError(f"{where}: has the shape {list(shape)}.")
+            if len(shape) == 2 and shape[1] > _MOST_TARGETS:
+                raise PackError(
+                    f"{where}: has {shape[1]} numbers for each token, and {_MOST_TARGETS} is the "
+                    "most."
+                )
+            numbers += math.prod(shape)
+
+    if numbers > _MOST_NUMBERS:
+        raise PackError(
+            f"data: has {numbers} numbers for the loss, zeros of sparse tensors included, and "
+            f"{_MOST_NUMBERS} is the most. Send several requests."
+        )
 
 
 def _datum(i: int, message: Any) -> RawDatum:
@@ -188,8 +214,6 @@ def _tensor(message: Any, where: str) -> np.ndarray:
     if dtype is None:
         raise PackError(f"{where}: must be float32 or int64.")
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > _MOST_NUMBERS:
-        raise PackError(f"{where}: has the shape {list(shape)}.")
 
     if message.HasField("sparse_csr"):
         return _sparse(message.sparse_csr, dtype, shape, where)
@@ -293,4 +317,5 @@ def _write_top(message: Any, name: str, rows: Sequence[Sequence[tuple[int, float
     top.length = len(rows)
 
 
-_MOST_NUMBERS = 1 << 24  # of one tensor
+_MOST_NUMBERS = 1 << 24  # of the tensors of one request
+_MOST_TARGETS = 1024  # of one token

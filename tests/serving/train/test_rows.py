@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.errors import PackError
+from mlx_packs.serving.train import wire
 from mlx_packs.serving.train.batches import RowLimits, batches_of, checked_row
 from mlx_packs.serving.train.losses import LOSSES, settings_of
 from mlx_packs.serving.train.wire import MESSAGES, read_forward_request
@@ -92,6 +93,19 @@ def test_sparse_targets():
 def test_faulty_bytes(faulty):
     with pytest.raises(PackError):
         read_forward_request(faulty)
+
+
+def test_tensors_that_would_grow_too_large(monkeypatch):
+    with pytest.raises(PackError, match="1024 is the most"):
+        read_forward_request(sparse_request([0, 1, 3], [2, 0, 1], (2, 1025)))
+    with pytest.raises(PackError, match="3 dimensions"):
+        read_forward_request(sparse_request([0, 1, 3], [2, 0, 1], (2, 3, 1)))
+
+    monkeypatch.setattr(wire, "_MOST_NUMBERS", 11)
+    datum = ([1, 2], {"target_tokens": [[1, 2, 3], [4, 5, 6]]})
+    assert read_forward_request(forward_request("m", [datum])).data
+    with pytest.raises(PackError, match="has 12 numbers"):
+        read_forward_request(forward_request("m", [datum, datum]))
 
 
 def test_images_are_rejected():
