@@ -59,6 +59,7 @@ class Models:
         self._states = states
         self._trainer = Trainer(generator.registry.slots)
         self._models: dict[str, Model] = {}
+        self._making = 0  # models that have a place and are not made yet
 
     @property
     def all(self) -> list[Model]:
@@ -66,7 +67,7 @@ class Models:
 
     @property
     def is_full(self) -> bool:
-        return len(self._models) >= MOST_MODELS
+        return len(self._models) + self._making >= MOST_MODELS
 
     def find(self, model_id: str) -> Model:
         model = self._models.get(model_id)
@@ -98,12 +99,16 @@ class Models:
     ) -> None:
         if self.is_full:
             raise PackError(
-                f"{len(self._models)} models are in training, and {MOST_MODELS} is the most. "
-                "Unload one, or close its client.",
+                f"{MOST_MODELS} models are in training, which is the most. Unload one, or close "
+                "its client.",
                 "conflict",
             )
 
-        trained = await self._call(make)
+        self._making += 1
+        try:
+            trained = await self._call(make)
+        finally:
+            self._making -= 1
         self._models[model_id] = Model(model_id, session_id, trained, config)
 
     async def unload(self, model: Model) -> None:
@@ -166,10 +171,9 @@ class Models:
             return await self._call(partial(self._trainer.update, model.trained, step))
 
     async def pack(self, model: Model) -> Pack:
-        """Return a copy of a model as a pack."""
-        async with model.lock:
-            self._check_loaded(model)
-            return await self._call(partial(self._trainer.pack, model.trained))
+        """Return a copy of a model, whose lock the caller holds, as a pack."""
+        self._check_loaded(model)
+        return await self._call(partial(self._trainer.pack, model.trained))
 
     async def save(
         self, model: Model, kind: Kind, name: str, facts: Mapping[str, Any], overwrite: bool = False

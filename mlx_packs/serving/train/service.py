@@ -279,8 +279,9 @@ class TrainingService:
             if body.kind == "snapshot":
                 number = body.sampling_session_seq_id or 0
 
-            pack = await self._models.pack(model)
-            session_id = await self._samplers.of_step(model.id, pack, number)
+            async with model.lock:  # an unload finds the step
+                pack = await self._models.pack(model)
+                session_id = await self._samplers.of_step(model.id, pack, number)
             return {"type": "save_weights_for_sampler", "sampling_session_id": session_id}
 
         return self._started(save(), model.id, (model.id, body.seq_id))

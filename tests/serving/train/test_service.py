@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.serving.train import models, service
 from tests.helpers.packs import random_pack
-from tests.helpers.serving import Running, until
+from tests.helpers.serving import SECONDS, Running, until
 from tests.helpers.tinker import ADAM, PROTO, TinkerClient, forward_request
 from tests.serving.train.conftest import Training
 
@@ -416,6 +417,29 @@ def test_models_of_clients_that_have_gone_are_saved_for_others(client, monkeypat
     other = TinkerClient(client.server)
     other.create()
     assert list(client.server.folder.glob(f"{client.session}-train-0/weights/unloaded/pack.json"))
+
+
+def test_models_that_are_made_at_once_are_not_too_many(client, server):
+    until_all_came = threading.Event()
+    busy = server.worker.call(lambda: until_all_came.wait(SECONDS))
+    body = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 4}}
+    answers = [client.post("create_model", body | {"model_seq_id": i}) for i in range(10)]
+    until_all_came.set()
+    busy.result()
+    results = [client.result(answer) for answer in answers]
+    assert ["error" in each for each in results] == [False] * 8 + [True] * 2
+
+
+def test_an_unload_finds_the_step_that_is_copied(client, server):
+    model = client.create()
+    both_came = threading.Event()
+    server.worker.post(lambda: both_came.wait(SECONDS))
+    bodies = {"save_weights_for_sampler": {"model_id": model}, "unload_model": {"model_id": model}}
+    answers = [client.post(path, body) for path, body in bodies.items()]
+    both_came.set()
+    for answer in answers:
+        assert "error" not in client.result(answer)
+    assert server.worker.registry.names == ["base"]
 
 
 def test_the_end_of_a_session(client):
