@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,8 +29,8 @@ class SamplingSession:
 class SamplingSessions:
     """Sampling sessions by id; their packs are served beside all others.
 
-    A saved model that was not used for long leaves the memory, and comes back when it is used.
-    Steps of a model are in memory alone: the last eight of each stay.
+    A saved model that was not used for long leaves the memory, and comes back when it is used; one
+    that is sampled from stays. Steps of a model are in memory alone: the last eight of each stay.
     """
 
     def __init__(self, generator: Generator, states: States) -> None:
@@ -38,6 +38,7 @@ class SamplingSessions:
         self._states = states
         self._sessions: dict[str, SamplingSession] = {}
         self._loaded: OrderedDict[str, None] = OrderedDict()  # names of saved models
+        self._uses: Counter[str] = Counter()  # samples that are computed, by these names
         self._steps: dict[str, list[str]] = {}  # names in the registry by id of the model
         states.on_change = self._renew
 
@@ -59,8 +60,8 @@ class SamplingSessions:
     async def of_saved(self, saved: Saved) -> str:
         """Return the id of a new session on a saved model."""
         session = SamplingSession(_name_of(saved), saved.uri)
-        await self.load(session)
-        return self._new(session)
+        async with self.loaded(session):
+            return self._new(session)
 
     async def of_step(self, model_id: str, pack: Pack, number: int | None) -> str:
         """Return the id of a new session on a model as it is now.
@@ -82,8 +83,9 @@ class SamplingSessions:
         await self._call(serve)
 
         names = self._steps.setdefault(model_id, [])
-        if name not in names:
-            names.append(name)
+        if name in names:
+            names.remove(name)
+        names.append(name)
 
         if len(names) > _LOADED:
             await self._call(partial(self._forget, names.pop(0)))
@@ -95,19 +97,35 @@ class SamplingSessions:
         for name in self._steps.pop(model_id, []):
             await self._call(partial(self._forget, name))
 
-    async def load(self, session: SamplingSession) -> None:
-        """Have the pack of a session in memory; PackError if it is gone."""
+    @asynccontextmanager
+    async def loaded(self, session: SamplingSession) -> AsyncIterator[None]:
+        """Have the pack of a session in memory meanwhile; PackError if it is gone."""
         if session.uri is None:
             self._generator.registry.check_model(session.model)
+            yield
             return
 
-        self._loaded[session.model] = None
-        self._loaded.move_to_end(session.model)
-        if len(self._loaded) > _LOADED:
-            oldest, _ = self._loaded.popitem(last=False)
-            await self._call(partial(self._forget, oldest))
+        name = session.model
+        self._uses[name] += 1
+        self._loaded[name] = None
+        self._loaded.move_to_end(name)
 
-        await self._call(partial(self._open, session.model, session.uri))
+        try:
+            await self._make_room()
+            await self._call(partial(self._open, name, session.uri))
+            yield
+        finally:
+            self._uses[name] -= 1
+            await self._make_room()
+
+    async def _make_room(self) -> None:
+        """Forget the saved models that were used first, as many as are too many."""
+        while len(self._loaded) > _LOADED:
+            name = next((each for each in self._loaded if not self._uses[each]), None)
+            if name is None:
+                return
+            del self._loaded[name]
+            await self._call(partial(self._forget, name))
 
     def _new(self, session: SamplingSession) -> str:
         session_id = uuid.uuid4().hex

@@ -362,8 +362,8 @@ class TrainingService:
         self._runner.check(body)
 
         async def generate() -> Result:
-            await self._samplers.load(session)
-            return await self._runner.sample(body, session.model)
+            async with self._samplers.loaded(session):
+                return await self._runner.sample(body, session.model)
 
         key = (body.sampling_session_id, body.seq_id)
         return self._started(generate(), None, key, body.num_samples)

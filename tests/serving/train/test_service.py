@@ -314,6 +314,32 @@ def test_samples_of_saved_models_leave_memory_and_come_back(client, datum, monke
     assert status == 200 and answer["model_path"].endswith("/sampler_weights/a")
 
 
+def test_models_that_are_sampled_from_stay_in_memory(client, server, datum, monkeypatch):
+    """All are loaded before the first text has its place."""
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 1)
+    model = client.create()
+    bodies = []
+    for name in ("a", "b", "c"):
+        path = client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"]
+        bodies.append(sample_body(client.session_on(path)) | {"num_samples": 8})
+
+    answers = [client.post("asample", body) for body in bodies for _ in range(3)]
+    assert all(isinstance(client.result(answer), bytes) for answer in answers)
+    assert len(server.worker.registry.names) == 2
+
+
+def test_the_newest_weights_are_the_last_to_leave(client, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 2)
+    model = client.create()
+    body = {"model_id": model}
+    for number in (None, 1, None, 2):
+        step = {"kind": "snapshot", "sampling_session_seq_id": number}
+        client.call("save_weights_for_sampler", body | (step if number else {"kind": "inflight"}))
+    run = model.replace(":", "-")
+    names = ["base", f"tinker/{run}/inflight", f"tinker/{run}/step-2"]
+    assert client.server.worker.registry.names == names
+
+
 def test_samples_are_of_what_is_saved_now(client, datum):
     model = client.create()
     body = {"model_id": model, "path": "mine", "overwrite": True}
