@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from ..fields import Object
 
 MAX_SAMPLES = 256
+_MOST_TTL = 10 * 365 * 24 * 3600  # seconds
 
 
 class ClientConfigBody(Object):
@@ -80,7 +81,7 @@ class SaveWeightsBody(Object):
     model_id: str
     path: str | None = None
     seq_id: int | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
     overwrite: bool = False
     user_metadata: dict[str, str] = Field(default_factory=dict)
     type: Literal["save_weights"] = "save_weights"
@@ -92,7 +93,7 @@ class SaveForSamplerBody(Object):
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     seq_id: int | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
     user_metadata: dict[str, str] = Field(default_factory=dict)
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 

@@ -5,6 +5,7 @@
 ``tinker://RUN/weights/NAME``; no other path is ever opened.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,14 @@ from ...reading import check_files, file_facts, read_json
 from ...runtime import mx
 from ...tensors import read_tensors, save_tensors
 
+log = logging.getLogger("mlx_packs.serving")
 SCHEME = "tinker://"
 OPTIMIZER = "optimizer.safetensors"
 FACTS = "training.json"
 Kind = Literal["weights", "sampler_weights"]
 _KINDS = ("weights", "sampler_weights")
 _STEP = "step"  # of the optimizer; an integer, which a file of tensors has not
+_LAST_TIME = 1e11  # seconds, the year 5138
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
@@ -144,12 +147,19 @@ class States:
         return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
 
     def all(self) -> Iterator[Saved]:
-        """Yield what is saved, by path."""
+        """Yield what is saved, by path; what cannot be read is logged and left out."""
         for manifest in sorted(self.folder.glob(f"*/*/*/{MANIFEST}")):
             folder = manifest.parent
             run, kind, name = folder.relative_to(self.folder).parts
-            if kind in _KINDS and _NAME.fullmatch(name):
-                yield Saved(run, kind, name, folder, _facts(folder))
+            if kind not in _KINDS or not _NAME.fullmatch(name):
+                continue
+
+            try:
+                facts = _facts(folder)
+            except (PackError, OSError) as error:
+                log.warning("%s: is left out, since it cannot be read: %s", folder, error)
+            else:
+                yield Saved(run, kind, name, folder, facts)
 
     def remove(self, saved: Saved) -> None:
         discard(saved.folder, saved.folder)
@@ -157,8 +167,12 @@ class States:
 
     def remove_expired(self) -> None:
         for saved in list(self.all()):
-            if saved.has_expired:
+            if not saved.has_expired:
+                continue
+            try:
                 self.remove(saved)
+            except OSError as error:
+                log.warning("%s: has expired, but cannot be removed: %s", saved.folder, error)
 
     def _folder_of(self, run: str, kind: str, name: str) -> Path:
         return self.folder / run / kind / name
@@ -199,4 +213,9 @@ def _facts(folder: Path) -> dict[str, Any]:
     file = folder / FACTS
     if not file.is_file():
         return {}
-    return read_json(file)
+
+    facts = read_json(file)
+    expires = facts.get("expires", 0)
+    if not (isinstance(expires, (int, float)) and 0 <= expires <= _LAST_TIME):
+        raise PackError(f"{file}: expires is no time in seconds.", "unreadable")
+    return facts

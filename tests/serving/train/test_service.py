@@ -364,6 +364,12 @@ def test_samples_are_of_what_is_saved_now(client, datum):
     assert names.names == ["base"]
 
 
+def test_a_time_to_live_that_is_too_long(client):
+    body = {"model_id": client.create(), "path": "long", "ttl_seconds": 10**18}
+    for path in ("save_weights", "save_weights_for_sampler"):
+        assert client.post(path, body, 400)["error"]["param"] == "ttl_seconds"
+
+
 def test_an_expired_model_is_served_no_more(client):
     model = client.create()
     body = {"model_id": model, "path": "soon", "ttl_seconds": 1}

@@ -86,7 +86,7 @@ def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
 
 
 def test_expired_ones_are_removed(states, pack):
-    kept = states.save(uri_of(MODEL, "weights", "kept"), pack, {"expires": 1e12})
+    kept = states.save(uri_of(MODEL, "weights", "kept"), pack, {"expires": 1e11})
     gone = states.save(uri_of(MODEL, "weights", "gone"), pack, {"expires": 1.0})
     with pytest.raises(PackError, match="nothing is saved"):
         states.find(gone.uri)
@@ -106,6 +106,30 @@ def test_damaged_ones(states, pack):
     (saved.folder / FACTS).write_text("{")
     with pytest.raises(PackError, match="not valid JSON"):
         states.find(saved.uri)
+
+
+@pytest.mark.parametrize("facts", ["{", "[]", '{"expires": "soon"}', '{"expires": 1e300}'])
+def test_a_damaged_one_is_no_fault_of_others(states, pack, facts, caplog):
+    damaged = states.save(uri_of(MODEL, "weights", "damaged"), pack, {})
+    (damaged.folder / FACTS).write_text(facts)
+    kept = States(states.folder).save(uri_of(MODEL, "weights", "kept"), pack, {})
+    assert [each.uri for each in states.all()] == [kept.uri]
+    assert str(damaged.folder) in caplog.text
+    with pytest.raises(PackError):
+        states.find(damaged.uri)
+
+
+def test_one_that_cannot_be_removed_is_no_fault_of_others(states, pack, monkeypatch, caplog):
+    gone = states.save(uri_of(MODEL, "weights", "gone"), pack, {"expires": 1.0})
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("mlx_packs.serving.train.states.discard", denied)
+    kept = States(states.folder).save(uri_of(MODEL, "weights", "kept"), pack, {})
+    assert states.find(kept.uri) and str(gone.folder) in caplog.text
+    with pytest.raises(PackError, match="nothing is saved"):
+        states.find(gone.uri)
 
 
 def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):
