@@ -45,6 +45,7 @@ _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
 _SILENT_SECONDS = 600.0  # without a heartbeat, after which a session is taken for gone
 _FIRST = "first"  # in place of the number of the request that makes a model
 _CHUNK_BYTES = 5_000_000  # of a request for a forward pass
+_CHUNK_DATUMS = 1_000_000  # of such a request, so that its bytes alone limit it
 
 
 class TrainingService:
@@ -130,6 +131,7 @@ class TrainingService:
             {
                 "parallel_fwdbwd_chunks": False,  # they arrive in their order
                 "use_pyqwest_transport": False,  # with it a client's process may abort at its end
+                "fwdbwd_max_chunk_len": _CHUNK_DATUMS,
                 "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, self._settings.body_bytes // 2),
             }
         )
