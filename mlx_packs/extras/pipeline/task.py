@@ -57,7 +57,7 @@ class PipelineStepper(Stepper):
         def loss_of(
             entering: mx.array, inputs: Inputs, layout: Layout
         ) -> tuple[mx.array, mx.array]:
-            return self._loss({**inputs, "states": entering}, layout)
+            return self.loss({**inputs, "states": entering}, layout)
 
         self._output = self._compiled(stage.output)
         self._gradients = self._compiled(self._differentiated(weighted))
