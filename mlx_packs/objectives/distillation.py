@@ -147,7 +147,7 @@ def _of_logits(
 class DistillationObjective(CausalLM):
     """The next token of each input as a teacher predicts it.
 
-    ``taught`` returns a batch with the arrays of a teacher, where it does not come with them.
+    ``taught`` adds the arrays of a teacher to a batch that does not come with them.
     """
 
     def __init__(
