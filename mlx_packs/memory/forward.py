@@ -9,7 +9,7 @@ from .headers import Headers
 from .plan import Shape
 from .step import Level, Pass, Step
 
-_LOGIT_ARRAYS = 13  # of the size of a slice of logits, while its largest are found; on a CPU
+_LOGIT_ARRAYS = 15  # of the size of a slice of logits, with it, while its largest are found; CPU
 
 
 def forward_bytes(

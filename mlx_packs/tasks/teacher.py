@@ -344,6 +344,7 @@ def most_likely(
     tokens = mx.broadcast_to(mx.arange(first.shape[-1]), first.shape)
     if top_k < first.shape[-1]:
         tokens = mx.argpartition(-first, top_k - 1, axis=-1)[:, :top_k]
+        tokens = mx.contiguous(tokens)  # a slice would keep all [n, V] in memory
     largest = logits.max(axis=-1, keepdims=True)
     weights = profile().exp(logits - largest)
     lse = mx.log(weights.sum(axis=-1, keepdims=True)) + largest

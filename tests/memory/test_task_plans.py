@@ -9,7 +9,9 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.matmul_path import MatmulPathChoice
 from mlx_packs.runtime import mx
+from mlx_packs.tasks import teacher
 from tests.helpers.decoder_embedders import write_reranker
 from tests.helpers.encoders import MODERN, all_pairs, all_triplets, write_encoder, write_pairs
 from tests.helpers.memory import active_bytes
@@ -106,8 +108,11 @@ def test_plan_counts_the_rows_of_a_head_and_the_tokens_of_a_teacher():
     assert planned(distill) == by_tokens[1]
 
 
-def test_logits_show_what_they_need(run, tmp_path):
-    rows = write_rows(tmp_path / "rows", train=[{"text": "fix a car and a stone " * 40}] * 8)
+@pytest.mark.parametrize("path", ["dense", "quantized"])
+def test_logits_show_what_they_need(run, tmp_path, monkeypatch, path):
+    chosen = MatmulPathChoice(path, {}, "by this test")
+    monkeypatch.setattr(teacher, "choose_matmul_path", lambda *_: chosen)
+    rows = write_rows(tmp_path / "rows", train=[{"text": "fix a car and a stone " * 40}] * 4)
     arguments = ["--data", rows, "--max-seq-length", 256, "--batch-size", 2]
     held = active_bytes()
     mx.reset_peak_memory()
