@@ -304,12 +304,14 @@ def clock(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes: 4.1 MB, 0.39 GB, 25.3 GB."""
+    """Format a number of bytes: 4.1 kB, 4.1 MB, 0.39 GB, 25.3 GB."""
     if count >= 1e10:
         return f"{count / 1e9:.1f} GB"
     if count >= 1e8:
         return f"{count / 1e9:.2f} GB"
-    return f"{count / 1e6:.1f} MB"
+    if count >= 1e5:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e3:.1f} kB"
 
 
 def shown_count(weights: int) -> str:

@@ -148,7 +148,7 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(train, monkeypatch):
 
 def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
     free_space(monkeypatch, lambda: 1000)
-    with raises("unwritable", None, "p-run", "0.0 MB are free"):
+    with raises("unwritable", None, "p-run", "1.0 kB are free"):
         train()
 
 
