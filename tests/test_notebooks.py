@@ -9,9 +9,16 @@ import pytest
 from tests.helpers import documents, notebooks
 from tests.helpers.notebooks import NOTEBOOKS, ROOT
 
-# docs/systems.md has a row for the layers.
-MARKS = {"own_layers": pytest.mark.systems}
-EXECUTED = [pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, ())) for file in NOTEBOOKS]
+# Up to 40 s each: runs are not shortened, since their figures are compared.
+# docs/systems.md has a row for the layers; the loop needs the SDK of Tinker.
+MARKS = {
+    "own_layers": (pytest.mark.slow, pytest.mark.systems),
+    "your_own_loop": pytest.mark.interop,
+}
+EXECUTED = [
+    pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.slow))
+    for file in NOTEBOOKS
+]
 MAX_BYTES, MAX_IMAGE = 120_000, 40_000
 # Figures that each prints, by name: where they stand, and how far another machine may be off.
 FIGURES = {
@@ -34,6 +41,11 @@ FIGURES = {
         "before": (r"base: PPL ([\d.]+)", 0.01),
         "after": (r"pack: PPL ([\d.]+)", 0.2),
         "accuracy": (r"([\d]+)% of tokens correct", 0.1),
+    },
+    "your_own_loop": {
+        "examples": (r"(\d+) examples;", 0),
+        "trained": (r"loss [\d.]+ -> ([\d.]+)", 0.2),
+        "correct": (r"new reminders: (\d+) of", 0.3),
     },
     "your_data": {
         "examples": (r"(\d+) examples · tokens", 0),
@@ -100,7 +112,6 @@ def test_every_notebook_is_listed():
         assert [f.stem for f in NOTEBOOKS if f"{f.stem}{suffix}" not in text] == [], page
 
 
-@pytest.mark.slow  # up to 40 s: runs are not shortened, since their figures are compared
 @pytest.mark.parametrize("file", EXECUTED)
 def test_a_notebook_runs_and_says_what_is_stored_in_it(file, tmp_path):
     notebook = notebooks.read(file)
