@@ -91,6 +91,9 @@ def _plugins_of(distribution: metadata.Distribution, kind: str) -> list[Plugin]:
     """Return what one package adds to a kind; nothing where its metadata is damaged."""
     try:
         entries = [e for e in distribution.entry_points if e.group == f"mlx_packs.{kind}"]
+        if not entries:
+            return []  # its metadata takes longer to read
+
         package = distribution.metadata["Name"]
         return [Plugin(kind, e.name, e.value, package, distribution.version) for e in entries]
     except Exception:  # metadata of any package may be damaged

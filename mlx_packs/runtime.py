@@ -5,12 +5,13 @@ before the first array exists.
 """
 
 import atexit
+import functools
 import os
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -177,7 +178,9 @@ def peak_process_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Return the versions that runs, packs and bases record; nobody changes them."""
     from importlib.metadata import PackageNotFoundError, version
 
     packages = {"python": platform.python_version()}

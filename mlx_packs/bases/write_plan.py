@@ -71,7 +71,7 @@ class WritePlan:
             "version": 1,
             "source": self.fingerprint,
             "recipe": self.options.to_json(),
-            "versions": runtime.versions(),
+            "versions": dict(runtime.versions()),
         }
         if self.merged:
             request["merged"] = self.merged

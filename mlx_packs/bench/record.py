@@ -52,7 +52,7 @@ def to_record(result: BenchResult) -> dict:
             "cpu_cores": os.cpu_count(),
             "memory_gb": _rounded(runtime.total_memory() / 1e9),
             "blas": Path(runtime.BLAS.name).name,
-            "versions": runtime.versions(),
+            "versions": dict(runtime.versions()),
         },
         "conditions": {
             "before": asdict(result.before),

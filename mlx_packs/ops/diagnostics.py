@@ -138,7 +138,7 @@ def examine_machine() -> dict:
         "device": runtime.device_name(),
         "chip": None if runtime.on_cpu() else asdict(chips.measure()),
         "system": " ".join(system),
-        "versions": runtime.versions(),
+        "versions": dict(runtime.versions()),
         "blas": {
             "library": runtime.BLAS.name,
             "bound": runtime.BLAS.bound,
