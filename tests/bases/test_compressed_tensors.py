@@ -23,6 +23,7 @@ from tests.helpers.fp4 import GROUP_SIZES, dequantized, scheme_of, write_compres
 from tests.helpers.models import model_of
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import largest_difference, lora_loss_and_gradients
+from tests.helpers.variants import slow_except
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -108,7 +109,7 @@ def test_experts_stored_one_by_one_are_those_of_the_specification(tmp_path, mode
     assert np.abs(logits(base) - logits(dense)).max() < 1e-4
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "mxfp4"))
 def test_experts_train_and_merge(tmp_path, mode):
     folder = write_mixture(tmp_path / "base", mode)
     dense = write_dense_of(tmp_path / "dense", folder)
@@ -158,7 +159,7 @@ def test_a_plan_counts_its_tensors(tmp_path, mode):
     assert estimate(read_headers(folder), LoRAConfig(), train).base == nbytes
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "nvfp4"))
 def test_merges_are_dense_or_in_formats_of_mlx(tmp_path, mode):
     folder = write_compressed(tmp_path / "base", mode)
     pack = random_pack(load_base(folder)).save(tmp_path / "pack")

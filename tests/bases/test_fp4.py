@@ -26,9 +26,10 @@ from tests.helpers.fp4 import (
 )
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import largest_difference, lora_loss_and_gradients
+from tests.helpers.variants import slow_except
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "mxfp4"))
 def test_loss_and_gradient_are_those_of_the_dequantized_weights(tmp_path, mode):
     folder = write_fp4(tmp_path / "fp4", mode)
     loss, gradient = lora_loss_and_gradients(write_dequantized(tmp_path / "dense", folder), "dense")
@@ -40,7 +41,7 @@ def test_loss_and_gradient_are_those_of_the_dequantized_weights(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", GROUP_SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "float16", "bfloat16"], "bfloat16"))
 def test_weights_are_dense_in_the_dtype_of_activations(tmp_path, mode, dtype, monkeypatch):
     monkeypatch.setattr("mlx_packs.runtime.on_cpu", lambda: False)
     base = load_base(write_fp4(tmp_path / "fp4", mode), compute_dtype=dtype)
@@ -64,7 +65,7 @@ def test_rows_of_a_mapped_embedding_are_those_of_the_loaded_one(tmp_path):
     assert rows.dtype == mx.float32 and mx.array_equal(rows, embedding(mx.array(tokens)))
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "nvfp4"))
 def test_a_merge_is_stored_as_the_base_and_read_by_mlx_lm(tmp_path, mode):
     folder = write_fp4(tmp_path / "fp4", mode)
     pack = random_pack(load_base(folder), size=0.3).save(tmp_path / "pack")
@@ -86,7 +87,7 @@ def test_a_merge_is_stored_as_the_base_and_read_by_mlx_lm(tmp_path, mode):
     assert np.abs(logits(merged) - attached).max() < own / 2
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
+@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "nvfp4"))
 def test_quantizing_dequantized_weights_again_changes_nothing(tmp_path, mode, run):
     dense = write_dequantized(tmp_path / "dense", write_fp4(tmp_path / "fp4", mode))
     assert run("quantize", "--model", dense, "--mode", mode, "--out", tmp_path / "again")[0] == 0

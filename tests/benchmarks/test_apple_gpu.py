@@ -317,6 +317,9 @@ def test_gradients_through_fp4_do_not_use_matrix_units():
     assert rate(kind, m4) == rate("quantized product", m4)
     assert rate(kind, m5) == pytest.approx(rate("quantized product", m5) / 4, rel=0.25)
 
+
+@pytest.mark.slow  # 2 s: four steps of a 4B are laid out
+def test_steps_through_fp4_in_place_are_slower():
     job = StepJob(QWEN3_4B, 1, 512, weights="nvfp4")
     affine = dataclasses.replace(job, weights="affine4")
     jobs = [dataclasses.replace(j, path=p) for j in (job, affine) for p in PATHS]

@@ -33,6 +33,7 @@ from tests.convert.conftest import (
 from tests.helpers.checkpoints import attached_logits, logits, merged, write_quantized
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
+from tests.helpers.variants import slow_except
 
 
 def stock_logits(model: Path, adapter: Path) -> np.ndarray:
@@ -70,7 +71,7 @@ def test_a_pack_comes_back_to_the_byte(kind, to, exported, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["peft", "mlx-lm"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "ragged", "square"))
 def test_without_what_was_noted_the_logits_are_the_same(kind, to, exported, tmp_path):
     pack, base, folder = exported(kind, to)
     noted = shutil.ignore_patterns(SIDECAR, ORIGINALS)
@@ -200,7 +201,7 @@ def write_dora(folder: Path) -> Path:
     return write_peft(folder, {Q0: 4, DOWN1: 4}, SIZES, use_dora=True, tensors=magnitudes)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", slow_except([None, 4], None))
 def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_path):
     model = bases["qwen3"]
     if bits:

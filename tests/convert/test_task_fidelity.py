@@ -32,8 +32,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("data")
-    rankings = str(write_pairs(folder / "rankings", all_rankings(2)))
-    pairs = str(write_pairs(folder / "pairs", all_pairs()))
+    rankings = str(write_pairs(folder / "rankings", all_rankings(2)[:48], 16))
+    pairs = str(write_pairs(folder / "pairs", all_pairs()[:48], 16))
     return {"embedding": pairs, "lm head": rankings, "score head": rankings}
 
 

@@ -11,6 +11,7 @@ from tests.helpers.encoders import all_pairs
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
 from tests.helpers.runs import LORA
+from tests.helpers.variants import slow_except
 
 
 def test_a_sample_takes_a_share_of_the_run_but_no_more_than_gives_two_digits():
@@ -109,7 +110,7 @@ def test_training_leaves_the_scores_of_the_base(many_rows, tmp_path, scored_firs
     _check_scores(scored_first)
 
 
-@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("task", slow_except(["dpo", "reward"], "reward"))
 def test_training_on_preferences_leaves_the_scores_of_the_base(tmp_path, scored_first, task):
     rows = [preference(i) for i in range(8)]
     data = write_rows(tmp_path / "d", train=rows[:6], valid=rows[6:])

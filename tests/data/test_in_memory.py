@@ -121,13 +121,13 @@ def test_rows_train_what_their_file_trains_and_resume(tmp_path, trained):
     assert run.report["batches"] == 3
 
 
-def test_rows_are_evaluated(tmp_path, shared_tiny):
-    pack = random_pack(shared_tiny)
+def test_rows_are_evaluated(tmp_path, small_tiny):
+    pack = random_pack(small_tiny)
     dense = {"matmul_path": "dense"}
-    report = evaluate(shared_tiny, pack, CHATS, limit=2, **dense)
+    report = evaluate(small_tiny, pack, CHATS, limit=2, **dense)
     write_rows(tmp_path, rows=CHATS)
-    assert report == evaluate(shared_tiny, pack, tmp_path / "rows.jsonl", limit=2, **dense)
-    assert evaluate(shared_tiny, data={"train": CHATS, "test": CHATS[:1]}, **dense).rows == 1
+    assert report == evaluate(small_tiny, pack, tmp_path / "rows.jsonl", limit=2, **dense)
+    assert evaluate(small_tiny, data={"train": CHATS, "test": CHATS[:1]}, **dense).rows == 1
     short = {"max_tokens": 2, "rounds": 1, "batch_sizes": [1], "sequence_length": 64}
-    (compared,) = evaluate_batch(shared_tiny, [], CHATS, limit=2, **short, **dense)
+    (compared,) = evaluate_batch(small_tiny, [], CHATS, limit=2, **short, **dense)
     assert compared.rows == 2

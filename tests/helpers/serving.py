@@ -23,6 +23,23 @@ from mlx_packs.serving.request import Failed, Finished, Progress, Request
 SECONDS = 60
 
 
+class PromptServer(uvicorn.Server):
+    """A server that ends when it is told to, and not at its next tenth of a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # writes the headers of answers
+        await self._told.wait()
+
+    def end(self) -> None:
+        """End the server, from another thread."""
+        self.should_exit = True
+        self.servers[0].get_loop().call_soon_threadsafe(self._told.set)
+
+
 class Running:
     """A server over a worker, on a free port of this machine; ends on leaving.
 
@@ -39,7 +56,7 @@ class Running:
         config = uvicorn.Config(
             make_app(self.server), http=TimedHeaders, log_level="error", access_log=False
         )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = PromptServer(config)
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._listening]}
         )
@@ -55,7 +72,8 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        loop, self._uvicorn.should_exit = self.loop, True
+        loop = self.loop
+        self._uvicorn.end()
         self._thread.join(10)
         if self._thread.is_alive():  # say what it waits for, and end it
             waiting = [repr(task) for task in asyncio.all_tasks(loop)]

@@ -10,6 +10,7 @@ from mlx_packs.inference.generate import chat_prompt, complete, complete_batch, 
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
+from tests.helpers.variants import slow_except
 
 PROMPTS = (
     "In the beginning",
@@ -20,7 +21,7 @@ PROMPTS = (
 )
 
 
-@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize("batch_size", slow_except([2, 8], 2))
 def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny, batch_size):
     """Five ragged prompts, completions of four lengths; two at a time, each slot is used again."""
     prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS]

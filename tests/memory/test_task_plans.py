@@ -18,6 +18,7 @@ from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rankings import all_rankings
 from tests.helpers.rows import write_rows
+from tests.helpers.variants import slow_except
 
 ERROR = 0.2  # of bases so small that what every run has counts
 SIZES = {"hidden_size": 192, "num_hidden_layers": 3, "intermediate_size": 512, "head_dim": 48}
@@ -60,12 +61,7 @@ KINDS = {
 }
 
 
-LONG = ("reranker of the LM head", "pairs", "triplets", "pairs by parts")  # seconds each
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LONG)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "classifier of 4,000 labels"))  # seconds each
 def test_plan_is_close_to_the_measured_peak(decoder, tmp_path, kind):
     task, rows, changes = KINDS[kind]
     data = write_pairs(tmp_path / "rows", rows)
@@ -108,7 +104,7 @@ def test_plan_counts_the_rows_of_a_head_and_the_tokens_of_a_teacher():
     assert planned(distill) == by_tokens[1]
 
 
-@pytest.mark.parametrize("path", ["dense", "quantized"])
+@pytest.mark.parametrize("path", slow_except(["dense", "quantized"], "dense"))  # 7 s
 def test_logits_show_what_they_need(run, tmp_path, monkeypatch, path):
     chosen = MatmulPathChoice(path, {}, "by this test")
     monkeypatch.setattr(teacher, "choose_matmul_path", lambda *_: chosen)

@@ -28,8 +28,8 @@ def folder(tmp_path_factory) -> Path:
 def packs(folder, tmp_path_factory) -> dict[str, Pack]:
     """Two packs with heads of their own, one of the LM head, and an embedder."""
     out = tmp_path_factory.mktemp("packs")
-    rankings = str(write_pairs(out / "rankings", all_rankings(1)))
-    pairs = str(write_pairs(out / "pairs", all_pairs()))
+    rankings = str(write_pairs(out / "rankings", all_rankings(1)[:24], 8))
+    pairs = str(write_pairs(out / "pairs", all_pairs()[:24], 8))
     plain = {"iters": 2, "batch_size": 2, "learning_rate": 1e-2, "val_batches": 0}
     lora = LoRAConfig(rank=2)
 

@@ -42,7 +42,7 @@ def embedder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run_of_pairs(embedder, pair_data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "pairs"
-    train = settings(iters=80, batch_size=16, learning_rate=5e-3)
+    train = settings(iters=40, batch_size=16, learning_rate=1e-2)
     held = active_bytes() / 1e9  # by earlier tests
     run = train_pack(embedder, str(pair_data), LoRAConfig(rank=16), train, out)
     run.report["own_peak_gb"] = run.report["peak_gb"] - held

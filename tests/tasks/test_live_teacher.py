@@ -22,6 +22,7 @@ from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.tasks import EncodedTask, interrupted
+from tests.helpers.variants import slow_except
 from tests.tasks.test_distill import LORA, base_with, settings, tensors_of
 
 VOCABULARY = 4096
@@ -110,7 +111,7 @@ def test_a_share_of_the_batches_is_generated(data, teacher):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("top_k", [64, VOCABULARY])
+@pytest.mark.parametrize("top_k", slow_except([64, VOCABULARY], 64))
 def test_pieces_of_a_taught_batch_add_up_to_it(data, teacher, share, top_k):
     own = OWN if share else {}
     train = settings(teacher=teacher, teacher_top_k=top_k, **own)

@@ -15,19 +15,21 @@ from tests.helpers.encoders import write_pairs
 from tests.helpers.errors import check, raises
 from tests.helpers.rankings import all_labelled, all_rankings
 from tests.helpers.tasks import interrupted
+from tests.helpers.variants import slow_except
 
 LORA = LoRAConfig(rank=4)
 TEXTS = "how do i fix a car?", ["steps to repair the vehicle", "a stone"]
 
 
 def settings(**changes) -> TrainConfig:
-    plain = {"batch_size": 4, "iters": 2, "learning_rate": 1e-3, "save_every": 1, "head": "score"}
+    plain = {"batch_size": 4, "iters": 2, "learning_rate": 1e-3, "save_every": 1, "val_batches": 1}
+    plain["head"] = "score"
     return TrainConfig(task="rerank", **{**plain, **changes})
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("data") / "rankings", all_rankings())
+    return write_pairs(tmp_path_factory.mktemp("data") / "rankings", all_rankings(), 16)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_pack_has_a_head_of_one_row(trained):
 
 def test_default_head_is_the_base_s_own(run, decoder, data, tmp_path):
     train = ["train", "--model", decoder, "--data", data, "--task", "rerank", "--rank", "2"]
-    train += ["--iters", "1", "--batch-size", "2", "--val-batches", "0"]
+    train += ["--iters", "1", "--batch-size", "2", "--val-batches", "0", "--test-batches", "1"]
     assert run(*train, "--out", tmp_path / "lm")[0] == 0
     assert run(*train, "--out", tmp_path / "score", "--head", "score")[0] == 0
     replaced = [
@@ -110,9 +112,9 @@ def test_it_learns_to_rank(decoder, tmp_path):
     assert report["mrr_at_10_after"] > max(0.8, report["mrr_at_10_before"])
 
 
-@pytest.mark.parametrize("loss", ["listnet", "margin", "auto"])
+@pytest.mark.parametrize("loss", slow_except(["listnet", "margin", "auto"], "margin"))
 def test_each_loss_trains_on_labels_and_quantized_bases(decoder, tmp_path, loss):
-    folder = write_pairs(tmp_path / "rows", all_labelled())
+    folder = write_pairs(tmp_path / "rows", all_labelled(), 16)
     train = settings(loss=loss, iters=1, quantize="nf4")
     result = train_pack(decoder, str(folder), LORA, train, tmp_path / "pack")
     assert result.report["loss"] == {"auto": "listnet"}.get(loss, loss)

@@ -28,6 +28,7 @@ from tests.helpers.models import base_of
 from tests.helpers.rows import write_rows
 from tests.helpers.runs import Lines
 from tests.helpers.steps import examples_of, fill_b, make_batch, weighted, with_weight
+from tests.helpers.variants import slow_except
 
 TRAIN = TrainConfig(
     **{"iters": 4, "batch_size": 1, "max_seq_length": 32, "val_batches": 0, "save_every": 2},
@@ -100,7 +101,13 @@ def changed(before: dict, after: dict) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "alone"), [(name, True) for name in OPTIMIZERS] + [("adamw", False)]
+    ("name", "alone"),
+    slow_except(
+        [*((name, True) for name in OPTIMIZERS), ("adamw", False)],
+        ("adamw", True),
+        ("adamw", False),
+        ("muon", True),
+    ),
 )
 def test_an_overflow_of_the_gradient_skips_and_halves(name, alone):
     model, stepper = stepper_of(optimizer=make_optimizer(TrainConfig(iters=99, optimizer=name)))
@@ -122,7 +129,7 @@ def test_an_overflow_of_the_gradient_skips_and_halves(name, alone):
     assert "weights" in changed(after, snapshot(model, stepper.optimizer))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_except(OPTIMIZERS, "adamw", "adamw_8bit", "muon"))
 def test_a_guarded_update_is_the_optimizers_own(name):
     results = []
     for scale in (FIRST, None):

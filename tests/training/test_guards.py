@@ -58,8 +58,12 @@ def left() -> str:
 
 @pytest.mark.parametrize(
     ("how", "at"),
-    [("removed", 3), ("removed", 2), ("moved", 1), ("with its parent", 6)],
-    ids=["between checkpoints", "at one", "before the first", "at the end"],
+    [
+        pytest.param("removed", 3, id="between checkpoints", marks=pytest.mark.slow),
+        pytest.param("removed", 2, id="at one"),
+        pytest.param("moved", 1, id="before the first", marks=pytest.mark.slow),
+        pytest.param("with its parent", 6, id="at the end"),
+    ],
 )
 def test_a_folder_that_vanishes_is_written_again(train, whole, monkeypatch, at, how):
     folder = Path("packs/p-run")
@@ -226,8 +230,11 @@ def differences(one: str, other: str) -> float:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"grad_accumulation_steps": 2}, {"packing": True, "max_seq_length": 64}],
-    ids=["plain", "accumulated", "packed"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),  # as accumulated, once
+        pytest.param({"grad_accumulation_steps": 2}, id="accumulated"),
+        pytest.param({"packing": True, "max_seq_length": 64}, id="packed"),
+    ],
 )
 def test_smaller_micro_batches_are_the_same_update(train, short_memory, settings):
     settings = {**SIX, "batch_size": 4, **settings}

@@ -66,8 +66,12 @@ def adapters(pack):
 
 @pytest.mark.parametrize(
     ("rows", "task"),
-    [(CHAT, {}), (CHAT, PHASES), (PAIRS, {"task": "dpo"}), (PROMPTS, GRPO)],
-    ids=["lm", "phases", "dpo", "grpo"],
+    [
+        pytest.param(CHAT, {}, id="lm"),
+        pytest.param(CHAT, PHASES, id="phases", marks=pytest.mark.slow),  # as lm, twice
+        pytest.param(PAIRS, {"task": "dpo"}, id="dpo"),
+        pytest.param(PROMPTS, GRPO, id="grpo", marks=pytest.mark.slow),  # renders as the others
+    ],
 )
 def test_runs_of_one_date_are_equal_and_of_two_differ(clock, tmp_path, on, rows, task):
     for name, day, specified in (

@@ -370,12 +370,13 @@ def test_a_time_to_live_that_is_too_long(client):
         assert client.post(path, body, 400)["error"]["param"] == "ttl_seconds"
 
 
-def test_an_expired_model_is_served_no_more(client):
+def test_an_expired_model_is_served_no_more(client, monkeypatch):
     model = client.create()
     body = {"model_id": model, "path": "soon", "ttl_seconds": 1}
     client.session_on(client.call("save_weights_for_sampler", body)["path"])
     assert len(client.server.worker.registry.names) == 2
-    time.sleep(1.1)
+    later = time.time() + 1.1
+    monkeypatch.setattr(time, "time", lambda: later)
     client.call("save_weights", {"model_id": model, "path": "other"})
     until(lambda: client.server.worker.registry.names == ["base"])
 
@@ -503,10 +504,12 @@ def test_results_that_are_not_there(client, server, datum, monkeypatch):
 
     model = client.create()
     monkeypatch.setattr(service, "_POLL_SECONDS", 0.01)
-    busy = server.worker.call(lambda: time.sleep(0.5))
+    was_told = threading.Event()
+    busy = server.worker.call(lambda: was_told.wait(SECONDS))
     answer = client.post("save_weights", {"model_id": model, "path": "a"})
     pending = client.post("retrieve_future", {"request_id": answer["request_id"]}, 408)
     assert pending["type"] == "try_again"
+    was_told.set()
     busy.result()
 
 
@@ -530,7 +533,8 @@ def test_samples_that_find_no_place_in_time(generator, tmp_path, monkeypatch):
 def test_requests_while_the_server_ends(client, server):
     """They have some time; then a client that waits is told, and others are not taken."""
     model = client.create()
-    busy = server.worker.call(lambda: time.sleep(1))
+    ended = threading.Event()
+    busy = server.worker.call(lambda: ended.wait(SECONDS))
     answer = client.post("save_weights", {"model_id": model, "path": "a"})
     waiting = {"request_id": answer["request_id"]}
     with ThreadPoolExecutor(1) as pool:
@@ -538,6 +542,7 @@ def test_requests_while_the_server_ends(client, server):
         asyncio.run_coroutine_threadsafe(server.training.end(0.1), server.loop).result()
         assert poll.result()["error"]["code"] == "interrupted"
     client.post("save_weights", {"model_id": model, "path": "b"}, 503)
+    ended.set()
     busy.result()
 
 
