@@ -194,10 +194,17 @@ def hub(places) -> Iterator[LocalHub]:
         yield hub
 
 
-def test_ten_points(killer, places):
-    kill_run(killer, RUNS["plain"](places), 2)
-    kill_overwrite(killer, "import", places, 4, exchange=True)
-    kill_overwrite(killer, "import", places, 4, exchange=False)
+@pytest.mark.parametrize(
+    ("of_run", "of_overwrite"),
+    [
+        pytest.param(2, 2, id="six"),
+        pytest.param(2, 4, id="ten", marks=pytest.mark.slow),
+    ],
+)
+def test_few_points(killer, places, of_run, of_overwrite):
+    kill_run(killer, RUNS["plain"](places), of_run)
+    kill_overwrite(killer, "import", places, of_overwrite, exchange=True)
+    kill_overwrite(killer, "import", places, of_overwrite, exchange=False)
 
 
 @pytest.mark.slow  # up to 25 s: a run is killed at 16 or 25 points, and each time resumed

@@ -10,7 +10,8 @@ from mlx_packs.ops.grouped_lora_kernel import Workload, check_of
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
-from tests.ops.cases import by_dtype
+from tests.helpers.variants import slow_except
+from tests.ops.cases import DTYPES, by_dtype
 
 GROUPS = {  # widths and ranks of the slices
     "qwen3_like_qkv": ((96, 32, 32), (4, 4, 4)),
@@ -105,7 +106,15 @@ WORKLOADS = {  # rows, D, ranks, widths, output of each slice
 }
 
 
-@pytest.mark.parametrize(("dtype", "name"), by_dtype(WORKLOADS, ("decode_1", "mixed_ranks_1_33_8")))
+LARGE = "three_tiles_of_depth_in_one_group"  # half a second
+CASES = by_dtype(
+    [name for name in WORKLOADS if name != LARGE], some=("decode_1", "mixed_ranks_1_33_8")
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [*CASES, *slow_except((dtype, LARGE) for dtype in DTYPES)]
+)
 def test_grouped_lora_kernel_is_no_worse_than_the_reference(emulated, dtype, name):
     for factors in {mx.float32, dtype}:
         workload = Workload(*WORKLOADS[name], factors)
