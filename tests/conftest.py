@@ -3,6 +3,7 @@
 In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 """
 
+import copy
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx_lm.utils
 import pytest
 from huggingface_hub import constants
 from mlx.utils import tree_flatten
@@ -17,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_packs import train_pack
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
+from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend, dispatch
@@ -237,6 +240,27 @@ def _no_waiting_for_disks() -> Iterator[None]:
     """Files of tests outlive no power cut: a run would wait for its disk some twenty times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizer_read_once() -> Iterator[None]:
+    """Embedded bases have copies of one tokenizer: to read it takes four times as long."""
+    load = mlx_lm.utils.load_tokenizer
+    folder = resolve_checkpoint(TINY)
+    read = {}
+
+    def read_or_copied(path, options=None, eos_token_ids=None):
+        if path != folder:
+            return load(path, options, eos_token_ids=eos_token_ids)
+
+        asked = repr((options, eos_token_ids))
+        if asked not in read:
+            read[asked] = load(path, options, eos_token_ids=eos_token_ids)
+        return copy.deepcopy(read[asked])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlx_lm.utils, "load_tokenizer", read_or_copied)
         yield
 
 
