@@ -109,10 +109,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         kinds = _kinds(type(self))
+        specified = set()  # other than the defaults, which are valid
         for name, value in vars(self).items():
-            object.__setattr__(self, name, typed_value(value, kinds[name], name))
+            if value is not getattr(type(self), name, dataclasses.MISSING):
+                specified.add(name)
+                object.__setattr__(self, name, typed_value(value, kinds[name], name))
 
-        faults = list(_field_faults(self))
+        faults = list(_field_faults(self, specified))
         for part in self._parts():
             faults += part._conflicts(self)
         if faults:
@@ -177,8 +180,11 @@ def _kinds(cls: type[Settings]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _field_faults(settings: Settings) -> Iterator[Fault]:
+def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]:
     for field in dataclasses.fields(settings):
+        if field.name not in names:
+            continue
+
         value = getattr(settings, field.name)
         facts = facts_of(field)
         if facts.choices and isinstance(value, str) and value not in facts.choices:

@@ -4,14 +4,23 @@ import dataclasses
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from mlx_packs.config.choices import LOSSES
-from mlx_packs.config.fields import SECTIONS, Settings, facts_of, fields_where, option
+from mlx_packs.config.fields import (
+    SECTIONS,
+    Settings,
+    _field_faults,
+    facts_of,
+    fields_where,
+    option,
+)
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, Phase, TrainConfig
 from mlx_packs.config.tasks import tasks_of
+from mlx_packs.config.values import typed_value
 from tests.helpers.errors import raises
 
 CONFIGS = (DataConfig, LoRAConfig, TrainConfig, RunOptions)
@@ -46,6 +55,19 @@ def test_a_setting_of_a_task_or_method_names_one_that_exists(field):
     assert set(tasks_of(field.name)) <= set(facts_of(FIELDS["task"]).choices)
     assert facts.method in (None, *facts_of(FIELDS["method"]).choices)
     assert not facts.dense or field.default in facts.dense
+
+
+@pytest.mark.parametrize("config", [DataConfig, LoRAConfig, Phase, TrainConfig, RunOptions])
+def test_defaults_have_their_types_and_no_faults(config):
+    """They are not checked where they are used."""
+    settings = config()
+    names = [field.name for field in dataclasses.fields(config)]
+    kinds = typing.get_type_hints(config)
+    for name in names:
+        value = getattr(settings, name)
+        typed = typed_value(value, kinds[name], name)
+        assert typed == value and type(typed) is type(value), name
+    assert not list(_field_faults(settings, names))
 
 
 def test_settings_of_losses_are_settings_of_embeddings():
