@@ -129,7 +129,7 @@ def test_merge_quantizes_a_dense_base_and_shrinks_an_8_bit_one(with_pack, tmp_pa
     assert np.isfinite(logits(load_base(tmp_path / "less"))).all()
 
 
-@pytest.mark.parametrize("requantize", ["none", "same"])
+@pytest.mark.parametrize("requantize", slow_except(["none", "same"], "same"))
 def test_merge_into_a_base_that_was_quantized_on_loading(requantize, with_pack, tmp_path):
     dense, _ = with_pack("dense")
     pack = random_pack(load_base(dense, quantize="nf4")).save(tmp_path / "pack")

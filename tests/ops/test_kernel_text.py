@@ -16,6 +16,7 @@ from mlx_packs.ops import (
 from mlx_packs.ops._check import first_fault
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
+from tests.helpers.variants import slow_except
 from tests.metal_emulator import kernel as emulated_kernels
 from tests.metal_emulator.passes import compile_call, private_arrays
 from tests.ops.cases import quantized_weight
@@ -62,7 +63,7 @@ def is_seen(check: list) -> bool:
         return "KernelFault" in type(fault).__name__
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", slow_except(MUTANTS, *list(MUTANTS)[::2]))
 def test_self_checks_see_a_bug_of_a_loop(plant, mutant):
     plant(mutant)
     sizes = (mx.float32, mx.float32, (16, 16))

@@ -30,6 +30,7 @@ from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
 from tests.helpers.steps import assert_same
 from tests.helpers.tasks import EncodedTask, interrupted
+from tests.helpers.variants import slow_except
 
 SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
 SETTINGS = {
@@ -136,8 +137,7 @@ def first_step(task: EncodedTask) -> tuple:
         ("system", {"packing": True, "batch_size": 2}, {}),
         ("documents", {"batch_size": 15}, {"batch_size": 24}),  # all examples in both
         ("prompts", {"task": "dpo"}, {}),
-        ("rated", {"task": "kto"}, {}),
-        ("prompts", {"task": "reward"}, {}),
+        *slow_except([("rated", {"task": "kto"}, {}), ("prompts", {"task": "reward"}, {})]),
     ],
 )
 def test_a_tree_has_the_loss_and_gradients_of_its_rows(data, name, changes, on_trees):

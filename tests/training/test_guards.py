@@ -32,6 +32,7 @@ from tests.helpers.interpreter import run_python
 from tests.helpers.observers import observe
 from tests.helpers.rows import write_rows
 from tests.helpers.runs import LORA, Lines
+from tests.helpers.variants import slow_except
 from tests.training.conftest import ROWS
 
 SIX = {"iters": 6, "save_every": 2, "max_seq_length": 32, "val_batches": 0, "test_batches": 1}
@@ -268,7 +269,9 @@ def test_one_row_and_critical_memory_end_the_run_saved(train, short_memory):
     assert train(resume=True, **settings).report["batches"] == 6
 
 
-@pytest.mark.parametrize(("loss", "splits"), [("cosine", True), ("cosent", False)])
+@pytest.mark.parametrize(
+    ("loss", "splits"), slow_except([("cosine", True), ("cosent", False)], ("cosent", False))
+)
 def test_pairs_that_are_compared_stay_together(encoder, here, short_memory, loss, splits):
     data = str(write_pairs(here / "d", all_scored()))
     config = TrainConfig(task="embedding", batch_size=8, iters=2, loss=loss, steps_per_report=1)

@@ -30,6 +30,7 @@ from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.runs import LORA, TRAIN
 from tests.helpers.steps import weighted, with_weight
+from tests.helpers.variants import slow_except
 from tests.training.conftest import interrupt_at, untimed_metrics
 
 DROPOUT = replace(LORA, dropout=0.1)
@@ -202,7 +203,7 @@ def files_of(run: Path) -> dict[str, str]:
     return {str(f.relative_to(run)): sha256(f) for f in sorted(run.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", slow_except([1, 2], 2))
 def test_steps_ahead_change_no_byte(train, monkeypatch, accumulate):
     settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
     settings |= {"grad_accumulation_steps": accumulate}

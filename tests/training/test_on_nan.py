@@ -102,7 +102,9 @@ def test_a_skipped_update_changes_nothing(name, alone):
     assert results[True] == results[False]
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad_accumulation_steps": 2, "packing": True}])
+@pytest.mark.parametrize(
+    "settings", slow_except([{}, {"grad_accumulation_steps": 2, "packing": True}], {})
+)
 def test_policies_change_no_byte_without_a_fault(train, settings):
     hashes = set()
     for policy in ("stop", "skip", "back-off"):
@@ -186,7 +188,7 @@ def test_many_skips_in_a_row_end_the_run(train, monkeypatch):
         train(resume=True, **settings)
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", slow_except([True, False], True))
 def test_backing_off_halves_the_rate_from_the_last_checkpoint(train, monkeypatch, saved):
     settings = {**ONE, "on_nan": "back-off", "save_every": 1 if saved else 100, "lora": DROPOUT}
     with monkeypatch.context() as patch:

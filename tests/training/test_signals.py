@@ -17,6 +17,7 @@ from mlx_packs.training.fit import Fit
 from mlx_packs.training.run_folder import latest_checkpoint
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA
+from tests.helpers.variants import slow_except
 from tests.layers.test_trainer import batch, settings, three, trainer_of
 from tests.training.conftest import interrupt_at, kill_in
 
@@ -101,10 +102,14 @@ def test_after_the_loop_the_run_is_saved(run, rows, few, here, monkeypatch, numb
 @pytest.mark.parametrize(
     ("given", "continues"),
     [
-        (["--out", "a b", "--overwrite"], ["--out", "a b"]),
         (["--adapter-path=p", "--resume-adapter-file", "start.safetensors"], ["--adapter-path=p"]),
-        (["--resume-adapter-file=start.safetensors"], ["--out", "packs/rows"]),
         (["-c", "run.yaml"], ["-c", "run.yaml"]),
+        *slow_except(  # other flags
+            [
+                (["--out", "a b", "--overwrite"], ["--out", "a b"]),
+                (["--resume-adapter-file=start.safetensors"], ["--out", "packs/rows"]),
+            ]
+        ),
     ],
 )
 def test_the_message_has_the_command_that_continues(

@@ -119,6 +119,7 @@ def test_packs_of_chats_are_what_they_are_alone(rows, request_of):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
+@pytest.mark.slow  # a second; chats are in the default suite
 def test_packs_of_packed_pairs_are_what_they_are_alone(rows, request_of):
     settings = {"data": "pairs", "task": "dpo", "packing": True, "recompute": "block"}
     assert max(train_both(request_of, **settings, grad_accumulation_steps=2)) < 1e-6
