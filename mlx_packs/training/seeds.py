@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import TrainConfig
-from ..config.together import check_together
+from ..config.together import SETTINGS, check_together
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import atomic_write, to_json
@@ -19,7 +19,6 @@ from .settings import Request
 from .together import train_together
 
 SUMMARY = "seeds.json"  # beside the packs
-_BY_DEFAULT = {"cache_frozen": "off", "share_prefix": "off"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _of_seed(request: Request, folder: Path, seed: int) -> Request:
     recipe = request.recipe
     options = {name: value for name, value in recipe.run.items() if name != "seeds"}
     options["out"] = str(folder / f"seed-{seed}")
-    train = replace(recipe.train, seed=seed, **_BY_DEFAULT)
+    train = replace(recipe.train, seed=seed, **SETTINGS)
 
     display = request.display
     if seed != recipe.train.seed:

@@ -4,15 +4,17 @@ A run yields the steps that it is about to take (`steps_of`), so that each has i
 optimizer, schedule, checkpoints and metrics, and its pack is the one that it makes alone.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .. import runtime, signals
 from ..config.together import check_together
 from ..distributed.group import group
-from ..errors import PackError, RunStopped
+from ..errors import Float16Overflow, PackError, RunStopped
 from ..late import load
 from ..nn.joint_lora import copied
 from ..ops import _backend
@@ -49,8 +51,9 @@ class _SharedBase:
 class _Member:
     """A run, the step that it waits for, and its end."""
 
-    name: str
-    steps: Steps[TrainRun]
+    request: Request
+    place: Place
+    steps: Steps[TrainRun] | None = None  # once it has started
     random: mx.array | None = None  # MLX's random state while it works
     due: DueStep | None = None
     result: TrainRun | None = None
@@ -60,6 +63,33 @@ class _Member:
     def number(self) -> int:
         """Which batch of its own it waits for."""
         return self.due.batch.number
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether it ended since float16 is too small for it, and may go on in bfloat16."""
+        is_loaded = isinstance(self.request.base, Base)  # it is the caller's
+        return isinstance(self.error, Float16Overflow) and not is_loaded
+
+    def start(self, open_base: _SharedBase, packs: int) -> None:
+        """Prepare a run that shares its base, and its steps, with ``packs`` - 1 others."""
+        base = self.request.base
+        if isinstance(base, Base):
+            base = open_base.copy(base)
+
+        own = replace(self.request, base=base, packs=packs, open_base=open_base)
+        own.display.clock = RunClock(compiles=runtime.COMPILES)
+        self.steps = steps_of(own, RunSettings.of(own), self.place)
+
+    def restart(self) -> None:
+        """Let a run that overflowed go on in bfloat16, from its last update, once it is started."""
+        fault = self.error.fault
+        resume = self.place.resume or self.error.saved
+
+        self.request.display.line("dtype", f"{fault}; the run continues in bfloat16")
+        self.place = replace(self.place, resume=resume, latest=None, overflow=fault)
+        self.steps = None  # which, as the error, refers to the base in float16
+        self.error = None
+        self.random = None
 
     def go_on(self, started: StartedStep | None) -> None:
         """Let the run work up to its next step, or its end."""
@@ -91,13 +121,32 @@ class _Member:
 def train_together(requests: Sequence[Request]) -> list[TrainRun]:
     """Train the packs of several requests on one base, and save each as its request says.
 
-    The requests differ in seed, rank, scale and learning rate, and in where they write; base, data
-    and all else are the same. The first one shows its progress.
+    Raises:
+        PackError: As of `train_each`, or if a run fails; the others are trained to their end.
+        RunStopped: After a signal; every run has a checkpoint.
+    """
+    ends = train_each(requests)
+    failed = [end for end in ends if isinstance(end, PackError)]
+    for error in failed:
+        if isinstance(error, RunStopped):
+            raise error
+
+    for request, end in zip(requests, ends, strict=True):
+        if isinstance(end, PackError):
+            name = Path(request.option("out")).name
+            raise PackError(f"{name}: {end.message}", end.code, end.flag)
+    return ends
+
+
+def train_each(requests: Sequence[Request]) -> list[TrainRun | PackError]:
+    """Train packs as `train_together`, and return what became of each: its run, or its error.
+
+    The requests differ in settings of `config.together`, and in where they write; base, data and
+    all else are the same. The first one shows its progress. Runs that overflow in float16 go on in
+    bfloat16 after the others.
 
     Raises:
-        PackError: If a setting does not go with others in one batch, or a run fails; the others
-            are trained to their end.
-        RunStopped: After a signal; every run has a checkpoint.
+        PackError: If a setting does not go with others in one batch, or a run cannot start.
     """
     for request in requests:
         check_together(request.recipe)
@@ -109,12 +158,10 @@ def train_together(requests: Sequence[Request]) -> list[TrainRun]:
         )
 
     first = requests[0]
-    shared = _SharedBase()
     _backend.start_record()
     with ExitStack() as closes:
-        members = []
         places = [closes.enter_context(_place(request)) for request in requests]
-        if first.option("resume"):  # all from one batch, so that they share the same steps
+        if all(request.option("resume") for request in requests):  # so that they share all steps
             latest = common_batch([place.folder for place in places])
             places = [replace(place, latest=latest) for place in places]
 
@@ -126,18 +173,16 @@ def train_together(requests: Sequence[Request]) -> list[TrainRun]:
         closes.enter_context(runtime.memory_limits())
         closes.enter_context(unattended(first.recipe.train.awake, places[0].pack, first.display))
 
-        for request, place in zip(requests, places, strict=True):
-            base = request.base
-            if isinstance(base, Base):
-                base = shared.copy(base)
-
-            own = replace(request, base=base, packs=len(requests), open_base=shared)
-            own.display.clock = RunClock(compiles=runtime.COMPILES)
-            steps = steps_of(own, RunSettings.of(own), place)
-            members.append(_Member(place.pack.name, steps))
-
+        members = [_Member(*each) for each in zip(requests, places, strict=True)]
         _take_together(members)
-    return _results(members)
+        stopped = any(isinstance(member.error, RunStopped) for member in members)
+        overflowed = [member for member in members if member.overflowed]
+        if overflowed and not stopped:
+            for member in overflowed:
+                member.restart()
+            gc.collect()
+            _take_together(overflowed)
+    return [member.result or member.error for member in members]
 
 
 @contextmanager
@@ -155,10 +200,12 @@ def _take_together(members: Sequence[_Member]) -> None:
 
     Runs go on, and end, in the reverse of their order: what one restores is then what it found.
     """
+    shared = _SharedBase()
     try:
         for member in members:
+            member.start(shared, len(members))
             member.go_on(None)
-            if member.error is not None:
+            if member.error is not None and not member.overflowed:
                 raise member.error
 
         stepper: JointStepper | None = None
@@ -180,16 +227,3 @@ def _take_together(members: Sequence[_Member]) -> None:
         is_stopped = any(isinstance(member.error, RunStopped) for member in members)
         if not isinstance(error, KeyboardInterrupt) or not is_stopped:
             raise
-
-
-def _results(members: Sequence[_Member]) -> list[TrainRun]:
-    failed = [member for member in members if member.error is not None]
-    if not failed:
-        return [member.result for member in members]
-
-    for member in failed:
-        if isinstance(member.error, RunStopped):
-            raise member.error
-
-    member = failed[0]
-    raise PackError(f"{member.name}: {member.error.message}", member.error.code, member.error.flag)
