@@ -1,4 +1,7 @@
-"""The process of one trial: `main` trains it to the end of a rung and writes the result."""
+"""The process of a trial, or of several in one batch: `main` trains to the end of a rung.
+
+It writes the results.
+"""
 
 import os
 import signal
@@ -6,19 +9,24 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .. import signals, terminal
 from ..config.fields import read_settings
 from ..config.recipe import resolve
-from ..display import Display
+from ..display import QUIET, Display
 from ..errors import PackError, RunStopped
 from ..report.facts import number
 from ..training.observer import Observer
-from ..training.run import train_pack
-from ..training.run_folder import checkpoints, run_folder
+from ..training.result import TrainRun
+from ..training.run import train_request
+from ..training.settings import Request
+from ..training.together import train_each
 from ..training.unattended import CRASHED
-from .trial import RECIPE, Result, Trial, measured, write_result
+from .trial import RECIPE, TOO_LARGE, Result, Trial, measured, write_result
 
 # How long the process of an earlier sweep that was killed may take to save its checkpoint.
 _WAIT_S = 120.0
@@ -44,33 +52,54 @@ class StopAt(Observer):
             self.stop_reason = f"{self.batches} batches (sweep)"
 
 
-def train_trial(trial: Trial, until: int | None) -> Result:
-    """Train a trial, or continue from its checkpoint, and return the result."""
+def train_trials(trials: Sequence[Trial], until: int | None) -> list[Result | None]:
+    """Train trials, or continue from their checkpoints, and return the results.
+
+    Several are trained in one batch. One that fails there has no result, unless its numbers are not
+    finite; the parent trains it alone.
+    """
+    display = Display()
+    requests = [_request(trial, until, display) for trial in trials]
+    if len(requests) == 1:
+        return [_result(train_request(requests[0]))]
+
+    quiet = [replace(request, display=Display(QUIET)) for request in requests[1:]]
+    ends = train_each([requests[0], *quiet])
+    for end in ends:
+        if isinstance(end, PackError) and end.code in _OF_ALL:
+            raise end
+
+    results: list[Result | None] = []
+    for trial, end in zip(trials, ends, strict=True):
+        if isinstance(end, TrainRun):
+            results.append(replace(_result(end), packs=len(trials)))
+            continue
+        display.line("trial", f"{trial.folder.name}: {end.message}")
+        diverged = Result(error=end.message, packs=len(trials))
+        results.append(diverged if end.code == "diverged" else None)
+    return results
+
+
+def _request(trial: Trial, until: int | None, display: Display) -> Request:
     recipe = resolve(read_settings(trial.folder / RECIPE))
-    run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
-    if resumes := bool(checkpoints(run_folder(trial.pack))):
+    run: dict[str, Any] = {**recipe.run, "out": str(trial.pack)}
+    run["resume"] = trial.is_begun
+    run["overwrite"] = not trial.is_begun
+    if trial.is_begun:
         run.pop("resume_adapter_file", None)
+
     callbacks = ()
     if until is not None:
         callbacks = (StopAt(until),)
+    recipe = replace(recipe, run=run, names_data=True)
+    return Request(recipe, recipe.model, display, callbacks=callbacks)
 
-    trained = train_pack(
-        recipe.run.get("model", "tiny"),
-        lora=recipe.lora,
-        train=recipe.train,
-        out=trial.pack,
-        columns=recipe.data,
-        callbacks=callbacks,
-        resume=resumes,
-        overwrite=not resumes,
-        display=Display(),
-        **run,
-    )
 
+def _result(trained: TrainRun) -> Result:
     report = trained.report
     return Result(
         batches=report["batches"],
-        metrics=measured(report, recipe.train.last_task),
+        metrics=measured(report, report["task"]),
         gates={
             name: {**gate, "value": number(gate["value"])} for name, gate in report["gates"].items()
         },
@@ -80,12 +109,12 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     )
 
 
-def _when_free(trial: Trial, until: int | None) -> Result:
-    """Train a trial as soon as no process of an earlier sweep writes its run any more."""
+def _when_free(trials: Sequence[Trial], until: int | None) -> list[Result | None]:
+    """Train trials as soon as no process of an earlier sweep writes their runs any more."""
     end = time.monotonic() + _WAIT_S
     while True:
         try:
-            return train_trial(trial, until)
+            return train_trials(trials, until)
         except PackError as error:
             if error.code != "busy" or time.monotonic() > end:
                 raise
@@ -99,28 +128,31 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Train the trial in a folder: ``FOLDER RUNG BATCHES``; 0 batches train to the end."""
+    """Train the trials in some folders: ``FOLDER... RUNG BATCHES``; 0 batches train to the end."""
     terminal.guard()
-    trial = Trial(0, {}, Path(sys.argv[1]))
-    rung = int(sys.argv[2])
-    until = int(sys.argv[3]) or None
+    *folders, rung, batches = sys.argv[1:]
+    trials = [Trial(0, {}, Path(folder)) for folder in folders]
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     try:
         with signals.handled():
-            result = _when_free(trial, until)
+            results = _when_free(trials, int(batches) or None)
     except KeyboardInterrupt as error:  # before the first checkpoint
         sys.exit(128 + signals.number_of(error))
     except PackError as error:
         error.show()
         if error.code in _OF_ALL:
             sys.exit(error.exit_code)
+        if len(trials) > 1:
+            sys.exit(TOO_LARGE if error.code == "memory" else CRASHED)
         reason = error.message
         if isinstance(error, RunStopped):
             reason = error.reason
-        result = Result(error=reason)
+        results = [Result(error=reason)]
     except Exception:
         traceback.print_exc()
         sys.exit(CRASHED)
 
-    write_result(trial, rung, result)
+    for trial, result in zip(trials, results, strict=True):
+        if result is not None:
+            write_result(trial, int(rung), result)

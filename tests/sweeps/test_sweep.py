@@ -20,7 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from mlx_packs.cli.main import packs
 from mlx_packs.config.recipe import resolve
 from mlx_packs.errors import Interrupted, PackError
-from mlx_packs.sweeps import plan, run, trial
+from mlx_packs.sweeps import plan, trial
 from mlx_packs.sweeps.sweep import Sweep
 from mlx_packs.sweeps.trial import Result, write_result
 from tests.helpers.checkpoints import write_checkpoint
@@ -76,7 +76,7 @@ def trained(tmp_path, monkeypatch) -> Calls:
             result = Result(error="memory is exhausted")
         return write_result(trial, rung, result)
 
-    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(trial, "train", train)
     return calls
 
 
@@ -149,8 +149,8 @@ def test_the_best_must_pass_the_gates(trained, tmp_path):
     [(143, Interrupted), (-15, Interrupted), (2, PackError), (-9, None), (70, None), (-11, None)],
 )
 def test_how_the_process_of_a_trial_ended(tmp_path, monkeypatch, code, raised):
-    def run(own, arguments):
-        (own.folder / trial.LOG).write_text("first\npacks: the disk is full\n\n")
+    def run(trials, rung, until):
+        (trials[0].folder / trial.LOG).write_text("first\npacks: the disk is full\n\n")
         return code
 
     monkeypatch.setattr(trial, "_run", run)
@@ -417,7 +417,8 @@ def test_the_last_rung_is_the_run_in_one_piece(tmp_path, monkeypatch):
 
 
 @pytest.mark.interop
-def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--together"]])
+def test_ray_trains_on_two_workers(tmp_path, monkeypatch, options):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -432,7 +433,7 @@ def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
         ray.init(address=cluster.address, log_to_driver=False)
         assert sum(node["Alive"] for node in ray.nodes()) == 2
 
-        result = run_sweep("--runner", "ray")
+        result = run_sweep("--runner", "ray", *options)
         assert result.exit_code == 0, result.output
         rows = leaderboard(tmp_path)["rows"]
         assert sorted(row["trial"] for row in rows) == [1, 2]
