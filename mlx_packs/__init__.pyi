@@ -32,5 +32,7 @@ from .training.observer import Observer as Observer
 from .training.result import TrainRun as TrainRun
 from .training.run import train_pack as train_pack
 from .training.run_page import write_page as write_page
+from .training.seeds import SeedRuns as SeedRuns
+from .training.seeds import train_seeds as train_seeds
 
 __version__: str

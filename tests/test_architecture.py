@@ -95,6 +95,7 @@ LONG_MODULES: dict[str, str] = {}
 # Facades that users call by keyword; ruff holds all others to 8 parameters.
 FACADES = {
     "train_pack",
+    "train_seeds",
     "merge_pack",
     "combine_packs",
     "evaluate",

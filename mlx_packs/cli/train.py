@@ -175,7 +175,7 @@ def train(
 
 def _train_seeds(request: "Request", is_elsewhere: bool) -> None:
     """Train several packs in one batch, and print what became of them."""
-    from ..training.seeds import report_lines, train_seeds
+    from ..training.seeds import report_lines, train_with_seeds
 
     if is_elsewhere:
         raise PackError(
@@ -184,7 +184,7 @@ def _train_seeds(request: "Request", is_elsewhere: bool) -> None:
             "seeds",
         )
     try:
-        result = train_seeds(request)
+        result = train_with_seeds(request)
     except RunStopped as stopped:
         stopped.continue_with(resume_command(True, stopped.pack))
         raise

@@ -20,10 +20,10 @@ from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.other_names import answers_other_names
-from ..config.recipe import Recipe, from_configs
+from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
-from ..data.in_memory import Data, columns_of
+from ..data.in_memory import Data
 from ..data.rows import Splits
 from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
@@ -43,7 +43,7 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
-from ..tasks.phases import PhaseData, check_data_used, counts_of, left_out_rows
+from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Summary, Task, make_tasks
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
@@ -56,7 +56,7 @@ from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ran
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
-from .settings import Place, Request, Run, RunSettings, with_batches
+from .settings import Place, Request, Run, RunSettings, recipe_of, with_batches
 from .step import Steps, take_alone
 from .stopping import resumable
 from .unattended import unattended
@@ -123,26 +123,17 @@ def train_pack(  # noqa: PLR0913 (the public face)
         PackError: If the caller can correct the cause; no incomplete pack is left behind.
         RunStopped: If a signal, memory or the disk ended the run; its checkpoint is saved.
     """
+    recipe = recipe_of(
+        *(base, data, lora, train, columns),
+        out=out,
+        overwrite=overwrite,
+        resume=resume,
+        resume_adapter_file=resume_adapter_file,
+        report_to=report_to,
+        project_name=project_name,
+        trust_remote_code=trust_remote_code,
+    )
     display = display or Display(NORMAL if progress else QUIET)
-    name = str(base)
-    if isinstance(base, Base):
-        name = base.name
-    options = {
-        "model": name,
-        "out": out,
-        "overwrite": overwrite,
-        "resume": resume,
-        "resume_adapter_file": resume_adapter_file,
-        "report_to": report_to,
-        "project_name": project_name,
-        "trust_remote_code": trust_remote_code,
-    }
-    recipe = from_configs(lora, train, options)
-    if data is not None:
-        check_data_used(recipe.train)
-    if data is not None or columns is not None:
-        recipe = replace(recipe, data=columns_of(data, columns), names_data=True)
-
     request = Request(recipe, base, display, force, tuple(callbacks), loss, reward)
     return train_request(request)
 

@@ -6,29 +6,67 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..bases.files import TINY
+from ..config.data import DataConfig
+from ..config.lora import LoRAConfig
+from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
 from ..config.together import SETTINGS, check_together
-from ..display import QUIET, Display
+from ..data.in_memory import Data
+from ..display import NORMAL, QUIET, Display
 from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..gates import failures
+from ..packs.base import Base
+from ..packs.pack import Pack
 from ..report.facts import number
 from ..tasks.task import task_class
 from .result import TrainRun
-from .settings import Request
+from .settings import Request, recipe_of
 from .together import train_together
 
 SUMMARY = "seeds.json"  # beside the packs
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """What became of the packs of several seeds, by the seed."""
+@dataclass(frozen=True, repr=False)
+class SeedRuns:
+    """The packs of several seeds, and the mean and standard error of every number.
+
+    ``print(runs)`` shows the results as `packs train --seeds` does.
+
+    Attributes:
+        folder: Has the packs ``seed-0`` and so on, their run folders, and ``seeds.json``.
+        runs: The `TrainRun` of each pack, by its seed.
+    """
 
     folder: Path
     runs: Mapping[int, TrainRun]
 
+    @property
+    def packs(self) -> list[Pack]:
+        """The packs, the smallest seed first."""
+        return [run.pack for run in self.runs.values()]
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """The mean over the seeds of every number that all reports have, by its name."""
+        return statistics(self._reports())["mean"]
+
+    @property
+    def standard_error(self) -> dict[str, float]:
+        """The standard error of each mean: the sample standard deviation by sqrt(seeds)."""
+        return statistics(self._reports())["standard_error"]
+
+    def __repr__(self) -> str:
+        """Return the number of seeds and the first result, in one line."""
+        changes = _changes(self.mean, self.standard_error)
+        return f"SeedRuns({', '.join([f'{len(self.runs)} seeds', *changes[:1]])}, {self.folder})"
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self))
+
     def failures(self) -> list[str]:
+        """Return a line for each gate that a pack has failed."""
         lines = []
         for seed, run in self.runs.items():
             lines += failures(run.report["gates"], f"seed-{seed}")
@@ -36,7 +74,7 @@ class Seeds:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report of each pack, and mean and standard error of every number in them."""
-        reports = [run.report for run in self.runs.values()]
+        reports = self._reports()
         return {
             "folder": str(self.folder),
             "seeds": list(self.runs),
@@ -44,8 +82,71 @@ class Seeds:
             "packs": reports,
         }
 
+    def _reports(self) -> list[dict[str, Any]]:
+        return [run.report for run in self.runs.values()]
 
-def train_seeds(request: Request) -> Seeds:
+
+@answers_other_names
+def train_seeds(  # noqa: PLR0913 (the public face)
+    base: Base | str | Path = TINY,
+    data: Data | None = None,
+    lora: LoRAConfig | Mapping[str, Any] | None = None,
+    train: TrainConfig | Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    columns: DataConfig | None = None,
+    *,
+    seeds: int = 3,
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    force: bool = False,
+    progress: bool = True,
+    display: Display | None = None,
+) -> SeedRuns:
+    """Train packs with several seeds in one batch, and save each.
+
+    They share the base and each step; each has its own order of examples, optimizer and
+    validations, and equals the pack of `train_pack` with its seed up to rounding.
+
+    Args:
+        base: As of `train_pack`.
+        data: As of `train_pack`.
+        lora: As of `train_pack`.
+        train: As of `train_pack`; its ``seed`` is the first of ``seeds`` successive ones.
+        out: Folder for the packs, which are ``seed-0`` and so on. Required.
+        columns: As of `train_pack`.
+        seeds: Number of packs, at least 2.
+        overwrite: Whether to replace packs and runs in ``out``.
+        resume: Whether to continue all runs in ``out`` from their newest common checkpoint.
+        trust_remote_code: As of `train_pack`.
+        force: As of `train_pack`.
+        progress: As of `train_pack`; the progress is the first seed's.
+        display: As of `train_pack`.
+
+    Returns:
+        The packs with their runs and reports, and the mean and standard error of every number.
+
+    Raises:
+        PackError: As of `train_pack`, or if packs in one batch cannot have a setting. If the loss
+            of a pack is not finite, the others are trained and saved first.
+        RunStopped: If a signal ended the runs; each has a checkpoint.
+    """
+    if seeds < 2:
+        raise PackError(f"--seeds: must be at least 2, but is {seeds}.", flag="seeds")
+
+    recipe = recipe_of(
+        *(base, data, lora, train, columns),
+        out=out,
+        seeds=seeds,
+        overwrite=overwrite,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+    )
+    display = display or Display(NORMAL if progress else QUIET)
+    return train_with_seeds(Request(recipe, base, display, force))
+
+
+def train_with_seeds(request: Request) -> SeedRuns:
     """Train a pack for each of ``seeds`` seeds, from that of the recipe on.
 
     Each is a pack of its own in ``out``: ``seed-0``, and its run ``seed-0-run``. The first shows
@@ -76,7 +177,7 @@ def train_seeds(request: Request) -> Seeds:
     )
 
     runs = train_together([_of_seed(request, folder, seed) for seed in seeds])
-    result = Seeds(folder, dict(zip(seeds, runs, strict=True)))
+    result = SeedRuns(folder, dict(zip(seeds, runs, strict=True)))
     atomic_write(folder / SUMMARY, to_json(result.to_json()))
     return result
 
@@ -122,23 +223,29 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, known
 
 
-def report_lines(result: Seeds) -> list[str]:
+def _changes(mean: Mapping[str, float], errors: Mapping[str, float]) -> list[str]:
+    """Return the held-out numbers before and after training in words, with their errors."""
+    changes = []
+    for name in mean:
+        before = name.replace("_after", "_before")
+        if name.endswith("_after") and before in mean:
+            change = f"{name.removesuffix('_after')} {mean[before]:.4g} → {mean[name]:.4g}"
+            changes.append(f"{change} ± {errors[name]:.2g}")
+    return changes
+
+
+def report_lines(result: SeedRuns) -> list[str]:
     """Return the results of seeds for people: their mean, a line for each pack, and the files."""
     values = result.to_json()
     mean = values["mean"]
     errors = values["standard_error"]
 
-    changes = []
-    for name in mean:
-        before = name.replace("_after", "_before")
-        if name.endswith("_after") and before in mean:
-            error = errors[name]
-            changes.append(f"{name.removesuffix('_after')} {mean[before]:.4g} → {mean[name]:.4g}")
-            changes[-1] += f" ± {error:.2g}"
-
+    changes = _changes(mean, errors)
     lines = [
         f"mean    {' · '.join(changes)} (± standard error of {len(result.runs)} seeds)",
         f"loss    {mean['first_loss']:.4g} → {mean['last_loss']:.4g} ± {errors['last_loss']:.2g}",
+        f"speed   {mean['tokens_per_s']:.4g} ± {errors['tokens_per_s']:.2g} tok/s of each pack · "
+        f"peak {mean['peak_gb']:.2g} GB",
     ]
 
     for seed, run in result.runs.items():

@@ -9,20 +9,21 @@ from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.optimizer import arguments_of
-from ..config.recipe import Recipe, RunOptions, check_data_named
+from ..config.recipe import Recipe, RunOptions, check_data_named, from_configs
 from ..config.schema import TrainConfig
+from ..data.in_memory import Data, columns_of
 from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
 from ..optim import updates_of
-from ..tasks.phases import PhaseData, RunPhase, resolve_phases
+from ..packs.base import Base
+from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
 from .run_folder import ResumePoint
 
 if TYPE_CHECKING:
-    from ..packs.base import Base
     from ..tasks.rewards import RewardFunction
 
 
@@ -31,14 +32,14 @@ class Request:
     """What a caller asks for; a PackError if no examples are named, or a function is unfit."""
 
     recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
-    base: "Base | str | Path"  # a loaded base, or what `load_base` takes
+    base: Base | str | Path  # a loaded base, or what `load_base` takes
     display: Display
     force: bool = False  # whether to train although the memory plan exceeds the machine
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: "RewardFunction | None" = None  # of generated completions
     packs: int = 1  # that share the steps of this run, its own among them
-    open_base: "Callable[..., Base] | None" = None  # in place of `load_base`
+    open_base: Callable[..., Base] | None = None  # in place of `load_base`
 
     def __post_init__(self) -> None:
         check_data_named(self.recipe)
@@ -78,6 +79,27 @@ class Request:
         options = {**self.recipe.run, "report_to": None}
         recipe = replace(self.recipe, run=options)
         return replace(self, recipe=recipe, display=Display(QUIET), callbacks=())
+
+
+def recipe_of(
+    base: Base | str | Path,
+    data: Data | None,
+    lora: LoRAConfig | Mapping[str, Any] | None,
+    train: TrainConfig | Mapping[str, Any] | None,
+    columns: DataConfig | None,
+    **options: Any,
+) -> Recipe:
+    """Return the recipe of the arguments of `train_pack`; ``options`` are those of `RunOptions`."""
+    name = str(base)
+    if isinstance(base, Base):
+        name = base.name
+
+    recipe = from_configs(lora, train, {"model": name, **options})
+    if data is not None:
+        check_data_used(recipe.train)
+    if data is not None or columns is not None:
+        recipe = replace(recipe, data=columns_of(data, columns), names_data=True)
+    return recipe
 
 
 def _check_task(argument: str, tasks: Sequence[str]) -> None:

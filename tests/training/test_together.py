@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, Pack
+from mlx_packs import LoRAConfig, Pack, train_pack, train_seeds
 from mlx_packs.cli.main import main
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.recipe import Recipe
@@ -20,7 +20,7 @@ from mlx_packs.nn.joint_lora import copied, joint_model
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import checkpoints, common_batch
-from mlx_packs.training.seeds import statistics, train_seeds
+from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.together import train_together
 from tests.helpers.errors import raises
@@ -149,7 +149,7 @@ def test_a_dense_copy_of_the_base_is_shared(rows, request_of):
 
 def test_seeds_have_a_pack_each_and_their_mean(rows, request_of):
     display = Lines()
-    result = train_seeds(request_of("out", seeds=2, seed=3, display=display))
+    result = train_with_seeds(request_of("out", seeds=2, seed=3, display=display))
     assert [line for line in display.lines if line.startswith("seeds 2 packs in one batch")]
 
     stored = json.loads(Path("out/seeds.json").read_text())
@@ -161,6 +161,36 @@ def test_seeds_have_a_pack_each_and_their_mean(rows, request_of):
     assert stored["standard_error"]["ppl_after"] == pytest.approx(error)
     recipe = Pack.open("out/seed-4").manifest["recipe"]
     assert recipe["seed"] == 4 and "seeds" not in recipe
+
+
+def test_python_trains_seeds_on_a_loaded_base_and_examples_in_memory(here, small):
+    data = {"train": iter(CHATS), "valid": CHATS[:1]}
+    lora = LoRAConfig(rank=2)
+    runs = train_seeds(small, data, lora, TRAIN, "out", seeds=2, progress=False)
+
+    assert list(runs.runs) == [0, 1]
+    assert [pack.path for pack in runs.packs] == [Path("out/seed-0"), Path("out/seed-1")]
+    assert runs.mean["ppl_after"] == pytest.approx(
+        sum(run.report["ppl_after"] for run in runs.runs.values()) / 2
+    )
+    assert runs.standard_error["ppl_after"] > 0
+    assert repr(runs).startswith("SeedRuns(2 seeds, ppl ") and "±" in repr(runs)
+    assert str(runs).startswith("mean    ppl ")
+    assert runs.to_json() == json.loads(Path("out/seeds.json").read_text())
+
+    data = {"train": CHATS, "valid": CHATS[:1]}
+    alone = train_pack(small, data, lora, replace(TRAIN, seed=1), "alone", progress=False)
+    assert difference("out/seed-1", "alone") < 1e-6
+    assert runs.runs[1].report["ppl_after"] == pytest.approx(alone.report["ppl_after"], rel=1e-5)
+
+
+def test_python_says_what_seeds_need(here, small):
+    with raises("invalid", "seeds", "at least 2"):
+        train_seeds(small, CHATS, out="out", seeds=1)
+    with raises("conflict", "out"):
+        train_seeds(small, CHATS)
+    with raises("unknown", "seed", "train=mp.TrainConfig(seed=...)"):
+        train_seeds(small, CHATS, out="out", seed=1)
 
 
 def test_mean_and_standard_error_are_of_numbers_that_all_have():
@@ -178,7 +208,7 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
 
 def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of, monkeypatch):
     whole = request_of("whole", seeds=2)
-    train_seeds(whole)
+    train_with_seeds(whole)
 
     sent = []
 
@@ -190,7 +220,7 @@ def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of,
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with pytest.raises(RunStopped) as stopped:
-            train_seeds(request_of("out", seeds=2))
+            train_with_seeds(request_of("out", seeds=2))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert common_batch([Path(f"out/seed-{seed}-run") for seed in (0, 1)]) == 2
 
@@ -199,7 +229,7 @@ def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of,
     newest.rename("elsewhere")
     assert common_batch([Path(f"out/seed-{seed}-run") for seed in (0, 1)]) == 1
 
-    train_seeds(request_of("out", seeds=2, resume=True))
+    train_with_seeds(request_of("out", seeds=2, resume=True))
     for seed in (0, 1):
         ours = Path(f"out/seed-{seed}-run/step-000003/adapters.safetensors").read_bytes()
         theirs = Path(f"whole/seed-{seed}-run/step-000003/adapters.safetensors").read_bytes()
@@ -262,7 +292,7 @@ def test_settings_of_one_pack_alone_are_refused(setting, value):
 def test_adapters_of_embeddings_are_refused_before_anything_is_written(rows, request_of):
     lora = LoRAConfig(target_modules=("embed_tokens",))
     with raises("unsupported", "seeds", "embed_tokens"):
-        train_seeds(request_of("out", seeds=2, lora=lora))
+        train_with_seeds(request_of("out", seeds=2, lora=lora))
     assert not Path("out").exists()
 
 
@@ -270,11 +300,11 @@ def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
     request = request_of("out", seeds=2)
     nameless = replace(request.recipe, run={"seeds": 2, "model": "small"})
     with raises("conflict", "out"):
-        train_seeds(replace(request, recipe=nameless))
+        train_with_seeds(replace(request, recipe=nameless))
 
     train_request(request_of("pack"))
     with raises("exists", "out", "pack"):
-        train_seeds(request_of("pack", seeds=2))
+        train_with_seeds(request_of("pack", seeds=2))
 
 
 def test_copies_of_a_model_have_its_weights(small):
@@ -296,7 +326,7 @@ def test_the_command_prints_the_mean(rows, small_folder, capsys):
     assert not ended.value.code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mean ") and "±" in lines[0] and "2 seeds" in lines[0]
-    assert [line.split()[0] for line in lines[2:4]] == ["seed-0", "seed-1"]
+    assert [line.split()[0] for line in lines[1:5]] == ["loss", "speed", "seed-0", "seed-1"]
 
     longer = f"train --seeds 2 --out out --resume --iters 3 --model {small_folder}"
     with pytest.raises(SystemExit) as ended:
