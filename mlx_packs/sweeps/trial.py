@@ -38,7 +38,7 @@ class Result:
     train_s: float | None = None  # without evaluations
     peak_gb: float | None = None  # of MLX's memory, in 10^9 bytes
     error: str = ""  # why there is no pack; empty if there is one
-    packs: int = 1  # trained in one batch, whose steps and validations the time includes
+    packs: int = 1  # trained in one batch, whose steps the time is of
 
     @property
     def passed(self) -> bool:

@@ -6,6 +6,7 @@ padded at their ends to the longest of all, which no input before sees.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from ..nn.lora import EmbeddingLoRA, GroupedLoRA
 from ..nn.segments import segment_numbers
 from ..objectives.causal_lm import forward, part_of, segments_of
 from ..runtime import mx
-from .step import DueStep, StartedStep, Stepper, runs_ahead
+from .step import DueStep, JointTime, StartedStep, Stepper, runs_ahead
 
 _READ = {"tokens", "positions", "targets", "owners", "segments", "labels", "reference"}
 Arrays = dict[str, mx.array]
@@ -51,6 +52,7 @@ class JointStepper:
         for each in due:
             check_batch(each.batch)
 
+        joint = JointTime()
         steppers = [each.step.stepper for each in due]
         own = [each.step.stepper.arrays(each.batch) for each in due]
         shared = joined_rows([each.batch for each in due])
@@ -60,14 +62,15 @@ class JointStepper:
             self._evaluate([stepper.state for stepper in steppers], losses, norms)
 
             pairs = zip(losses, norms, strict=True)
-            return [StartedStep(loss, 1, norm) for loss, norm in pairs]
+            return [StartedStep(loss, 1, norm, joint) for loss, norm in pairs]
 
         values, grads = self._function(self._gather, steppers)(shared, own)
         self._evaluate(values, grads)
-        return [
+        started = [
             each.step.stepper.take_gradients(total, (count, grad), each.batch, each.last)
             for each, (total, count), grad in zip(due, values, grads, strict=True)
         ]
+        return [replace(each, joint=joint) for each in started]
 
     def whole(
         self, steppers: Sequence[Stepper], shared: Arrays, own: Sequence[Arrays]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from ..bases.files import TINY
@@ -207,11 +208,8 @@ def statistics(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, floa
     errors = {}
     for name in names:
         values = [each[name] for each in numbers]
-        mean = sum(values) / len(values)
-        squares = sum((value - mean) ** 2 for value in values)
-
-        means[name] = mean
-        errors[name] = math.sqrt(squares / (len(values) - 1) / len(values))
+        means[name] = fmean(values)
+        errors[name] = stdev(values) / math.sqrt(len(values))
     return {"mean": means, "standard_error": errors}
 
 

@@ -6,9 +6,10 @@ of a batch add up to it: `BatchStep` takes one in pieces, or the share of a rank
 """
 
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
     from .update_prefix import UpdatePrefix
 
 
+@dataclass
+class JointTime:
+    """When the step of several runs began, and when the first of them has read it.
+
+    What a run does between, such as a validation, is not time of the others' steps.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+
+    def end(self) -> None:
+        if self.ended is None:
+            self.ended = time.perf_counter()
+
+
 @dataclass(frozen=True)
 class StartedStep:
     """A step that MLX computes or has computed."""
@@ -35,11 +51,15 @@ class StartedStep:
     loss: mx.array  # the mean over the batch's targets, or their sum
     count: int  # what the sum is divided by; 1 for a mean
     norm: mx.array | None  # of the gradient of its update; None without one
+    joint: JointTime | None = None  # of a step of several runs
 
     def read(self) -> tuple[float, float]:
         """Return mean loss and gradient norm (0 without an update), once the step is computed."""
         norm = 0.0 if self.norm is None else self.norm.item()
-        return self.loss.item() / self.count, norm
+        loss = self.loss.item() / self.count
+        if self.joint is not None:
+            self.joint.end()
+        return loss, norm
 
 
 class Stepper:

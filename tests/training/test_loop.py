@@ -56,7 +56,8 @@ class Recorder(Observer):
         self.waiting = 0 if last else self.waiting + 1
         number = self.started
         self.log.append(f"start {number}")
-        return SimpleNamespace(read=lambda: (self.log.append(f"read {number}"), (1.0, 2.0))[1])
+        read = lambda: (self.log.append(f"read {number}"), (1.0, 2.0))[1]  # noqa: E731
+        return SimpleNamespace(read=read, joint=None)
 
     def on_step(self, line):
         self.log.append(f"step {line['batch']}")
@@ -186,7 +187,7 @@ def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
     def timed(self, *args):
         now[0] += 1
         started = start(self, *args)
-        return SimpleNamespace(read=passing(10, started.read))
+        return SimpleNamespace(read=passing(10, started.read), joint=None)
 
     monkeypatch.setattr(Recorder, "start", timed)
     seconds = []

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from mlx_packs.training.run_folder import checkpoints, common_batch
 from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.together import train_together
+from mlx_packs.training.update_guard import UpdateGuard
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.preferences import preference, rated
@@ -204,6 +206,24 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
     assert found["standard_error"] == pytest.approx(
         {"loss": (14 / 2 / 3) ** 0.5, "held_out.rows": 0}
     )
+
+
+def test_the_time_of_a_pack_has_no_validation_of_another(rows, request_of, monkeypatch):
+    validate = UpdateGuard.validate
+
+    def slowly(*args):
+        time.sleep(0.15)
+        return validate(*args)
+
+    monkeypatch.setattr(UpdateGuard, "validate", slowly)
+    runs = train_together([request_of(f"out-{i}", seed=i) for i in range(3)])
+    spent = [run.report["train_s"] for run in runs]
+    assert max(spent) - min(spent) < 0.15
+
+    for run in runs:
+        rates = [line["tokens_per_s"] for line in run.curve if "loss" in line]
+        tokens = run.report["trained_tokens"] / len(rates)
+        assert tokens / max(rates) < 0.15  # a step after the first, which compiles
 
 
 def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of, monkeypatch):
