@@ -15,7 +15,7 @@ from mlx_packs.cli.main import main
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.config.schema import TrainConfig
-from mlx_packs.config.together import check_together
+from mlx_packs.config.together import OWN, check_together
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.nn.joint_lora import copied, joint_model
@@ -122,7 +122,47 @@ def test_packs_of_chats_are_what_they_are_alone(rows, request_of):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
-@pytest.mark.slow  # a second; chats are in the default suite
+LM = [
+    {"iters": 2, "label_smoothing": 0.1, "warmup_steps": 2},
+    {"optimizer": "lion", "weight_decay": 0.1, "betas": (0.8, 0.9), "lora": {"rslora": True}},
+    {"z_loss": 0.1, "max_grad_norm": 0.1, "lora": {"rank_pattern": {"v_proj": 4}, "rank": 1}},
+]
+DPO = [
+    {"beta": 0.3, "loraplus_lr_ratio": 4.0, "lr_schedule": "constant"},
+    {"label_smoothing": 0.1, "warmup_ratio": 0.5},
+    {"lora": {"alpha_pattern": {"q_proj": 1.0}}, "warmup_from_zero": True, "warmup_steps": 1},
+]
+KTO = [{"desirable_weight": 0.5}, {"undesirable_weight": 2.0}, {"beta": 0.5}]
+SIMPO = [{"simpo_gamma": 0.1}, {"beta": 3.0}]
+CPO = [{"cpo_alpha": 0.1}, {"label_smoothing": 0.2}]
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "settings"),
+    [
+        ("lm", "chats", LM),
+        ("dpo", "pairs", DPO),
+        ("kto", "rated", KTO),
+        ("simpo", "pairs", SIMPO),
+        ("cpo", "pairs", CPO),
+    ],
+)
+def test_packs_have_settings_of_their_own(rows, request_of, task, data, settings):
+    def requests(where: str) -> list[Request]:
+        own = [(each.pop("lora", {}), each) for each in map(dict, settings)]
+        return [
+            request_of(f"{where}-{i}", data, LoRAConfig(**{"rank": 2, **lora}), task=task, **train)
+            for i, (lora, train) in enumerate(own)
+        ]
+
+    assert {name for each in settings for name in each} - {"lora"} <= OWN
+    train_together(requests("together"))
+    for i, request in enumerate(requests("alone")):
+        train_request(request)
+        batches = request.recipe.train.iters
+        assert difference(f"together-{i}", f"alone-{i}", batches) < 1e-6
+
+
 def test_packs_of_packed_pairs_are_what_they_are_alone(rows, request_of):
     settings = {"data": "pairs", "task": "dpo", "packing": True, "recompute": "block"}
     assert max(train_both(request_of, **settings, grad_accumulation_steps=2)) < 1e-6
