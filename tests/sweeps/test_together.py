@@ -17,6 +17,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.sweeps import process, trial
 from mlx_packs.sweeps.together import MOST, batches_of_trials, described
 from mlx_packs.sweeps.trial import LOG, RECIPE, TOO_LARGE, Result, Trial, train_trials, write_result
+from mlx_packs.training.unattended import CRASHED
 from tests.helpers.checkpoints import write_checkpoint
 from tests.sweeps.test_sweep import leaderboard, run_sweep, write_sweep
 
@@ -205,6 +206,37 @@ def test_a_trial_that_diverges_leaves_the_others(sweep_of):
     fails, trains = process.train_trials(trials, None)
     assert fails.error and not trains.error
     assert not trials[0].pack.exists() and trials[1].pack.exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "trials", "code"),
+    [
+        (PackError("too large", "memory"), 2, TOO_LARGE),
+        (PackError("an embedding", "unsupported"), 2, CRASHED),
+        (PackError("the disk is full", "unwritable"), 2, 2),
+        (ZeroDivisionError(), 2, CRASHED),
+        (PackError("too large", "memory"), 1, None),
+    ],
+)
+def test_how_a_process_says_why_trials_failed(here, monkeypatch, fault, trials, code):
+    """Of one trial the reason is its result; of a batch the parent has to know what to do next."""
+
+    def train(trials, until):
+        raise fault
+
+    monkeypatch.setattr(process, "train_trials", train)
+    monkeypatch.setattr(process, "_end_with_parent", lambda: None)
+    folders = [str(here / str(number)) for number in range(trials)]
+    monkeypatch.setattr(sys, "argv", ["process", *folders, "0", "0"])
+
+    if code is None:
+        process.main()
+        assert Trial(1, {}, here / "0").result(0).error == "too large"
+        return
+    with pytest.raises(SystemExit) as ended:
+        process.main()
+    assert ended.value.code == code
+    assert not list(here.rglob("result-0.json"))
 
 
 def test_a_trial_that_began_alone_continues_alone(here, runs, monkeypatch):
