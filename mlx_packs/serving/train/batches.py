@@ -1,6 +1,6 @@
 """Datums of a request as checked rows, and rows as padded batches of arrays."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,8 @@ from .losses import Loss
 from .wire import RawDatum
 
 _MULTIPLE = 8  # rows are padded to a length that it divides
+_SMALL = 256  # inputs of a pass that takes about as long with fewer
+_LEAST_USED = 0.75  # of the inputs of a larger pass; the others are padding
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Row:
     targets: np.ndarray
     inputs: Mapping[str, np.ndarray | float]
     shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Inputs or targets, whichever are more."""
+        return max(len(self.tokens), len(self.targets))
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def _loss_inputs(
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of one forward pass.
+    """Rows of one model in a forward pass.
 
     Attributes:
         numbers: of the rows in their request.
@@ -122,32 +129,41 @@ class RowBatch:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def batches_of(rows: Sequence[Row], tokens: int) -> Iterator[RowBatch]:
-    """Yield batches of rows, similar lengths together, of at most ``tokens`` inputs and targets.
+@dataclass
+class Room:
+    """The room of a forward pass, whose rows are padded to the longest: ``most`` inputs in all.
 
-    A row that is longer is a batch of its own.
+    A row that is longer is a pass of its own.
     """
-    waiting: list[int] = []
-    for number in sorted(range(len(rows)), key=lambda i: -_size(rows[i])):
-        longest = _size(rows[waiting[0]]) if waiting else 0
-        if waiting and longest * (len(waiting) + 1) > tokens:
-            yield _laid_out(rows, waiting)
-            waiting = []
-        waiting.append(number)
 
-    if waiting:
-        yield _laid_out(rows, waiting)
+    most: int
+    rows: int = 0
+    longest: int = 0
+    used: int = 0  # inputs that are no padding
+
+    def takes(self, row: Row) -> bool:
+        """Return whether another row fits, without too much padding; it has its place then."""
+        longest = max(self.longest, row.size)
+        inputs = longest * (self.rows + 1)
+        used = self.used + row.size
+        if self.rows and (inputs > self.most or used < _LEAST_USED * inputs and inputs > _SMALL):
+            return False
+
+        self.rows += 1
+        self.longest = longest
+        self.used = used
+        return True
 
 
-def _size(row: Row) -> int:
-    return max(len(row.tokens), len(row.targets))
+def padded_width(rows: Sequence[Row]) -> int:
+    """Return the inputs to which rows of one pass are padded."""
+    longest = max(len(row.tokens) for row in rows)
+    return -(-longest // _MULTIPLE) * _MULTIPLE
 
 
-def _laid_out(rows: Sequence[Row], numbers: Sequence[int]) -> RowBatch:
+def batch_of(rows: Sequence[Row], numbers: Sequence[int], width: int) -> RowBatch:
+    """Return some rows of a request, by their numbers, padded to a width."""
     chosen = [rows[number] for number in numbers]
-    longest = max(len(row.tokens) for row in chosen)
-    width = -(-longest // _MULTIPLE) * _MULTIPLE
-
     tokens = np.zeros((len(chosen), width), np.int32)
     positions = []
     for i, row in enumerate(chosen):

@@ -1,7 +1,7 @@
 """The models in training: which are loaded, and what their clients have them do.
 
-Requests of one model are computed in the order of their arrival, those of several models in turn,
-one batch at a time; the thread that computes does other work between two batches.
+Requests of one model are computed in the order of their arrival. Forward passes of several models
+that wait at once are one (`CallQueue`); the thread that computes does other work between two.
 """
 
 import asyncio
@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from ...errors import PackError
 from ...packs.pack import Pack
 from ..generation import Generator
-from .batches import Row, RowLimits, batches_of, checked_row
+from .batches import Row, RowLimits, checked_row
+from .calls import Call, CallQueue
 from .losses import find_loss, settings_of
+from .passes import TrainedModel
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
-from .trainer import AdamStep, Adapters, TrainedModel, Trainer, added
+from .trainer import AdamStep, Adapters, Trainer
 from .wire import ForwardRequest, forward_output
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Models:
         self._generator = generator
         self._states = states
         self._trainer = Trainer(generator.registry.slots)
+        self._queue = CallQueue(generator, self._trainer)
         self._models: dict[str, Model] = {}
         self._making = 0  # models that have a place and are not made yet
 
@@ -132,29 +134,16 @@ class Models:
         if not request.data:
             raise PackError("data: has no datum.", flag="data")
 
-        total = 0.0
-        grads = None
-        logprobs: dict[int, np.ndarray] = {}
-        backward = not request.forward_only
-
         async with model.lock:
             self._check_loaded(model)
             rows = await run_in_threadpool(checked)
-            for batch in batches_of(rows, model.trained.batch_tokens):
-                run = partial(self._trainer.run, model.trained, batch, loss, backward)
-                done = await self._call(run)
-                total += done.loss
-                logprobs |= zip(batch.numbers, done.logprobs, strict=True)
+            call = Call(model.id, model.trained, rows, loss, not request.forward_only)
+            await self._queue.compute(call)
+            if call.grads is not None:
+                await self._call(partial(self._trainer.add, model.trained, call.grads))
 
-                if grads is None:
-                    grads = done.grads
-                elif done.grads is not None:
-                    grads = await self._call(partial(added, grads, done.grads))
-
-            if grads is not None:
-                await self._call(partial(self._trainer.add, model.trained, grads))
-
-        return forward_output([logprobs[i] for i in range(len(rows))], {"loss:sum": total})
+        logprobs = [call.logprobs[i] for i in range(len(rows))]
+        return forward_output(logprobs, {"loss:sum": call.total})
 
     async def update(self, model: Model, params: AdamBody) -> float:
         """Update a model by the gradients that wait, and return their norm."""

@@ -1,41 +1,52 @@
 """Models in training over the base of a server; only the thread that computes may call this.
 
-The models share the base. One has its adapters on it for the time of a batch; the packs that are
-served are off the base then, and back before the next token is generated.
+The models share the base. One or several have their adapters on it for the time of a pass; the
+packs that are served are off the base then, and back before the next token is generated.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
-import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from ...adapters.attach import attach
+from ...adapters.attach import attach, install
 from ...adapters.lora import Attached
+from ...adapters.spec import Specs
 from ...adapters.targets import without_narrow
 from ...bases.geometry import find_groups
 from ...bases.model import BaseModel
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...errors import PackError
+from ...nn.joint_lora import RowsLoRA
+from ...nn.lora import GroupedLoRA
 from ...nn.surgery import replace_modules
-from ...objectives.causal_lm import Head, LossOptions, split_head, target_loss
+from ...objectives.causal_lm import split_head
+from ...objectives.shared_prefix import why_length_matters
 from ...packs.compatibility import check_generates
 from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
-from ..slots import PackSlots
-from .batches import RowBatch
-from .losses import Loss, Targets
+from ..slots import PackSlots, places_of, union_of
+from .passes import (
+    MOST_INPUTS,
+    Grads,
+    Lifted,
+    Part,
+    Pass,
+    TrainedModel,
+    compute,
+    share_a_pass,
+)
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
-_BATCH_TOKENS = 2048  # inputs of one pass; 512 where all logits are in memory
-_FULL_LOGITS_TOKENS = 512
+_KEPT = 8  # kinds of models in one pass whose modules are kept
 
 
 @dataclass(frozen=True)
@@ -64,39 +75,12 @@ class AdamStep:
     max_grad_norm: float
 
 
-@dataclass(eq=False)
-class TrainedModel:
-    """Adapters, the gradients that wait for an update, and the state of the optimizer.
-
-    Attributes:
-        modules: what `replace_modules` puts on the base.
-        originals: the base's own modules in their places, in the order of their replacement.
-        grads: sum of the gradients since the last update; None without any.
-    """
-
-    attached: Attached
-    modules: list[tuple[str, nn.Module]]
-    originals: list[tuple[str, nn.Module]]
-    head: Head | None
-    optimizer: optimizers.AdamW
-    rank: int
-    grads: dict | None = None
-
-    @property
-    def batch_tokens(self) -> int:
-        """Inputs that are computed at a time."""
-        if self.head is None or self.head.frozen is None:
-            return _FULL_LOGITS_TOKENS
-        return _BATCH_TOKENS
-
-
 @dataclass(frozen=True)
-class Pass:
-    """A forward pass: its loss, log-probabilities of each row, and gradients or None."""
+class _Shared:
+    """Modules for several models in one pass, and their groups by path."""
 
-    loss: float
-    logprobs: list[np.ndarray]
-    grads: dict | None
+    lifted: Lifted
+    groups: dict[str, RowsLoRA]
 
 
 class Trainer:
@@ -109,6 +93,7 @@ class Trainer:
     def __init__(self, slots: PackSlots) -> None:
         self._slots = slots
         self._base: BaseModel = slots.base
+        self._shared: dict[str, _Shared] = {}
 
     def create(self, adapters: Adapters) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
@@ -140,17 +125,18 @@ class Trainer:
         """Return the model of adapters that are on the base, and take them off."""
         try:
             head = split_head(attached.model)
+            groups = _groups(attached.model)
             originals = list(attached._originals)
             ranks = {s.rank for spec in attached.specs.values() for s in spec.slices}
             optimizer = optimizers.AdamW(0.0, bias_correction=True)
             optimizer.init(attached.model.trainable_parameters())
             mx.eval(attached.model.trainable_parameters(), optimizer.state)
-            modules = attached.lift()
+            lifted = Lifted(attached.lift(), originals)
         except BaseException:
             attached.detach()
             raise
 
-        return TrainedModel(attached, modules, originals, head, optimizer, max(ranks))
+        return TrainedModel(attached, lifted, groups, head, optimizer, max(ranks))
 
     def _targets(self, adapters: Adapters) -> tuple[str, ...]:
         """Return the paths of the linears that get adapters; all but attention count as MLP."""
@@ -176,46 +162,73 @@ class Trainer:
         return tuple(paths)
 
     @contextmanager
-    def _on_base(self, model: TrainedModel) -> Iterator[nn.Module]:
-        """Return the base's model with the adapters of a model on it, for training."""
+    def _on_base(self, lifted: Lifted) -> Iterator[nn.Module]:
+        """Return the base's model with adapters on it, for training."""
         base = self._base.model
         with self._slots.lifted():
-            replace_modules(base, model.modules)
+            replace_modules(base, lifted.modules)
             base.train()
             try:
                 yield base
             finally:
-                for original in reversed(model.originals):
+                for original in reversed(lifted.originals):
                     replace_modules(base, [original])
 
-    def run(self, model: TrainedModel, batch: RowBatch, loss: Loss, backward: bool) -> Pass:
-        """Compute a batch, with its gradient if asked for; `add` keeps it."""
-        arrays = {name: mx.array(values) for name, values in batch.arrays.items()}
-        inputs = {name: mx.array(values) for name, values in batch.inputs.items()}
-        options = LossOptions(gradient=backward)
+    def can_share(self, models: Sequence[TrainedModel], other: TrainedModel) -> bool:
+        """Return whether rows of another model can be computed in one pass with those of models."""
+        if self._turns_by_length:
+            return False
+        return all(share_a_pass(model, other) for model in models)
 
-        with self._on_base(model) as module:
+    @cached_property
+    def _turns_by_length(self) -> bool:
+        """Whether a row would be another one, padded to those of another model."""
+        return why_length_matters(self._base.model, MOST_INPUTS // 2) is not None
 
-            def total() -> tuple[mx.array, mx.array]:
-                nll, _ = target_loss(module, model.head, arrays, options=options)
-                targets = Targets(-nll, inputs, arrays["owners"], len(batch.numbers))
-                return loss.terms(targets).sum(), targets.logprobs
+    def run(self, parts: Sequence[Part], backward: bool) -> list[Pass | PackError]:
+        """Compute a pass, with its gradients if asked for; `add` keeps them.
 
-            grads = None
-            if backward:
-                (value, logprobs), grads = nn.value_and_grad(module, total)()
-            else:
-                value, logprobs = total()
-            mx.eval(value, logprobs, grads)
+        Returns what became of each part.
+        """
+        lifted = parts[0].model.lifted
+        if len(parts) > 1:
+            lifted = self._lifted_of_several(parts)
 
-        _check_finite(value, grads)
-        sizes = [int(np.prod(shape)) for shape in batch.shapes]
-        parts = np.split(np.array(logprobs), np.cumsum(sizes)[:-1])
-        rows = [part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True)]
+        with self._on_base(lifted) as base:
+            return compute(base, parts, backward)
 
-        return Pass(float(value.item()), rows, grads)
+    def _lifted_of_several(self, parts: Sequence[Part]) -> Lifted:
+        """Return modules that compute the rows of each part with the adapters of its model."""
+        specs = union_of([part.model.attached.specs for part in parts])
+        key = repr(places_of(specs))
+        if key not in self._shared:
+            if len(self._shared) >= _KEPT:
+                self._shared.clear()
+            self._shared[key] = self._shared_by(specs)
 
-    def add(self, model: TrainedModel, grads: dict) -> None:
+        shared = self._shared[key]
+        rows = [len(part.batch.numbers) for part in parts]
+        for path, group in shared.groups.items():
+            group.take([part.model.groups.get(path) for part in parts], rows)
+        return shared.lifted
+
+    def _shared_by(self, specs: Specs) -> _Shared:
+        with self._slots.lifted():
+            attached = attach(self._base, specs=specs)
+            try:
+                install(attached, RowsLoRA)
+                groups = {
+                    path: group
+                    for path, group in _groups(attached.model).items()
+                    if isinstance(group, RowsLoRA)
+                }
+                originals = list(attached._originals)
+                return _Shared(Lifted(attached.lift(), originals), groups)
+            except BaseException:
+                attached.detach()
+                raise
+
+    def add(self, model: TrainedModel, grads: Grads) -> None:
         """Add gradients to those that wait for the next update."""
         if model.grads is not None:
             grads = added(model.grads, grads)
@@ -234,9 +247,11 @@ class Trainer:
         optimizer.eps = step.eps
         optimizer.weight_decay = step.weight_decay
 
-        with self._on_base(model) as module:
+        grads = model.grads
+        with self._on_base(model.lifted) as module:
+            tree = tree_map_with_path(lambda name, _: grads[name], module.trainable_parameters())
             update = Update(module, optimizer, step.max_grad_norm, skips=True)
-            norm = update.apply(model.grads, mx.array(1.0))
+            norm = update.apply(tree, mx.array(1.0))
             mx.eval(norm, module.trainable_parameters(), optimizer.state)
 
         model.grads = None
@@ -258,20 +273,14 @@ class Trainer:
         return dict(tree_flatten(model.optimizer.state))
 
 
-def added(grads: dict, others: dict) -> dict:
+def added(grads: Grads, others: Grads) -> Grads:
     """Return the sum of gradients, computed."""
-    total = tree_map(mx.add, grads, others)
+    total = {name: grad + others[name] for name, grad in grads.items()}
     mx.eval(total)
     return total
 
 
-def _check_finite(loss: mx.array, grads: dict | None) -> None:
-    """Raise a PackError if a loss or a gradient is not finite; nothing was changed then."""
-    arrays = [loss, *(grad for _, grad in tree_flatten(grads or {}))]
-    finite = mx.stack([mx.isfinite(array).all() for array in arrays])
-    if not finite.all().item():
-        raise PackError(
-            "The loss or its gradient is not finite, and nothing was added to the gradient. Check "
-            "weights, advantages and logprobs of the datums.",
-            "diverged",
-        )
+def _groups(model: nn.Module) -> dict[str, GroupedLoRA]:
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, GroupedLoRA)
+    }

@@ -5,9 +5,9 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.train import wire
-from mlx_packs.serving.train.batches import RowLimits, batches_of, checked_row
+from mlx_packs.serving.train.batches import Room, RowLimits, batch_of, checked_row, padded_width
 from mlx_packs.serving.train.losses import LOSSES, settings_of
-from mlx_packs.serving.train.wire import MESSAGES, read_forward_request
+from mlx_packs.serving.train.wire import MESSAGES, RawDatum, read_forward_request
 from tests.helpers.tinker import forward_request
 
 LIMITS = RowLimits(context=6, vocab_size=50)
@@ -72,7 +72,7 @@ def test_sparse_targets():
     (datum,) = read_forward_request(sparse_request([0, 1, 3], [2, 0, 1])).data
     assert datum.inputs["target_tokens"].tolist() == [[0, 0, 7], [8, 9, 0]]
     row = checked_row(0, datum, LOSSES["cross_entropy"], {}, LIMITS)
-    (batch,) = batches_of([row], 100)
+    batch = batch_of([row], [0], 8)
     assert batch.arrays["positions"].tolist() == [0, 0, 0, 1, 1, 1] and batch.shapes == ((2, 3),)
 
 
@@ -115,13 +115,33 @@ def test_images_are_rejected():
         read_forward_request(request.SerializeToString())
 
 
-def test_batches_have_similar_lengths_and_few_tokens():
-    rows = [row_of([1] * n, {"target_tokens": [2] * n}) for n in (2, 6, 1, 5, 2)]
-    batches = list(batches_of(rows, 12))
-    assert [batch.numbers for batch in batches] == [(1, 3), (0, 4, 2)]
+def row_of_length(length: int):
+    datum = RawDatum(np.ones(length, np.int32), {"target_tokens": np.ones(length, np.int64)})
+    return checked_row(0, datum, LOSSES["cross_entropy"], {}, RowLimits(4096, 50))
 
-    first = batches[0]
+
+def taken(most: int, *lengths: int) -> list[bool]:
+    room = Room(most)
+    return [room.takes(row_of_length(length)) for length in lengths]
+
+
+def test_the_room_of_a_pass():
+    """Padding counts, a long row is alone, and a large pass has little padding."""
+    assert taken(12, 6, 5, 2) == [True, True, False]
+    assert taken(12, 5, 6, 1) == [True, True, False]
+    assert taken(12, 13, 1) == [True, False]
+    assert taken(256, 120, 8) == [True, True]
+    assert taken(2048, 300, 84) == [True, False]
+    assert taken(2048, 300, 160, 300) == [True, True, True]
+
+
+def test_rows_of_a_pass_are_padded_to_one_width():
+    rows = [row_of([1] * n, {"target_tokens": [2] * n}) for n in (2, 6, 1, 5, 2)]
+    assert padded_width(rows) == 8
+    first = batch_of(rows, [1, 3], 8)
+    assert first.numbers == (1, 3)
     assert first.arrays["tokens"].shape == (2, 8) and first.arrays["tokens"][1, 5] == 0
     assert first.arrays["positions"].tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
     assert first.arrays["owners"].tolist() == [0] * 6 + [1] * 5
     assert first.inputs["weights"].tolist() == [1.0] * 11
+    assert batch_of(rows, [0], 16).arrays["tokens"].shape == (1, 16)

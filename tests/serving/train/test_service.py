@@ -78,7 +78,7 @@ def test_gradients_add_up_in_batches_and_in_requests(client, datum, monkeypatch)
     rows = [datum, (datum[0][:5], {name: values[:5] for name, values in datum[1].items()})]
     norms = []
     for tokens, parts in ((2048, [rows]), (8, [rows]), (2048, [rows[:1], rows[1:]])):
-        monkeypatch.setattr("mlx_packs.serving.train.trainer._BATCH_TOKENS", tokens)
+        monkeypatch.setattr("mlx_packs.serving.train.passes.MOST_INPUTS", tokens)
         model = client.create()
         for part in parts:
             client.forward(model, part)
@@ -399,7 +399,7 @@ def test_errors_leave_the_model_as_it_was(client, datum):
 def test_a_failed_step_is_an_error_of_the_server(client, datum, monkeypatch):
     model = client.create()
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_packs.serving.train.trainer.target_loss", lambda *_, **__: 1 / 0)
+        patch.setattr("mlx_packs.serving.train.passes.target_loss", lambda *_, **__: 1 / 0)
         message, category = client.forward(model, [datum])
     assert category == "server" and "log" in message
     assert client.forward(model, [datum])[0] > 0

@@ -5,8 +5,9 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.serving.train.batches import RowLimits, batches_of, checked_row
+from mlx_packs.serving.train.batches import RowLimits, batch_of, checked_row
 from mlx_packs.serving.train.losses import LOSSES
+from mlx_packs.serving.train.passes import Part
 from mlx_packs.serving.train.trainer import AdamStep, Adapters, Trainer
 from mlx_packs.serving.train.wire import RawDatum
 from tests.helpers.bases import small_base
@@ -26,8 +27,13 @@ def batch(inputs: dict | None = None):
     tokens = np.array([5, 6, 7, 8], np.int32)
     datum = RawDatum(tokens, {"target_tokens": tokens[::-1].astype(np.int64), **(inputs or {})})
     row = checked_row(0, datum, LOSSES["cross_entropy"], {}, RowLimits(16, 4096))
-    (only,) = batches_of([row], 100)
-    return only
+    return batch_of([row], [0], 8)
+
+
+def run(trainer: Trainer, model, backward: bool = True):
+    """Compute the batch alone."""
+    (done,) = trainer.run([Part(model, batch(), LOSSES["cross_entropy"])], backward)
+    return done
 
 
 def test_the_head_is_adapted_and_its_pack_is_served(slots):
@@ -36,7 +42,7 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
     assert "lm_head" in model.attached.specs
     losses = []
     for _ in range(3):
-        done = trainer.run(model, batch(), LOSSES["cross_entropy"], backward=True)
+        done = run(trainer, model)
         losses.append(done.loss)
         trainer.add(model, done.grads)
         assert trainer.update(model, STEP) > 0
@@ -47,13 +53,13 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
 def test_served_packs_are_off_the_base_for_the_time_of_a_batch(slots):
     trainer = Trainer(slots)
     alone = trainer.create(Adapters(4, 0))
-    before = trainer.run(alone, batch(), LOSSES["cross_entropy"], backward=False).loss
+    before = run(trainer, alone, backward=False).loss
 
     slots.add(random_pack_of(slots))
     names = [name for name, _ in slots.base.model.named_modules()]
     other = trainer.create(Adapters(8, 1, train_unembed=False))
     for model in (alone, other):
-        assert trainer.run(model, batch(), LOSSES["cross_entropy"], backward=False).loss == before
+        assert run(trainer, model, backward=False).loss == before
     assert [name for name, _ in slots.base.model.named_modules()] == names
     assert not slots.base.model.training
 
@@ -82,8 +88,8 @@ def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
     trainer = Trainer(slots)
     model = trainer.create(Adapters(4, 0))
     names = [name for name, _ in slots.base.model.named_modules()]
-    monkeypatch.setattr("mlx_packs.serving.train.trainer.target_loss", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlx_packs.serving.train.passes.target_loss", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.run(model, batch(), LOSSES["cross_entropy"], backward=True)
+        run(trainer, model)
     assert [name for name, _ in slots.base.model.named_modules()] == names
     assert not slots.base.model.training and model.grads is None
