@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -346,11 +346,18 @@ class Server:
     async def health(self, _: Request) -> Response:
         running, waiting = self.worker.counts
         alive = self.worker.is_alive
-        facts = {"status": "ok" if alive else "stopping", "running": running, "waiting": waiting}
+        status = "ok" if alive else "stopping"
+        facts: dict[str, Any] = {"status": status, "running": running, "waiting": waiting}
+        if self.training is not None:
+            facts["training"] = self.training.load
         return JSONResponse(facts, 200 if alive else 503)
 
     async def read_metrics(self, _: Request) -> Response:
-        return Response(self.metrics.text(self.worker), media_type=self.metrics.media_type)
+        passes: Mapping[int, int] = {}
+        if self.training is not None:
+            passes = self.training.passes
+        text = self.metrics.text(self.worker, passes)
+        return Response(text, media_type=self.metrics.media_type)
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(_page(), headers=_PAGE_HEADERS)

@@ -1,5 +1,6 @@
 """What a server counts, as Prometheus reads it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
@@ -36,6 +37,12 @@ class Metrics:
         self._waiting = made(Gauge, "waiting", "Requests that wait for a place.")
         self._packs = made(Gauge, "packs", "Packs that are served.")
         self._memory = made(Gauge, "memory_bytes", "Bytes in memory.", ("kind",))
+        self._passes = made(
+            Gauge,
+            "training_passes",
+            "Forward passes of models in training so far, by the models whose rows one had.",
+            ("models",),
+        )
         self._steps = made(Gauge, "steps", "Forward passes so far.")
 
         self._answered = 0
@@ -54,14 +61,19 @@ class Metrics:
             return 1.0
         return self._seconds / self._answered
 
-    def text(self, worker: Any) -> bytes:
-        """Return all numbers in Prometheus's text format; ``worker`` gives those of now."""
+    def text(self, worker: Any, passes: Mapping[int, int]) -> bytes:
+        """Return all numbers in Prometheus's text format.
+
+        ``worker`` gives those of now; ``passes`` are of training, by their number of models.
+        """
         running, waiting = worker.counts
         self._running.set(running)
         self._waiting.set(waiting)
         self._packs.set(len(worker.registry.packs))
         self._steps.set(worker.steps)
 
+        for models, count in passes.items():
+            self._passes.labels(models).set(count)
         for kind, value in (
             ("generated", worker.generated),
             ("prompt", worker.prefilled),

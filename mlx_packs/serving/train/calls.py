@@ -80,6 +80,11 @@ class CallQueue:
         self._before: set[str] = set()
         self._until = 0.0
 
+    @property
+    def waiting(self) -> int:
+        """Calls that are not over."""
+        return len(self._calls)
+
     async def compute(self, call: Call) -> None:
         """Compute a call, with others that wait meanwhile; raise what is wrong with this one."""
         call.turn = next(self._turns)
@@ -147,7 +152,6 @@ class CallQueue:
         now = time.monotonic()
         self._until = now + min(_PATIENCE * (now - began), _MOST_PATIENCE)
         self._before = {call.model_id for call in taken}
-        self.passes[len(parts)] += 1
 
         over: dict[Call, Exception | None] = {}
         for call, part, result in zip(taken, parts, results, strict=True):
@@ -191,10 +195,12 @@ class CallQueue:
     def _computed(self, parts: Sequence[Part], backward: bool) -> Sequence[Pass | Exception]:
         """Compute a pass; if it fails, each part alone, so that one does not fail the others."""
         try:
-            return self._trainer.run(parts, backward)
+            results = self._trainer.run(parts, backward)
         except Exception as error:
             if len(parts) == 1:
                 return [error]
             log.warning("A pass of %d models failed; each is computed alone.", len(parts))
+            return [self._computed([part], backward)[0] for part in parts]
 
-        return [self._computed([part], backward)[0] for part in parts]
+        self.passes[len(parts)] += 1
+        return results

@@ -53,13 +53,17 @@ def lora_config_of(saved: Saved) -> LoraConfigBody | None:
 
 
 class Models:
-    """The models of all sessions, over the base of a generator, whose thread computes."""
+    """The models of all sessions, over the base of a generator, whose thread computes.
+
+    Attributes:
+        queue: calls that wait for a forward pass.
+    """
 
     def __init__(self, generator: Generator, states: States) -> None:
         self._generator = generator
         self._states = states
         self._trainer = Trainer(generator.registry.slots)
-        self._queue = CallQueue(generator, self._trainer)
+        self.queue = CallQueue(generator, self._trainer)
         self._models: dict[str, Model] = {}
         self._making = 0  # models that have a place and are not made yet
 
@@ -138,7 +142,7 @@ class Models:
             self._check_loaded(model)
             rows = await run_in_threadpool(checked)
             call = Call(model.id, model.trained, rows, loss, not request.forward_only)
-            await self._queue.compute(call)
+            await self.queue.compute(call)
             if call.grads is not None:
                 await self._call(partial(self._trainer.add, model.trained, call.grads))
 

@@ -127,7 +127,14 @@ def compute(base: nn.Module, parts: Sequence[Part], backward: bool) -> list[Pass
         for model, values in zip(models, factors, strict=True):
             model.set(values)
         logprobs = _logprobs(base, parts, backward)
-        losses = [_loss(part, values) for part, values in zip(parts, logprobs, strict=True)]
+
+        losses = []
+        for part, values in zip(parts, logprobs, strict=True):
+            batch = part.batch
+            inputs = {name: mx.array(array) for name, array in batch.inputs.items()}
+            owners = mx.array(batch.arrays["owners"])
+            targets = Targets(values, inputs, owners, len(batch.numbers))
+            losses.append(part.loss.terms(targets).sum())
         return sum(losses, mx.array(0.0)), (losses, logprobs)
 
     grads: list[Grads | None] = [None] * len(parts)
@@ -174,12 +181,6 @@ def _of_head(base: nn.Module, parts: Sequence[Part], states: mx.array, backward:
     inputs = {"targets": mx.array(targets), "target_states": states}
     nll, _ = target_loss(base, parts[0].model.head, inputs, options=LossOptions(gradient=backward))
     return -nll
-
-
-def _loss(part: Part, logprobs: mx.array) -> mx.array:
-    inputs = {name: mx.array(values) for name, values in part.batch.inputs.items()}
-    owners = mx.array(part.batch.arrays["owners"])
-    return part.loss.terms(Targets(logprobs, inputs, owners, len(part.batch.numbers))).sum()
 
 
 def _result(

@@ -107,6 +107,20 @@ class TrainingService:
             for path, handler in handlers.items()
         }
 
+    @property
+    def passes(self) -> Mapping[int, int]:
+        """Forward passes so far, by the number of models whose rows they had."""
+        return self._models.queue.passes
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """What there is to compute, and what was computed together."""
+        return {
+            "models": len(self._models.all),
+            "waiting": self._models.queue.waiting,
+            "passes": {str(models): count for models, count in sorted(self.passes.items())},
+        }
+
     async def end(self, grace: float) -> None:
         """Take no more requests; abort those that are not computed after ``grace`` seconds."""
         await self._results.end(grace)

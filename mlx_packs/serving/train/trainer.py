@@ -7,7 +7,6 @@ packs that are served are off the base then, and back before the next token is g
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
@@ -94,6 +93,7 @@ class Trainer:
         self._slots = slots
         self._base: BaseModel = slots.base
         self._shared: dict[str, _Shared] = {}
+        self._length_matters: bool | None = None
 
     def create(self, adapters: Adapters) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
@@ -175,15 +175,17 @@ class Trainer:
                     replace_modules(base, [original])
 
     def can_share(self, models: Sequence[TrainedModel], other: TrainedModel) -> bool:
-        """Return whether rows of another model can be computed in one pass with those of models."""
-        if self._turns_by_length:
+        """Return whether rows of another model can be computed in one pass with those of models.
+
+        Not if a row that is padded to those of another model is turned in another way by RoPE.
+        """
+        if self._length_matters is None:
+            reason = why_length_matters(self._base.model, MOST_INPUTS // 2)
+            self._length_matters = reason is not None
+
+        if self._length_matters:
             return False
         return all(share_a_pass(model, other) for model in models)
-
-    @cached_property
-    def _turns_by_length(self) -> bool:
-        """Whether a row would be another one, padded to those of another model."""
-        return why_length_matters(self._base.model, MOST_INPUTS // 2) is not None
 
     def run(self, parts: Sequence[Part], backward: bool) -> list[Pass | PackError]:
         """Compute a pass, with its gradients if asked for; `add` keeps them.

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
+from mlx_packs.serving.train import trainer as trainer_module
 from mlx_packs.serving.train.batches import Row, RowLimits, batch_of, checked_row, padded_width
 from mlx_packs.serving.train.losses import LOSSES, settings_of
 from mlx_packs.serving.train.passes import Part, Pass, share_a_pass
@@ -156,3 +157,14 @@ def test_models_that_cannot_share_a_pass():
         assert trainer.can_share([], head) and not trainer.can_share([plain], head)
     finally:
         slots.close()
+
+
+def test_rows_are_not_padded_where_their_length_matters(monkeypatch):
+    """As with dynamic NTK, where a row alone would be another one."""
+    reason = "its RoPE depends on the length of a row"
+    monkeypatch.setattr(trainer_module, "why_length_matters", lambda *_: reason)
+    slots = slots_of("dense")
+    trainer = Trainer(slots)
+    models = [trainer.create(Adapters(4, seed)) for seed in (0, 1)]
+    slots.close()
+    assert share_a_pass(*models) and not trainer.can_share(models[:1], models[1])
