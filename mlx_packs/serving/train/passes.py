@@ -19,11 +19,13 @@ from ...errors import PackError
 from ...nn.joint_lora import split_rows
 from ...nn.lora import GroupedLoRA
 from ...objectives.causal_lm import Head, LossOptions, forward, part_of, target_loss
+from ...objectives.shared_prefix import why_length_matters
 from .batches import RowBatch
 from .losses import Loss, Targets
 
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
 _MOST_WITH_LOGITS = 512
+_ROUNDING = 0.1  # of logits in half precision, and far below what a wrong mask does
 Grads = dict[str, mx.array]  # by the names of the parameters
 Modules = list[tuple[str, nn.Module]]  # by path
 Factors = dict[str, dict]  # lora_a and lora_b of groups, by the path of each
@@ -94,6 +96,23 @@ def share_a_pass(one: TrainedModel, other: TrainedModel) -> bool:
     if any(spec.experts is not None for spec in (*specs.values(), *others.values())):
         return False
     return all(specs[path].widths == others[path].widths for path in specs if path in others)
+
+
+def padding_matters(model: nn.Module) -> bool:
+    """Return whether what a row begins with depends on padding at its end; computes two short rows.
+
+    As with dynamic NTK, whose RoPE depends on the length of a row, or with a wrong mask.
+    """
+    if why_length_matters(model, MOST_INPUTS // 2) is not None:
+        return True
+
+    row = mx.array([[1, 2, 3, 1, 2, 3, 1, 2]])
+    padded = mx.pad(row, ((0, 0), (0, row.size)))
+    alone = model(row).astype(mx.float32).reshape(-1)
+    beginning = model(padded)[:, : row.size].astype(mx.float32).reshape(-1)
+
+    difference = mx.linalg.norm(beginning - alone) / mx.linalg.norm(alone)
+    return not difference.item() <= _ROUNDING  # nan is none
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from ...nn.joint_lora import RowsLoRA
 from ...nn.lora import GroupedLoRA
 from ...nn.surgery import replace_modules
 from ...objectives.causal_lm import split_head
-from ...objectives.shared_prefix import why_length_matters
 from ...packs.compatibility import check_generates
 from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
@@ -34,13 +33,13 @@ from ...runtime import mx
 from ...training.update import Update
 from ..slots import PackSlots, places_of, union_of
 from .passes import (
-    MOST_INPUTS,
     Grads,
     Lifted,
     Part,
     Pass,
     TrainedModel,
     compute,
+    padding_matters,
     share_a_pass,
 )
 
@@ -93,7 +92,7 @@ class Trainer:
         self._slots = slots
         self._base: BaseModel = slots.base
         self._shared: dict[str, _Shared] = {}
-        self._length_matters: bool | None = None
+        self._padding_matters: bool | None = None
 
     def create(self, adapters: Adapters) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
@@ -177,13 +176,13 @@ class Trainer:
     def can_share(self, models: Sequence[TrainedModel], other: TrainedModel) -> bool:
         """Return whether rows of another model can be computed in one pass with those of models.
 
-        Not if a row that is padded to those of another model is turned in another way by RoPE.
+        Not if padding to the rows of another model would change them.
         """
-        if self._length_matters is None:
-            reason = why_length_matters(self._base.model, MOST_INPUTS // 2)
-            self._length_matters = reason is not None
+        if self._padding_matters is None:
+            with self._slots.lifted():
+                self._padding_matters = padding_matters(self._base.model)
 
-        if self._length_matters:
+        if self._padding_matters:
             return False
         return all(share_a_pass(model, other) for model in models)
 

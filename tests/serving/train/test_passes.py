@@ -8,13 +8,14 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.serving.train import trainer as trainer_module
+from mlx_packs.serving.train import passes
 from mlx_packs.serving.train.batches import Row, RowLimits, batch_of, checked_row, padded_width
 from mlx_packs.serving.train.losses import LOSSES, settings_of
 from mlx_packs.serving.train.passes import Part, Pass, share_a_pass
 from mlx_packs.serving.train.trainer import AdamStep, Adapters, Trainer
 from mlx_packs.serving.train.wire import RawDatum
 from tests.helpers.bases import dense_tiny, first_blocks, small_base
+from tests.helpers.families import family_base
 
 STEP = AdamStep(1e-3, (0.9, 0.95), 1e-12, 0.0, 0.0)
 CROSS = "cross_entropy"
@@ -159,12 +160,18 @@ def test_models_that_cannot_share_a_pass():
         slots.close()
 
 
-def test_rows_are_not_padded_where_their_length_matters(monkeypatch):
-    """As with dynamic NTK, where a row alone would be another one."""
-    reason = "its RoPE depends on the length of a row"
-    monkeypatch.setattr(trainer_module, "why_length_matters", lambda *_: reason)
-    slots = slots_of("dense")
+@pytest.mark.parametrize(("family", "matters"), [("gear", True), ("gpt2", False)])
+def test_models_share_no_pass_where_padding_changes_a_row(family, matters):
+    """As in a family whose attention has a wrong mask in mlx-lm."""
+    slots = PackSlots(family_base(family))
     trainer = Trainer(slots)
-    models = [trainer.create(Adapters(4, seed)) for seed in (0, 1)]
+    models = [trainer.create(Adapters(2, seed)) for seed in (0, 1)]
+    assert share_a_pass(*models)
+    assert trainer.can_share(models[:1], models[1]) is not matters
     slots.close()
-    assert share_a_pass(*models) and not trainer.can_share(models[:1], models[1])
+
+
+def test_padding_matters_where_rope_depends_on_the_length(monkeypatch):
+    reason = "its RoPE depends on the length of a row"
+    monkeypatch.setattr(passes, "why_length_matters", lambda *_: reason)
+    assert passes.padding_matters(first_blocks(1).model)

@@ -97,7 +97,7 @@ def test_settings_of_an_update(client, datum):
 
 
 def test_two_models_do_not_mix(client, datum):
-    """Trained in turn by two sessions at once, each is what it is alone."""
+    """Trained by two sessions at once, each is what it is alone, up to rounding."""
     other = TinkerClient(client.server)
     reversed_datum = datum[0][::-1], {**datum[1], "target_tokens": datum[1]["target_tokens"][::-1]}
 
@@ -112,7 +112,7 @@ def test_two_models_do_not_mix(client, datum):
     alone = [train(client, datum), train(client, reversed_datum)]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(train, (client, other), (datum, reversed_datum)))
-    assert together == alone
+    assert together == [pytest.approx(losses, rel=1e-5) for losses in alone]
 
 
 def test_reinforcement_losses_of_samples(client, generator, tokens):
