@@ -3,6 +3,9 @@
 Each is a sum of one term for each target of each datum; p is the probability that the model gives
 the target, q the one that it had when it was sampled (the input ``logprobs``), A its advantage.
 Definitions: https://tinker-docs.thinkingmachines.ai/tinker/losses
+Thresholds of ppo and cispo: tutorials/202_loss_functions.py of
+https://github.com/thinking-machines-lab/tinker-cookbook, at 9dfcc3a. No default of ``beta``, or of
+the thresholds of gspo, is published; 0.05 is that of the example for dro.
 """
 
 import math
@@ -15,6 +18,7 @@ import mlx.core as mx
 from ...errors import PackError, did_you_mean
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_CLIP_ABOVE = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, (), {}, ("weights",)),
     "importance_sampling": Loss(importance_sampling, _SAMPLED, {}),
     "ppo": Loss(ppo, _SAMPLED, _CLIP),
-    "cispo": Loss(cispo, _SAMPLED, _CLIP),
+    "cispo": Loss(cispo, _SAMPLED, _CLIP_ABOVE),
     "dro": Loss(dro, _SAMPLED, {"beta": 0.05}),
     "gspo": Loss(gspo, (*_SAMPLED, "sequence_ratio_mask"), dict.fromkeys(_CLIP)),
 }

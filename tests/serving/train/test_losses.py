@@ -72,6 +72,16 @@ def test_settings():
             settings_of(LOSSES["ppo"], faulty)
 
 
+def test_the_default_clip_of_cispo_is_one_sided():
+    """As published; a small ratio still scales its term."""
+    given = settings_of(LOSSES["cispo"], {})
+    assert given == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    inputs = {"logprobs": mx.array([-1.0, -3.0]), "advantages": mx.ones(2), **given}
+    targets = Targets(mx.array([-3.0, -1.0]), inputs, mx.array([0, 0]), 1)
+    values = np.array(LOSSES["cispo"].terms(targets))
+    np.testing.assert_allclose(values, [3 * np.exp(-2), 4.0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["custom", "stable_reinforce", "cross-entropy"])
 def test_unknown_losses(name):
     with pytest.raises(PackError, match=name) as caught:
