@@ -4,8 +4,8 @@ The models share the base, which computes all rows at once: first those of one m
 the next. Each row goes through the adapters of its own model, and each model has its own loss.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import mlx.core as mx
@@ -51,6 +51,7 @@ class TrainedModel:
     Attributes:
         groups: the adapters by the path of their module.
         grads: sum of the gradients since the last update; None without any.
+        updates: the compiled update, by its settings.
     """
 
     attached: Attached
@@ -60,6 +61,7 @@ class TrainedModel:
     optimizer: optimizers.AdamW
     rank: int
     grads: Grads | None = None
+    updates: dict[tuple, Callable[[dict], mx.array]] = field(default_factory=dict)
 
     @property
     def has_own_head(self) -> bool:

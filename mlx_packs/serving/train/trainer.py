@@ -4,7 +4,7 @@ The models share the base. One or several have their adapters on it for the time
 packs that are served are off the base then, and back before the next token is generated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -251,8 +251,7 @@ class Trainer:
         grads = model.grads
         with self._on_base(model.lifted) as module:
             tree = tree_map_with_path(lambda name, _: grads[name], module.trainable_parameters())
-            update = Update(module, optimizer, step.max_grad_norm, skips=True)
-            norm = update.apply(tree, mx.array(1.0))
+            norm = _update_of(model, module, step)(tree)
             mx.eval(norm, module.trainable_parameters(), optimizer.state)
 
         model.grads = None
@@ -279,6 +278,27 @@ def added(grads: Grads, others: Grads) -> Grads:
     total = {name: grad + others[name] for name, grad in grads.items()}
     mx.eval(total)
     return total
+
+
+def _update_of(
+    model: TrainedModel, module: nn.Module, step: AdamStep
+) -> Callable[[dict], mx.array]:
+    """Return what updates a model on its base by gradients, compiled for the settings of a step.
+
+    The learning rate is part of the optimizer's state, so that a schedule compiles nothing anew.
+    """
+    settings = (step.betas, step.eps, step.weight_decay, step.max_grad_norm)
+    if settings not in model.updates:
+        update = Update(module, model.optimizer, step.max_grad_norm, skips=True)
+        factors = [group.state for group in model.groups.values()]
+        state = [factors, model.optimizer.state]
+
+        def apply(grads: dict) -> mx.array:
+            return update.apply(grads, mx.array(1.0))
+
+        model.updates.clear()
+        model.updates[settings] = mx.compile(apply, inputs=state, outputs=state)
+    return model.updates[settings]
 
 
 def _groups(model: nn.Module) -> dict[str, GroupedLoRA]:

@@ -1,5 +1,7 @@
 """The trainer on a base whose head is its own, without a server."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,19 @@ def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
         run(trainer, model)
     assert [name for name, _ in slots.base.model.named_modules()] == names
     assert not slots.base.model.training and model.grads is None
+
+
+def test_each_update_has_its_own_settings(slots):
+    """What is kept of an update, compiled on a GPU, is of its settings and of no others."""
+    trainer = Trainer(slots)
+    models = [trainer.create(Adapters(4, 0)) for _ in range(2)]
+    changes = [{}, {"max_grad_norm": 0.1}, {"betas": (0.5, 0.6)}, {"learning_rate": 1e-3}, {}]
+    for change in changes:
+        for model in models:
+            trainer.add(model, run(trainer, model).grads)
+            trainer.update(model, replace(STEP, **change))
+        models[1].updates.clear()
+
+    kept, anew = (model.attached.tensors() for model in models)
+    assert all(np.array_equal(np.array(kept[name]), np.array(anew[name])) for name in anew)
+    assert len(models[0].updates) == 1
