@@ -26,6 +26,7 @@ NAMES = (
     "trees",
     "image_steps",
     "together",
+    "clients",
     "quantization_error",
     "plan_accuracy",
     "quantize",

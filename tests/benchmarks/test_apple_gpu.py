@@ -81,6 +81,20 @@ def test_packs_in_one_batch_cost_less_on_short_rows_alone():
     assert long_together.name == "mlx_packs quantized, 3 packs"
 
 
+@pytest.mark.slow
+def test_clients_in_one_pass_cost_less_on_short_rows_alone():
+    """The server's own trainer is laid out: adapters, losses and updates are of each client."""
+    jobs = [
+        StepJob(QWEN3_4B, 1, length, packs=n, clients=True) for length in (88, 1024) for n in (1, 2)
+    ]
+    short, short_together, long, long_together = lay_out([(OURS, job) for job in jobs])
+    for chip, one in short.whole.seconds.items():
+        assert 0.75 < short_together.whole.seconds[chip] / (2 * one) < 0.9
+        one = long.whole.seconds[chip]
+        assert long_together.whole.seconds[chip] / (2 * one) == pytest.approx(1, abs=0.05)
+    assert short_together.name == "mlx_packs quantized, 2 packs of clients"
+
+
 # A step with made-up costs, for what only adds them up.
 COSTS = Costs(100.0, 90.0, 4e9, 1e12, 1e9, {chip: 0.01 for chip in CHIPS})
 STEP = Step(OURS, StepJob(QWEN3_4B, 1, 2048), 2048, COSTS, {}, COSTS, 0)

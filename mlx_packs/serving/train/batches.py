@@ -10,7 +10,7 @@ from .losses import Loss
 from .wire import RawDatum
 
 _MULTIPLE = 8  # rows are padded to a length that it divides
-_SMALL = 256  # inputs of a pass that takes about as long with fewer
+SMALL = 256  # inputs of a pass in which others take little time
 _LEAST_USED = 0.75  # of the inputs of a larger pass; the others are padding
 
 
@@ -146,7 +146,7 @@ class Room:
         longest = max(self.longest, row.size)
         inputs = longest * (self.rows + 1)
         used = self.used + row.size
-        if self.rows and (inputs > self.most or used < _LEAST_USED * inputs and inputs > _SMALL):
+        if self.rows and (inputs > self.most or used < _LEAST_USED * inputs and inputs > SMALL):
             return False
 
         self.rows += 1

@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 
 from ..worker import Worker
-from .batches import Room, Row, batch_of, padded_width
+from .batches import SMALL, Room, Row, batch_of, padded_width
 from .losses import Loss
 from .passes import Grads, Part, Pass, TrainedModel
 from .trainer import Trainer, added
@@ -119,18 +119,17 @@ class CallQueue:
 
     async def _wait_for_others(self) -> None:
         """Wait for models of the pass before, which come back at once if their loops are simple."""
-        while self._has_room_for_others() and (left := self._until - time.monotonic()) > 0:
+        while self._misses_others() and (left := self._until - time.monotonic()) > 0:
             self._arrived.clear()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), left)
 
-    def _has_room_for_others(self) -> bool:
-        """Return whether models are missing, and as many inputs as wait would fit beside them."""
+    def _misses_others(self) -> bool:
+        """Return whether models are missing, and so few inputs wait that company pays."""
         waiting = {call.model_id for call in self._calls}
         if self._before <= waiting:
             return False
-        inputs = sum(call.rows[i].size for call in self._calls for i in call.left)
-        return 2 * inputs <= min(call.model.most_inputs for call in self._calls)
+        return sum(call.rows[i].size for call in self._calls for i in call.left) <= SMALL
 
     def _step(self) -> dict[Call, Exception | None]:
         """Compute one pass; return the calls that are over, with what is wrong with each.
