@@ -9,9 +9,9 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from weakref import WeakSet
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from .passes import Grads, Part, Pass, TrainedModel
 from .trainer import Trainer, added
 
 log = logging.getLogger("mlx_packs.serving")
-_PATIENCE = 0.1  # of the time of a pass, that the next one waits for models of this one
-_MOST_PATIENCE = 0.25  # seconds
+_PATIENCE = 1 / 3  # of the time of a pass, that the next one waits for models of this one
+_MOST_PATIENCE = 0.5  # seconds
+_AGAIN = 16  # passes after which models that came too late are waited for again
 
 
 @dataclass(eq=False)
@@ -31,11 +32,10 @@ class Call:
     """A forward pass of some rows of a model, or one with its gradient, in as many parts as needed.
 
     Attributes:
-        model_id: of the model, which has one call at a time here.
+        model: has one call at a time here.
         total: the loss so far; ``logprobs`` are by the number of the row, ``grads`` the sum.
     """
 
-    model_id: str
     model: TrainedModel
     rows: Sequence[Row]
     loss: Loss
@@ -76,9 +76,10 @@ class CallQueue:
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-        # of the pass before: its models, and until when the next one waits for them
-        self._before: set[str] = set()
-        self._until = 0.0
+        # of the pass before: its models, and for how many seconds the next one waits for them
+        self._before: WeakSet[TrainedModel] = WeakSet()
+        self._patience = 0.0
+        self._late: WeakSet[TrainedModel] = WeakSet()
 
     @property
     def waiting(self) -> int:
@@ -118,18 +119,24 @@ class CallQueue:
                     call.over.set_exception(error)
 
     async def _wait_for_others(self) -> None:
-        """Wait for models of the pass before, which come back at once if their loops are simple."""
-        while self._misses_others() and (left := self._until - time.monotonic()) > 0:
-            self._arrived.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), left)
+        """Wait for models of the pass before, which come back at once if their loops are simple.
 
-    def _misses_others(self) -> bool:
-        """Return whether models are missing, and so few inputs wait that company pays."""
-        waiting = {call.model_id for call in self._calls}
-        if self._before <= waiting:
-            return False
-        return sum(call.rows[i].size for call in self._calls for i in call.left) <= SMALL
+        A third of its time is what two clients at least save by the next one. Those that come later
+        are not waited for any more, until they share a pass or some passes are over.
+        """
+        end = time.monotonic() + self._patience
+        while missing := self._missing():
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                self._late |= missing
+
+    def _missing(self) -> set[TrainedModel]:
+        """Return models of the pass before that may come, if so few inputs wait that it pays."""
+        if sum(call.rows[i].size for call in self._calls for i in call.left) > SMALL:
+            return set()
+        return set(self._before) - {call.model for call in self._calls} - set(self._late)
 
     def _step(self) -> dict[Call, Exception | None]:
         """Compute one pass; return the calls that are over, with what is wrong with each.
@@ -148,9 +155,10 @@ class CallQueue:
         began = time.monotonic()
         results = self._computed(parts, next(iter(taken)).backward)
 
-        now = time.monotonic()
-        self._until = now + min(_PATIENCE * (now - began), _MOST_PATIENCE)
-        self._before = {call.model_id for call in taken}
+        self._patience = min(_PATIENCE * (time.monotonic() - began), _MOST_PATIENCE)
+        self._before = WeakSet(call.model for call in taken)
+        if len(taken) > 1 or not self.passes.total() % _AGAIN:
+            self._late.clear()
 
         over: dict[Call, Exception | None] = {}
         for call, part, result in zip(taken, parts, results, strict=True):

@@ -141,7 +141,7 @@ class Models:
         async with model.lock:
             self._check_loaded(model)
             rows = await run_in_threadpool(checked)
-            call = Call(model.id, model.trained, rows, loss, not request.forward_only)
+            call = Call(model.trained, rows, loss, not request.forward_only)
             await self.queue.compute(call)
             if call.grads is not None:
                 await self._call(partial(self._trainer.add, model.trained, call.grads))
