@@ -121,8 +121,8 @@ class CallQueue:
     async def _wait_for_others(self) -> None:
         """Wait for models of the pass before, which come back at once if their loops are simple.
 
-        A third of its time is what two clients at least save by the next one. Those that come later
-        are not waited for any more, until they share a pass or some passes are over.
+        A third of its time is about what two clients with short rows save by the next one. Those
+        that come later are not waited for any more, until models share a pass or some are over.
         """
         end = time.monotonic() + self._patience
         while missing := self._missing():
@@ -134,9 +134,12 @@ class CallQueue:
 
     def _missing(self) -> set[TrainedModel]:
         """Return models of the pass before that may come, if so few inputs wait that it pays."""
-        if sum(call.rows[i].size for call in self._calls for i in call.left) > SMALL:
+        inputs = sum(call.rows[i].size for call in self._calls for i in call.left)
+        if inputs > SMALL:
             return set()
-        return set(self._before) - {call.model for call in self._calls} - set(self._late)
+
+        waiting = {call.model for call in self._calls}
+        return set(self._before) - waiting - set(self._late)
 
     def _step(self) -> dict[Call, Exception | None]:
         """Compute one pass; return the calls that are over, with what is wrong with each.
@@ -166,9 +169,14 @@ class CallQueue:
             if isinstance(result, Exception):
                 over[call] = result
                 continue
-            call.take(part, result)
-            if not call.left:
-                over[call] = None
+
+            try:
+                call.take(part, result)
+            except Exception as error:  # no memory for its gradient
+                over[call] = error
+            else:
+                if not call.left:
+                    over[call] = None
         return over
 
     def _next_rows(self) -> dict[Call, list[int]]:

@@ -191,14 +191,15 @@ class Trainer:
 
         Returns what became of each part.
         """
-        lifted = parts[0].model.lifted
-        if len(parts) > 1:
-            lifted = self._lifted_of_several(parts)
+        if len(parts) == 1:
+            with self._on_base(parts[0].model.lifted) as base:
+                return compute(base, parts, backward)
 
-        with self._on_base(lifted) as base:
+        with self._shared_for(parts) as lifted, self._on_base(lifted) as base:
             return compute(base, parts, backward)
 
-    def _lifted_of_several(self, parts: Sequence[Part]) -> Lifted:
+    @contextmanager
+    def _shared_for(self, parts: Sequence[Part]) -> Iterator[Lifted]:
         """Return modules that compute the rows of each part with the adapters of its model."""
         specs = union_of([part.model.attached.specs for part in parts])
         key = repr(places_of(specs))
@@ -211,7 +212,11 @@ class Trainer:
         rows = [len(part.batch.numbers) for part in parts]
         for path, group in shared.groups.items():
             group.take([part.model.groups.get(path) for part in parts], rows)
-        return shared.lifted
+        try:
+            yield shared.lifted
+        finally:  # models that are unloaded must leave memory
+            for group in shared.groups.values():
+                group.take((), ())
 
     def _shared_by(self, specs: Specs) -> _Shared:
         with self._slots.lifted():

@@ -1,5 +1,7 @@
 """Passes over rows of several models, against each model alone."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -175,3 +177,18 @@ def test_padding_matters_where_rope_depends_on_the_length(monkeypatch):
     reason = "its RoPE depends on the length of a row"
     monkeypatch.setattr(passes, "why_length_matters", lambda *_: reason)
     assert passes.padding_matters(first_blocks(1).model)
+
+
+def test_models_leave_memory_after_a_joint_pass():
+    slots = slots_of("own head")
+    trainer = Trainer(slots)
+    clients = [client(trainer, Adapters(4, seed), (9, 4), CROSS) for seed in (1, 2)]
+    together(trainer, clients)
+    trainer.add(clients[0].model, together(trainer, clients)[0].grads)
+    trainer.update(clients[0].model, STEP)
+
+    groups = [weakref.ref(group) for each in clients for group in each.model.groups.values()]
+    clients.clear()
+    gc.collect()
+    assert groups and not any(group() for group in groups)
+    slots.close()

@@ -106,7 +106,8 @@ def test_two_clients_at_once(server, rows):
 
     alone = [train(0), train(1)]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(train, (0, 1))) == alone
+        at_once = list(pool.map(train, (0, 1)))
+    np.testing.assert_allclose(at_once, alone, rtol=1e-5)  # where they share a pass
     assert alone[0] == sorted(alone[0], reverse=True)
 
 
