@@ -17,7 +17,7 @@ LAYERS = """
 terminal errors plugins signals fork late runtime kinds reading filesystem leftovers files tensors run_clock
 display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
-tasks training sweeps
+tasks training sweeps learning
 convert serving bench layers extras cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
@@ -82,7 +82,7 @@ def test_packages_that_are_only_loaded_by_name():
     assert not {edge for edge in imports_between_units() if edge[1] in ("cpu", "extras")}
 
 
-SATELLITES = set("sweeps convert serving bench layers extras cli".split())
+SATELLITES = set("sweeps learning convert serving bench layers extras cli".split())
 
 
 def test_extras_import_only_the_core():
@@ -153,6 +153,7 @@ OWN_READERS = {
     "memory/pressure.py": "what Linux says of memory",
     "serving/app.py": "a page of its own",
     "training/on_nan.py": "a run, by the reader",
+    "learning/rows.py": "rows of its own, to add to them",
     "sweeps/trial.py": "the log of a trial of its own",
     "sweeps/sweep.py": "a study of its own, to cut off an unfinished line",
     **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),

@@ -56,12 +56,15 @@ OWN = {
 FEATURES = {
     "cli/classify.py": ("classify",),  # the command `packs classify`
     "cli/examples.py": ("classify",),  # its examples
+    "cli/learn.py": ("kto", "dpo", "lm"),  # what rated answers train
     "cli/main.py": ("classify",),  # its place in the list of commands
     "convert/interop.py": ("rerank",),  # what imported heads are
     "serving/registry.py": ("lm",),  # what a server answers with if nothing else is asked for
     "serving/embedding.py": ("embedding", "rerank"),  # `/v1/embeddings` and `/v1/rerank`
     "cli/logits.py": ("distill",),  # `packs logits` writes the cache of a teacher
     "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with
+    "learning/comparison.py": ("kto", "dpo", "lm"),  # what each gains
+    "learning/rows.py": ("kto", "dpo", "lm"),  # the rows of each
     "packs/base.py": ("classify", "rerank"),  # `Base.classify` and `Base.rerank`
     "packs/manifest.py": ("classify", "reward"),  # what imported heads are
     "training/settings.py": ("reward",),  # the argument of `mlx_packs.train`

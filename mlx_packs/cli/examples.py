@@ -20,6 +20,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Let earlier trials choose the values:", "packs sweep -c sweep.yaml --search tpe"),
         ("Train them on the workers of a Ray cluster:", "packs sweep -c sweep.yaml --runner ray"),
     ),
+    "learn": (
+        (
+            "Train on the answers that were rated on a server, and serve the result if it wins:",
+            "packs learn learned",
+        ),
+        ("List the versions and what they gained:", "packs learn learned --list"),
+        ("Put version 1 back:", "packs learn learned --use 1"),
+    ),
     "data": (
         ("Count the examples of a folder and their tokens:", "packs data data"),
         (

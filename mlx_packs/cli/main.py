@@ -27,7 +27,7 @@ from .examples import epilog
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
-    "Train": {"train": "train:train", "sweep": "sweep:sweep"},
+    "Train": {"train": "train:train", "sweep": "sweep:sweep", "learn": "learn:learn"},
     "Prepare": {
         "data": "data:data",
         "logits": "logits:logits",

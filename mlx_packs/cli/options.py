@@ -124,7 +124,7 @@ class SectionedCommand(RepeatableCommand):
     """A `RepeatableCommand` whose help has its options in sections."""
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
-        yield from self.get_params(ctx)
+        yield from (param for param in self.get_params(ctx) if isinstance(param, click.Option))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records = {name: [] for name in SECTIONS}

@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from .options import option
 if TYPE_CHECKING:
     import uvicorn
 
+    from ..learning.folder import LearningFolder
     from ..packs.base import Base
     from ..packs.pack import Pack
     from ..serving.http import ServerSettings
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from ..serving.worker import Worker
 
 _OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
-_OF_TEXT += ("max_pixels", "allow_urls", "train")
+_OF_TEXT += ("max_pixels", "allow_urls", "train", "learn")
 # What a server answers with: generated text, or what the packs of a task give in its place.
 _TEXT = "lm"
 _VECTORS = "embedding"
 _SERVED = tuple(name for name, facts in TASKS.items() if facts.pack.worker)
 _TINKER_KEY = "tml-"
+_LEARNED = "learned"  # what versions of the base are served as
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -174,6 +176,14 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     help="Let clients of the Tinker SDK train models on the base, and sample from them. Saved "
     "models are packs below this folder, which is made if it is missing.",
 )
+@option(
+    "--learn",
+    section="Server",
+    metavar="DIR",
+    help="Keep chat answers that somebody rates or corrects in this folder, which is made if it is "
+    "missing, and serve the version of the first pack that packs learn DIR chose. Without a pack, "
+    "the versions of the base are served as learned. README.txt in the folder lists the data.",
+)
 @options.trust_remote_code
 @options.backend
 def serve(
@@ -202,6 +212,8 @@ def serve(
 
     with listening:
         named = _named(packs)
+        if settings["learn"] is not None:
+            model, named = _as_learned(settings["learn"], model, named)
         watched = _watched(folder)
         base = _load(model, list(named.values()), watched, trust_remote_code)
 
@@ -213,6 +225,23 @@ def serve(
                 "conflict",
             )
         _run(base, named, watched, listening, {"host": host, "task": task, **settings})
+
+
+def _as_learned(
+    folder: str, model: str | None, packs: "dict[str, Pack]"
+) -> "tuple[str | None, dict[str, Pack]]":
+    """Return the base model and the packs to serve: those of the folder, where none are named."""
+    from ..learning.folder import FACTS, LearningFolder
+
+    path = Path(folder).expanduser()
+    if packs or not (path / FACTS).is_file():
+        return model, packs
+
+    learned = LearningFolder.at(path)
+    pack = learned.pack_of(0)
+    if pack is not None:
+        packs = {learned.name: pack}
+    return model or learned.model, packs
 
 
 def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
@@ -340,6 +369,7 @@ def _run(
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
+    from ..serving.feedback import Learning
     from ..serving.generation import Generator
     from ..serving.http import TimedHeaders
     from ..serving.library import Library
@@ -367,15 +397,25 @@ def _run(
         host=given["host"],
     )
 
-    with memory_limits(), _started(worker):
+    with memory_limits(), _started(worker), ExitStack() as stack:
         for name, pack in packs.items():
             library.load(name, pack.path)
         if folder is not None:
             library.scan()
+        learning = None
+        if given["learn"] is not None:
+            opened = stack.enter_context(_opened(given["learn"], base, packs))
+            learning = Learning(opened, library, settings)
+            learning.serve_current()
         _announce(worker.registry.names, listening, settings)
+        if learning is not None:
+            echo(
+                f"learning  {learning.folder.name}, version {learning.version} · answers that "
+                f"somebody rates are kept in {given['learn']} (README.txt says what)"
+            )
         training = _training(worker, given["train"], settings)
 
-        app = make_app(Server(worker, library, settings, Metrics(), training))
+        app = make_app(Server(worker, library, settings, Metrics(), training, learning))
         config = uvicorn.Config(
             app,
             http=TimedHeaders,
@@ -389,6 +429,20 @@ def _run(
         shutdown = partial(_end, worker, training, given["grace"], server.shutdown)
         server.shutdown = shutdown  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
+
+
+@contextmanager
+def _opened(folder: str, base: "Base", packs: "dict[str, Pack]") -> "Iterator[LearningFolder]":
+    """Yield the folder of rated answers of the first pack, or of the base, for this server only."""
+    from ..files import exclusive_writer
+    from ..learning.folder import LearningFolder
+    from ..learning.rows import FILES
+
+    path = Path(folder).expanduser()
+    name, pack = next(iter(packs.items()), (_LEARNED, None))
+    opened = LearningFolder.begin(path, name, base, pack)
+    with exclusive_writer(path / next(iter(FILES.values()))):
+        yield opened
 
 
 def _training(

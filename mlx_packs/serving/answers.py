@@ -15,7 +15,7 @@ import numpy as np
 from ..bases.tokenizer import token_bytes
 from .generation import Generator
 from .output import Piece
-from .protocol import RerankBody, Tool, new_id, now, tool_calls, usage
+from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls, usage
 from .request import Event, Failed, Finished, Logprob, Progress, Request, Started
 
 MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
@@ -28,6 +28,7 @@ class Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     cached: int = 0
+    adapters: str | None = None  # as `Started` has it
     tokens: int = 0
     reason: str | None = None
 
@@ -55,6 +56,7 @@ class Texts:
                 raise event.error
             if isinstance(event, Started):
                 self.choices[i].cached = event.cached
+                self.choices[i].adapters = event.adapters
                 waiting.discard(i)
             else:
                 early.append((i, event))
@@ -111,6 +113,20 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._tools = tools
         self._head = {"id": new_id(self.prefix), "created": now(), "model": model}
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
+
+    def messages(self) -> list[tuple[dict[str, Any], str | None, str | None]]:
+        """Return each choice, once it has ended, as a message of training.
+
+        With it come the reason of its end and the hash of the adapters that gave it.
+        """
+        return [
+            (_trained_message(choice), choice.reason, choice.adapters)
+            for choice in self._texts.choices
+        ]
 
     async def whole(self) -> dict[str, Any]:
         async for i, event in self._texts.events():
@@ -274,6 +290,17 @@ class CompletionAnswer(ChatAnswer):
                 text = f"token_id:{token}"
             mapping[text] = _finite(score)
         return mapping
+
+
+def _trained_message(choice: Choice) -> dict[str, Any]:
+    """Return an answer in the form of a request's messages, as chat templates read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.content)}
+    if choice.reasoning:
+        message["reasoning_content"] = "".join(choice.reasoning)
+    if choice.calls:
+        message["content"] = message["content"].strip() or None
+        message["tool_calls"] = choice.calls
+    return Message.model_validate(message).to_template()
 
 
 def _text(written: bytes) -> str:

@@ -34,6 +34,7 @@ from .answers import (
     sse,
 )
 from .embedding import Embedder, Reranker
+from .feedback import Learning, rejected
 from .fields import parsed
 from .generation import Generator
 from .http import (
@@ -78,12 +79,14 @@ class Server:
         settings: ServerSettings,
         metrics: Metrics,
         training: "TrainingService | None" = None,
+        learning: Learning | None = None,
     ) -> None:
         self.worker = worker
         self.library = library
         self.settings = settings
         self.metrics = metrics
         self.training = training
+        self.learning = learning
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
         self._decoding = anyio.CapacityLimiter(2)  # an image takes up to 600 MB meanwhile
         if isinstance(worker, Generator):
@@ -104,9 +107,10 @@ class Server:
             async with self._decoding:
                 images = await run_in_threadpool(self._images.of_chat, body, deadline)
 
+        of_pack = generator.registry.template_kwargs(body.model)
+        variables = {**of_pack, **self.settings.template_kwargs}
+
         def prepare() -> tuple[list[int], Maker]:
-            of_pack = generator.registry.template_kwargs(body.model)
-            variables = {**of_pack, **self.settings.template_kwargs}
             prompt = self._prompts.of_chat(body, variables, images)
             return prompt, self._prompts.chat_maker(body, prompt, deadline, images)
 
@@ -118,7 +122,12 @@ class Server:
             tokenizer = generator.base.tokenizer
             return ChatAnswer(texts, body.model, len(prompt), tokenizer, tools)
 
-        return await self._answer(request, texts, answer, body)
+        def ended(answer: ChatAnswer) -> None:
+            if self.learning is not None:
+                own = body.chat_template_kwargs or {}
+                self.learning.remember(answer, body, {**variables, **own})
+
+        return await self._answer(request, texts, answer, body, ended)
 
     async def complete(self, request: Request) -> Response:
         body: CompletionBody = parsed(
@@ -143,27 +152,39 @@ class Server:
         return await self._answer(request, texts, answer, body)
 
     async def _answer(
-        self, request: Request, texts: Texts, make: Callable[[], ChatAnswer], body: Any
+        self,
+        request: Request,
+        texts: Texts,
+        make: Callable[[], ChatAnswer],
+        body: Any,
+        ended: Callable[[ChatAnswer], None] = lambda _: None,
     ) -> Response:
-        """Return texts whole or as a stream; they end when the client goes."""
+        """Return texts whole or as a stream; they end when the client goes.
+
+        ``ended`` is called with an answer that is complete.
+        """
         began = time.monotonic()
         try:
             await unless_gone(request, texts.start())
             self.metrics.first.observe(time.monotonic() - began)
             answer = make()
             if body.stream:
-                events = self._events(answer, body.wants_usage)
+                events = self._events(answer, body.wants_usage, ended)
                 return EventStream(events, self.settings.request_seconds + 60, texts.cancel)
             whole = await unless_gone(request, answer.whole())
+            ended(answer)
         except BaseException:
             texts.cancel()
             raise
         return JSONResponse(whole)
 
-    async def _events(self, answer: ChatAnswer, wants_usage: bool) -> AsyncIterator[str]:
+    async def _events(
+        self, answer: ChatAnswer, wants_usage: bool, ended: Callable[[ChatAnswer], None]
+    ) -> AsyncIterator[str]:
         try:
             async for chunk in answer.stream(wants_usage):
                 yield sse(chunk)
+            ended(answer)
         except Exception as error:
             body = bytes(error_response(error).body).decode()
             yield sse(body)
@@ -326,7 +347,10 @@ class Server:
             "architecture": base.architecture,
             "answers": self.worker.route,
             "images": takes_images(base.tokenizer),
+            "learns": None,
         }
+        if self.learning is not None:
+            facts["learns"] = self.learning.folder.name
         return JSONResponse({"object": "list", **facts, "data": data})
 
     async def add_pack(self, request: Request) -> Response:
@@ -408,11 +432,14 @@ def make_app(server: Server) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.ensure_future(server.library.watch())
+        watches = [asyncio.ensure_future(server.library.watch())]
+        if server.learning is not None:
+            watches.append(asyncio.ensure_future(server.learning.watch()))
         try:
             yield
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             if server.training is not None:
                 await server.training.end(0.0)
 
@@ -442,7 +469,10 @@ def make_app(server: Server) -> Starlette:
         "/v1/embeddings": server.embed,
         "/v1/classify": server.classify,
         "/v1/rerank": server.rerank,
+        "/v1/feedback": rejected,
     }
+    if server.learning is not None:
+        post["/v1/feedback"] = server.learning.rate
     delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
 
     routes = [

@@ -226,7 +226,7 @@ class Generator(Worker):
         try:
             prompt = request.prompt
             cache, known = self._recalled(entry, prompt)
-            request.on_event(Started(known))
+            request.on_event(Started(known, entry.adapters))
             (uid,) = self._generator.insert_segments(
                 [self._parts(prompt, known)],
                 [request.max_tokens],

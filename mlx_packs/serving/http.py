@@ -37,6 +37,7 @@ _STATUS = {
     "timeout": 504,
     "interrupted": 503,
     "network": 502,
+    "unwritable": 507,
 }
 _KINDS = {
     401: "authentication_error",

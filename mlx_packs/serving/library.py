@@ -51,6 +51,19 @@ class Library:
             self._created[name] = now()
         return changed
 
+    def put(self, name: str, pack: Pack | None, source: str) -> None:
+        """Serve a pack, or the base model for None, under a name, and wait.
+
+        Requests that began with what had the name end with it.
+        """
+        registry = self._worker.registry
+        if pack is None:
+            self._worker.call(lambda: registry.add_base(name)).result()
+        else:
+            self._worker.call(lambda: registry.add(name, pack)).result()
+        self._sources[name] = source
+        self._created[name] = now()
+
     async def add(self, source: str, name: str | None) -> tuple[str, bool]:
         """Serve a pack that a client names: of the watched folder or the Hub, else a PackError."""
         folder = self._below(source)

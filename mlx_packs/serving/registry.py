@@ -44,6 +44,13 @@ class Entry:
     users: int = 0
     retired: bool = False
 
+    @property
+    def adapters(self) -> str | None:
+        """The hash of the adapters of a saved pack."""
+        if self.pack is None:
+            return None
+        return self.pack._adapters_hash
+
 
 @dataclass
 class PackRegistry:
@@ -78,14 +85,22 @@ class PackRegistry:
         check_name(name)
         self.check_pack(pack)
         before = self._entries.get(name)
-        if before is not None and before.pack and before.pack._adapters_hash == pack._adapters_hash:
+        if before is not None and before.pack and before.adapters == pack._adapters_hash:
             return False
 
-        entry = self._load(name, pack)
-        self._entries[name] = entry
+        self._put(self._load(name, pack))
+        return True
+
+    def add_base(self, name: str) -> None:
+        """Serve the base model under another name, in place of a pack that has it."""
+        check_name(name)
+        self._put(Entry(name, BASE, None, next(self._keys)))
+
+    def _put(self, entry: Entry) -> None:
+        before = self._entries.get(entry.name)
+        self._entries[entry.name] = entry
         if before is not None:
             self._retire(before)
-        return True
 
     def remove(self, name: str) -> None:
         """Serve a pack no more; requests that began with it end with it."""
@@ -149,8 +164,7 @@ class PackRegistry:
 
     def release(self, entry: Entry) -> None:
         entry.users -= 1
-        if entry.retired and entry.users == 0:
-            self.slots.remove(entry.slot)
+        self._free(entry)
 
     def close(self) -> None:
         self.slots.close()
@@ -180,12 +194,16 @@ class PackRegistry:
     def _retire(self, entry: Entry) -> None:
         """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""
         entry.retired = True
-        if entry.users == 0:
-            self.slots.remove(entry.slot)
+        self._free(entry)
         for name, other in list(self._sums.items()):
             if entry.name in [part for part, _ in parts_of(name)]:
                 del self._sums[name]
                 self._retire(other)
+
+    def _free(self, entry: Entry) -> None:
+        """Remove the adapters of a pack that is served no more and that no request uses."""
+        if entry.retired and entry.users == 0 and entry.slot != BASE:
+            self.slots.remove(entry.slot)
 
     def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name)

@@ -84,9 +84,15 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Started:
-    """The request computes; so many tokens of its prompt were in memory already."""
+    """The request computes.
+
+    Attributes:
+        cached: tokens of its prompt that were in memory already.
+        adapters: hash of the adapters of its pack; None for the base and for sums of packs.
+    """
 
     cached: int
+    adapters: str | None = None
 
 
 @dataclass(frozen=True)

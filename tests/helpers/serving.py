@@ -13,7 +13,9 @@ from typing import Any
 
 import uvicorn
 
+from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.app import Server, make_app
+from mlx_packs.serving.feedback import Learning
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.http import ServerSettings, TimedHeaders
 from mlx_packs.serving.library import Library
@@ -43,14 +45,24 @@ class PromptServer(uvicorn.Server):
 class Running:
     """A server over a worker, on a free port of this machine; ends on leaving.
 
-    ``training`` makes its training service from the settings.
+    ``training`` makes its training service from the settings; ``learning`` has rated answers.
     """
 
-    def __init__(self, worker, folder: Path | None = None, training=None, **settings) -> None:
+    def __init__(
+        self,
+        worker,
+        folder: Path | None = None,
+        training=None,
+        learning: LearningFolder | None = None,
+        **settings,
+    ) -> None:
         self.worker, self.settings = worker, ServerSettings(**settings)
         self.library = Library(worker, folder)
         self.training = training and training(self.settings)
-        self.server = Server(worker, self.library, self.settings, Metrics(), self.training)
+        self.learning = learning and Learning(learning, self.library, self.settings)
+        self.server = Server(
+            worker, self.library, self.settings, Metrics(), self.training, self.learning
+        )
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         config = uvicorn.Config(
@@ -64,6 +76,8 @@ class Running:
     def __enter__(self) -> "Running":
         if self.library._folder is not None:
             self.library.scan()
+        if self.learning is not None:
+            self.learning.serve_current()
         self._thread.start()
         while not self._uvicorn.started:
             if not self._thread.is_alive():

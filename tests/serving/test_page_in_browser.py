@@ -9,7 +9,8 @@ import shutil
 import numpy as np
 import pytest
 
-from mlx_packs import load_base
+from mlx_packs import Pack, load_base
+from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import Embedder
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
@@ -428,3 +429,46 @@ def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
     page.locator("#embed-sum").press("Enter")
     expect(rows.last).to_contain_text("is not served")
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+
+
+def test_answers_of_the_pack_that_learns_are_rated_and_corrected(
+    generator, shelf, small_tiny, tmp_path, opened, expect
+):
+    folder = LearningFolder.begin(tmp_path / "d", "notes", small_tiny, Pack.open(shelf / "notes"))
+
+    def rows(name: str) -> list[dict]:
+        file = folder.path / f"{name}.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    with Running(generator, shelf, learning=folder) as server:
+        page = opened(server)
+        expect(page.locator("#learns")).to_contain_text("Answers of notes can be rated")
+        page.locator(".model").nth(1).select_option("notes")
+        options(page, max_tokens="12")
+        ask(page, expect, "Name a colour.")
+        expect(page.get_by_role("group", name="Feedback")).to_have_count(1)  # not of the base
+        expect(page.get_by_role("button", name="Good")).to_be_disabled()  # it was cut off
+
+        page.get_by_role("button", name="Bad").click()
+        expect(page.get_by_role("button", name="Bad")).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(".kept").nth(1)).to_have_text("Kept.")
+        assert [row["label"] for row in rows("kto")] == [False]
+
+        page.get_by_role("button", name="Correct", exact=True).click()
+        correction = page.get_by_role("textbox", name="The answer should have been")
+        assert correction.input_value() == texts(page, ".answer")[1]
+        page.get_by_role("button", name="Keep correction").click()
+        expect(page.locator(".kept").nth(1)).to_contain_text("is the answer itself")
+        correction.fill("Green.")
+        page.get_by_role("button", name="Keep correction").click()
+        expect(page.locator(".kept").nth(1)).to_have_text("Kept.")
+        expect(correction).to_be_hidden()
+        assert [row["chosen"][0]["content"] for row in rows("dpo")] == ["Green."]
+        assert [row["label"] for row in rows("kto")] == [False]  # the rating stays
+
+
+def test_a_server_that_does_not_learn_offers_no_feedback(server, opened, expect):
+    page = opened(server)
+    ask(page, expect, "Name a colour.")
+    expect(page.locator("#learns")).to_be_hidden()
+    expect(page.get_by_role("group", name="Feedback")).to_have_count(0)

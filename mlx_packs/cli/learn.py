@@ -1,0 +1,138 @@
+"""`packs learn`: train a pack on the rated answers of `packs serve --learn`."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..display import NORMAL, QUIET, Display
+from ..errors import PackError, RunStopped, flag_of
+from . import options
+from .options import option
+from .output import print_report
+
+if TYPE_CHECKING:
+    from ..learning.folder import LearningFolder
+
+_TASKS = ("auto", "kto", "dpo", "lm")
+
+
+@click.command(cls=options.SectionedCommand)
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@option(
+    "--task",
+    section="Model and data",
+    default=_TASKS[0],
+    type=click.Choice(_TASKS),
+    help="Rows to train on: rated answers (kto), corrections and what they correct (dpo), "
+    "or corrections and answers that were rated up (lm). auto takes the task with the most rows.",
+)
+@options.setting("model", "the base model of the server", default=None)
+@options.add(
+    *(
+        options.setting(name, default_text)
+        for name, default_text in (
+            ("epochs", "3"),
+            ("iters", None),
+            ("learning_rate", "2e-4 with --task lm, otherwise 2e-5"),
+            ("batch_size", options.shown_default("batch_size")),
+            ("max_seq_length", options.shown_default("max_seq_length")),
+            ("rank", "16; a version that is continued keeps its rank"),
+            ("beta", options.shown_default("beta")),
+            ("seed", options.shown_default("seed")),
+            ("awake", options.shown_default("awake")),
+        )
+    )
+)
+@option("--list", "lists", is_flag=True, help="List the versions with their figures, and exit.")
+@option(
+    "--use",
+    type=int,
+    metavar="N",
+    help="Serve version N from now on, and exit; 0 is the pack or base model that it started from.",
+)
+@options.execution
+@option("-q", "--quiet", is_flag=True, help="Print the result only.")
+def learn(
+    folder: Path,
+    task: str,
+    model: str | None,
+    lists: bool,
+    use: int | None,
+    trust_remote_code: bool,
+    quiet: bool,
+    **flags,
+) -> None:
+    """Train a pack on the rated answers that `packs serve --learn DIR` keeps.
+
+    A candidate continues the version that is served. Both are compared on held-out rows, a fifth of
+    all prompts. The candidate becomes the next version, and is served, if it is better by more than
+    two paired standard errors; otherwise nothing changes. A running server follows within two
+    seconds. After an interruption the same command continues.
+    """
+    from ..learning.folder import LearningFolder
+    from ..learning.learn import learn as learn_from
+    from ..learning.learn import serve_version
+
+    settings = {name: value for name, value in flags.items() if value is not None}
+    if lists or use is not None:
+        _check_alone(lists, use, settings)
+
+    opened = LearningFolder.at(folder.expanduser())
+    if use is not None:
+        serve_version(opened, use)
+        print_report({"version": use}, [f"version {use} is served from now on"])
+        return
+    if lists:
+        _print_versions(opened)
+        return
+
+    if trust_remote_code:
+        settings["trust_remote_code"] = True
+    display = Display(QUIET if quiet else NORMAL)
+    try:
+        result = learn_from(opened, task, settings, model, display)
+    except RunStopped as stopped:
+        command = click.get_current_context().command_path.split()
+        command += options.arguments_without(())
+        stopped.continue_with(shlex.join(command))
+        raise
+    print_report(result.to_json(), result.lines())
+
+
+def _check_alone(lists: bool, use: int | None, settings: dict) -> None:
+    """Raise a PackError if --list or --use comes with settings of a training."""
+    alone = "--list" if lists else "--use"
+    others = [flag_of(name) for name in settings]
+    if lists and use is not None:
+        others.append("--use")
+    if others:
+        raise PackError(f"{alone}: trains nothing. Leave {others[0]} out.", "conflict")
+
+
+def _print_versions(folder: "LearningFolder") -> None:
+    current = folder.current
+    versions = folder.versions()
+    lines = []
+    for version in versions:
+        mark = "*" if version.number == current else " "
+        lines.append(f"{mark} {version.number:<4} {_figures_line(version.figures)}")
+
+    report = {
+        "name": folder.name,
+        "current": current,
+        "versions": [{"number": v.number, **v.figures} for v in versions],
+    }
+    print_report(report, lines)
+
+
+def _figures_line(figures: Mapping) -> str:
+    if not figures:
+        return "the original"
+    return (
+        f"{figures['date']} · {figures['task']}, {figures['rows']} rows · continues "
+        f"{figures['continues']} · {figures['measure']} {figures['gain']:+.4f} ± "
+        f"{figures['error']:.4f} on {figures['held_out']} held-out rows"
+    )

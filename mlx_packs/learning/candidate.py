@@ -1,0 +1,178 @@
+"""A candidate: a pack that is trained on rated answers, from the version that is served."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..config.choices import TASKS
+from ..config.recipe import Recipe, resolve
+from ..display import NORMAL, Display
+from ..errors import PackError
+from ..files import atomic_folder, to_json
+from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
+from ..packs.manifest import MANIFEST
+from ..packs.pack import Pack
+from ..reading import read_json
+from ..tensors import save_tensors
+from ..training.run import train_request
+from ..training.run_folder import latest_checkpoint, run_folder
+from ..training.settings import Request
+from .folder import FIGURES, PACK, LearningFolder
+from .rows import LEAST_HELD_OUT, LEAST_TRAINED, Split
+
+DATA = "data"
+_JOB = "job.json"
+START = "start.safetensors"
+_EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a candidate is trained on.
+
+    Attributes:
+        task: kto, dpo or lm.
+        start: the version that it continues from.
+        train: number of rows.
+        held_out: number of rows.
+        settings: of the run, as specified.
+    """
+
+    task: str
+    start: int
+    train: int
+    held_out: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unfinished_job(folder: LearningFolder, settings: Mapping[str, Any]) -> Job | None:
+    """Return the job of a candidate whose training was interrupted, if it had these settings."""
+    file = folder.candidate / _JOB
+    if not file.is_file() or (folder.candidate / FIGURES).is_file():
+        return None
+
+    job = Job(**read_json(file))
+    if job.start != folder.current or job.settings != settings:
+        return None
+    return job
+
+
+def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping[str, Any]) -> Job:
+    """Write rows and first adapters of a candidate in place of the last one.
+
+    Raises:
+        PackError: a setting is wrong, or there are too few rows.
+    """
+    _check_settings(folder, task, settings)
+    if not split.is_enough:
+        raise PackError(
+            f"{folder.path}: has {len(split.train)} examples for --task {task} to train on, and "
+            f"{len(split.held_out)} that are held out (one prompt in five). At least "
+            f"{LEAST_TRAINED} and {LEAST_HELD_OUT} are needed: rate about {split.missing} more "
+            "answers.",
+            "data",
+        )
+
+    job = Job(task, folder.current, len(split.train), len(split.held_out), settings)
+    start = folder.pack_of(job.start)
+
+    with atomic_folder(folder.candidate, replace=True) as partial:
+        partial.chmod(0o700)
+        data = partial / DATA
+        data.mkdir()
+        for name, rows in (("train", split.train), ("valid", split.held_out)):
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            (data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+        if start is not None:
+            save_tensors(partial / START, start.load_tensors())
+        (partial / _JOB).write_text(to_json(asdict(job)), encoding="utf-8")
+    return job
+
+
+def train_candidate(folder: LearningFolder, job: Job, model: str, display: Display) -> Pack:
+    """Train the candidate of a job, from its last checkpoint if it has one, and return its pack."""
+    out = folder.candidate / PACK
+    if (out / MANIFEST).is_file():
+        return Pack.open(out)
+
+    checkpoint = latest_checkpoint(run_folder(out))
+    run: dict[str, Any] = {"model": model, "out": str(out)}
+    start = folder.candidate / START
+
+    if checkpoint is not None:
+        run["resume"] = True
+    else:
+        run["overwrite"] = True
+        if start.is_file():
+            run["resume_adapter_file"] = str(start)
+
+    recipe = _recipe(folder, job, run)
+    return train_request(Request(recipe, model, display=_Shown(display.level))).pack
+
+
+class _Shown(Display):
+    """The progress of a run without its page, which is removed with the run folder."""
+
+    def line(self, label: str, text: str, level: int = NORMAL) -> None:
+        if label != "page":
+            super().line(label, text, level)
+
+
+def _check_settings(folder: LearningFolder, task: str, settings: Mapping[str, Any]) -> None:
+    """Raise a PackError for a setting that is wrong, or that the served version has already."""
+    number = folder.current
+    if "rank" in settings and folder.pack_of(number) is not None:
+        raise PackError(
+            f"--rank: the candidate continues version {number}, whose adapters keep their rank. "
+            "Leave it out.",
+            "conflict",
+            "rank",
+        )
+    resolve({**settings, "task": task}, defaults=_defaults(task))
+
+
+def _defaults(task: str) -> dict[str, Any]:
+    return {**(TASKS[task].defaults or {}), "epochs": _EPOCHS, "on_bad_row": "skip"}
+
+
+def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a candidate; base and adapters are as the version it continues."""
+    adapters: dict[str, Any] = {}
+    start = folder.pack_of(job.start)
+    if start is not None:
+        adapters = {**adapters_of(start), **_quantization(start, run["model"])}
+
+    settings = {**job.settings, **adapters, **run, "task": job.task}
+    settings["data"] = str(folder.candidate / DATA)
+    return resolve(settings, defaults=_defaults(job.task))
+
+
+def _quantization(pack: Pack, model: str) -> dict[str, Any]:
+    """Return settings that quantize a base model on loading as the base of a pack was."""
+    _, config = check_checkpoint(pack, model)
+    quantize = quantize_for(pack, config)
+    if quantize == "none":
+        return {}
+    return {"quantize": quantize, **quantize_options(pack)}
+
+
+def adapters_of(pack: Pack) -> dict[str, Any]:
+    """Return settings that make the adapters of a pack, module by module."""
+    ranks = {}
+    alphas = {}
+    for path, spec in pack.specs.items():
+        for part in spec.slices:
+            name = path
+            if len(spec.slices) > 1:
+                name = f"{path}.{part.name}"
+
+            if part.rank:
+                ranks[name] = part.rank
+                alphas[name] = part.alpha
+
+    settings: dict[str, Any] = {"target_modules": tuple(ranks)}
+    if len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1:
+        return {**settings, "rank_pattern": ranks, "alpha_pattern": alphas}
+    return {**settings, "rank": max(ranks.values()), "alpha": max(alphas.values())}

@@ -1,0 +1,233 @@
+"""The folder of ``packs serve --learn``: rated answers, versions of the pack, and which is served.
+
+``current`` has the number of the served version, and is replaced atomically. Version 0 is what the
+server began with: a pack, of which ``versions/0000`` has a copy, or the base model alone.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import filesystem
+from ..errors import PackError
+from ..files import atomic_folder, atomic_write, make_folder, to_json
+from ..packs.manifest import MANIFEST
+from ..packs.pack import Pack
+from ..reading import read_json, read_text
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+
+FACTS = "learning.json"
+FIGURES = "figures.json"
+PACK = "pack"
+_README = "README.txt"
+_FORMAT = "mlx_packs learning 1"
+_VERSION = re.compile(r"[0-9]{4}")
+_LONGEST = 64  # characters of the file `current`
+_TEXT = """\
+What is kept here
+
+A server of mlx-packs that was started with --learn writes this folder. It keeps an answer only if
+somebody rates or corrects it: on the page of the server, or by a request to /v1/feedback. Then it
+keeps the conversation up to the answer, the answer, the rating or the correction, the tools and
+variables of the chat template that the request had, the name and version of the pack, and a random
+number. It keeps no other answers, no addresses and no names of clients. Nothing is sent to another
+machine.
+
+kto.jsonl    rated answers
+dpo.jsonl    corrected answers, each with its correction
+chat.jsonl   corrections, and answers that were rated up
+versions     packs that `packs learn` trained on these rows
+candidate    the pack that it trained last, unless that became a version
+current      the number of the version that is served; 0 is what the server began with
+
+How to delete it
+
+To forget an answer, remove its line from each of the .jsonl files, while the server runs, too. To
+forget all of them, remove the three files. A version that was trained on a row may repeat its text:
+remove its folder in versions, after `packs learn DIR --use` with the number of another version. To
+delete everything, stop the server and remove this folder.
+"""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a pack that learns.
+
+    Attributes:
+        number: 1 and up; 0 is what the server began with.
+        figures: of the comparison that it won; empty for version 0.
+    """
+
+    number: int
+    figures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LearningFolder:
+    """A folder of rated answers and versions, and what it is for.
+
+    Attributes:
+        path: the folder.
+        name: of the pack, as requests name it.
+        model: the base model, as `load_base` takes it.
+        fingerprint: of the base model.
+        pack: hash of the adapters of version 0; None for the base model alone.
+    """
+
+    path: Path
+    name: str
+    model: str
+    fingerprint: str
+    pack: str | None
+
+    @classmethod
+    def begin(cls, path: Path, name: str, base: "BaseModel", pack: Pack | None) -> "LearningFolder":
+        """Make a folder for a pack of a base, or open the one that is there, which must be of it.
+
+        Raises:
+            PackError: the folder is of another pack or base, or cannot be written.
+        """
+        model = str(base.name)
+        if os.path.exists(os.path.expanduser(model)):
+            model = str(Path(model).expanduser().resolve())
+        adapters = None
+        if pack is not None:
+            adapters = pack._adapters_hash
+        folder = cls(path, name, model, base.fingerprint, adapters)
+
+        if (path / FACTS).exists():
+            folder._check_same(cls.at(path))
+            return folder
+
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise PackError(
+                f"--learn {path}: is not empty, and not a folder of --learn. Name another folder.",
+                "exists",
+                "learn",
+            )
+        folder._make(pack)
+        return folder
+
+    @classmethod
+    def at(cls, path: Path) -> "LearningFolder":
+        """Open a folder that `begin` made."""
+        file = path / FACTS
+        if not file.is_file():
+            raise PackError(
+                f"{path}: is no folder of rated answers. `packs serve --learn {path}` makes one.",
+                "not-found",
+                "folder",
+            )
+
+        facts = read_json(file)
+        stated = facts.pop("format", None)
+        kinds = {field.name: str for field in fields(cls) if field.name != "path"}
+        texts = [facts.get(name) for name in kinds if name != "pack"]
+        if stated != _FORMAT or not all(isinstance(text, str) for text in texts):
+            text = f"{file}: is not that of a folder of --learn ({_FORMAT})."
+            raise PackError(text, "unreadable")
+        return cls(path, **{name: facts.get(name) for name in kinds})
+
+    @property
+    def candidate(self) -> Path:
+        """The folder of the pack that is trained, or that was trained last and did not win."""
+        return self.path / "candidate"
+
+    @property
+    def versions_folder(self) -> Path:
+        return self.path / "versions"
+
+    @property
+    def current(self) -> int:
+        """The number of the version that is served."""
+        file = self.path / "current"
+        if not file.exists():
+            return 0
+
+        text = read_text(file, _LONGEST).strip()
+        if not (text.isascii() and text.isdecimal()):
+            raise PackError(
+                f"{file}: must be the number of a version. Set it: packs learn {self.path} --use 0",
+                "unreadable",
+            )
+        return int(text)
+
+    def serve(self, number: int) -> None:
+        """Make a version the one that is served; a running server follows."""
+        self.pack_of(number)
+        atomic_write(self.path / "current", f"{number}\n")
+
+    def pack_of(self, number: int) -> Pack | None:
+        """Return the pack of a version; None for version 0 if that is the base model alone."""
+        if number == 0 and self.pack is None:
+            return None
+
+        folder = self.version_folder(number) / PACK
+        if not folder.is_dir():
+            numbers = ", ".join(str(version.number) for version in self.versions())
+            raise PackError(
+                f"{self.path}: has no version {number}. It has {numbers}.", "not-found", "use"
+            )
+        return Pack.open(folder)
+
+    def versions(self) -> list[Version]:
+        """Return the versions by number, version 0 first."""
+        versions = [Version(0, {})]
+        if not self.versions_folder.is_dir():
+            return versions
+
+        for folder in sorted(self.versions_folder.iterdir()):
+            is_version = _VERSION.fullmatch(folder.name) and (folder / PACK / MANIFEST).is_file()
+            if is_version and int(folder.name):
+                versions.append(Version(int(folder.name), read_json(folder / FIGURES)))
+        return versions
+
+    def version_folder(self, number: int) -> Path:
+        return self.versions_folder / f"{number:04d}"
+
+    def add_version(self) -> int:
+        """Make the candidate the next version, atomically, and return its number."""
+        make_folder(self.versions_folder)
+        number = self.versions()[-1].number + 1
+        filesystem.sync_tree(self.candidate)
+        os.rename(self.candidate, self.version_folder(number))
+        filesystem.sync(self.versions_folder)
+        return number
+
+    def _make(self, pack: Pack | None) -> None:
+        make_folder(self.path)
+        self.path.chmod(0o700)
+        atomic_write(self.path / _README, _TEXT)
+        if pack is not None:
+            with atomic_folder(self.version_folder(0), replace=True) as partial:
+                shutil.copytree(pack.path, partial / PACK)
+
+        facts = {"format": _FORMAT, **asdict(self)}
+        del facts["path"]
+        atomic_write(self.path / FACTS, to_json(facts))  # last: the folder is complete
+
+    def _check_same(self, earlier: "LearningFolder") -> None:
+        """Raise a PackError if a folder is of another base model, pack or name."""
+        fault = ""
+        if self.fingerprint != earlier.fingerprint:
+            fault = f"another base model ({earlier.model})"
+        elif self.pack != earlier.pack:
+            fault = "another pack"
+            if earlier.pack is None:
+                fault = "the base model without a pack"
+        elif self.name != earlier.name:
+            fault = f"a pack that was served as {earlier.name}"
+
+        if fault:
+            raise PackError(
+                f"--learn {self.path}: its answers are of {fault}. Serve that, or name another "
+                "folder.",
+                "conflict",
+                "learn",
+            )

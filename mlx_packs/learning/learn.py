@@ -1,0 +1,170 @@
+"""`packs learn`: train a candidate on rated answers, compare it, and serve it if it wins."""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bases.files import resolve_checkpoint
+from ..bases.fingerprint import fingerprint
+from ..display import QUIET, Display
+from ..errors import PackError
+from ..files import atomic_write, exclusive_writer, to_json
+from ..packs.base import load_base_for
+from ..reading import read_json
+from ..training.run_folder import run_folder
+from .candidate import DATA, START, Job, begin_job, train_candidate, unfinished_job
+from .comparison import WINS_BY, Comparison, compare
+from .folder import FIGURES, PACK, LearningFolder
+from .rows import FILES, read_rows
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The result of `learn`.
+
+    Attributes:
+        figures: of the candidate: its rows, its gain and whether it won.
+        version: that is served now.
+        pack: the folder of the candidate.
+    """
+
+    figures: Mapping[str, Any]
+    version: int
+    pack: Path
+
+    @property
+    def is_swapped(self) -> bool:
+        return self.figures["won"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.figures, "version": self.version, "pack": str(self.pack)}
+
+    def lines(self) -> list[str]:
+        if self.is_swapped:
+            return [f"swapped   version {self.version} is served from now on: {self.pack}"]
+        return [
+            f"not swapped: the candidate is not better by more than {WINS_BY:g} standard errors. "
+            f"Version {self.version} is still served."
+        ]
+
+
+@contextmanager
+def versions_locked(folder: LearningFolder) -> Iterator[None]:
+    """Let one process at a time change the versions of a folder."""
+    with exclusive_writer(folder.versions_folder):
+        yield
+
+
+def learn(
+    folder: LearningFolder,
+    task: str,
+    settings: Mapping[str, Any],
+    model: str | None = None,
+    display: Display | None = None,
+) -> Learned:
+    """Train a candidate on the rated answers of a folder, and serve it if it is better.
+
+    It is compared with the served version on held-out rows, and wins by more than `WINS_BY` paired
+    standard errors. An interrupted training of the same settings is continued, on its rows.
+
+    Args:
+        folder: Rated answers and versions.
+        task: ``kto``, ``dpo``, ``lm``, or ``auto`` for the one with the most rows.
+        settings: Settings of the training by name, as specified.
+        model: The base model; None is the one that the answers are of.
+        display: Progress output; none by default.
+
+    Raises:
+        PackError: There are too few rows, or training fails.
+        RunStopped: Training was interrupted; calling this again continues it.
+    """
+    display = display or Display(QUIET)
+    model = model or folder.model
+    specified = {"task": task, **settings}
+
+    with versions_locked(folder):
+        _check_base(folder, model)
+        if (folder.candidate / FIGURES).is_file() and _figures(folder)["won"]:
+            return _swap(folder)  # of an earlier call that was interrupted here
+
+        job = unfinished_job(folder, specified)
+        if job is None:
+            job = _new_job(folder, task, specified)
+
+        display.line(
+            "learn",
+            f"{job.task}: {job.train} rows to train on, {job.held_out} held out · continues "
+            f"version {job.start}",
+        )
+        pack = train_candidate(folder, job, model, display)
+        base = load_base_for(pack, model, "trust_remote_code" in settings)
+
+        served = folder.pack_of(job.start)
+        comparison = compare(base, (served, pack), job.task, folder.candidate / DATA)
+        display.line("gain", comparison.text)
+        _write_figures(folder, job, comparison)
+
+        if comparison.is_won:
+            return _swap(folder)
+        return Learned(_figures(folder), folder.current, folder.candidate / PACK)
+
+
+def _check_base(folder: LearningFolder, model: str) -> None:
+    if fingerprint(resolve_checkpoint(model)) != folder.fingerprint:
+        raise PackError(
+            f"--model {model}: is not the base model of {folder.path}, which is {folder.model}.",
+            "mismatch",
+            "model",
+        )
+
+
+def _new_job(folder: LearningFolder, task: str, settings: Mapping[str, Any]) -> Job:
+    tasks = list(FILES)
+    if task != AUTO:
+        tasks = [task]
+
+    splits = {name: read_rows(folder.path, name) for name in tasks}
+    most = max(splits, key=lambda name: splits[name].count)
+    return begin_job(folder, most, splits[most], settings)
+
+
+def _write_figures(folder: LearningFolder, job: Job, comparison: Comparison) -> None:
+    """Write what came of a candidate, and remove its copies of the rows."""
+    figures = {
+        "task": job.task,
+        "continues": job.start,
+        "rows": job.train,
+        **comparison.to_json(),
+        "won": comparison.is_won,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    atomic_write(folder.candidate / FIGURES, to_json(figures))
+
+    for part in (folder.candidate / DATA, run_folder(folder.candidate / PACK)):
+        shutil.rmtree(part, ignore_errors=True)
+    (folder.candidate / START).unlink(missing_ok=True)
+
+
+def _figures(folder: LearningFolder) -> dict[str, Any]:
+    return read_json(folder.candidate / FIGURES)
+
+
+def _swap(folder: LearningFolder) -> Learned:
+    """Make the candidate a version, and serve it."""
+    figures = _figures(folder)
+
+    number = folder.add_version()
+    folder.serve(number)
+    return Learned(figures, number, folder.version_folder(number) / PACK)
+
+
+def serve_version(folder: LearningFolder, number: int) -> None:
+    """Serve a version that there is; a PackError if there is none, or a candidate is trained."""
+    with versions_locked(folder):
+        folder.serve(number)

@@ -1,0 +1,270 @@
+"""Rated answers as rows to train on: what is written of each, and which rows are held out."""
+
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import filesystem
+from ..errors import PackError
+from ..files import replace_file, write_errors
+from ..leftovers import temporary
+from ..reading import parse_json
+
+# The file of the rows of each task.
+FILES = {"kto": "kto.jsonl", "dpo": "dpo.jsonl", "lm": "chat.jsonl"}
+_ABOUT = ("id", "model", "version", "pack")  # columns of a row that nothing is trained on
+_HELD_OUT = 0.2  # share of the prompts
+LEAST_TRAINED = 16
+LEAST_HELD_OUT = 8
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that can be rated.
+
+    Attributes:
+        prompt: the messages before it, as examples have them.
+        message: the answer as a message.
+        columns: more columns of its rows: tools, variables of the chat template.
+        about: model, version and hash of the pack that gave it.
+        is_cut: whether it has no end, so that nobody should learn to end there.
+    """
+
+    prompt: Sequence[Mapping[str, Any]]
+    message: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    about: Mapping[str, Any]
+    is_cut: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.message["content"] or ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing and calls no tool."""
+        return not self.text.strip() and not self.message.get("tool_calls")
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What somebody says of an answer: whether it is good, or what it should have been, or both."""
+
+    rating: Literal["up", "down"] | None = None
+    correction: str | None = None
+
+
+def rows_of(answer: Answer, feedback: Feedback, identity: str) -> dict[str, Row]:
+    """Return the rows of a rated answer, by the name of their file."""
+    about = {"id": identity, **answer.about}
+    completion = [dict(answer.message)]
+    rows: dict[str, Row] = {}
+
+    if feedback.rating is not None:
+        rows[FILES["kto"]] = {"completion": completion, "label": feedback.rating == "up"}
+
+    good = None
+    if feedback.correction is not None:
+        good = [{"role": "assistant", "content": feedback.correction}]
+        if not answer.is_empty:
+            rows[FILES["dpo"]] = {"chosen": good, "rejected": completion}
+    elif feedback.rating == "up":
+        good = completion
+    if good is not None:
+        rows[FILES["lm"]] = {"completion": good}
+
+    shared = {"prompt": list(answer.prompt), **answer.columns}
+    return {name: {**shared, **row, **about} for name, row in rows.items()}
+
+
+@dataclass
+class RowFiles:
+    """The files of rows in a folder, which one process writes at a time."""
+
+    folder: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self, rows: Mapping[str, Row], replaced: str | None = None) -> None:
+        """Add rows by the name of their file; those with the identity ``replaced`` are removed.
+
+        Raises:
+            PackError: a file cannot be written; all files are as they were.
+        """
+        lines = {name: json.dumps(row, ensure_ascii=False) + "\n" for name, row in rows.items()}
+        with self._lock:
+            if replaced is None:
+                self._append(lines)
+            else:
+                self._replace(lines, replaced)
+
+    def _append(self, lines: Mapping[str, str]) -> None:
+        sizes: dict[Path, int] = {}
+        try:
+            for name, line in lines.items():
+                path = self.folder / name
+                with write_errors(path):
+                    sizes[path] = _complete_lines(path)
+                    _append_durably(path, line)
+        except BaseException:
+            for path, size in sizes.items():
+                with suppress(OSError):
+                    os.truncate(path, size)
+            raise
+
+    def _replace(self, lines: Mapping[str, str], replaced: str) -> None:
+        """Write all files anew before the first of them takes its place."""
+        with ExitStack() as stack:
+            replacements = []
+            for name in FILES.values():
+                path = self.folder / name
+                kept = [line for line in _lines(path) if _identity_of(line) != replaced]
+                if name in lines:
+                    kept.append(lines[name])
+                if not kept and not path.exists():
+                    continue
+
+                stack.enter_context(write_errors(path))
+                new = stack.enter_context(temporary(path, partial(Path.touch, mode=0o600)))
+                new.write_bytes("".join(kept).encode(errors="surrogateescape"))
+                filesystem.sync(new)
+                replacements.append((new, path))
+
+            for new, path in replacements:
+                replace_file(new, path)
+
+
+def _append_durably(path: Path, line: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        content = line.encode()
+        while content:
+            content = content[os.write(descriptor, content) :]
+    finally:
+        os.close(descriptor)
+    filesystem.sync(path)
+
+
+def _complete_lines(path: Path) -> int:
+    """Return the size of a file once its last line is complete; a torn one was never confirmed."""
+    if not path.exists() or not (size := path.stat().st_size):
+        return 0
+
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return size
+
+    *_, last = _lines(path)
+    if _parsed_json(last) is None:
+        size -= len(last.encode(errors="surrogateescape"))
+        os.truncate(path, size)
+        return size
+
+    _append_durably(path, "\n")
+    return size + 1
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="\n", errors="surrogateescape") as file:
+        yield from file
+
+
+def _identity_of(line: str) -> str | None:
+    """Return the identity of a row; None of a line without one."""
+    row = _parsed_json(line)
+    if not isinstance(row, dict):
+        return None
+    return row.get("id")
+
+
+def _parsed_json(line: str) -> Any:
+    """Return the value of a line; None if it is not JSON."""
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of a task without what is only about them."""
+
+    train: Sequence[Row]
+    held_out: Sequence[Row]
+
+    @property
+    def count(self) -> int:
+        return len(self.train) + len(self.held_out)
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.train) >= LEAST_TRAINED and len(self.held_out) >= LEAST_HELD_OUT
+
+    @property
+    def missing(self) -> int:
+        """About how many more answers have to be rated."""
+        trained = (LEAST_TRAINED - len(self.train)) / (1 - _HELD_OUT)
+        held_out = (LEAST_HELD_OUT - len(self.held_out)) / _HELD_OUT
+        return max(1, math.ceil(max(trained, held_out)))
+
+
+def read_rows(folder: Path, task: str) -> Split:
+    """Return the rows of a task; a fifth of the prompts is held out.
+
+    A prompt is held out by its hash, so that it stays held out whatever else is rated.
+    """
+    path = folder / FILES[task]
+    train: list[Row] = []
+    held_out: list[Row] = []
+
+    for number, line in enumerate(_lines(path), 1):
+        row = None
+        if line.strip():
+            row = _parsed(path, number, line)
+        if row is None:
+            continue
+
+        own = {name: value for name, value in row.items() if name not in _ABOUT}
+        if is_held_out(row["prompt"]):
+            held_out.append(own)
+        else:
+            train.append(own)
+
+    return Split(train, held_out)
+
+
+def _parsed(path: Path, number: int, line: str) -> Row | None:
+    """Return a row; None of a last line that a crash cut off."""
+    fault = ""
+    row = None
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        if not line.endswith("\n"):
+            return None
+        fault = f"is not valid JSON: {error}"
+
+    if not fault and (not isinstance(row, dict) or "prompt" not in row):
+        fault = "must be an object with a prompt"
+    if fault:
+        raise PackError(f"{path}:{number}: {fault}. Correct or remove the line.", "data")
+    return row
+
+
+def is_held_out(prompt: Any) -> bool:
+    """Whether the rows of a prompt are held out: a fifth of all prompts, by their hash."""
+    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < _HELD_OUT * 2**64

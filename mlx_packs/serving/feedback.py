@@ -1,0 +1,210 @@
+"""Feedback on chat answers (``packs serve --learn``), and the version that is served."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..errors import PackError
+from ..learning.folder import LearningFolder
+from ..learning.rows import Answer, Feedback, RowFiles, rows_of
+from .answers import ChatAnswer
+from .fields import Object, parsed
+from .http import ServerSettings, read_body
+from .library import Library
+from .protocol import MAX_CHOICES, ChatBody
+
+log = logging.getLogger("mlx_packs.serving")
+_ANSWERS = 1000  # that are remembered
+_BYTES = 64 << 20  # of them
+_CHARACTERS = 100_000  # of a correction
+_WATCH_SECONDS = 1.0
+
+
+class FeedbackBody(Object):
+    """The body of ``/v1/feedback``."""
+
+    id: str = Field(min_length=1, max_length=200)
+    index: int = Field(0, ge=0, lt=MAX_CHOICES)
+    rating: Literal["up", "down"] | None = None
+    correction: str | None = Field(None, max_length=_CHARACTERS)
+
+
+@dataclass
+class _Remembered:
+    """A choice of an answer, or why it cannot be rated; ``row`` is the identity of its rows."""
+
+    answer: Answer | None
+    reason: str = ""
+    size: int = 0
+    row: str | None = None
+
+
+class Learning:
+    """Keeps rated answers of one pack in a folder, and serves the version that the folder names.
+
+    Args:
+        folder: rated answers and versions.
+        library: of the server.
+        settings: of the server.
+    """
+
+    def __init__(self, folder: LearningFolder, library: Library, settings: ServerSettings) -> None:
+        self.folder = folder
+        self.version = -1  # that is served; none yet
+        self._library = library
+        self._settings = settings
+        self._files = RowFiles(folder.path)
+        self._choices: OrderedDict[tuple[str, int], _Remembered] = OrderedDict()
+        self._bytes = 0
+        self._numbers: dict[str | None, int] = {}  # versions that were served, by their adapters
+        self._writing = asyncio.Lock()
+
+    # Versions
+
+    def serve_current(self) -> None:
+        """Serve the version that the folder names, unless it is served; waits for the worker."""
+        number = self.folder.current
+        if number == self.version:
+            return
+
+        pack = self.folder.pack_of(number)
+        adapters = None
+        if pack is not None:
+            adapters = pack._adapters_hash
+
+        self._numbers[adapters] = number
+        self._library.put(self.folder.name, pack, f"version {number}")
+        self.version = number
+
+    async def watch(self) -> None:
+        """Follow the folder; requests that run end with the version that they began with."""
+        fault = ""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+
+            before = self.version
+            try:
+                await run_in_threadpool(self.serve_current)
+                fault = ""
+            except PackError as error:
+                if error.message != fault:  # once, not every second
+                    log.warning("%s", error.message)
+                fault = error.message
+            except Exception:
+                log.exception("The folder of versions could not be read.")
+
+            if self.version != before:
+                log.info("%s: version %d is served.", self.folder.name, self.version)
+
+    # Answers
+
+    def remember(self, answer: ChatAnswer, body: ChatBody, variables: dict[str, Any]) -> None:
+        """Remember an answer that has ended, so that it can be rated.
+
+        ``variables`` are those that the chat template was given.
+        """
+        prompt = [message.to_template() for message in body.messages]
+        columns: dict[str, Any] = {}
+        if body.usable_tools:
+            columns["tools"] = [tool.to_template() for tool in body.usable_tools]
+        if variables:
+            columns["chat_template_kwargs"] = variables
+        has_images = any(message.images for message in body.messages)
+
+        for index, (message, reason, adapters) in enumerate(answer.messages()):
+            key = answer.id, index
+            if body.model != self.folder.name or adapters not in self._numbers:
+                text = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
+                self._put(key, _Remembered(None, text))
+            elif has_images:
+                self._put(key, _Remembered(None, "is about images, which are not learned from"))
+            else:
+                version = self._numbers[adapters]
+                about = {"model": body.model, "version": version, "pack": adapters}
+                row = Answer(prompt, message, columns, about, reason == "length")
+                size = len(json.dumps([prompt, message, columns], ensure_ascii=False))
+                self._put(key, _Remembered(row, size=size))
+
+    def _put(self, key: tuple[str, int], remembered: _Remembered) -> None:
+        self._choices[key] = remembered
+        self._bytes += remembered.size
+        while len(self._choices) > _ANSWERS or self._bytes > _BYTES:
+            _, oldest = self._choices.popitem(last=False)
+            self._bytes -= oldest.size
+
+    # Feedback
+
+    async def rate(self, request: Request) -> Response:
+        """Answer ``POST /v1/feedback``: keep the answer with what is said of it."""
+        body: FeedbackBody = parsed(
+            FeedbackBody, await read_body(request, self._settings.body_bytes)
+        )
+        async with self._writing:
+            remembered = self._choices.get((body.id, body.index))
+            answer = self._rated(body, remembered)
+
+            identity = secrets.token_hex(16)
+            rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
+            await run_in_threadpool(self._files.write, rows, remembered.row)
+            replaces = remembered.row is not None
+            remembered.row = identity
+
+        facts = {"id": body.id, "index": body.index, "kept": sorted(rows), "replaces": replaces}
+        return JSONResponse({"object": "feedback", **facts})
+
+    def _rated(self, body: FeedbackBody, remembered: _Remembered | None) -> Answer:
+        """Return the answer that feedback is about; a PackError if it says nothing of one."""
+        if remembered is None:
+            raise PackError(
+                f"id '{body.id:.80}': is none of the latest {_ANSWERS:,} chat answers of this "
+                "server.",
+                "not-found",
+                "id",
+            )
+
+        answer = remembered.answer
+        if answer is None:
+            raise PackError(
+                f"id '{body.id:.80}': this answer {remembered.reason}. It cannot be rated.",
+                "conflict",
+                "id",
+            )
+
+        if body.rating is None and body.correction is None:
+            raise PackError("rating: is required, or a correction.", flag="rating")
+        if body.rating is not None and answer.is_empty:
+            text = "rating: the answer is empty, so it can only be corrected."
+            raise PackError(text, "conflict", "rating")
+        if body.rating == "up" and answer.is_cut:
+            raise PackError(
+                "rating: the answer was cut off at max_tokens, so it can only be rated down, or "
+                "corrected.",
+                "conflict",
+                "rating",
+            )
+
+        if body.correction is not None:
+            if not body.correction.strip():
+                raise PackError("correction: is empty.", flag="correction")
+            if body.correction.strip() == answer.text.strip():
+                raise PackError(
+                    "correction: is the answer itself. Send the rating 'up' instead.",
+                    flag="correction",
+                )
+        return answer
+
+
+async def rejected(_: Request) -> Response:
+    """Answer feedback to a server that keeps none."""
+    raise PackError(
+        "/v1/feedback: this server keeps no answers. Start it with --learn DIR.", "unsupported"
+    )

@@ -1,0 +1,163 @@
+"""`packs learn`: a candidate is served only if it wins; versions are listed and put back."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_packs.evaluation.perplexity import ExampleScores
+from mlx_packs.learning import candidate, learn
+from mlx_packs.learning.comparison import GAINS, Comparison
+from mlx_packs.learning.folder import LearningFolder
+from mlx_packs.learning.rows import RowFiles, rows_of
+from mlx_packs.packs.pack import Pack
+from tests.helpers.errors import check, raises
+from tests.helpers.packs import random_pack
+from tests.learning.test_rows import Feedback, answer_to
+
+ROWS = 70
+
+
+@pytest.fixture
+def folder(shared_tiny, tmp_path):
+    """A folder in which every answer was corrected, and rated."""
+    folder = LearningFolder.begin(tmp_path / "d", "learned", shared_tiny, None)
+    files = RowFiles(folder.path)
+    for number in range(ROWS):
+        answer = answer_to(f"Say {number}.", "I cannot.")
+        said = Feedback("down", json.dumps({"say": number}))
+        files.write(rows_of(answer, said, str(number)))
+    return folder
+
+
+# The others train the same way, in 9 s together.
+SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("dpo", "lm")]
+
+
+@pytest.mark.parametrize("task", ["kto", *SLOW])
+def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejected):
+    flags = ("--task", task, "--iters", 6, "--learning-rate", "1e-3", "--max-seq-length", 64)
+    code, out, _ = run("learn", folder.path, *flags, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["won"] and result["gain"] > 2 * result["error"] > 0
+    assert result["rows"] + result["held_out"] == ROWS
+    assert folder.current == result["version"] == 1
+    assert not folder.candidate.exists()
+    assert {f.name for f in folder.version_folder(1).iterdir()} == {
+        "figures.json",
+        "job.json",
+        "pack",
+    }
+    Pack.open(result["pack"]).verify()
+
+    _, out, _ = run("learn", folder.path, "--list")
+    first, second = out.splitlines()
+    assert first.startswith("  0 ") and second.startswith("* 1 ") and task in second
+    assert run("learn", folder.path, "--use", 0)[0] == 0
+    assert folder.current == 0 and folder.pack_of(0) is None
+    check(rejected("learn", folder.path, "--use", 2), "not-found", "use", "version 2")
+
+
+def test_a_candidate_that_does_not_win_changes_nothing(folder, run):
+    flags = ("--task", "dpo", "--iters", 1, "--learning-rate", "1e-12")
+    code, out, _ = run("learn", folder.path, *flags)
+    assert code == 0 and out.startswith("not swapped: ")
+    assert folder.current == 0 and len(folder.versions()) == 1
+    assert not (folder.candidate / "data").exists()
+
+
+def scores(nll, targets=None) -> ExampleScores:
+    nll = np.array(nll, float)
+    if targets is None:
+        targets = np.ones(len(nll))
+    return ExampleScores(nll, np.array(targets), np.zeros(len(nll)))
+
+
+def test_gains_are_paired_by_row():
+    served = scores([1.0, 5.0, 2.0, 7.0])
+    better = scores([0.5, 5.5, 1.0, 7.0])
+    pairs = GAINS["dpo"](served, better, np.ones(2, bool))
+    assert (pairs.gain, pairs.error, pairs.held_out) == (1.0, 0.0, 2)  # of (1.0, 1.0)
+
+    good = np.array([True, False, True, True])
+    ratings = GAINS["kto"](served, better, good)
+    assert ratings.gain == pytest.approx((0.5 + 1.0 + 0.0) / 3 + 0.5)
+    assert ratings.error is None  # of one bad answer
+    assert GAINS["kto"](served, better, ~good).gain == pytest.approx(-ratings.gain)
+
+    texts = GAINS["lm"](scores([1.0, 5.0], [1, 2]), scores([0.5, 3.0], [1, 2]), good[:2])
+    assert texts.gain == pytest.approx(2.5 / 3)
+    targets = [1, 0, 1, 1]  # the second completion is longer than the maximum
+    pairs = GAINS["dpo"](scores([1.0] * 4, targets), scores([0.5] * 4, targets), good)
+    assert pairs.held_out == 1 and pairs.error is None
+
+
+def test_a_gain_within_two_errors_is_no_win():
+    assert Comparison("nats", 0.21, 0.1, 9).is_won
+    assert not Comparison("nats", 0.19, 0.1, 9).is_won
+    assert not Comparison("nats", -1.0, 0.1, 9).is_won
+    assert not Comparison("nats", 1.0, None, 1).is_won
+
+
+def test_a_candidate_continues_the_served_pack(shared_tiny, folder, tmp_path, run, rejected):
+    pack = random_pack(shared_tiny, 3, 4, ("q_proj", "v_proj"), size=0.02)
+    start = pack.save(tmp_path / "start")
+    own = LearningFolder.begin(tmp_path / "own", "start", shared_tiny, start)
+    for file in folder.path.glob("*.jsonl"):
+        (own.path / file.name).write_bytes(file.read_bytes())
+
+    check(rejected("learn", own.path, "--rank", 8), "conflict", "rank")
+    flags = ("--task", "lm", "--iters", 1, "--learning-rate", "1e-12")
+    assert run("learn", own.path, *flags)[0] == 0
+    trained = Pack.open(own.candidate / "pack")
+    for name, tensor in start.load_tensors().items():
+        assert (abs(trained.load_tensors()[name] - tensor) < 1e-6).all(), name
+    assert trained.specs == start.specs
+    own.pack_of(0).verify()  # a copy: the pack itself may go
+
+
+def test_an_interrupted_swap_is_finished_and_a_training_continued(folder, run, monkeypatch):
+    flags = ("--task", "lm", "--iters", 4, "--learning-rate", "1e-3")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learn, "compare", stop)
+        assert run("learn", folder.path, *flags)[0] == 130
+    assert folder.current == 0 and (folder.candidate / "data").exists()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(candidate, "train_request", stop)  # the pack is there already
+        patch.setattr(learn, "_swap", stop)
+        assert run("learn", folder.path, *flags)[0] == 130
+    assert folder.current == 0
+
+    code, out, _ = run("learn", folder.path, *flags)
+    assert code == 0 and out.startswith("swapped") and folder.current == 1
+
+
+def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
+    check(rejected("learn", tmp_path / "none"), "not-found", None, "none")
+    check(rejected("learn", folder.path, "--list", "--use", 1), "conflict", None, "--list", "--use")
+    check(rejected("learn", folder.path, "--epochs", -1), "invalid", "epochs")
+    check(rejected("learn", folder.path, "--task", "lm", "--beta", 0.3), "conflict", "beta")
+    with learn.versions_locked(folder):
+        check(rejected("learn", folder.path), "busy")
+        check(rejected("learn", folder.path, "--use", 0), "busy")
+
+    lines = (folder.path / "dpo.jsonl").read_text().splitlines(keepends=True)
+    (folder.path / "dpo.jsonl").write_text("".join(lines[:10]))
+    check(rejected("learn", folder.path, "--task", "dpo"), "data", None, "16 and 8 are needed")
+    (folder.path / "current").write_text("new\n")
+    check(rejected("learn", folder.path, "--list"), "unreadable", None, "current")
+
+
+def test_a_folder_is_of_one_pack_of_one_base(folder, shared_tiny, tmp_path):
+    pack = random_pack(shared_tiny).save(tmp_path / "p")
+    assert LearningFolder.begin(folder.path, "learned", shared_tiny, None) == folder
+    for name, own in (("other", None), ("learned", pack)):
+        with raises("conflict", "learn"):
+            LearningFolder.begin(folder.path, name, shared_tiny, own)
+    with raises("exists", "learn"):
+        LearningFolder.begin(tmp_path, "learned", shared_tiny, None)

@@ -1,0 +1,63 @@
+"""Rows of rated answers: durable lines, torn ones, and which are held out."""
+
+import json
+
+import pytest
+
+from mlx_packs.errors import PackError
+from mlx_packs.learning.rows import Answer, Feedback, RowFiles, is_held_out, read_rows, rows_of
+
+ABOUT = {"model": "notes", "version": 0, "pack": None}
+
+
+def answer_to(question: str, text: str = "No.", **more) -> Answer:
+    message = {"role": "assistant", "content": text, **more}
+    return Answer([{"role": "user", "content": question}], message, {}, ABOUT)
+
+
+def add(folder, questions, **said) -> None:
+    for question in questions:
+        answer = answer_to(question)
+        RowFiles(folder).write(rows_of(answer, Feedback(**said), f"id of {question}"))
+
+
+def test_a_prompt_stays_held_out_whatever_else_is_rated(tmp_path):
+    add(tmp_path, map(str, range(400)), rating="down")
+    first = read_rows(tmp_path, "kto")
+    assert first.count == 400 and 50 < len(first.held_out) < 110
+    assert all(is_held_out(row["prompt"]) for row in first.held_out)
+    assert {"prompt", "completion", "label"} == set(first.train[0])
+
+    add(tmp_path, map(str, range(400, 500)), rating="down")
+    later = read_rows(tmp_path, "kto")
+    assert [row for row in later.held_out if row in first.held_out] == list(first.held_out)
+
+
+def test_an_empty_answer_has_no_rows_that_cannot_be_trained_on():
+    rows = rows_of(answer_to("a", " "), Feedback(correction="Yes."), "1")
+    assert set(rows) == {"chat.jsonl"}
+    call = answer_to("a", "", tool_calls=[{"function": {"name": "f", "arguments": {}}}])
+    assert set(rows_of(call, Feedback(correction="Yes."), "1")) == {"chat.jsonl", "dpo.jsonl"}
+
+
+def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_path):
+    add(tmp_path, "ab", rating="down")
+    file = tmp_path / "kto.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text(lines[0] + "\n" + lines[1][:30])
+    assert read_rows(tmp_path, "kto").count == 1
+    add(tmp_path, "c", rating="down")
+    identities = [json.loads(line)["id"] for line in file.read_text().splitlines()]
+    assert identities == ["id of a", "id of c"]
+
+    file.write_text(json.dumps({"prompt": "by hand", "completion": "x", "label": True}))
+    add(tmp_path, "d", rating="down")
+    assert read_rows(tmp_path, "kto").count == 2
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    add(tmp_path, "a", rating="down")
+    for line, fault in (("{oops", "not valid JSON"), ('"text"', "an object with a prompt")):
+        (tmp_path / "kto.jsonl").write_text(line + "\n")
+        with pytest.raises(PackError, match=rf"kto.jsonl:1: .*{fault}"):
+            read_rows(tmp_path, "kto")

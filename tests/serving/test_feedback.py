@@ -1,0 +1,210 @@
+"""`/v1/feedback`: which rows rated answers become, what is rejected, and versions that are swapped."""
+
+import errno
+import os
+import stat
+import threading
+
+import pytest
+
+from mlx_packs.learning.folder import LearningFolder
+from mlx_packs.packs.pack import Pack
+from mlx_packs.reading import parse_json
+from mlx_packs.serving import feedback
+from tests.helpers.packs import random_pack
+from tests.helpers.serving import Running, until
+
+QUESTION = "Where is the key?"
+PROMPT = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture
+def folder(small_tiny, shelf, tmp_path):
+    return LearningFolder.begin(tmp_path / "d", "notes", small_tiny, Pack.open(shelf / "notes"))
+
+
+@pytest.fixture
+def server(generator, shelf, folder):
+    with Running(generator, shelf, learning=folder) as running:
+        yield running
+
+
+def content(answer: dict) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def ended(server, model: str = "notes", **options) -> dict:
+    """An answer that ends before its maximum of tokens: with a stop string."""
+    text = content(server.chat(model, QUESTION))
+    return server.chat(model, QUESTION, stop=text[len(text) // 2 :], **options)
+
+
+def rate(server, answer: dict, **said) -> tuple[int, dict]:
+    return server.json("POST", "/v1/feedback", {"id": answer["id"], **said})
+
+
+def rejected(server, answer: dict, **said) -> tuple[int, str]:
+    status, body = rate(server, answer, **said)
+    return status, body["error"]["message"]
+
+
+def rows_in(folder: LearningFolder) -> dict[str, list[dict]]:
+    files = sorted(folder.path.glob("*.jsonl"))
+    return {f.name: [parse_json(line) for line in f.read_text().splitlines()] for f in files}
+
+
+def test_ratings_and_corrections_become_rows(server, folder):
+    answer = ended(server)
+    said = [{"role": "assistant", "content": content(answer)}]
+    status, result = rate(server, answer, rating="up")
+    assert (status, result["kept"], result["replaces"]) == (200, ["chat.jsonl", "kto.jsonl"], False)
+
+    rows = rows_in(folder)
+    (rated,) = rows["kto.jsonl"]
+    about = {"model": "notes", "version": 0, "pack": folder.pack}
+    assert {name: rated[name] for name in about} == about
+    assert (rated["prompt"], rated["completion"], rated["label"]) == (PROMPT, said, True)
+    assert rows["chat.jsonl"][0]["completion"] == said
+    assert rated["id"] == rows["chat.jsonl"][0]["id"] != answer["id"]
+    assert stat.S_IMODE(os.stat(folder.path / "kto.jsonl").st_mode) == 0o600
+
+    other = ended(server)  # a second feedback replaces the first, whatever was written meanwhile
+    assert rate(server, other, rating="down")[0] == 200
+    assert rate(server, answer, correction="Under the mat.")[1]["replaces"]
+    rows = rows_in(folder)
+    good = [{"role": "assistant", "content": "Under the mat."}]
+    assert [row["label"] for row in rows["kto.jsonl"]] == [False]
+    assert [(row["chosen"], row["rejected"]) for row in rows["dpo.jsonl"]] == [(good, said)]
+    assert [row["completion"] for row in rows["chat.jsonl"]] == [good]
+
+
+def test_streams_and_each_choice_can_be_rated(server, folder):
+    text = content(server.chat("notes", QUESTION))
+    body = {"model": "notes", "messages": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
+    events = list(server.events("/v1/chat/completions", {**body, "stop": text[len(text) // 2 :]}))
+    for index in range(2):
+        assert rate(server, events[0], index=index, rating="down")[0] == 200
+    assert rejected(server, events[0], index=2, rating="down")[0] == 404
+    assert len(rows_in(folder)["kto.jsonl"]) == 2
+
+
+def test_an_answer_keeps_tools_and_variables_of_its_request(server, folder):
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    options = {"tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
+    answer = server.chat("notes", QUESTION, **options)
+    assert rate(server, answer, rating="down")[0] == 200
+    (row,) = rows_in(folder)["kto.jsonl"]
+    assert row["tools"][0]["function"]["name"] == "find"
+    assert row["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, monkeypatch):
+    answer = ended(server)
+    assert rejected(server, {"id": "chatcmpl-0"}, rating="up")[0] == 404
+    assert "must be 'up' or 'down'" in rejected(server, answer, rating="good")[1]
+    assert "is required" in rejected(server, answer)[1]
+    assert "is empty" in rejected(server, answer, correction=" \n")[1]
+    assert "100000" in rejected(server, answer, correction="a" * 100_001)[1]
+    assert "the answer itself" in rejected(server, answer, correction=content(answer) + " ")[1]
+
+    cut = server.chat("notes", QUESTION)
+    status, message = rejected(server, cut, rating="up")
+    assert status == 409 and "cut off at max_tokens" in message
+    status, message = rejected(server, ended(server, "base"), rating="up")
+    assert status == 409 and "is of 'base'" in message
+    assert rows_in(folder) == {}
+
+    monkeypatch.setattr(feedback, "_ANSWERS", 2)
+    ended(server)
+    assert rejected(server, answer, rating="up")[0] == 404
+
+
+def test_a_full_disk_leaves_the_rows_as_they_were(server, folder, monkeypatch):
+    first = ended(server)
+    assert rate(server, first, rating="up")[0] == 200
+    before = {file.name: file.read_bytes() for file in folder.path.glob("*.jsonl")}
+    write = os.write
+    calls = []
+
+    def full(descriptor: int, data: bytes) -> int:
+        calls.append(len(data))
+        if len(calls) == 3:  # of the second file, after a part of its line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:10] if len(calls) == 2 else data)
+
+    answer = ended(server)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        status, message = rejected(server, answer, rating="up")
+    assert status == 507 and "No space left" in message and str(folder.path) not in message
+    assert {file.name: file.read_bytes() for file in folder.path.glob("*.jsonl")} == before
+    assert rate(server, answer, rating="up")[0] == 200
+
+
+def test_a_server_without_learn_keeps_nothing(shared_server):
+    answer = shared_server.chat("notes", QUESTION)
+    status, message = rejected(shared_server, answer, rating="up")
+    assert status == 400 and "--learn" in message
+    assert shared_server.json("GET", "/v1/packs")[1]["learns"] is None
+
+
+def test_a_key_is_needed_as_for_all_routes(generator, folder):
+    with Running(generator, learning=folder, api_key="secret") as server:
+        assert rate(server, {"id": "a"}, rating="up")[0] == 401
+
+
+@pytest.fixture
+def base_folder(small_tiny, tmp_path):
+    return LearningFolder.begin(tmp_path / "base", "learned", small_tiny, None)
+
+
+def add_version(folder: LearningFolder, pack: Pack) -> int:
+    """Make a pack the next version, as `packs learn` does with a candidate that won."""
+    pack.save(folder.candidate / "pack")
+    (folder.candidate / "figures.json").write_text("{}")
+    return folder.add_version()
+
+
+def test_versions_are_swapped_and_put_back_while_requests_run(
+    generator, small_tiny, base_folder, monkeypatch
+):
+    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
+    number = add_version(base_folder, random_pack(small_tiny, 7, 4, size=0.3))
+    slots = generator.registry.slots
+
+    with Running(generator, learning=base_folder) as server:
+        before = server.chat("learned", QUESTION, max_tokens=40)
+        assert content(before) == content(server.chat("base", QUESTION, max_tokens=40))
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(server.chat("learned", QUESTION, max_tokens=40))
+        )
+        thread.start()
+        until(lambda: generator.counts[0] == 1)
+        base_folder.serve(number)
+        until(lambda: server.learning.version == number)
+        thread.join()
+        assert content(answers[0]) == content(before)  # it ended with the version it began with
+
+        after = server.chat("learned", QUESTION, max_tokens=40)
+        assert content(after) != content(before)
+        assert rate(server, after, rating="down")[0] == 200
+        assert rows_in(base_folder)["kto.jsonl"][0]["version"] == number
+        assert slots.nbytes > 0
+
+        base_folder.serve(0)
+        until(lambda: server.learning.version == 0)
+        assert content(server.chat("learned", QUESTION, max_tokens=40)) == content(before)
+        assert slots.nbytes == 0
+
+
+def test_a_version_that_cannot_be_opened_leaves_the_served_one(
+    generator, base_folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
+    with Running(generator, learning=base_folder) as server:
+        (base_folder.path / "current").write_text("7\n")
+        until(lambda: "has no version 7" in caplog.text)
+        assert server.learning.version == 0
+        server.chat("learned", QUESTION)
+    assert caplog.text.count("has no version 7") == 1
