@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import filesystem
+from ..bases.files import TINY
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, make_folder, to_json
 from ..packs.manifest import MANIFEST
@@ -94,7 +95,7 @@ class LearningFolder:
             PackError: the folder is of another pack or base, or cannot be written.
         """
         model = str(base.name)
-        if os.path.exists(os.path.expanduser(model)):
+        if model != TINY and os.path.exists(os.path.expanduser(model)):
             model = str(Path(model).expanduser().resolve())
         adapters = None
         if pack is not None:

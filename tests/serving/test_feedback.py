@@ -7,6 +7,10 @@ import threading
 
 import pytest
 
+from mlx_packs.config.data import DataConfig
+from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.preferences import RATED, encode_preferences
+from mlx_packs.data.row_format import Row
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import parse_json
@@ -96,6 +100,14 @@ def test_an_answer_keeps_tools_and_variables_of_its_request(server, folder):
     (row,) = rows_in(folder)["kto.jsonl"]
     assert row["tools"][0]["function"]["name"] == "find"
     assert row["chat_template_kwargs"] == {"enable_thinking": False}
+
+    tokenizer = server.worker.base.tokenizer  # in training they are part of the prompt
+    rows = [Row("kto.jsonl:1", row)]
+    examples = encode_preferences(rows, tokenizer, DataConfig(), EncodingOptions(), RATED)
+    example = examples.items[0]
+    used = answer["usage"]["prompt_tokens"]
+    assert "find" in tokenizer.decode(example.tokens[:used].tolist())
+    assert not example.target[:used].any() and example.target[used:].all()
 
 
 def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, monkeypatch):
