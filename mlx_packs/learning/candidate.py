@@ -47,9 +47,17 @@ class Job:
 
 
 def unfinished_job(folder: LearningFolder, settings: Mapping[str, Any]) -> Job | None:
-    """Return the job of a candidate whose training was interrupted, if it had these settings."""
+    """Return the job of a candidate whose training was interrupted, if it had these settings.
+
+    Without a checkpoint there is none, so that a run that failed at its start reads its rows anew.
+    """
     file = folder.candidate / _JOB
     if not file.is_file() or (folder.candidate / FIGURES).is_file():
+        return None
+
+    pack = folder.candidate / PACK
+    has_pack = (pack / MANIFEST).is_file()
+    if not has_pack and latest_checkpoint(run_folder(pack)) is None:
         return None
 
     job = Job(**read_json(file))
@@ -155,7 +163,11 @@ def _quantization(pack: Pack, model: str) -> dict[str, Any]:
     quantize = quantize_for(pack, config)
     if quantize == "none":
         return {}
-    return {"quantize": quantize, **quantize_options(pack)}
+
+    settings = {"quantize": quantize, **quantize_options(pack)}
+    if quantize != "nf4":  # others have none
+        del settings["double_quant"]
+    return settings
 
 
 def adapters_of(pack: Pack) -> dict[str, Any]:

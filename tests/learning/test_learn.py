@@ -5,12 +5,16 @@ import json
 import numpy as np
 import pytest
 
+from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import ExampleScores
 from mlx_packs.learning import candidate, learn
 from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.learning.rows import RowFiles, rows_of
+from mlx_packs.packs.base import load_base_for
 from mlx_packs.packs.pack import Pack
+from mlx_packs.training.run import train_pack
+from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
 from tests.learning.test_rows import Feedback, answer_to
@@ -116,6 +120,22 @@ def test_a_candidate_continues_the_served_pack(shared_tiny, folder, tmp_path, ru
     own.pack_of(0).verify()  # a copy: the pack itself may go
 
 
+@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
+def test_a_base_that_was_quantized_on_loading_is_again(quantize, tmp_path):
+    model = saved_base(small_base(), tmp_path / "base")
+    train = {"iters": 1, "quantize": quantize, "val_batches": 0, "max_seq_length": 64}
+    rows = [{"prompt": "Say 1.", "completion": "1"}] * 4
+    data = {"train": rows, "valid": rows}
+    run = train_pack(model, data, train=train, out=tmp_path / "q", progress=False)
+    base = load_base_for(run.pack, model)
+
+    folder = LearningFolder.begin(tmp_path / "d", "q", base, run.pack)
+    job = candidate.Job("lm", 0, 1, 1)
+    recipe = candidate._recipe(folder, job, {"model": folder.model, "out": "x"})
+    assert (recipe.train.quantize, recipe.train.double_quant) == (quantize, True)
+    assert recipe.lora.rank == 16
+
+
 def test_an_interrupted_swap_is_finished_and_a_training_continued(folder, run, monkeypatch):
     flags = ("--task", "lm", "--iters", 4, "--learning-rate", "1e-3")
 
@@ -135,6 +155,22 @@ def test_an_interrupted_swap_is_finished_and_a_training_continued(folder, run, m
 
     code, out, _ = run("learn", folder.path, *flags)
     assert code == 0 and out.startswith("swapped") and folder.current == 1
+
+
+def test_a_run_that_failed_at_its_start_reads_the_rows_anew(folder, run, monkeypatch):
+    def fail(_: object) -> None:
+        raise PackError("a row is wrong", "data")
+
+    flags = ("--task", "lm", "--iters", 1, "--learning-rate", "1e-12")
+    with monkeypatch.context() as patch:
+        patch.setattr(candidate, "train_request", fail)
+        assert run("learn", folder.path, *flags)[0] == 2
+
+    file = folder.path / "chat.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-5]))
+    assert run("learn", folder.path, *flags)[0] == 0
+    figures = json.loads((folder.candidate / "figures.json").read_text())
+    assert figures["rows"] + figures["held_out"] == ROWS - 5
 
 
 def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
