@@ -22,6 +22,10 @@ EXECUTED = [
 MAX_BYTES, MAX_IMAGE = 120_000, 40_000
 # Figures that each prints, by name: where they stand, and how far another machine may be off.
 FIGURES = {
+    "error_bars": {
+        "examples": (r"^(\d+) examples", 0),
+        "after": (r"held-out PPL ([\d.]+) ±", 0.2),
+    },
     "many_packs": {
         "rank": (r"MB +rank (\d+)", 0),
         "after": (r"PPL +[\d.]+ → ([\d.]+)", 0.5),
