@@ -15,6 +15,7 @@ NAMES = (
     "generate",
     "serve",
     "serve_soak",
+    "mixed_load",
     "swap",
     "ops",
     "steady",

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY
@@ -198,9 +198,9 @@ class Soak:
             self.server.send_signal(signal.SIGUSR1)
             self.count("broken steps")
 
-    def run(self, seconds: float) -> list[tuple[float, float]]:
-        """Let all clients work for so long; return seconds and resident MB of the server."""
-        kinds: list[tuple[Callable[[int], None], int]] = [
+    def kinds(self) -> list[tuple[Callable[[int], None], int]]:
+        """Return what clients do, and how many do it."""
+        return [
             (self.steady, CLIENTS),
             (self.vanishing, 3),
             (self.slow, 3),
@@ -209,8 +209,13 @@ class Soak:
             (self.swaps, 1),
             (self.breaks, 1),
         ]
+
+    def run(self, seconds: float) -> list[tuple[float, float]]:
+        """Let all clients work for so long; return seconds and resident MB of the server."""
         threads = [
-            threading.Thread(target=kind, args=(i,)) for kind, count in kinds for i in range(count)
+            threading.Thread(target=kind, args=(i,))
+            for kind, count in self.kinds()
+            for i in range(count)
         ]
         for thread in threads:
             thread.start()
@@ -227,8 +232,15 @@ class Soak:
 _JSON = {"Content-Type": "application/json"}
 
 
-def served(options: argparse.Namespace) -> tuple[Soak, list[tuple[float, float]], dict]:
-    """Start a server, soak it, and return what became of all, with its last state."""
+def served(
+    options: argparse.Namespace, kind: type[Soak], more: Sequence[str] = ()
+) -> tuple[Soak, list[tuple[float, float]], dict]:
+    """Start a server, soak it, and return what became of all, with its last state.
+
+    Args:
+        kind: of soak.
+        more: options of `packs serve`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         base = load_base(options.model)
         for seed, name in enumerate(("a", "b", REMOVED)):
@@ -236,12 +248,12 @@ def served(options: argparse.Namespace) -> tuple[Soak, list[tuple[float, float]]
         port = free_port()
         command = [sys.executable, "-c", _PROGRAM, "serve", "--model", options.model]
         command += ["--packs", folder, "--port", str(port), "--queue", str(QUEUE)]
-        command += ["--batch-size", "16"]
+        command += ["--batch-size", "16", *more]
         log = tempfile.TemporaryFile()
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             _wait_for(port, server)
-            soak = Soak(port, server, {})
+            soak = kind(port, server, {})
             connection = soak.connection()
             for model in (*MODELS, REMOVED):
                 for prompt in PROMPTS:
@@ -337,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     history.add_option(parser)
     options = parser.parse_args(arguments)
-    soak, samples, state = served(options)
+    soak, samples, state = served(options, Soak)
     grown = slope([s for s, _ in samples], [mb for _, mb in samples])
     for outcome, n in sorted(soak.outcomes.items()):
         print(f"{n:>8,}  {outcome}")

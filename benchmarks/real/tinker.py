@@ -1,0 +1,164 @@
+"""The unmodified SDK of Tinker on a real model: losses as those of `packs train`, rewards that rise.
+
+A server has the base; the SDK is in processes of its own. It needs the package `tinker`.
+
+    python -m benchmarks.real.tinker --work DIR --steps 50
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_packs import Observer, TrainConfig, train_pack
+from mlx_packs.bench.serving import Target
+from mlx_packs.errors import PackError
+
+from .. import alone, history
+from ..history import Environment, record
+from ..serve import free_port
+from . import files
+from .jobs import PARTS, RANK, RATE, WEIGHT_DECAY, Job, lora, prepare
+
+ADAM = {"learning_rate": RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+ADAM |= {"weight_decay": WEIGHT_DECAY}
+
+
+@contextmanager
+def served(model: str, states: Path) -> Iterator[str]:
+    """Run a server that trains, and yield its address."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlx_packs", "serve", "--model", model]
+    command += ["--train", str(states), "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(url, server)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _wait_for(url: str, server: subprocess.Popen) -> None:
+    while server.poll() is None:
+        try:
+            Target(url).models()
+            return
+        except PackError:
+            time.sleep(0.2)
+    raise RuntimeError("the server ended")
+
+
+def client(loop: str, url: str, **given: Any) -> dict[str, Any]:
+    """Return what a loop of the SDK results, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "given.json"
+        file.write_text(json.dumps(given), encoding="utf-8")
+        return alone.run("real.tinker_client", [loop, url, str(file)])
+
+
+def losses_of_train(job: Job, seed: int) -> list[float]:
+    """Return the loss of each step of `packs train` on a job, with the server's first adapters."""
+    losses: list[float] = []
+
+    class Steps(Observer):
+        def on_step(self, line: dict) -> None:
+            losses.append(line["loss"])
+
+    config = TrainConfig(
+        iters=job.steps,
+        batch_size=job.batch_size,
+        max_seq_length=job.max_seq_length,
+        learning_rate=RATE,
+        lr_schedule="constant",
+        optimizer_config={"adamw": {"bias_correction": True, "weight_decay": WEIGHT_DECAY}},
+        max_grad_norm=0.0,
+        matmul_path="dense",
+        metric="none",
+        val_batches=0,
+        test_batches=1,
+        save_every=job.steps,
+        seed=seed,
+        awake=False,
+        share_prefix="off",
+    )
+    out = Path(job.folder) / "tinker-pack"
+    train_pack(job.model, str(job.data), lora(), config, out, callbacks=[Steps()], overwrite=True)
+    return losses
+
+
+def compare(job: Job, url: str, clients: int) -> tuple[dict[str, Any], float]:
+    """Return what the SDK results on the batches of a job, and the largest difference of a loss."""
+    given = {
+        "batches": job.batches,
+        "adam": ADAM,
+        "lora": {"rank": RANK, "seed": job.seed, "train_unembed": False},
+    }
+    with ThreadPoolExecutor(clients) as pool:
+        runs = [pool.submit(client, "supervised", url, **given) for _ in range(clients)]
+        results = [run.result() for run in runs]
+
+    expected = np.array(losses_of_train(job, job.seed))
+    seen = np.array([each["losses"] for each in results])
+    return results[0], float(np.abs(seen / expected - 1).max())
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.real.tinker", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder for runs")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="[50]")
+    parser.add_argument("--clients", type=int, default=2, metavar="N", help="at once [2]")
+    parser.add_argument("--rl-steps", type=int, default=15, metavar="N", help="[15]")
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+
+    part = replace(PARTS["banking77"], steps=options.steps)
+    job = prepare(part, "tinker", 0, options.steps, files.smollm2(), options.work)
+    with served(job.model, options.work / "states") as url:
+        result, difference = compare(job, url, options.clients)
+        print(
+            f"cross_entropy: {options.steps} steps of {options.clients} clients, loss "
+            f"{result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}; largest difference from "
+            f"packs train {difference:.1e}",
+            flush=True,
+        )
+        rows = job.batches[0]
+        given = {"path": result["path"], "rows": rows, "samples": 8, "steps": options.rl_steps}
+        rewards = client("reinforce", url, **given, adam=ADAM | {"learning_rate": 3e-4})["rewards"]
+
+    shown = " ".join(f"{reward:.2f}" for reward in rewards)
+    print(f"importance_sampling: right answers of 8 samples of {len(rows)} messages: {shown}")
+    history.append(_records(options, difference, rewards), options.history)
+    return 0
+
+
+def _records(
+    options: argparse.Namespace, difference: float, rewards: Sequence[float]
+) -> list[history.Record]:
+    here = Environment.here()
+    task = "tinker smollm2-135m banking77"
+    shape = f"8 x {options.steps}, {options.clients} clients"
+    rl_shape = f"8 x 8 samples, {options.rl_steps} steps"
+    right = 100 * np.array(rewards)
+    return [
+        record(here, task, "SDK", shape, "loss: difference from packs train", "", [difference]),
+        record(here, task, "SDK", rl_shape, "right answers at first", "%", [right[0]]),
+        record(here, task, "SDK", rl_shape, "right answers at last", "%", right[-3:].tolist()),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
