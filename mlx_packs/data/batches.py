@@ -38,7 +38,7 @@ from .shapes import (
 )
 
 _COUNTED_BATCHES = 2000
-_PADDING = {"positions": 0, "targets": 0, "owners": -1}  # of what each target has
+PADDING = {"positions": 0, "targets": 0, "owners": -1}  # of what each target has
 # What batches may be: shapes, or of aligned ones the targets that they have room for by spans.
 Allowed = Collection[Shape] | Mapping[Spans, int]
 
@@ -156,7 +156,7 @@ def _laid_out(
 
     count = sum(len(own) for own in targets)
     parts = {"positions": positions, "targets": targets, "owners": owners}
-    of_targets = {n: _padded(np.concatenate(each), n, slots) for n, each in parts.items()}
+    of_targets = {n: padded(np.concatenate(each), n, slots) for n, each in parts.items()}
     return Batch(
         inputs={"tokens": tokens.reshape(shape), **of_targets},
         targets=count,
@@ -170,9 +170,10 @@ def _numbers(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in order)
 
 
-def _padded(values: np.ndarray, name: str, slots: int) -> np.ndarray:
+def padded(values: np.ndarray, name: str, slots: int) -> np.ndarray:
+    """Return what each target has, such as its position, with ``slots`` of them."""
     padding = (0, slots - len(values))
-    return np.pad(values, padding, constant_values=_PADDING[name]).astype(np.int32)
+    return np.pad(values, padding, constant_values=PADDING[name]).astype(np.int32)
 
 
 def split_rows(batch: Batch, parts: int, together: int = 1) -> list[Batch]:
@@ -197,7 +198,7 @@ def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
         "owners": inputs["owners"][inside] - first,
     }
     pieces = {name: values[start:stop] for name, values in inputs.items()}  # in their order
-    pieces |= {name: _padded(values, name, slots) for name, values in of_targets.items()}
+    pieces |= {name: padded(values, name, slots) for name, values in of_targets.items()}
     return dataclasses.replace(
         batch,
         inputs=pieces,

@@ -13,6 +13,7 @@ from typing import TypeVar
 import mlx.nn as nn
 import numpy as np
 
+from ..data.batches import PADDING, padded
 from ..data.dataset import Batch
 from ..errors import PackError
 from ..nn.joint_lora import JointLoRA, joint_model
@@ -54,8 +55,9 @@ class JointStepper:
 
         joint = JointTime()
         steppers = [each.step.stepper for each in due]
-        own = [each.step.stepper.arrays(each.batch) for each in due]
-        shared = joined_rows([each.batch for each in due])
+        batches = with_same_shapes([each.batch for each in due])
+        own = [stepper.arrays(each) for stepper, each in zip(steppers, batches, strict=True)]
+        shared = joined_rows(batches)
 
         if all(each.alone for each in due):
             losses, norms = self.whole(steppers, shared, own)
@@ -158,6 +160,31 @@ def check_groups(model: nn.Module) -> None:
                 "unsupported",
                 "seeds",
             )
+
+
+def with_same_shapes(batches: Sequence[Batch]) -> list[Batch]:
+    """Return batches with rows as long as the longest, and slots for the targets of the most.
+
+    So a step is compiled for few shapes, as with one run; padding changes no sum.
+    """
+    width = max(batch.inputs["tokens"].shape[1] for batch in batches)
+    slots = max(len(batch.inputs["positions"]) for batch in batches)
+    return [_with_shape(batch, width, slots) for batch in batches]
+
+
+def _with_shape(batch: Batch, width: int, slots: int) -> Batch:
+    tokens = np.asarray(batch.inputs["tokens"])
+    positions = np.asarray(batch.inputs["positions"])
+    rows, own_width = tokens.shape
+    inputs = {**batch.inputs, "positions": positions // own_width * width + positions % own_width}
+
+    for name in ("tokens", "segments"):
+        if name in inputs:
+            inputs[name] = _filled(np.asarray(inputs[name]), rows, width)
+    for name in PADDING:
+        if name in inputs:
+            inputs[name] = padded(np.asarray(inputs[name]), name, slots)
+    return replace(batch, inputs=inputs)
 
 
 def joined_rows(batches: Sequence[Batch]) -> Arrays:

@@ -20,6 +20,7 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.nn.joint_lora import copied, joint_model
 from mlx_packs.runtime import mx
+from mlx_packs.training.joint_step import JointStepper
 from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import checkpoints, common_batch
 from mlx_packs.training.seeds import statistics, train_with_seeds
@@ -324,6 +325,27 @@ def test_the_time_of_a_pack_has_no_validation_of_another(rows, request_of, monke
         rates = [line["tokens_per_s"] for line in run.curve if "loss" in line]
         tokens = run.report["trained_tokens"] / len(rates)
         assert tokens / max(rates) < 0.15  # a step after the first, which compiles
+
+
+@pytest.mark.parametrize(("task", "data"), [("lm", "lengths"), ("dpo", "pairs")])
+def test_steps_of_packs_have_few_shapes(rows, request_of, monkeypatch, task, data):
+    """Each set of shapes is compiled: those of three packs are not all combinations of theirs."""
+    chats = [chat("Say" + f" {word}" * 4 * n, f"I say {word}" * n) for n, word in enumerate(WORDS)]
+    write_rows(rows / "lengths", train=chats, valid=CHATS[:1])
+    steps = []
+    whole = JointStepper.whole
+
+    def observed(self, steppers, shared, own):
+        shapes = [tuple(v.shape for v in arrays.values()) for arrays in [shared, *own]]
+        assert len(set(shapes[1:])) == 1
+        steps.append(tuple(shapes))
+        return whole(self, steppers, shared, own)
+
+    monkeypatch.setattr(JointStepper, "whole", observed)
+    settings = {"task": task, "iters": 12, "batch_size": 1, "steps_per_eval": 12, "save_every": 12}
+    train_together([request_of(f"out-{i}", data, seed=i, **settings) for i in range(3)])
+    assert len(steps) == 12
+    assert len(set(steps)) <= 6
 
 
 def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of, monkeypatch):
