@@ -162,6 +162,32 @@ def test_models_that_cannot_share_a_pass():
         slots.close()
 
 
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen3_moe", "mamba2"])
+def test_other_families(family):
+    """Fused projections, mixtures of experts and recurrent blocks."""
+    slots = PackSlots(family_base(family))
+    trainer = Trainer(slots)
+    clients = []
+    for seed, lengths in enumerate([(7,), (12, 5)]):
+        tokens = np.random.default_rng(seed).integers(1, 60, 13)
+        datums = [
+            RawDatum(tokens[:n].astype(np.int32), {"target_tokens": tokens[1 : n + 1]})
+            for n in lengths
+        ]
+        rows = [checked_row(0, each, LOSSES[CROSS], {}, RowLimits(64, 64)) for each in datums]
+        made = Client(trainer.create(Adapters(2 + seed, seed)), rows, CROSS)
+        trainer.add(made.model, alone(trainer, [made])[0].grads)
+        trainer.update(made.model, STEP)
+        clients.append(made)
+
+    assert trainer.can_share([clients[0].model], clients[1].model)
+    width = padded_width([row for each in clients for row in each.rows])
+    padded = [trainer.run([each.part(width)], backward=True)[0] for each in clients]
+    for actual, expected in zip(together(trainer, clients), padded, strict=True):
+        assert_same(actual, expected)
+    slots.close()
+
+
 @pytest.mark.parametrize(("family", "matters"), [("gear", True), ("gpt2", False)])
 def test_models_share_no_pass_where_padding_changes_a_row(family, matters):
     """As in a family whose attention has a wrong mask in mlx-lm."""
