@@ -60,11 +60,11 @@ def _wait_for(url: str, server: subprocess.Popen) -> None:
     raise RuntimeError("the server ended")
 
 
-def client(loop: str, url: str, **given: Any) -> dict[str, Any]:
+def client(loop: str, url: str, **settings: Any) -> dict[str, Any]:
     """Return what a loop of the SDK results, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "given.json"
-        file.write_text(json.dumps(given), encoding="utf-8")
+        file = Path(folder) / "settings.json"
+        file.write_text(json.dumps(settings), encoding="utf-8")
         return alone.run("real.tinker_client", [loop, url, str(file)])
 
 
@@ -100,13 +100,13 @@ def losses_of_train(job: Job, seed: int) -> list[float]:
 
 def compare(job: Job, url: str, clients: int) -> tuple[dict[str, Any], float]:
     """Return what the SDK results on the batches of a job, and the largest difference of a loss."""
-    given = {
+    settings = {
         "batches": job.batches,
         "adam": ADAM,
         "lora": {"rank": RANK, "seed": job.seed, "train_unembed": False},
     }
     with ThreadPoolExecutor(clients) as pool:
-        runs = [pool.submit(client, "supervised", url, **given) for _ in range(clients)]
+        runs = [pool.submit(client, "supervised", url, **settings) for _ in range(clients)]
         results = [run.result() for run in runs]
 
     expected = np.array(losses_of_train(job, job.seed))
@@ -136,8 +136,10 @@ def main(arguments: Sequence[str]) -> int:
             flush=True,
         )
         rows = job.batches[0]
-        given = {"path": result["path"], "rows": rows, "samples": 8, "steps": options.rl_steps}
-        rewards = client("reinforce", url, **given, adam=ADAM | {"learning_rate": 3e-4})["rewards"]
+        settings = {"path": result["path"], "rows": rows, "samples": 8, "steps": options.rl_steps}
+        rewards = client("reinforce", url, **settings, adam=ADAM | {"learning_rate": 3e-4})[
+            "rewards"
+        ]
 
     shown = " ".join(f"{reward:.2f}" for reward in rewards)
     print(f"importance_sampling: right answers of 8 samples of {len(rows)} messages: {shown}")

@@ -31,13 +31,13 @@ def datum(row: Row, weight: float) -> types.Datum:
     )
 
 
-def supervised(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Train on given batches by cross_entropy, one for each step; save the result."""
-    client = service(url).create_lora_training_client("base", **given["lora"]).result()
-    adam = types.AdamParams(**given["adam"])
+def supervised(url: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train on batches by cross_entropy, one for each step; save the result."""
+    client = service(url).create_lora_training_client("base", **settings["lora"]).result()
+    adam = types.AdamParams(**settings["adam"])
     values = []
     began = time.monotonic()
-    for batch in given["batches"]:
+    for batch in settings["batches"]:
         targets = sum(len(tokens) - first for tokens, first in batch)
         data = [datum(row, 1 / targets) for row in batch]
         forward = client.forward_backward(data, "cross_entropy")
@@ -49,17 +49,17 @@ def supervised(url: str, given: dict[str, Any]) -> dict[str, Any]:
     return {"losses": values, "seconds": seconds, "path": path}
 
 
-def reinforce(url: str, given: dict[str, Any]) -> dict[str, Any]:
+def reinforce(url: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train on a saved model's own samples by importance_sampling; the reward is a right answer."""
-    client = service(url).create_training_client_from_state(given["path"]).result()
-    adam = types.AdamParams(**given["adam"])
+    client = service(url).create_training_client_from_state(settings["path"]).result()
+    adam = types.AdamParams(**settings["adam"])
     rewards = []
-    for step in range(given["steps"]):
+    for step in range(settings["steps"]):
         sampler = client.save_weights_and_get_sampling_client().result()
         data = []
         gains = []
-        for row in given["rows"]:
-            of_row, gain = _scored(sampler, row, given["samples"], step)
+        for row in settings["rows"]:
+            of_row, gain = _scored(sampler, row, settings["samples"], step)
             data += of_row
             gains.append(gain)
 
@@ -71,24 +71,24 @@ def reinforce(url: str, given: dict[str, Any]) -> dict[str, Any]:
     return {"rewards": rewards}
 
 
-def repeated(url: str, given: dict[str, Any]) -> dict[str, Any]:
+def repeated(url: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train, sample, save and leave for some seconds; return the losses of each time."""
-    until = time.monotonic() + given["seconds"]
+    until = time.monotonic() + settings["seconds"]
     results = []
     while not results or time.monotonic() < until:
         own = service(url)
-        client = own.create_lora_training_client("base", **given["lora"]).result()
+        client = own.create_lora_training_client("base", **settings["lora"]).result()
         losses = []
-        for batch in given["batches"]:
+        for batch in settings["batches"]:
             forward = client.forward_backward([datum(row, 1.0) for row in batch], "cross_entropy")
-            client.optim_step(types.AdamParams(**given["adam"])).result()
+            client.optim_step(types.AdamParams(**settings["adam"])).result()
             losses.append(forward.result().metrics["loss:sum"])
 
         sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=8, temperature=0, stop=[])
-        request = types.ModelInput.from_ints(given["batches"][0][0][0])
+        request = types.ModelInput.from_ints(settings["batches"][0][0][0])
         (sample,) = sampler.sample(request, 1, params).result().sequences
-        client.save_state("repeated", ttl_seconds=given["kept_s"]).result()
+        client.save_state("repeated", ttl_seconds=settings["kept_s"]).result()
         own.close("success").result()
         results.append({"losses": losses, "sample": list(sample.tokens)})
     return {"results": results}
@@ -133,8 +133,8 @@ def _sample(prompt: Sequence[int], sampled: Any, advantage: float) -> types.Datu
 def main(arguments: Sequence[str]) -> int:
     loop, url, file = arguments
     loops = {each.__name__: each for each in (supervised, reinforce, repeated)}
-    given = json.loads(Path(file).read_text(encoding="utf-8"))
-    print(json.dumps(loops[loop](url, given)))
+    settings = json.loads(Path(file).read_text(encoding="utf-8"))
+    print(json.dumps(loops[loop](url, settings)))
     return 0
 
 
