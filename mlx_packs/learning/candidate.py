@@ -11,7 +11,7 @@ from ..display import NORMAL, Display
 from ..errors import PackError
 from ..files import atomic_folder, to_json
 from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
-from ..packs.manifest import MANIFEST
+from ..packs.manifest import MANIFEST, template_kwargs_of
 from ..packs.pack import Pack
 from ..reading import read_json
 from ..tensors import save_tensors
@@ -94,7 +94,7 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
             (data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
         if start is not None:
-            save_tensors(partial / START, start.load_tensors())
+            save_tensors(partial / START, dict(start.load_tensors()))
         (partial / _JOB).write_text(to_json(asdict(job)), encoding="utf-8")
     return job
 
@@ -146,11 +146,12 @@ def _defaults(task: str) -> dict[str, Any]:
 
 
 def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a candidate; base and adapters are as the version it continues."""
+    """Return the recipe of a candidate, with base, adapters and template of what it continues."""
     adapters: dict[str, Any] = {}
     start = folder.pack_of(job.start)
     if start is not None:
         adapters = {**adapters_of(start), **_quantization(start, run["model"])}
+        adapters["template_kwargs"] = template_kwargs_of(start.manifest)
 
     settings = {**job.settings, **adapters, **run, "task": job.task}
     settings["data"] = str(folder.candidate / DATA)

@@ -1,7 +1,7 @@
 """A candidate compared with the served version on the same held-out rows, with paired errors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,16 @@ class Comparison:
         return asdict(self)
 
 
-def compare(base: Base, packs: Sequence[Pack | None], task: str, data: Path) -> Comparison:
-    """Compare two packs, the served version and a candidate, on the rows of a file.
+def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: Path) -> Comparison:
+    """Compare a candidate with the served version on held-out rows.
 
     Args:
         base: A loaded base model without an active pack.
-        packs: The served version, None for the base model alone, and the candidate.
+        served: The served version; None is the base model alone.
+        candidate: The pack to compare with it.
         task: The task of the rows, of `GAINS`.
         data: A folder, whose split ``valid`` has the rows.
     """
-    candidate = packs[1]
     columns = columns_of(candidate, str(data), on_bad_row="skip")
     rows = evaluation_rows(columns, "valid")
     labels = np.array([row.value.get("label", True) for row in rows])
@@ -84,13 +84,13 @@ def compare(base: Base, packs: Sequence[Pack | None], task: str, data: Path) -> 
     path = choose_matmul_path(base.model, tokens, steps=2 * len(batches)).matmul_path
 
     scores = []
-    for pack in packs:
+    for pack in (served, candidate):
         with activated(base, pack, path):
             scores.append(Scorer(base.model, split_head(base.model)).examples(batches))
 
     owners = examples.items.parts["rows"]
-    served, better = (_of_rows(each, owners, len(completions)) for each in scores)
-    return GAINS[task](served, better, labels)
+    before, after = (_of_rows(each, owners, len(completions)) for each in scores)
+    return GAINS[task](before, after, labels)
 
 
 def _of_rows(scores: ExampleScores, owners: np.ndarray, count: int) -> ExampleScores:
@@ -130,9 +130,10 @@ def _ratings(served: ExampleScores, better: ExampleScores, labels: np.ndarray) -
     kinds = [kind for kind in kinds if len(kind)]
 
     errors = [standard_error(kind) for kind in kinds]
+    known = [each for each in errors if each is not None]
     error = None
-    if None not in errors:
-        error = math.sqrt(sum(each**2 for each in errors))
+    if len(known) == len(kinds):
+        error = math.hypot(*known)
     gain = float(sum(kind.mean() for kind in kinds))
     return Comparison("nats of margin", gain, error, int(has_targets.sum()))
 

@@ -106,7 +106,7 @@ def learn(
         base = load_base_for(pack, model, "trust_remote_code" in settings)
 
         served = folder.pack_of(job.start)
-        comparison = compare(base, (served, pack), job.task, folder.candidate / DATA)
+        comparison = compare(base, served, pack, job.task, folder.candidate / DATA)
         display.line("gain", comparison.text)
         _write_figures(folder, job, comparison)
 

@@ -149,9 +149,7 @@ class Learning:
             FeedbackBody, await read_body(request, self._settings.body_bytes)
         )
         async with self._writing:
-            remembered = self._choices.get((body.id, body.index))
-            answer = self._rated(body, remembered)
-
+            remembered, answer = self._rated(body)
             identity = secrets.token_hex(16)
             rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
             await run_in_threadpool(self._files.write, rows, remembered.row)
@@ -161,8 +159,9 @@ class Learning:
         facts = {"id": body.id, "index": body.index, "kept": sorted(rows), "replaces": replaces}
         return JSONResponse({"object": "feedback", **facts})
 
-    def _rated(self, body: FeedbackBody, remembered: _Remembered | None) -> Answer:
+    def _rated(self, body: FeedbackBody) -> tuple[_Remembered, Answer]:
         """Return the answer that feedback is about; a PackError if it says nothing of one."""
+        remembered = self._choices.get((body.id, body.index))
         if remembered is None:
             raise PackError(
                 f"id '{body.id:.80}': is none of the latest {_ANSWERS:,} chat answers of this "
@@ -200,7 +199,7 @@ class Learning:
                     "correction: is the answer itself. Send the rating 'up' instead.",
                     flag="correction",
                 )
-        return answer
+        return remembered, answer
 
 
 async def rejected(_: Request) -> Response:

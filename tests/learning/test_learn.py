@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from mlx_packs.config.data import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import ExampleScores
 from mlx_packs.learning import candidate, learn
@@ -121,12 +122,13 @@ def test_a_candidate_continues_the_served_pack(shared_tiny, folder, tmp_path, ru
 
 
 @pytest.mark.parametrize("quantize", ["affine4", "nf4"])
-def test_a_base_that_was_quantized_on_loading_is_again(quantize, tmp_path):
+def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(quantize, tmp_path):
     model = saved_base(small_base(), tmp_path / "base")
     train = {"iters": 1, "quantize": quantize, "val_batches": 0, "max_seq_length": 64}
+    columns = DataConfig(template_kwargs={"enable_thinking": False})
     rows = [{"prompt": "Say 1.", "completion": "1"}] * 4
     data = {"train": rows, "valid": rows}
-    run = train_pack(model, data, train=train, out=tmp_path / "q", progress=False)
+    run = train_pack(model, data, train=train, columns=columns, out=tmp_path / "q", progress=False)
     base = load_base_for(run.pack, model)
 
     folder = LearningFolder.begin(tmp_path / "d", "q", base, run.pack)
@@ -134,6 +136,7 @@ def test_a_base_that_was_quantized_on_loading_is_again(quantize, tmp_path):
     recipe = candidate._recipe(folder, job, {"model": folder.model, "out": "x"})
     assert (recipe.train.quantize, recipe.train.double_quant) == (quantize, True)
     assert recipe.lora.rank == 16
+    assert recipe.data.template_kwargs == {"enable_thinking": False}
 
 
 def test_an_interrupted_swap_is_finished_and_a_training_continued(folder, run, monkeypatch):
