@@ -62,7 +62,7 @@ class Learning:
         self.version = -1  # that is served; none yet
         self._library = library
         self._settings = settings
-        self._files = RowFiles(folder.path)
+        self._files = RowFiles(folder.path.absolute())  # which messages to clients leave out
         self._choices: OrderedDict[tuple[str, int], _Remembered] = OrderedDict()
         self._bytes = 0
         self._numbers: dict[str | None, int] = {}  # versions that were served, by their adapters
