@@ -116,6 +116,7 @@ def _print_versions(folder: "LearningFolder") -> None:
     current = folder.current
     versions = folder.versions()
     lines = []
+
     for version in versions:
         mark = "*" if version.number == current else " "
         lines.append(f"{mark} {version.number:<4} {_figures_line(version.figures)}")

@@ -25,19 +25,12 @@ WINS_BY = 2.0  # standard errors
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much better a candidate is on held-out rows.
+    """How much better a candidate is than the served version on held-out rows."""
 
-    Attributes:
-        measure: what ``gain`` is.
-        gain: candidate less served version, the mean over rows; more is better.
-        error: its standard error, paired by row; None for a single row.
-        held_out: number of rows.
-    """
-
-    measure: str
-    gain: float
-    error: float | None
-    held_out: int
+    measure: str  # what ``gain`` is
+    gain: float  # the mean over rows; more is better
+    error: float | None  # standard error of the gain, paired by row; None for a single row
+    held_out: int  # number of rows
 
     @property
     def is_won(self) -> bool:
@@ -57,14 +50,9 @@ class Comparison:
 
 
 def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: Path) -> Comparison:
-    """Compare a candidate with the served version on held-out rows.
+    """Compare a candidate with the served version, or the base, on the rows ``valid`` of a folder.
 
-    Args:
-        base: A loaded base model without an active pack.
-        served: The served version; None is the base model alone.
-        candidate: The pack to compare with it.
-        task: The task of the rows, of `GAINS`.
-        data: A folder, whose split ``valid`` has the rows.
+    No pack may be active on the base; ``task`` is of `GAINS`.
     """
     columns = columns_of(candidate, str(data), on_bad_row="skip")
     rows = evaluation_rows(columns, "valid")

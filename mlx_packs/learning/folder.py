@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,34 +58,19 @@ delete everything, stop the server and remove this folder.
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a pack that learns.
-
-    Attributes:
-        number: 1 and up; 0 is what the server began with.
-        figures: of the comparison that it won; empty for version 0.
-    """
-
-    number: int
-    figures: Mapping[str, Any]
+    number: int  # 0 is what the server began with
+    figures: Mapping[str, Any]  # of the comparison that it won; empty for version 0
 
 
 @dataclass(frozen=True)
 class LearningFolder:
-    """A folder of rated answers and versions, and what it is for.
-
-    Attributes:
-        path: the folder.
-        name: of the pack, as requests name it.
-        model: the base model, as `load_base` takes it.
-        fingerprint: of the base model.
-        pack: hash of the adapters of version 0; None for the base model alone.
-    """
+    """A folder of rated answers and versions, and the pack and base model that it is for."""
 
     path: Path
-    name: str
-    model: str
-    fingerprint: str
-    pack: str | None
+    name: str  # of the pack, as requests name it
+    model: str  # as `load_base` takes it
+    fingerprint: str  # of the base model
+    pack: str | None  # hash of the adapters of version 0; None for the base model alone
 
     @classmethod
     def begin(cls, path: Path, name: str, base: "BaseModel", pack: Pack | None) -> "LearningFolder":
@@ -97,9 +82,11 @@ class LearningFolder:
         model = str(base.name)
         if model != TINY and os.path.exists(os.path.expanduser(model)):
             model = str(Path(model).expanduser().resolve())
+
         adapters = None
         if pack is not None:
             adapters = pack._adapters_hash
+
         folder = cls(path, name, model, base.fingerprint, adapters)
 
         if (path / FACTS).exists():
@@ -130,6 +117,7 @@ class LearningFolder:
         stated = facts.pop("format", None)
         kinds = {field.name: str for field in fields(cls) if field.name != "path"}
         texts = [facts.get(name) for name in kinds if name != "pack"]
+
         if stated != _FORMAT or not all(isinstance(text, str) for text in texts):
             text = f"{file}: is not that of a folder of --learn ({_FORMAT})."
             raise PackError(text, "unreadable")
@@ -196,22 +184,24 @@ class LearningFolder:
         """Make the candidate the next version, atomically, and return its number."""
         make_folder(self.versions_folder)
         number = self.versions()[-1].number + 1
+
         filesystem.sync_tree(self.candidate)
         os.rename(self.candidate, self.version_folder(number))
         filesystem.sync(self.versions_folder)
         return number
 
     def _make(self, pack: Pack | None) -> None:
-        make_folder(self.path)
-        self.path.chmod(0o700)
-        atomic_write(self.path / _README, _TEXT)
-        if pack is not None:
-            with atomic_folder(self.version_folder(0), replace=True) as partial:
-                shutil.copytree(pack.path, partial / PACK)
-
         facts = {"format": _FORMAT, **asdict(self)}
         del facts["path"]
-        atomic_write(self.path / FACTS, to_json(facts))  # last: the folder is complete
+
+        with atomic_folder(self.path, replace=self.path.exists()) as partial:
+            partial.chmod(0o700)
+            (partial / _README).write_text(_TEXT, encoding="utf-8")
+            (partial / FACTS).write_text(to_json(facts), encoding="utf-8")
+
+            if pack is not None:
+                own = replace(self, path=partial).version_folder(0)
+                shutil.copytree(str(pack.path), own / PACK)
 
     def _check_same(self, earlier: "LearningFolder") -> None:
         """Raise a PackError if a folder is of another base model, pack or name."""

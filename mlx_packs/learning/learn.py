@@ -26,17 +26,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Learned:
-    """The result of `learn`.
+    """The result of `learn`."""
 
-    Attributes:
-        figures: of the candidate: its rows, its gain and whether it won.
-        version: that is served now.
-        pack: the folder of the candidate.
-    """
-
-    figures: Mapping[str, Any]
-    version: int
-    pack: Path
+    figures: Mapping[str, Any]  # of the candidate: its rows, its gain and whether it won
+    version: int  # that is served now
+    pack: Path  # the folder of the candidate
 
     @property
     def is_swapped(self) -> bool:
@@ -70,19 +64,8 @@ def learn(
 ) -> Learned:
     """Train a candidate on the rated answers of a folder, and serve it if it is better.
 
-    It is compared with the served version on held-out rows, and wins by more than `WINS_BY` paired
-    standard errors. An interrupted training of the same settings is continued, on its rows.
-
-    Args:
-        folder: Rated answers and versions.
-        task: ``kto``, ``dpo``, ``lm``, or ``auto`` for the one with the most rows.
-        settings: Settings of the training by name, as specified.
-        model: The base model; None is the one that the answers are of.
-        display: Progress output; none by default.
-
-    Raises:
-        PackError: There are too few rows, or training fails.
-        RunStopped: Training was interrupted; calling this again continues it.
+    An interrupted training with the same settings is continued, on its rows. ``task`` is of `FILES`
+    or `AUTO`, the one with the most rows; ``model`` None is the base that the answers are of.
     """
     display = display or Display(QUIET)
     model = model or folder.model

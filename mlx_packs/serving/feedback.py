@@ -49,13 +49,7 @@ class _Remembered:
 
 
 class Learning:
-    """Keeps rated answers of one pack in a folder, and serves the version that the folder names.
-
-    Args:
-        folder: rated answers and versions.
-        library: of the server.
-        settings: of the server.
-    """
+    """Keeps rated answers of one pack in a folder, and serves the version that the folder names."""
 
     def __init__(self, folder: LearningFolder, library: Library, settings: ServerSettings) -> None:
         self.folder = folder
@@ -114,14 +108,17 @@ class Learning:
         """
         prompt = [message.to_template() for message in body.messages]
         columns: dict[str, Any] = {}
+
         if body.usable_tools:
             columns["tools"] = [tool.to_template() for tool in body.usable_tools]
         if variables:
             columns["chat_template_kwargs"] = variables
+
         has_images = any(message.images for message in body.messages)
 
         for index, (message, reason, adapters) in enumerate(answer.messages()):
             key = answer.id, index
+
             if body.model != self.folder.name or adapters not in self._numbers:
                 text = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
                 self._put(key, _Remembered(None, text))

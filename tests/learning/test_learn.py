@@ -192,6 +192,25 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
     check(rejected("learn", folder.path, "--list"), "unreadable", None, "current")
 
 
+def test_a_folder_is_made_as_a_whole(shared_tiny, tmp_path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pack = random_pack(shared_tiny).save(tmp_path / "p")
+    path = tmp_path / "d"
+    path.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copytree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            LearningFolder.begin(path, "p", shared_tiny, pack)
+    assert not any(path.iterdir())
+
+    folder = LearningFolder.begin(path, "p", shared_tiny, pack)
+    assert {f.name for f in path.iterdir()} == {"README.txt", "learning.json", "versions"}
+    assert path.stat().st_mode & 0o777 == 0o700
+    folder.pack_of(0).verify()
+
+
 def test_a_folder_is_of_one_pack_of_one_base(folder, shared_tiny, tmp_path):
     pack = random_pack(shared_tiny).save(tmp_path / "p")
     assert LearningFolder.begin(folder.path, "learned", shared_tiny, None) == folder
