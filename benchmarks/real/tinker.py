@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_packs import Observer, TrainConfig, train_pack
+from mlx_packs import Observer, train_pack
 from mlx_packs.bench.serving import Target
 from mlx_packs.errors import PackError
 
@@ -29,6 +29,7 @@ from ..history import Environment, record
 from ..serve import free_port
 from . import files
 from .jobs import PARTS, RANK, RATE, WEIGHT_DECAY, Job, lora, prepare
+from .trainers import train_config
 
 ADAM = {"learning_rate": RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 ADAM |= {"weight_decay": WEIGHT_DECAY}
@@ -68,7 +69,7 @@ def client(loop: str, url: str, **settings: Any) -> dict[str, Any]:
         return alone.run("real.tinker_client", [loop, url, str(file)])
 
 
-def losses_of_train(job: Job, seed: int) -> list[float]:
+def losses_of_train(job: Job) -> list[float]:
     """Return the loss of each step of `packs train` on a job, with the server's first adapters."""
     losses: list[float] = []
 
@@ -76,25 +77,16 @@ def losses_of_train(job: Job, seed: int) -> list[float]:
         def on_step(self, line: dict) -> None:
             losses.append(line["loss"])
 
-    config = TrainConfig(
-        iters=job.steps,
-        batch_size=job.batch_size,
-        max_seq_length=job.max_seq_length,
-        learning_rate=RATE,
-        lr_schedule="constant",
-        optimizer_config={"adamw": {"bias_correction": True, "weight_decay": WEIGHT_DECAY}},
-        max_grad_norm=0.0,
-        matmul_path="dense",
-        metric="none",
-        val_batches=0,
-        test_batches=1,
-        save_every=job.steps,
-        seed=seed,
-        awake=False,
-        share_prefix="off",
-    )
     out = Path(job.folder) / "tinker-pack"
-    train_pack(job.model, str(job.data), lora(), config, out, callbacks=[Steps()], overwrite=True)
+    train_pack(
+        job.model,
+        str(job.data),
+        lora(),
+        train_config(job),
+        out,
+        callbacks=[Steps()],
+        overwrite=True,
+    )
     return losses
 
 
@@ -109,7 +101,7 @@ def compare(job: Job, url: str, clients: int) -> tuple[dict[str, Any], float]:
         runs = [pool.submit(client, "supervised", url, **settings) for _ in range(clients)]
         results = [run.result() for run in runs]
 
-    expected = np.array(losses_of_train(job, job.seed))
+    expected = np.array(losses_of_train(job))
     seen = np.array([each["losses"] for each in results])
     return results[0], float(np.abs(seen / expected - 1).max())
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .. import alone
 from .jobs import ALPHA, RANK, RATE, TARGETS, WEIGHT_DECAY, Job, lora
 from .turns import Turns
 
+if TYPE_CHECKING:
+    from mlx_packs import TrainConfig
+
 OURS, MLX_LM, PEFT = "mlx_packs", "mlx-lm with our BLAS", "PEFT"
 OURS_SHARED = "mlx_packs with --share-prefix"
 PAD_TO = 32  # to a multiple of which mlx-lm pads its batches
@@ -24,7 +27,7 @@ PAD_TO = 32  # to a multiple of which mlx-lm pads its batches
 
 def ours(job: Job, turns: Turns, shared: bool = False) -> dict[str, Any]:
     """`train_pack`; its observer waits between turns."""
-    from mlx_packs import Observer, TrainConfig, train_pack
+    from mlx_packs import Observer, train_pack
 
     class Steps(Observer):
         def on_phase_start(self, batches: int, done: int) -> None:
@@ -33,7 +36,28 @@ def ours(job: Job, turns: Turns, shared: bool = False) -> dict[str, Any]:
         def on_step(self, line: dict) -> None:
             turns.step(line["loss"])
 
-    config = TrainConfig(
+    config = train_config(job, "on" if shared else "off")
+    name = OURS_SHARED if shared else OURS
+    out = Path(job.folder) / ("pack-shared" if shared else "pack")
+    run = train_pack(
+        job.model,
+        str(job.data),
+        lora(),
+        config,
+        out,
+        callbacks=[Steps()],
+        resume_adapter_file=str(job.start),
+        overwrite=True,
+    )
+    mx.save_safetensors(str(job.adapters(name)), dict(run.pack.tensors))
+    return {"pack_mb": run.report["pack_mb"]}
+
+
+def train_config(job: Job, share_prefix: str = "off") -> "TrainConfig":
+    """Return the settings of a job, whose updates are those of torch's AdamW."""
+    from mlx_packs import TrainConfig
+
+    return TrainConfig(
         iters=job.steps,
         batch_size=job.batch_size,
         max_seq_length=job.max_seq_length,
@@ -49,22 +73,8 @@ def ours(job: Job, turns: Turns, shared: bool = False) -> dict[str, Any]:
         steps_per_report=job.turn,
         seed=job.seed,
         awake=False,
-        share_prefix="on" if shared else "off",
+        share_prefix=share_prefix,
     )
-    name = OURS_SHARED if shared else OURS
-    out = Path(job.folder) / ("pack-shared" if shared else "pack")
-    run = train_pack(
-        job.model,
-        str(job.data),
-        lora(),
-        config,
-        out,
-        callbacks=[Steps()],
-        resume_adapter_file=str(job.start),
-        overwrite=True,
-    )
-    mx.save_safetensors(str(job.adapters(name)), dict(run.pack.tensors))
-    return {"pack_mb": run.report["pack_mb"]}
 
 
 def mlx_lm(job: Job, turns: Turns) -> dict[str, Any]:
