@@ -78,6 +78,16 @@ def test_licences_are_read_from_an_sbom_and_must_be_there():
 
 
 def test_policy_files_name_no_machine_and_no_registry():
-    for name in ("SECURITY.md", "constraints.txt", "docs/reliability.md", ".ci/release", ".ci/run"):
-        text = (ROOT / name).read_text(encoding="utf-8")
+    names = [
+        "SECURITY.md",
+        "constraints.txt",
+        "docs/reliability.md",
+        "docs/releasing.md",
+        "CITATION.cff",
+    ]
+    files = [ROOT / name for name in names]
+    files += [ROOT / ".ci" / name for name in ("release", "run", "dry_run")]
+    files += (ROOT / ".github").rglob("*.*")
+    for name in files:
+        text = name.read_text(encoding="utf-8")
         assert not re.search(r"--(extra-)?index-url|/home/|/Users/|simple/", text), name

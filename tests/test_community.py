@@ -1,0 +1,78 @@
+"""Files for people who come to the repository: issue forms, citation, badges."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mlx_packs
+from mlx_packs.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+PROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
+REPOSITORY = re.search(r'^Repository = "(.+)"', PROJECT, re.M).group(1)
+PAGES = (*FORMS, ROOT / "CITATION.cff", ROOT / "CODE_OF_CONDUCT.md", ROOT / "README.md")
+
+
+def check_schema(name: str, files: list[Path]) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{name}"]
+    result = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.interop
+def test_forms_and_citation_are_valid_by_their_schemas():
+    config = ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"
+    check_schema("github-issue-forms", [file for file in FORMS if file != config])
+    check_schema("github-issue-config", [config])
+    check_schema("citation-file-format", [ROOT / "CITATION.cff"])
+
+
+def test_forms_name_commands_that_exist():
+    texts = [file.read_text("utf-8") for file in FORMS]
+    named = {name for text in texts for name in re.findall(r"\bpacks ([a-z-]+)", text)}
+    assert {"doctor", "train", "bench"} <= named
+    assert named <= {name for names in COMMANDS.values() for name in names}
+
+
+def addresses(file: Path) -> Iterator[str]:
+    """The links of a file to GitHub's pages of a project."""
+    for address in re.findall(r"https://github\.com/[\w./-]+", file.read_text("utf-8")):
+        yield address.rstrip(".")
+
+
+def test_addresses_are_of_the_one_repository_and_its_files_exist():
+    found = [address for file in PAGES for address in addresses(file)]
+    assert len(found) >= 5
+    for address in found:
+        assert address.startswith(REPOSITORY), address
+        _, is_file, path = address.partition("/blob/main/")
+        assert not is_file or (ROOT / path).is_file(), address
+
+
+def test_citation_has_version_licence_and_title_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == mlx_packs.__version__
+    assert f'license = "{citation["license"]}"' in PROJECT
+    assert citation["authors"] == [{"name": "mlx-packs contributors"}]
+    assert citation["repository-code"] == REPOSITORY
+
+
+def test_badges_are_true_before_any_workflow_has_run():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    badges = re.findall(r"img\.shields\.io/badge/(\S+?)-\w+\)", readme)
+    python = re.search(r'requires-python = ">=(.+)"', PROJECT).group(1)
+    licence = re.search(r'^license = "(.+)"', PROJECT, re.M).group(1)
+    status = re.search(r"Development Status :: \d - (\w+)", PROJECT).group(1)
+
+    assert badges == [
+        f"python-{python}%2B",
+        f"licence-{licence.replace('-', '--')}",
+        f"status-{status.lower()}",
+    ]
+    assert "badge.svg" not in readme and readme.count("img.shields.io") == len(badges)
