@@ -2,9 +2,11 @@
 
     python -m benchmarks.plan_table --device gpu --memory 8,16,24,64
     python -m benchmarks.plan_table --fits
+    python -m benchmarks.plan_table --batches
 
 `--fits` prints the table of the README: QLoRA on Macs, with the predicted speed of a step
-(`python -m benchmarks graph`). Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
+(`python -m benchmarks graph`). `--batches` prints the table of docs/choose.md: the largest batch of
+QLoRA on each size of Mac. Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
 those of the published config.json; without one, all of these. The numbers are those of `packs
 plan`, which computes nothing.
 """
@@ -88,6 +90,31 @@ FITTED = {
     "Llama-3-8B": LLAMA3_8B,
     "Qwen3-14B": QWEN3_14B,
 }
+# The same for models that only docs/choose.md has.
+CHOSEN = {
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen3-1.7B": QWEN3_0_6B | {"hidden_size": 2048, "intermediate_size": 6144},
+    "Qwen3-4B": QWEN3_4B,
+    "Llama-3-8B": LLAMA3_8B,
+    "Qwen3-8B": QWEN3_8B,
+    "Qwen3-14B": QWEN3_14B,
+    "Qwen3-32B": QWEN3_8B
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+    },
+    "Llama-3-70B": LLAMA3_8B
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+    },
+}
+CHOSEN_MACS_GB = (8, 16, 24, 64, 128)
+LARGEST_BATCHES = (1, 2, 4, 8)
 _BATCH, _LENGTH = 4, 512  # of the step whose speed is predicted
 _METHODS = ("full", "lora", "lora-fp32", "qlora")
 
@@ -123,14 +150,37 @@ def rows(headers: Headers, memories: list[float]) -> list[str]:
     return [f"| {', '.join(sizes)} GB | {answer} |" for answer, sizes in answers.items()]
 
 
-def smallest_mac(headers: Headers, batch: int) -> str:
-    """The peak of QLoRA with recomputed blocks, and the smallest Mac that holds it."""
+def qlora_peak(headers: Headers, batch: int) -> int:
+    """The peak of QLoRA with recomputed blocks, in bytes."""
     train = TrainConfig(
         quantize="affine4", matmul_path="quantized", recompute="block", batch_size=batch
     )
-    peak = estimate(headers, LoRAConfig(), train).peak_bytes
-    macs = (gb for gb in MACS_GB if peak * (1 + ERROR) <= metal_share(gb << 30))
+    return estimate(headers, LoRAConfig(), train).peak_bytes
+
+
+def holds(mac_gb: int, peak: int) -> bool:
+    """Whether the GPU of a Mac has the memory for a peak that is as wrong as plans may be."""
+    return peak * (1 + ERROR) <= metal_share(mac_gb << 30)
+
+
+def smallest_mac(headers: Headers, batch: int) -> str:
+    """The peak of QLoRA with recomputed blocks, and the smallest Mac that holds it."""
+    peak = qlora_peak(headers, batch)
+    macs = (gb for gb in MACS_GB if holds(gb, peak))
     return f"{size(peak)} → {next(macs)} GB"
+
+
+def largest_batches(name: str) -> list[str]:
+    """The largest of `LARGEST_BATCHES` for a model of `CHOSEN`, on each of `CHOSEN_MACS_GB`."""
+    with assumed_device("gpu"):
+        headers = describe(name, CHOSEN[name] | {"torch_dtype": "bfloat16"})
+        peaks = {batch: qlora_peak(headers, batch) for batch in LARGEST_BATCHES}
+
+    cells = []
+    for gb in CHOSEN_MACS_GB:
+        fitting = [batch for batch, peak in peaks.items() if holds(gb, peak)]
+        cells.append(str(max(fitting)) if fitting else "–")
+    return cells
 
 
 def fits(name: str) -> list[str]:
@@ -158,15 +208,27 @@ def print_fits() -> None:
         print("| " + " | ".join([name, *fits(name), *tokens_per_s(config)]) + " |")
 
 
+def print_batches() -> None:
+    """Print the table of docs/choose.md."""
+    print("| 4-bit base model | " + " | ".join(f"{gb} GB" for gb in CHOSEN_MACS_GB) + " |")
+    print("|---" * (1 + len(CHOSEN_MACS_GB)) + "|")
+    for name in CHOSEN:
+        print("| " + " | ".join([name, *largest_batches(name)]) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bases", nargs="*", default=list(CONFIGS))
     parser.add_argument("--device", choices=["cpu", "gpu"])
     parser.add_argument("--memory", default="8,16,24,64")
     parser.add_argument("--fits", action="store_true", help="the README's table")
+    parser.add_argument("--batches", action="store_true", help="the table of docs/choose.md")
     options = parser.parse_args()
     if options.fits:
         print_fits()
+        return
+    if options.batches:
+        print_batches()
         return
 
     memories = [float(part) for part in options.memory.split(",")]

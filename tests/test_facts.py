@@ -2,7 +2,7 @@
 
 import re
 
-from benchmarks.plan_table import BATCHES, FITTED, fits
+from benchmarks.plan_table import BATCHES, CHIPS, CHOSEN, FITTED, fits, largest_batches
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.config import choices
 from mlx_packs.distributed.link import GONE
@@ -75,3 +75,19 @@ def test_readme_says_what_fits_as_the_plan_does():
     assert [row[1 : 1 + len(BATCHES)] for row in rows] == [fits(name) for name in FITTED], (
         "run python -m benchmarks.plan_table --fits"
     )
+
+
+def test_the_page_on_models_says_what_fits_as_the_plan_does():
+    rows = table("docs/choose.md", "## Memory")
+    expected = [[name, *largest_batches(name)] for name in CHOSEN]
+    assert rows == expected, "run python -m benchmarks.plan_table --batches"
+
+
+def test_the_times_of_the_page_on_models_follow_from_the_readme():
+    rows = table("README.md", "## Memory and speed on Macs")
+    speeds = {row[0]: [float(cell.replace(",", "")) for cell in row[-len(CHIPS) :]] for row in rows}
+    times = {row[0]: row[1:] for row in table("docs/choose.md", "## Time")}
+    assert times == {
+        name: [f"{1e6 / tokens_per_s / 60:,.0f}" for tokens_per_s in cells]
+        for name, cells in speeds.items()
+    }
