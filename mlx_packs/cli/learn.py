@@ -135,5 +135,5 @@ def _figures_line(figures: Mapping) -> str:
     return (
         f"{figures['date']} · {figures['task']}, {figures['rows']} rows · continues "
         f"{figures['continues']} · {figures['measure']} {figures['gain']:+.4f} ± "
-        f"{figures['error']:.4f} on {figures['held_out']} held-out rows"
+        f"{figures['error']:.4f} on {figures['held_out']} held-out prompts"
     )

@@ -78,7 +78,7 @@ class ExampleScores:
         se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
         """
         count = int(self.targets.sum())
-        mean, se = _mean_and_error(self.nll, self.targets)
+        mean, se = mean_and_error(self.nll, self.targets)
         ppl = perplexity(float(self.nll.sum()), count)
         accuracy = float(self.hits.sum()) / count
         ppl_se = None if se is None else ppl * se
@@ -100,13 +100,13 @@ class Difference:
 
     @classmethod
     def between(cls, base: ExampleScores, pack: ExampleScores) -> "Difference":
-        mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
+        mean, se = mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
         ratio_se = None if se is None else ratio * se
         return cls(mean, se, ratio, ratio_se)
 
 
-def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
+def mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
     """Mean per target of sums per example, and its standard error with examples as independent."""
     total = int(targets.sum())
     count = len(targets)

@@ -19,7 +19,7 @@ from ..training.run import train_request
 from ..training.run_folder import latest_checkpoint, run_folder
 from ..training.settings import Request
 from .folder import FIGURES, PACK, LearningFolder
-from .rows import LEAST_HELD_OUT, LEAST_TRAINED, Split
+from .rows import Split
 
 DATA = "data"
 _JOB = "job.json"
@@ -73,14 +73,8 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
         PackError: a setting is wrong, or there are too few rows.
     """
     _check_settings(folder, task, settings)
-    if not split.is_enough:
-        raise PackError(
-            f"{folder.path}: has {len(split.train)} examples for --task {task} to train on, and "
-            f"{len(split.held_out)} that are held out (one prompt in five). At least "
-            f"{LEAST_TRAINED} and {LEAST_HELD_OUT} are needed: rate about {split.missing} more "
-            "answers.",
-            "data",
-        )
+    if split.fault:
+        raise PackError(f"{folder.path}: --task {task} has {split.fault}", "data")
 
     job = Job(task, folder.current, len(split.train), len(split.held_out), settings)
     start = folder.pack_of(job.start)

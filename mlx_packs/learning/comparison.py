@@ -1,7 +1,11 @@
-"""A candidate compared with the served version on the same held-out rows, with paired errors."""
+"""A candidate compared with the served version on the same held-out rows, with paired errors.
+
+Rows of one prompt are not independent, so that each prompt counts once, whatever number of rows it
+has.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,30 +16,33 @@ from ..data.batches import evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION
 from ..data.preferences import both_completions
-from ..evaluation.perplexity import Difference, ExampleScores, Scorer
+from ..evaluation.perplexity import ExampleScores, Scorer, mean_and_error
 from ..evaluation.preferences import standard_error
 from ..evaluation.rows import columns_of, evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
+from .rows import LEAST_HELD_OUT, key_of
 
 WINS_BY = 2.0  # standard errors
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much better a candidate is than the served version on held-out rows."""
+    """How much better a candidate is than the served version on held-out prompts."""
 
     measure: str  # what ``gain`` is
-    gain: float  # the mean over rows; more is better
-    error: float | None  # standard error of the gain, paired by row; None for a single row
-    held_out: int  # number of rows
+    gain: float  # the mean over prompts; more is better
+    error: float | None  # standard error of the gain, paired by prompt; None of too few prompts
+    held_out: int  # number of prompts
 
     @property
     def is_won(self) -> bool:
         """Whether the candidate is better by more than `WINS_BY` standard errors."""
-        return self.error is not None and self.gain > WINS_BY * self.error
+        if self.error is None or self.held_out < LEAST_HELD_OUT:
+            return False
+        return self.gain > WINS_BY * self.error
 
     @property
     def text(self) -> str:
@@ -43,7 +50,7 @@ class Comparison:
         if self.error is not None:
             error = f"{self.error:.4f}"
         gain = f"{self.measure} {self.gain:+.4f} ± {error}"
-        return f"{gain}, paired, on {self.held_out} held-out rows"
+        return f"{gain}, paired, on {self.held_out} held-out prompts"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +63,8 @@ def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: P
     """
     columns = columns_of(candidate, str(data), on_bad_row="skip")
     rows = evaluation_rows(columns, "valid")
-    labels = np.array([row.value.get("label", True) for row in rows])
+    labels = np.array([row.value.get("label", True) for row in rows], bool)
+    _, prompts = np.unique([key_of(row.value["prompt"]) for row in rows], return_inverse=True)
 
     completions = rows
     if task == "dpo":
@@ -78,7 +86,7 @@ def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: P
 
     owners = examples.items.parts["rows"]
     before, after = (_of_rows(each, owners, len(completions)) for each in scores)
-    return GAINS[task](before, after, labels)
+    return GAINS[task](before, after, labels, prompts)
 
 
 def _of_rows(scores: ExampleScores, owners: np.ndarray, count: int) -> ExampleScores:
@@ -89,44 +97,60 @@ def _of_rows(scores: ExampleScores, owners: np.ndarray, count: int) -> ExampleSc
     return ExampleScores(*sums)
 
 
-def _completions(served: ExampleScores, better: ExampleScores, _: np.ndarray) -> Comparison:
+def _completions(
+    served: ExampleScores, better: ExampleScores, _: np.ndarray, prompts: np.ndarray
+) -> Comparison:
     """Gain in log-likelihood of what should have been answered."""
     has_targets = served.targets > 0
-    served, better = (
-        ExampleScores(each.nll[has_targets], each.targets[has_targets], each.hits[has_targets])
-        for each in (served, better)
-    )
-    difference = Difference.between(served, better)
-    rows = int(has_targets.sum())
-    return Comparison("nats per token", -difference.nll, difference.nll_se, rows)
+    _, owners = np.unique(prompts[has_targets], return_inverse=True)
+    targets = np.bincount(owners, served.targets[has_targets])
+    gains = np.bincount(owners, (served.nll - better.nll)[has_targets])
+    if not len(targets):
+        return Comparison("nats per token", 0.0, None, 0)
+
+    gain, error = mean_and_error(gains, targets)
+    return Comparison("nats per token", gain, error, len(targets))
 
 
-def _preferences(served: ExampleScores, better: ExampleScores, _: np.ndarray) -> Comparison:
+def _preferences(
+    served: ExampleScores, better: ExampleScores, _: np.ndarray, prompts: np.ndarray
+) -> Comparison:
     """Gain in the margin between the log-likelihoods of a correction and of what it corrects."""
     both = (served.targets.reshape(-1, 2) > 0).all(axis=1)
     gains = (served.nll - better.nll).reshape(-1, 2)[both]
-    margins = gains[:, 0] - gains[:, 1]
-    error = standard_error(margins)
-    return Comparison("nats of margin", float(margins.mean()), error, len(margins))
+    margins = _means(gains[:, 0] - gains[:, 1], prompts[both])
+    return _margin([margins], len(margins))
 
 
-def _ratings(served: ExampleScores, better: ExampleScores, labels: np.ndarray) -> Comparison:
+def _ratings(
+    served: ExampleScores, better: ExampleScores, labels: np.ndarray, prompts: np.ndarray
+) -> Comparison:
     """Gain in the margin between good and bad answers; each kind counts as much as the other."""
     has_targets = served.targets > 0
     gains = served.nll - better.nll
-    kinds = [gains[has_targets & labels], -gains[has_targets & ~labels]]
-    kinds = [kind for kind in kinds if len(kind)]
+    good = has_targets & labels
+    bad = has_targets & ~labels
+    kinds = [_means(gains[good], prompts[good]), _means(-gains[bad], prompts[bad])]
+    return _margin(kinds, len(np.unique(prompts[has_targets])))
 
+
+def _means(values: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """Return the mean of the values of each prompt that has some."""
+    _, owners = np.unique(prompts, return_inverse=True)
+    return np.bincount(owners, values) / np.bincount(owners)
+
+
+def _margin(kinds: Sequence[np.ndarray], prompts: int) -> Comparison:
+    """Return the sum of the means of kinds of gains; without two of each kind it has no error."""
+    gain = float(sum(kind.mean() for kind in kinds if len(kind)))
     errors = [standard_error(kind) for kind in kinds]
-    known = [each for each in errors if each is not None]
     error = None
-    if len(known) == len(kinds):
-        error = math.hypot(*known)
-    gain = float(sum(kind.mean() for kind in kinds))
-    return Comparison("nats of margin", gain, error, int(has_targets.sum()))
+    if None not in errors:
+        error = math.hypot(*errors)
+    return Comparison("nats of margin", gain, error, prompts)
 
 
-GAINS: dict[str, Callable[[ExampleScores, ExampleScores, np.ndarray], Comparison]] = {
+GAINS: dict[str, Callable[[ExampleScores, ExampleScores, np.ndarray, np.ndarray], Comparison]] = {
     "kto": _ratings,
     "dpo": _preferences,
     "lm": _completions,

@@ -65,7 +65,8 @@ def learn(
     """Train a candidate on the rated answers of a folder, and serve it if it is better.
 
     An interrupted training with the same settings is continued, on its rows. ``task`` is of `FILES`
-    or `AUTO`, the one with the most rows; ``model`` None is the base that the answers are of.
+    or `AUTO`, that with the most rows of those with enough; ``model`` None is the base that the
+    answers are of.
     """
     display = display or Display(QUIET)
     model = model or folder.model
@@ -73,7 +74,7 @@ def learn(
 
     with versions_locked(folder):
         _check_base(folder, model)
-        if (folder.candidate / FIGURES).is_file() and _figures(folder)["won"]:
+        if _has_won(folder):
             return _swap(folder)  # of an earlier call that was interrupted here
 
         job = unfinished_job(folder, specified)
@@ -113,7 +114,7 @@ def _new_job(folder: LearningFolder, task: str, settings: Mapping[str, Any]) -> 
         tasks = [task]
 
     splits = {name: read_rows(folder.path, name) for name in tasks}
-    most = max(splits, key=lambda name: splits[name].count)
+    most = max(splits, key=lambda name: (not splits[name].fault, splits[name].count))
     return begin_job(folder, most, splits[most], settings)
 
 
@@ -136,6 +137,14 @@ def _write_figures(folder: LearningFolder, job: Job, comparison: Comparison) -> 
 
 def _figures(folder: LearningFolder) -> dict[str, Any]:
     return read_json(folder.candidate / FIGURES)
+
+
+def _has_won(folder: LearningFolder) -> bool:
+    """Whether there is a candidate that is better than the version that is served now."""
+    if not (folder.candidate / FIGURES).is_file():
+        return False
+    figures = _figures(folder)
+    return figures["won"] and figures["continues"] == folder.current
 
 
 def _swap(folder: LearningFolder) -> Learned:

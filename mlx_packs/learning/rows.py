@@ -23,7 +23,8 @@ FILES = {"kto": "kto.jsonl", "dpo": "dpo.jsonl", "lm": "chat.jsonl"}
 _ABOUT = ("id", "model", "version", "pack")  # columns of a row that nothing is trained on
 _HELD_OUT = 0.2  # share of the prompts
 LEAST_TRAINED = 16
-LEAST_HELD_OUT = 8
+LEAST_HELD_OUT = 8  # prompts
+_LEAST_OF_A_KIND = 4  # good answers, and bad ones, of each part
 
 Row = dict[str, Any]
 
@@ -209,15 +210,38 @@ class Split:
         return len(self.train) + len(self.held_out)
 
     @property
-    def is_enough(self) -> bool:
-        return len(self.train) >= LEAST_TRAINED and len(self.held_out) >= LEAST_HELD_OUT
+    def fault(self) -> str:
+        """What there is too little of, and what to do; empty if there is enough."""
+        prompts = len({key_of(row["prompt"]) for row in self.held_out})
+        if len(self.train) < LEAST_TRAINED or prompts < LEAST_HELD_OUT:
+            trained = (LEAST_TRAINED - len(self.train)) / (1 - _HELD_OUT)
+            held_out = (LEAST_HELD_OUT - prompts) / _HELD_OUT
+            missing = math.ceil(max(trained, held_out))
+            return (
+                f"{len(self.train)} examples to train on, and {prompts} prompts that are held out "
+                f"(one in five). At least {LEAST_TRAINED} and {LEAST_HELD_OUT} are needed: rate "
+                f"answers to about {missing} more prompts."
+            )
 
-    @property
-    def missing(self) -> int:
-        """About how many more answers have to be rated."""
-        trained = (LEAST_TRAINED - len(self.train)) / (1 - _HELD_OUT)
-        held_out = (LEAST_HELD_OUT - len(self.held_out)) / _HELD_OUT
-        return max(1, math.ceil(max(trained, held_out)))
+        faults = [self._fault_of("good", True), self._fault_of("bad", False)]
+        return next(filter(None, faults), "")
+
+    def _fault_of(self, kind: str, label: bool) -> str:
+        """Return the fault of too few answers of a kind: those of another are no contrast."""
+        train = _labelled(self.train, label)
+        held_out = _labelled(self.held_out, label)
+        if min(train, held_out) >= _LEAST_OF_A_KIND:
+            return ""
+        return (
+            f"{train} {kind} answers to train on, and {held_out} that are held out. At least "
+            f"{_LEAST_OF_A_KIND} of each are needed, to tell good from bad: rate more, or learn "
+            "from corrections with --task dpo or lm."
+        )
+
+
+def _labelled(rows: Sequence[Row], label: bool) -> int:
+    """Return how many rows have a label, or none at all, as those of other tasks."""
+    return sum(bool(row.get("label", label)) == label for row in rows)
 
 
 def read_rows(folder: Path, task: str) -> Split:
@@ -265,6 +289,10 @@ def _parsed(path: Path, number: int, line: str) -> Row | None:
 
 def is_held_out(prompt: Any) -> bool:
     """Whether the rows of a prompt are held out: a fifth of all prompts, by their hash."""
-    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    digest = hashlib.sha256(key_of(prompt).encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < _HELD_OUT * 2**64
+
+
+def key_of(prompt: Any) -> str:
+    """Return a text that prompts have in common if they are equal."""
+    return json.dumps(prompt, sort_keys=True, ensure_ascii=False)
