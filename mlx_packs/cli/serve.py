@@ -232,6 +232,10 @@ def _as_learned(
 ) -> "tuple[str | None, dict[str, Pack]]":
     """Return the base model and the packs to serve: those of the folder, where none are named."""
     from ..learning.folder import FACTS, LearningFolder
+    from ..packs.compatibility import check_generates
+
+    for pack in list(packs.values())[:1]:
+        check_generates(pack)
 
     path = Path(folder).expanduser()
     if packs or not (path / FACTS).is_file():
@@ -434,14 +438,14 @@ def _run(
 @contextmanager
 def _opened(folder: str, base: "Base", packs: "dict[str, Pack]") -> "Iterator[LearningFolder]":
     """Yield the folder of rated answers of the first pack, or of the base, for this server only."""
-    from ..files import exclusive_writer
-    from ..learning.folder import LearningFolder
+    from ..learning.folder import LearningFolder, exclusive
     from ..learning.rows import FILES
 
     path = Path(folder).expanduser()
     name, pack = next(iter(packs.items()), (_LEARNED, None))
     opened = LearningFolder.begin(path, name, base, pack)
-    with exclusive_writer(path / next(iter(FILES.values()))):
+    busy = f"--learn {folder}: another server keeps answers there. End it, or name another folder."
+    with exclusive(path / next(iter(FILES.values())), busy):
         yield opened
 
 

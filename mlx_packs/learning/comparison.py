@@ -1,8 +1,4 @@
-"""A candidate compared with the served version on the same held-out rows, with paired errors.
-
-Rows of one prompt are not independent, so that each prompt counts once, whatever number of rows it
-has.
-"""
+"""A candidate compared with the served version on the same held-out rows, with paired errors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -135,7 +131,7 @@ def _ratings(
 
 
 def _means(values: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Return the mean of the values of each prompt that has some."""
+    """Return the mean of the values of each prompt: its rows are not independent."""
     _, owners = np.unique(prompts, return_inverse=True)
     return np.bincount(owners, values) / np.bincount(owners)
 

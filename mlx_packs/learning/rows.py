@@ -99,9 +99,9 @@ class RowFiles:
         """Add rows by the name of their file; those with the identity ``replaced`` are removed.
 
         Raises:
-            PackError: a file cannot be written; all files are as they were.
+            PackError: a row is no JSON, or a file cannot be written; all files are as they were.
         """
-        lines = {name: json.dumps(row, ensure_ascii=False) + "\n" for name, row in rows.items()}
+        lines = {name: _line(row) for name, row in rows.items()}
         with self._lock:
             if replaced is None:
                 self._append(lines)
@@ -142,6 +142,21 @@ class RowFiles:
 
             for new, path in replacements:
                 replace_file(new, path)
+
+
+def _line(row: Row) -> str:
+    """Return the line of a row; a PackError if `read_rows` would reject it."""
+    try:
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        parse_json(line)
+    except ValueError as error:
+        raise PackError(
+            f"id: the answer cannot be kept, since its request cannot be read again as JSON: "
+            f"{error}.",
+            "conflict",
+            "id",
+        ) from None
+    return line + "\n"
 
 
 def _append_durably(path: Path, line: str) -> None:
@@ -240,7 +255,7 @@ class Split:
 
 
 def _labelled(rows: Sequence[Row], label: bool) -> int:
-    """Return how many rows have a label, or none at all, as those of other tasks."""
+    """Return how many rows have this label or, in other tasks, none."""
     return sum(bool(row.get("label", label)) == label for row in rows)
 
 

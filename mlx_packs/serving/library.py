@@ -33,6 +33,7 @@ class Library:
         self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one
         self._sources: dict[str, str] = {}
         self._created: dict[str, int] = {BASE_NAME: now()}
+        self._held: set[str] = set()  # names that `put` alone serves
 
     def source(self, name: str) -> str | None:
         """Return where a pack came from: the name of its folder, or of the Hub."""
@@ -54,9 +55,12 @@ class Library:
     def put(self, name: str, pack: Pack | None, source: str) -> None:
         """Serve a pack, or the base model for None, under a name, and wait.
 
-        Requests that began with what had the name end with it.
+        Requests that began with what had the name end with it; nothing else changes it any more.
         """
         registry = self._worker.registry
+        self._held.add(name)
+        self._watched.pop(name, None)
+
         if pack is None:
             self._worker.call(lambda: registry.add_base(name)).result()
         else:
@@ -81,6 +85,7 @@ class Library:
         if not name:
             name = source if is_of_hub else self._name_of(folder)
         check_name(name)
+        self._check_free(name)
 
         if is_of_hub:  # never a folder of that name below the current one
             folder = await run_in_threadpool(cached, source)
@@ -92,9 +97,20 @@ class Library:
 
     async def remove(self, name: str) -> None:
         """Serve a pack no more; it comes back if it changes in the watched folder."""
+        self._check_free(name)
         registry = self._worker.registry
         await asyncio.wrap_future(self._worker.call(lambda: registry.remove(name)))
         self._sources.pop(name, None)
+
+    def _check_free(self, name: str) -> None:
+        """Raise a PackError for a name that `put` serves."""
+        if name in self._held:
+            raise PackError(
+                f"name '{name}': versions of --learn are served under it, and packs learn --use "
+                "chooses which.",
+                "conflict",
+                "name",
+            )
 
     async def watch(self) -> None:
         while self._folder is not None:
@@ -108,8 +124,9 @@ class Library:
         """Add packs of the folder that are new or changed, and remove those that are gone."""
         present = {}
         for folder, fault in packs_below(self._folder):
-            if fault is None:
-                present[self._name_of(folder)] = folder
+            name = self._name_of(folder)
+            if fault is None and name not in self._held:
+                present[name] = folder
 
         for name in [name for name in self._watched if name not in present]:
             del self._watched[name]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.cli import serve
-from tests.helpers.errors import check
+from tests.helpers.errors import check, raises
 from tests.helpers.packs import edit_manifest, random_pack
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +171,22 @@ def test_a_pack_of_another_base(inside, rejected, folder):
     edit_manifest(folder / "other", lambda m: m["base"].update(fingerprint="f" * 64))
     error = rejected("serve", "--port", 0, "--pack", "packs/notes", "--pack", "other")
     check(error, "mismatch", None, "ffffff")
+
+
+def test_answers_are_kept_by_one_server_of_a_pack_that_gives_texts(
+    inside, rejected, folder, shared_tiny, tmp_path, monkeypatch
+):
+    copy = shutil.copytree(folder / "packs" / "notes", tmp_path / "vectors")
+    edit_manifest(copy, lambda manifest: manifest.update(objective={"task": "embedding"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "_load", lambda *_: pytest.fail("a base is loaded"))
+        check(rejected("serve", "--port", 0, "--pack", copy, "--learn", "d"), "unsupported")
+    assert not (folder / "d").exists()
+
+    own = str(tmp_path / "d")
+    with serve._opened(own, shared_tiny, {}):
+        with raises("busy", None, "another server"), serve._opened(own, shared_tiny, {}):
+            pass
 
 
 @pytest.mark.parametrize("missing", serve._NEEDED)

@@ -215,7 +215,7 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
     check(rejected("learn", folder.path, "--epochs", -1), "invalid", "epochs")
     check(rejected("learn", folder.path, "--task", "lm", "--beta", 0.3), "conflict", "beta")
     with learn.versions_locked(folder):
-        check(rejected("learn", folder.path), "busy")
+        check(rejected("learn", folder.path), "busy", None, "another `packs learn`")
         check(rejected("learn", folder.path, "--use", 0), "busy")
 
     lines = (folder.path / "dpo.jsonl").read_text().splitlines(keepends=True)

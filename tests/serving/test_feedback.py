@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import threading
 
@@ -126,6 +127,18 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
     assert status == 409 and "is of 'base'" in message
     assert rows_in(folder) == {}
 
+    for value in ("NaN", "[" * 120 + "]" * 120):  # `packs learn` could not read the row
+        variables = f'"chat_template_kwargs": {{"unused": {value}}}'
+        body = (
+            f'{{"model": "notes", "messages": [{{"role": "user", "content": "a"}}], {variables}}}'
+        )
+        headers = {"Content-Type": "application/json"}
+        status, _, text = server.request("POST", "/v1/chat/completions", body.encode(), headers)
+        assert status == 200
+        status, message = rejected(server, parse_json(text.decode()), rating="down")
+        assert status == 409 and "cannot be read again" in message
+    assert rows_in(folder) == {}
+
     monkeypatch.setattr(feedback, "_ANSWERS", 2)
     ended(server)
     assert rejected(server, answer, rating="up")[0] == 404
@@ -151,6 +164,20 @@ def test_a_full_disk_leaves_the_rows_as_they_were(server, folder, monkeypatch):
     assert status == 507 and "No space left" in message and str(folder.path) not in message
     assert {file.name: file.read_bytes() for file in folder.path.glob("*.jsonl")} == before
     assert rate(server, answer, rating="up")[0] == 200
+
+
+def test_only_packs_learn_changes_what_the_name_serves(generator, shelf, folder, tmp_path):
+    own = shutil.copytree(shelf, tmp_path / "shelf")
+    with Running(generator, own, learning=folder) as server:
+        assert server.json("DELETE", "/v1/packs/notes")[0] == 409
+        status, body = server.json("POST", "/v1/packs", {"source": "law", "name": "notes"})
+        assert status == 409 and "packs learn --use" in body["error"]["message"]
+
+        shutil.rmtree(own / "notes")  # the watched folder changes it neither
+        server.library.scan()
+        shutil.copytree(own / "law", own / "notes")
+        server.library.scan()
+        assert rate(server, ended(server), rating="down")[0] == 200
 
 
 def test_a_server_without_learn_keeps_nothing(shared_server):
