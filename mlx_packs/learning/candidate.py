@@ -1,8 +1,9 @@
 """A candidate: a pack that is trained on rated answers, from the version that is served."""
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config.choices import TASKS
@@ -37,6 +38,7 @@ class Job:
         train: number of rows.
         held_out: number of rows.
         settings: of the run, as specified.
+        rows: hash of the rows.
     """
 
     task: str
@@ -44,6 +46,7 @@ class Job:
     train: int
     held_out: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    rows: str = ""
 
 
 def unfinished_job(folder: LearningFolder, settings: Mapping[str, Any]) -> Job | None:
@@ -70,13 +73,15 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
     """Write rows and first adapters of a candidate in place of the last one.
 
     Raises:
-        PackError: a setting is wrong, or there are too few rows.
+        PackError: a setting is wrong, or there are too few rows, or none that are new.
     """
     _check_settings(folder, task, settings)
     if split.fault:
         raise PackError(f"{folder.path}: --task {task} has {split.fault}", "data")
 
-    job = Job(task, folder.current, len(split.train), len(split.held_out), settings)
+    rows = hashlib.sha256(to_json([split.train, split.held_out]).encode()).hexdigest()
+    job = Job(task, folder.current, len(split.train), len(split.held_out), settings, rows)
+    _check_new(folder, job)
     start = folder.pack_of(job.start)
 
     with atomic_folder(folder.candidate, replace=True) as partial:
@@ -91,6 +96,29 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
             save_tensors(partial / START, dict(start.load_tensors()))
         (partial / _JOB).write_text(to_json(asdict(job)), encoding="utf-8")
     return job
+
+
+def _check_new(folder: LearningFolder, job: Job) -> None:
+    """Raise a PackError if a candidate of these rows and settings was compared before.
+
+    Otherwise each night would continue on the rows of the last, or train again what was put back.
+    """
+    served = folder.version_folder(job.start)
+    numbers = [version.number for version in folder.versions()]
+
+    for earlier in (folder.candidate, *map(folder.version_folder, numbers)):
+        if not ((earlier / FIGURES).is_file() and (earlier / _JOB).is_file()):
+            continue
+        trained = Job(**read_json(earlier / _JOB))
+        if earlier == served:
+            trained = replace(trained, start=job.start)
+
+        if trained == job:
+            raise PackError(
+                f"{folder.path}: {earlier.relative_to(folder.path)} was trained on the same rows "
+                "with the same settings. Rate more answers, or change a setting.",
+                "data",
+            )
 
 
 def train_candidate(folder: LearningFolder, job: Job, model: str, display: Display) -> Pack:

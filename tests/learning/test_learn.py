@@ -81,8 +81,12 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
     assert folder.current == 0 and folder.pack_of(0) is None
     check(rejected("learn", folder.path, "--use", 2), "not-found", "use", "version 2")
 
+    for number in (0, 1):  # neither put back by itself, nor trained further on the same rows
+        folder.serve(number)
+        check(rejected("learn", folder.path, *flags), "data", None, "versions/0001")
 
-def test_a_candidate_that_does_not_win_changes_nothing(folder, run, monkeypatch):
+
+def test_a_candidate_that_does_not_win_changes_nothing(folder, run, rejected, monkeypatch):
     def fail(_: object) -> None:
         raise PackError("a row is wrong", "data")
 
@@ -99,6 +103,7 @@ def test_a_candidate_that_does_not_win_changes_nothing(folder, run, monkeypatch)
     assert not (folder.candidate / "data").exists()
     figures = json.loads((folder.candidate / "figures.json").read_text())
     assert figures["rows"] + figures["held_out"] == ROWS - 2
+    check(rejected("learn", folder.path, *flags), "data", None, "candidate", "same rows")
 
 
 def test_a_candidate_that_won_against_another_version_is_not_served(folder, monkeypatch):
