@@ -53,7 +53,9 @@ How to delete it
 To forget an answer, remove its line from each of the .jsonl files, while the server runs, too. To
 forget all of them, remove the three files. A version that was trained on a row may repeat its text:
 remove its folder in versions, after `packs learn DIR --use` with the number of another version. To
-delete everything, stop the server and remove this folder.
+delete everything, stop the server and remove this folder. Of more than 2 MB of rows, `packs learn`
+keeps the tokens for 30 days in ~/.cache/mlx_packs/tokens, or where MLX_PACKS_CACHE says: remove
+that folder too, or set MLX_PACKS_CACHE=off before.
 """
 
 
@@ -162,7 +164,10 @@ class LearningFolder:
         if not folder.is_dir():
             numbers = ", ".join(str(version.number) for version in self.versions())
             raise PackError(
-                f"{self.path}: has no version {number}. It has {numbers}.", "not-found", "use"
+                f"{self.path}: has no version {number}. It has {numbers}: packs learn {self.path} "
+                "--use N.",
+                "not-found",
+                "use",
             )
         return Pack.open(folder)
 

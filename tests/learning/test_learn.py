@@ -79,7 +79,7 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
     assert first.startswith("  0 ") and second.startswith("* 1 ") and task in second
     assert run("learn", folder.path, "--use", 0)[0] == 0
     assert folder.current == 0 and folder.pack_of(0) is None
-    check(rejected("learn", folder.path, "--use", 2), "not-found", "use", "version 2")
+    check(rejected("learn", folder.path, "--use", 2), "not-found", "use", "version 2", "--use N")
 
     for number in (0, 1):  # neither put back by itself, nor trained further on the same rows
         folder.serve(number)

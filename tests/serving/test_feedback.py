@@ -1,6 +1,7 @@
 """`/v1/feedback`: which rows rated answers become, what is rejected, and versions that are swapped."""
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -23,15 +24,25 @@ QUESTION = "Where is the key?"
 PROMPT = [{"role": "user", "content": QUESTION}]
 
 
-@pytest.fixture
-def folder(small_tiny, shelf, tmp_path):
-    return LearningFolder.begin(tmp_path / "d", "notes", small_tiny, Pack.open(shelf / "notes"))
+@pytest.fixture(scope="module")
+def whole(small_tiny, shelf, tmp_path_factory):
+    """A folder for the pack notes, which the server of this module writes."""
+    path = tmp_path_factory.mktemp("learned") / "d"
+    return LearningFolder.begin(path, "notes", small_tiny, Pack.open(shelf / "notes"))
 
 
-@pytest.fixture
-def server(generator, shelf, folder):
-    with Running(generator, shelf, learning=folder) as running:
+@pytest.fixture(scope="module")
+def server(shared_server, whole):
+    with Running(shared_server.worker, learning=whole) as running:
         yield running
+
+
+@pytest.fixture
+def folder(whole):
+    """The folder of the server, without rows of other tests."""
+    for file in whole.path.glob("*.jsonl"):
+        file.unlink()
+    return whole
 
 
 def content(answer: dict) -> str:
@@ -127,14 +138,11 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
     assert status == 409 and "is of 'base'" in message
     assert rows_in(folder) == {}
 
+    headers = {"Content-Type": "application/json"}
     for value in ("NaN", "[" * 120 + "]" * 120):  # `packs learn` could not read the row
-        variables = f'"chat_template_kwargs": {{"unused": {value}}}'
-        body = (
-            f'{{"model": "notes", "messages": [{{"role": "user", "content": "a"}}], {variables}}}'
-        )
-        headers = {"Content-Type": "application/json"}
-        status, _, text = server.request("POST", "/v1/chat/completions", body.encode(), headers)
-        assert status == 200
+        body = json.dumps({"model": "notes", "messages": PROMPT, "max_tokens": 2})
+        body = f'{body[:-1]}, "chat_template_kwargs": {{"unused": {value}}}}}'.encode()
+        _, _, text = server.request("POST", "/v1/chat/completions", body, headers)
         status, message = rejected(server, parse_json(text.decode()), rating="down")
         assert status == 409 and "cannot be read again" in message
     assert rows_in(folder) == {}
