@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..learning.folder import LearningFolder
 
 _TASKS = ("auto", "kto", "dpo", "lm")
+_ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use have no other setting
 
 
 @click.command(cls=options.SectionedCommand)
@@ -78,7 +79,7 @@ def learn(
 
     settings = {name: value for name, value in flags.items() if value is not None}
     if lists or use is not None:
-        _check_alone(lists, use, settings)
+        _check_alone(lists, use)
 
     opened = LearningFolder.at(folder.expanduser())
     if use is not None:
@@ -102,14 +103,19 @@ def learn(
     print_report(result.to_json(), result.lines())
 
 
-def _check_alone(lists: bool, use: int | None, settings: dict) -> None:
+def _check_alone(lists: bool, use: int | None) -> None:
     """Raise a PackError if --list or --use comes with settings of a training."""
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    given = [name for name in context.params if context.get_parameter_source(name) is not default]
+    others = [name for name in given if name not in _ALONE]
+
     alone = "--list" if lists else "--use"
-    others = [flag_of(name) for name in settings]
     if lists and use is not None:
-        others.append("--use")
+        others.append("use")
     if others:
-        raise PackError(f"{alone}: trains nothing. Leave {others[0]} out.", "conflict")
+        text = f"{alone}: trains nothing. Leave {flag_of(others[0])} out."
+        raise PackError(text, "conflict")
 
 
 def _print_versions(folder: "LearningFolder") -> None:

@@ -51,11 +51,12 @@ current      the number of the version that is served; 0 is what the server bega
 How to delete it
 
 To forget an answer, remove its line from each of the .jsonl files, while the server runs, too. To
-forget all of them, remove the three files. A version that was trained on a row may repeat its text:
-remove its folder in versions, after `packs learn DIR --use` with the number of another version. To
-delete everything, stop the server and remove this folder. Of more than 2 MB of rows, `packs learn`
-keeps the tokens for 30 days in ~/.cache/mlx_packs/tokens, or where MLX_PACKS_CACHE says: remove
-that folder too, or set MLX_PACKS_CACHE=off before.
+forget all of them, remove the three files. Remove the folder candidate, too: after an interruption
+it has copies of the rows. A version that was trained on a row may repeat its text: remove its
+folder in versions, after `packs learn DIR --use` with the number of another version. To delete
+everything, stop the server and remove this folder. Of more than 2 MB of rows, `packs learn` keeps
+the tokens for 30 days in ~/.cache/mlx_packs/tokens, or where MLX_PACKS_CACHE says: remove that
+folder too, or set MLX_PACKS_CACHE=off before.
 """
 
 

@@ -128,6 +128,8 @@ class RowFiles:
             replacements = []
             for name in FILES.values():
                 path = self.folder / name
+                with write_errors(path):
+                    _complete_lines(path)
                 kept = [line for line in _lines(path) if _identity_of(line) != replaced]
                 if name in lines:
                     kept.append(lines[name])

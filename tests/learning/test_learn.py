@@ -217,6 +217,8 @@ def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(
 def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
     check(rejected("learn", tmp_path / "none"), "not-found", None, "none")
     check(rejected("learn", folder.path, "--list", "--use", 1), "conflict", None, "--list", "--use")
+    for flags in (("--task", "lm"), ("--model", "tiny"), ("--trust-remote-code",), ("--iters", 1)):
+        check(rejected("learn", folder.path, "--use", 0, *flags), "conflict", None, flags[0])
     check(rejected("learn", folder.path, "--epochs", -1), "invalid", "epochs")
     check(rejected("learn", folder.path, "--task", "lm", "--beta", 0.3), "conflict", "beta")
     with learn.versions_locked(folder):

@@ -54,6 +54,13 @@ def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_pat
     add(tmp_path, "d", rating="down")
     assert read_rows(tmp_path, "kto").count == 2
 
+    for last in (json.dumps({"prompt": "by hand", "completion": "y", "label": True}), '{"torn'):
+        with file.open("a") as opened:
+            opened.write(last)  # a second feedback on d
+        rows = rows_of(answer_to("d"), Feedback("down"), "id of d")
+        RowFiles(tmp_path).write(rows, replaced="id of d")
+        assert read_rows(tmp_path, "kto").count == 3
+
 
 def test_a_damaged_line_is_named(tmp_path):
     add(tmp_path, "a", rating="down")
