@@ -28,7 +28,8 @@ _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use ha
     default=_TASKS[0],
     type=click.Choice(_TASKS),
     help="Rows to train on: rated answers (kto), corrections and what they correct (dpo), "
-    "or corrections and answers that were rated up (lm). auto takes the task with the most rows.",
+    "or corrections and answers that were rated up (lm). auto takes the task with the most rows, "
+    "if they are enough.",
 )
 @options.setting("model", "the base model of the server", default=None)
 @options.add(

@@ -116,7 +116,8 @@ def _check_new(folder: LearningFolder, job: Job) -> None:
         if trained == job:
             raise PackError(
                 f"{folder.path}: {earlier.relative_to(folder.path)} was trained on the same rows "
-                "with the same settings. Rate more answers, or change a setting.",
+                "with the same settings. Rate more answers, change a setting, or choose a version "
+                "with --use.",
                 "data",
             )
 
