@@ -108,12 +108,13 @@ def _check_alone(lists: bool, use: int | None) -> None:
     """Raise a PackError if --list or --use comes with settings of a training."""
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
-    given = [name for name in context.params if context.get_parameter_source(name) is not default]
-    others = [name for name in given if name not in _ALONE]
+    others = [name for name in context.params if name not in _ALONE]
+    others = [name for name in others if context.get_parameter_source(name) is not default]
 
     alone = "--list" if lists else "--use"
     if lists and use is not None:
         others.append("use")
+
     if others:
         text = f"{alone}: trains nothing. Leave {flag_of(others[0])} out."
         raise PackError(text, "conflict")

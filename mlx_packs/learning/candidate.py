@@ -82,6 +82,7 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
     rows = hashlib.sha256(to_json([split.train, split.held_out]).encode()).hexdigest()
     job = Job(task, folder.current, len(split.train), len(split.held_out), settings, rows)
     _check_new(folder, job)
+
     start = folder.pack_of(job.start)
 
     with atomic_folder(folder.candidate, replace=True) as partial:
@@ -109,6 +110,7 @@ def _check_new(folder: LearningFolder, job: Job) -> None:
     for earlier in (folder.candidate, *map(folder.version_folder, numbers)):
         if not ((earlier / FIGURES).is_file() and (earlier / _JOB).is_file()):
             continue
+
         trained = Job(**read_json(earlier / _JOB))
         if earlier == served:
             trained = replace(trained, start=job.start)

@@ -99,6 +99,7 @@ def _completions(
     """Gain in log-likelihood of what should have been answered."""
     has_targets = served.targets > 0
     _, owners = np.unique(prompts[has_targets], return_inverse=True)
+
     targets = np.bincount(owners, served.targets[has_targets])
     gains = np.bincount(owners, (served.nll - better.nll)[has_targets])
     if not len(targets):
@@ -114,6 +115,7 @@ def _preferences(
     """Gain in the margin between the log-likelihoods of a correction and of what it corrects."""
     both = (served.targets.reshape(-1, 2) > 0).all(axis=1)
     gains = (served.nll - better.nll).reshape(-1, 2)[both]
+
     margins = _means(gains[:, 0] - gains[:, 1], prompts[both])
     return _margin([margins], len(margins))
 
@@ -124,6 +126,7 @@ def _ratings(
     """Gain in the margin between good and bad answers; each kind counts as much as the other."""
     has_targets = served.targets > 0
     gains = served.nll - better.nll
+
     good = has_targets & labels
     bad = has_targets & ~labels
     kinds = [_means(gains[good], prompts[good]), _means(-gains[bad], prompts[bad])]
@@ -139,6 +142,7 @@ def _means(values: np.ndarray, prompts: np.ndarray) -> np.ndarray:
 def _margin(kinds: Sequence[np.ndarray], prompts: int) -> Comparison:
     """Return the sum of the means of kinds of gains; without two of each kind it has no error."""
     gain = float(sum(kind.mean() for kind in kinds if len(kind)))
+
     errors = [standard_error(kind) for kind in kinds]
     error = None
     if None not in errors:

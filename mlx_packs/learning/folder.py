@@ -103,7 +103,18 @@ class LearningFolder:
                 "exists",
                 "learn",
             )
-        folder._make(pack)
+        try:
+            folder._make(pack)
+        except PackError as error:
+            if error.code != "unwritable" or not path.exists():
+                raise
+            raise PackError(
+                f"--learn {error.message} If it is a volume, or the folder around it is read-only, "
+                "name a folder inside it, which is made.",
+                error.code,
+                "learn",
+            ) from None
+
         return folder
 
     @classmethod

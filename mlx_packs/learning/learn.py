@@ -147,6 +147,7 @@ def _has_won(folder: LearningFolder) -> bool:
     """Whether there is a candidate that is better than the version that is served now."""
     if not (folder.candidate / FIGURES).is_file():
         return False
+
     figures = _figures(folder)
     return figures["won"] and figures["continues"] == folder.current
 

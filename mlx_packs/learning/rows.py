@@ -130,6 +130,7 @@ class RowFiles:
                 path = self.folder / name
                 with write_errors(path):
                     _complete_lines(path)
+
                 kept = [line for line in _lines(path) if _identity_of(line) != replaced]
                 if name in lines:
                     kept.append(lines[name])
@@ -247,6 +248,7 @@ class Split:
         """Return the fault of too few answers of a kind: those of another are no contrast."""
         train = _labelled(self.train, label)
         held_out = _labelled(self.held_out, label)
+
         if min(train, held_out) >= _LEAST_OF_A_KIND:
             return ""
         return (

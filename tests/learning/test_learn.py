@@ -1,7 +1,9 @@
 """`packs learn`: a candidate is served only if it wins; versions are listed and put back."""
 
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -245,6 +247,14 @@ def test_a_folder_is_made_as_a_whole(base, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             LearningFolder.begin(path, "p", base, pack)
     assert not any(path.iterdir())
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_packs.files.replace_folder", busy)  # a mounted volume
+        with raises("unwritable", "learn", "busy", "name a folder inside it"):
+            LearningFolder.begin(path, "p", base, pack)
 
     folder = LearningFolder.begin(path, "p", base, pack)
     assert {f.name for f in path.iterdir()} == {"README.txt", "learning.json", "versions"}
