@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder for runs")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="[50]")
     parser.add_argument("--clients", type=int, default=2, metavar="N", help="at once [2]")
-    parser.add_argument("--rl-steps", type=int, default=15, metavar="N", help="[15]")
+    parser.add_argument("--rl-steps", type=int, default=15, metavar="N", help="0 for none [15]")
     history.add_option(parser)
     options = parser.parse_args(arguments)
 
@@ -127,31 +127,39 @@ def main(arguments: Sequence[str]) -> int:
             f"packs train {difference:.1e}",
             flush=True,
         )
-        rows = job.batches[0]
-        settings = {"path": result["path"], "rows": rows, "samples": 8, "steps": options.rl_steps}
-        rewards = client("reinforce", url, **settings, adam=ADAM | {"learning_rate": 3e-4})[
-            "rewards"
-        ]
+        records = [_difference(options, difference)]
+        if options.rl_steps:
+            records += reinforced(job, url, result["path"], options.rl_steps)
 
-    shown = " ".join(f"{reward:.2f}" for reward in rewards)
-    print(f"importance_sampling: right answers of 8 samples of {len(rows)} messages: {shown}")
-    history.append(_records(options, difference, rewards), options.history)
+    history.append(records, options.history)
     return 0
 
 
-def _records(
-    options: argparse.Namespace, difference: float, rewards: Sequence[float]
-) -> list[history.Record]:
-    here = Environment.here()
-    task = "tinker smollm2-135m banking77"
-    shape = f"8 x {options.steps}, {options.clients} clients"
-    rl_shape = f"8 x 8 samples, {options.rl_steps} steps"
-    right = 100 * np.array(rewards)
+def reinforced(job: Job, url: str, path: str, steps: int) -> list[history.Record]:
+    """Train a saved model by rewards on the messages of the first batch; print and record these."""
+    rows = job.batches[0]
+    adam = ADAM | {"learning_rate": 3e-4}
+    settings = {"path": path, "rows": rows, "samples": 8, "steps": steps, "adam": adam}
+    rewards = client("reinforce", url, **settings)["rewards"]
+
+    shown = " ".join(f"{reward:.2f}" for reward in rewards)
+    print(f"importance_sampling: right answers of 8 samples of {len(rows)} messages: {shown}")
+    shape = f"{len(rows)} x 8 samples, {steps} steps"
+    right = (100 * np.array(rewards)).tolist()
     return [
-        record(here, task, "SDK", shape, "loss: difference from packs train", "", [difference]),
-        record(here, task, "SDK", rl_shape, "right answers at first", "%", [right[0]]),
-        record(here, task, "SDK", rl_shape, "right answers at last", "%", right[-3:].tolist()),
+        _record(shape, "right answers at first", "%", right[:1]),
+        _record(shape, "right answers at last", "%", right[-3:]),
     ]
+
+
+def _difference(options: argparse.Namespace, difference: float) -> history.Record:
+    shape = f"8 x {options.steps}, {options.clients} clients"
+    return _record(shape, "loss: difference from packs train", "", [difference])
+
+
+def _record(shape: str, metric: str, unit: str, samples: Sequence[float]) -> history.Record:
+    here = Environment.here()
+    return record(here, "tinker smollm2-135m banking77", "SDK", shape, metric, unit, samples)
 
 
 if __name__ == "__main__":
