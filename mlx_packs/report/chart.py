@@ -25,7 +25,7 @@ class Line:
     """A series of a chart.
 
     Attributes:
-        kind: a class of the style sheet: train, valid, other.
+        kind: classes of the style sheet: train, valid, other.
         path: points of a polyline.
         dots: where each of a few points is, and what it is in words.
     """
@@ -34,6 +34,14 @@ class Line:
     kind: str
     path: str
     dots: Sequence[tuple[float, float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Band:
+    """The area between two lines: its class of the style sheet, and the points of a polygon."""
+
+    kind: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Chart:
     x_label: str
     y_label: str
     mark: tuple[float, str] | None = None  # a vertical line and its label
+    bands: Sequence[Band] = ()
 
 
 @dataclass(frozen=True)
@@ -128,18 +137,24 @@ def chart(
     y_label: str,
     size: tuple[int, int],
     mark: tuple[float, str] | None = None,
+    spreads: Mapping[str, tuple[Points, Points]] | None = None,
 ) -> Chart | None:
     """Return a chart of series by (name, kind); None without a line to draw.
 
     ``size`` is width and height of the viewBox. ``mark`` is a batch, at which there is a vertical
-    line, and its label.
+    line, and its label. ``spreads`` has the lower and upper bounds of areas, by kind.
     """
     usable = {key: thinned(points) for key, points in series.items() if points}
     if not any(len(points) > 1 for points in usable.values()):
         return None
 
     all_points = list(usable.values())
-    low, high = _around(all_points)
+    bounds = [
+        (kind, thinned(lower), thinned(upper))
+        for kind, (lower, upper) in (spreads or {}).items()
+        if lower
+    ]
+    low, high = _around([*all_points, *(points for _, *pair in bounds for points in pair)])
     first = min(points[0][0] for points in all_points)
     last = max(points[-1][0] for points in all_points)
 
@@ -158,13 +173,15 @@ def chart(
     def y(value: float) -> float:
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
+    def path_of(points: Points) -> str:
+        return " ".join(f"{x(batch)},{y(value)}" for batch, value in points)
+
     lines = []
     for (name, kind), points in usable.items():
-        path = " ".join(f"{x(b)},{y(v)}" for b, v in points)
         dots = ()
         if len(points) <= 40:
             dots = [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
-        lines.append(Line(name, kind, path, dots))
+        lines.append(Line(name, kind, path_of(points), dots))
 
     line = None
     if mark and first <= mark[0] <= last:
@@ -179,6 +196,7 @@ def chart(
         "batch",
         y_label,
         line,
+        [Band(kind, path_of([*lower, *reversed(upper)])) for kind, lower, upper in bounds],
     )
 
 

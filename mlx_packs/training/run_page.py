@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..files import atomic_write, to_json
+from ..late import load
 from ..packs.facts import (
     changes_of,
     delta_norms,
@@ -36,28 +37,35 @@ from .run_folder import (
     logged_metrics,
     read_identity,
     run_folder,
+    seed_runs,
 )
 
 _SUFFIX = "-run"
 
 
 def write_page(of: str | Path, out: str | Path | None = None) -> Path:
-    """Write a self-contained HTML page about a run or a pack, and return its file.
+    """Write a self-contained HTML page about a run, a pack or several seeds; return its file.
 
     The page shows the loss curve, the results with their errors, samples, the tokens that the loss
     is computed on, how much each layer changed, memory, and the recipe. For an unfinished run it
     shows the available parts, and for a pack without its run the contents of the manifest. Folders
-    appear without their paths.
+    appear without their paths. The page of the output folder of `train_seeds` has the mean and
+    standard error of every number.
 
     Args:
-        of: A run folder, a pack's folder, or the Hub id of a pack that was pulled.
-        out: File to write; by default ``report.html`` in the run folder, or ``<pack>-report.html``
-            in the current folder for a pack without a run.
+        of: A run folder, a pack's folder, the output folder of `train_seeds`, or the Hub id of a
+            pack that was pulled.
+        out: File to write; by default ``report.html`` in the run folder or the folder of the
+            seeds, or ``<pack>-report.html`` in the current folder for a pack without a run.
 
     Raises:
         PackError: If there is no such run or pack, it is damaged, or the file cannot be written.
     """
     folder = Path(of).expanduser()
+    if seed_runs(folder):
+        write = load("training.seeds_page:write_seeds_page")
+        return write(folder, _checked(out or folder / PAGE))
+
     if (folder / CONFIG).is_file():
         facts = run_facts(folder)
         default = folder / PAGE
@@ -72,12 +80,15 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
             facts = pack_facts(pack, pack.short_name)
             default = Path(f"{name}-{PAGE}")
 
-    file = default
-    if out is not None:
-        file = Path(out).expanduser()
+    file = _checked(out or default)
+    atomic_write(file, render(facts))
+    return file
+
+
+def _checked(out: str | Path) -> Path:
+    file = Path(out).expanduser()
     if file.is_dir():
         raise PackError(f"--out {file}: is a folder. Name a file.", "exists")
-    atomic_write(file, render(facts))
     return file
 
 
@@ -96,7 +107,7 @@ def run_facts(run: Path) -> Facts:
     facts = None
     if report is not None and (pack := _pack_of(run)) is not None:
         facts = pack_facts(pack, title)
-    return facts_of_run(title, identity["recipe"], lines, report, facts or _stage(run, identity))
+    return facts_of_run(title, identity["recipe"], lines, report, facts or run_stage(run, identity))
 
 
 def facts_of_run(
@@ -154,7 +165,7 @@ def read_report(run: Path) -> dict | None:
     return without_seal(report)
 
 
-def _stage(run: Path, identity: Mapping) -> Facts:
+def run_stage(run: Path, identity: Mapping) -> Facts:
     """Return how far a run without a pack got."""
     recipe = identity["recipe"]
     batches = [line["batch"] for line in logged_metrics(run)]

@@ -1,10 +1,8 @@
 """One recipe with several seeds: a pack for each, trained in one batch, and the mean of them."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from ..bases.files import TINY
@@ -15,18 +13,19 @@ from ..config.schema import TrainConfig
 from ..config.together import SETTINGS, check_together
 from ..data.in_memory import Data
 from ..display import NORMAL, QUIET, Display
-from ..errors import PackError
+from ..errors import PackError, reason_of
 from ..files import atomic_write, to_json
 from ..gates import failures
 from ..packs.base import Base
 from ..packs.pack import Pack
-from ..report.facts import number
+from ..report.facts import PAGE
+from ..report.seeds import statistics
 from ..tasks.task import task_class
+from .observer import Observer
 from .result import TrainRun
+from .seeds_page import SUMMARY, notebook_html, write_seeds_page
 from .settings import Request, recipe_of
 from .together import train_together
-
-SUMMARY = "seeds.json"  # beside the packs
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +35,8 @@ class SeedRuns:
     ``print(runs)`` shows the results as `packs train --seeds` does.
 
     Attributes:
-        folder: Has the packs ``seed-0`` and so on, their run folders, and ``seeds.json``.
+        folder: Has the packs ``seed-0`` and so on, their run folders, ``seeds.json``, and
+            ``report.html``.
         runs: The `TrainRun` of each pack, by its seed.
     """
 
@@ -66,6 +66,10 @@ class SeedRuns:
     def __str__(self) -> str:
         return "\n".join(report_lines(self))
 
+    def _repr_html_(self) -> str | None:
+        reports = {seed: run.report for seed, run in self.runs.items()}
+        return notebook_html(self.folder.name, reports)
+
     def failures(self) -> list[str]:
         """Return a line for each gate that a pack has failed."""
         lines = []
@@ -85,6 +89,19 @@ class SeedRuns:
 
     def _reports(self) -> list[dict[str, Any]]:
         return [run.report for run in self.runs.values()]
+
+
+class _Outdated(Observer):
+    """Removes the summary and the page of earlier runs when the first run starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.has_started = False
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        self.has_started = True
+        for name in (SUMMARY, PAGE):
+            (self._folder / name).unlink(missing_ok=True)
 
 
 @answers_other_names
@@ -177,10 +194,31 @@ def train_with_seeds(request: Request) -> SeedRuns:
         f"follows is of seed-{first}",
     )
 
-    runs = train_together([_of_seed(request, folder, seed) for seed in seeds])
+    outdated = _Outdated(folder)
+    requests = [_of_seed(request, folder, seed) for seed in seeds]
+    requests[0] = replace(requests[0], callbacks=(*request.callbacks, outdated))
+    try:
+        runs = train_together(requests)
+    except BaseException:
+        if outdated.has_started:
+            _write_page(folder, request.display)
+            request.display.line("page", str(folder / PAGE))
+        raise
+
     result = SeedRuns(folder, dict(zip(seeds, runs, strict=True)))
     atomic_write(folder / SUMMARY, to_json(result.to_json()))
+    _write_page(folder, request.display)
     return result
+
+
+def _write_page(folder: Path, display: Display) -> None:
+    """Write the page; if it cannot be written, there is a note, since runs are worth more."""
+    file = folder / PAGE
+    try:
+        write_seeds_page(folder, file)
+    except Exception as error:
+        reason = error.message if isinstance(error, PackError) else reason_of(error)
+        display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
 
 
 def _of_seed(request: Request, folder: Path, seed: int) -> Request:
@@ -193,32 +231,6 @@ def _of_seed(request: Request, folder: Path, seed: int) -> Request:
     if seed != recipe.train.seed:
         display = Display(QUIET)
     return replace(request, recipe=replace(recipe, train=train, run=options), display=display)
-
-
-def statistics(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return ``mean`` and ``standard_error`` of every number that all reports have, by its name.
-
-    Names of numbers in other mappings are joined by dots. The standard error is that of the mean
-    of independent runs: the sample standard deviation by the root of their number.
-    """
-    numbers = [dict(_numbers(report)) for report in reports]
-    names = [name for name in numbers[0] if all(name in each for each in numbers)]
-
-    means = {}
-    errors = {}
-    for name in names:
-        values = [each[name] for each in numbers]
-        means[name] = fmean(values)
-        errors[name] = stdev(values) / math.sqrt(len(values))
-    return {"mean": means, "standard_error": errors}
-
-
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
-        elif (known := number(value)) is not None:
-            yield prefix + name, known
 
 
 def _changes(mean: Mapping[str, float], errors: Mapping[str, float]) -> list[str]:
@@ -252,4 +264,8 @@ def report_lines(result: SeedRuns) -> list[str]:
 
         lines.append(f"seed-{seed:<3}{own.removeprefix('done').lstrip()}")
     lines.append(f"packs   {result.folder} · every number: {result.folder / SUMMARY}")
+
+    page = result.folder / PAGE
+    if page.is_file():
+        lines.append(f"page    {page}")
     return lines

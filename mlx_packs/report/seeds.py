@@ -1,0 +1,238 @@
+"""The page of several seeds: every number's mean and standard error, and each seed's value."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+from .chart import Chart, chart
+from .facts import Change, Points, number, progress_series, rate_name
+from .page import environment
+
+_WIDE = (1040, 360)
+_NARROW = (360, 280)
+_LEAST_ERROR = 1e-6  # which is still shown with decimals
+
+
+@dataclass(frozen=True)
+class SeedFacts:
+    """One seed on a page; it has no ``numbers`` and ``changes`` if it has no result.
+
+    Attributes:
+        name: of its pack: seed-0.
+        note: what became of it, in words.
+        link: the address of its own page, relative to this one; empty without one.
+        numbers: of its report, by name.
+    """
+
+    name: str
+    note: str = ""
+    link: str = ""
+    curve: Mapping[str, Points] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
+
+
+@dataclass(frozen=True)
+class SeedsFacts:
+    """The content of a page; ``status`` is what is missing, ``recipe`` as of `Facts`."""
+
+    title: str
+    seeds: Sequence[SeedFacts]
+    sub: str = ""
+    status: str = ""
+    unit: str = "tokens"
+    recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
+
+    @property
+    def finished(self) -> list[SeedFacts]:
+        """The seeds with a result."""
+        return [seed for seed in self.seeds if seed.numbers]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of several seeds as text: mean with its standard error, and each seed's value."""
+
+    name: str
+    mean: str
+    values: Sequence[str]
+    before: str = ""
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all seeds have the same value."""
+        return self.mean == self.values[0]
+
+
+def numbers_of(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return every number of a report by its name; names in other mappings are joined by dots."""
+    return dict(_numbers(report, ""))
+
+
+def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif (known := number(value)) is not None:
+            yield prefix + name, known
+
+
+def statistics(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return ``mean`` and ``standard_error`` of every number that all reports have, by its name.
+
+    Names of numbers in other mappings are joined by dots. The standard error is that of the mean
+    of independent runs: the sample standard deviation by the root of their number.
+    """
+    numbers = [numbers_of(report) for report in reports]
+    names = [name for name in numbers[0] if all(name in each for each in numbers)]
+
+    means = {}
+    errors = {}
+    for name in names:
+        values = [each[name] for each in numbers]
+        means[name] = fmean(values)
+        errors[name] = stdev(values) / math.sqrt(len(values))
+    return {"mean": means, "standard_error": errors}
+
+
+def rows_of(numbers: Sequence[Mapping[str, float]]) -> list[Row]:
+    """Return a row for each number that all of at least two seeds have."""
+    summary = statistics(numbers)
+    rows = []
+    for name, mean in summary["mean"].items():
+        values = [each[name] for each in numbers]
+        error = summary["standard_error"][name]
+        digits = _decimals(mean, error)
+
+        shown = _fixed(mean, digits)
+        if error:
+            shown += f" ± {_error(error)}"
+        rows.append(Row(name, shown, [_fixed(value, digits) for value in values]))
+    return rows
+
+
+def result_rows(seeds: Sequence[SeedFacts]) -> list[Row]:
+    """Return a row for each held-out metric after training, with its mean before."""
+    before = rows_of([{change.name: change.before for change in seed.changes} for seed in seeds])
+    after = rows_of([{change.name: change.after for change in seed.changes} for seed in seeds])
+
+    directions = {change.name: change.lower_is_better for change in seeds[0].changes}
+    rows = []
+    for old, new in zip(before, after, strict=True):
+        better = "lower" if directions[new.name] else "higher"
+        rows.append(Row(f"{new.name} ({better} is better)", new.mean, new.values, old.mean))
+    return rows
+
+
+def render(facts: SeedsFacts) -> str:
+    """Return the page as HTML: one file, no script, nothing from elsewhere."""
+    results = []
+    rows = []
+    if len(facts.finished) > 1:
+        results = result_rows(facts.finished)
+        rows = rows_of([seed.numbers for seed in facts.finished])
+
+    template = environment().get_template("seeds.html.jinja")
+    return template.render(
+        facts=facts,
+        figures=_figures(facts, results, rows),
+        results=results,
+        different=[row for row in rows if not row.is_common],
+        common=[row for row in rows if row.is_common],
+        wide=_progress(facts, _WIDE),
+        narrow=_progress(facts, _NARROW),
+    )
+
+
+def render_fragment(facts: SeedsFacts) -> str:
+    """Return the view for a notebook: the table of held-out results, without a page."""
+    template = environment().get_template("seeds_fragment.html.jinja")
+    return template.render(facts=facts, results=result_rows(facts.finished))
+
+
+def _figures(
+    facts: SeedsFacts, results: Sequence[Row], rows: Sequence[Row]
+) -> list[tuple[str, str]]:
+    seeds = str(len(facts.seeds))
+    if len(facts.finished) < len(facts.seeds):
+        seeds = f"{len(facts.finished)} of {seeds}"
+
+    figures = [("Seeds", seeds)]
+    if results:
+        name = facts.finished[0].changes[0].name
+        figures += [(f"{name} before", results[0].before), (f"{name} after", results[0].mean)]
+
+    means = {row.name: row.mean for row in rows}
+    rate = means.get(f"{facts.unit}_per_s")
+    if rate is not None:
+        figures.append((f"{rate_name(facts.unit)} of each", rate))
+    return figures
+
+
+def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
+    """Return the curves of all seeds, and mean ± standard deviation of those with a result."""
+    measure, validation = progress_series({name: 0 for seed in facts.seeds for name in seed.curve})
+    averaged = facts.finished if len(facts.finished) > 1 else facts.seeds
+
+    series = {}
+    spreads = {}
+    for name, kind, word in ((measure, "train", "training"), (validation, "valid", "validation")):
+        for seed in facts.seeds:
+            series[(f"{word} {measure} of {seed.name}", f"{kind} each")] = seed.curve.get(name, [])
+
+        mean, lower, upper = _spread([seed.curve.get(name, []) for seed in averaged])
+        series[(f"mean {word} {measure}", kind)] = mean
+        spreads[kind] = (lower, upper)
+
+    label = measure
+    if measure == "loss" and facts.unit == "tokens":
+        label = "loss (nats per token)"
+    return chart(series, label, size, spreads=spreads)
+
+
+def _spread(curves: Sequence[Points]) -> tuple[Points, Points, Points]:
+    """Return the mean of curves, and it less and plus one standard deviation, where all have it."""
+    mean: Points = []
+    lower: Points = []
+    upper: Points = []
+    if len(curves) < 2:
+        return mean, lower, upper
+
+    by_batch = [dict(curve) for curve in curves]
+    for batch in by_batch[0]:
+        if all(batch in each for each in by_batch):
+            values = [each[batch] for each in by_batch]
+            middle = fmean(values)
+            spread = stdev(values)
+            mean.append((batch, middle))
+            lower.append((batch, middle - spread))
+            upper.append((batch, middle + spread))
+    return mean, lower, upper
+
+
+def _decimals(value: float, error: float) -> int:
+    """Return the decimals of a mean: two digits of its error, and at most six of its own.
+
+    Without an error it has four digits, or is a whole number.
+    """
+    if not error and value.is_integer():
+        return 0
+    of_error = 1 - math.floor(math.log10(error or abs(value) / 100))
+    of_value = 5 - math.floor(math.log10(abs(value) or error))
+    return max(0, min(of_error, of_value))
+
+
+def _fixed(value: float, decimals: int) -> str:
+    if decimals > 6:
+        return f"{value:.3g}"
+    return f"{value:,.{decimals}f}"
+
+
+def _error(error: float) -> str:
+    """Return two digits of an error."""
+    if error < _LEAST_ERROR:
+        return f"{error:.1e}"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{error:,.{decimals}f}"

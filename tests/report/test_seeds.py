@@ -1,0 +1,115 @@
+"""The page of several seeds: numbers with their errors, curves with their spread, escaped text."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.report import seeds as report
+from mlx_packs.report.chart import chart
+from mlx_packs.report.facts import Change, curve_of
+from mlx_packs.report.seeds import SeedFacts, SeedsFacts, render, render_fragment, rows_of
+from mlx_packs.terminal import printable_text
+from tests.report.test_page import HOSTILE, LINES, Elements
+
+LOSSES = (1.0, 2.0, 6.0)
+
+
+def seed(name: str, loss: float, **facts) -> SeedFacts:
+    changes = [Change("Perplexity", 8.0, loss)]
+    return SeedFacts(name, "done", "", curve_of(LINES), {"loss": loss}, changes, **facts)
+
+
+THREE = SeedsFacts("three", [seed(f"seed-{i}", loss) for i, loss in enumerate(LOSSES)])
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "first"),
+    [
+        ([1.0, 2.0, 6.0], "3.0 ± 1.5", "1.0"),
+        ([0.5012, 0.5016], "0.50140 ± 0.00020", "0.50120"),
+        ([1200.0, 1300.0], "1,250 ± 50", "1,200"),
+        ([111.04, 111.04001], "111.040 ± 0.0000050", "111.040"),
+        ([1e-8, 3e-8], "2e-08 ± 1.0e-08", "1e-08"),
+        ([-1.0, 1.0], "0.0 ± 1.0", "-1.0"),
+        ([516_096.0, 516_096.0], "516,096", "516,096"),
+        ([26.90993, 26.90993], "26.91", "26.91"),
+        ([0.0, 0.0], "0", "0"),
+    ],
+)
+def test_a_mean_has_the_digits_of_its_error(values, mean, first):
+    (row,) = rows_of([{"x": value} for value in values])
+    assert (row.mean, row.values[0]) == (mean, first)
+    assert row.is_common == (values[0] == values[1])
+
+
+def test_numbers_that_not_all_seeds_have_are_no_row():
+    assert [row.name for row in rows_of([{"a": 1.0, "b": 2.0}, {"b": 3.0, "c": 1.0}])] == ["b"]
+
+
+def test_a_page_has_means_values_and_links():
+    linked = [replace(each, link=f"{each.name}-run/report.html") for each in THREE.seeds]
+    page = render(replace(THREE, seeds=linked))
+    shown = Elements(page)
+    assert "Perplexity (lower is better)" in shown.words and page.count("3.0 ± 1.5") == 3
+    assert [v for k, v in shown.attributes if k == "href"] == [each.link for each in linked]
+    assert "finished" not in shown.words
+
+
+def test_a_mean_is_of_the_seeds_with_a_result():
+    unfinished = SeedFacts("seed-3", "Not finished", "", {"loss": [(10.0, 9.0)]})
+    shown = Elements(render(replace(THREE, seeds=[*THREE.seeds, unfinished]))).words
+    assert "3 of 4" in shown and "3.0 ± 1.5" in shown and "Not finished" in shown
+
+    one = Elements(render(replace(THREE, seeds=[THREE.seeds[0], unfinished]))).words
+    assert "±" not in one.replace("mean ± standard deviation of the seeds", "")
+
+
+def test_curves_have_mean_and_standard_deviation_where_all_have_a_value():
+    curves = [[(1.0, 1.0), (2.0, 3.0)], [(1.0, 3.0), (2.0, 3.0), (3.0, 9.0)]]
+    mean, lower, upper = report._spread(curves)
+    assert mean == [(1.0, 2.0), (2.0, 3.0)]
+    assert lower == [(1.0, pytest.approx(2 - 2**0.5)), (2.0, 3.0)]
+    assert upper == [(1.0, pytest.approx(2 + 2**0.5)), (2.0, 3.0)]
+    assert report._spread(curves[:1]) == ([], [], [])
+
+
+def test_a_band_is_a_polygon_within_the_chart():
+    line = [(0.0, 2.0), (10.0, 1.0)]
+    lower = [(0.0, 1.0), (10.0, 1.0)]
+    upper = [(0.0, 9.0), (10.0, 1.0)]
+    drawn = chart({("mean", "train"): line}, "loss", (400, 200), spreads={"train": (lower, upper)})
+    (band,) = drawn.bands
+    corners = [tuple(map(float, point.split(","))) for point in band.path.split()]
+    assert [x for x, _ in corners] == [drawn.left, drawn.right, drawn.right, drawn.left]
+    assert all(drawn.top <= y <= drawn.bottom for _, y in corners)
+    assert corners[1] == corners[2] and corners[3][1] < corners[0][1]
+
+
+@pytest.mark.parametrize("draw", [render, render_fragment])
+def test_no_text_becomes_markup_or_steers(draw):
+    recipe = [(HOSTILE, [(HOSTILE, HOSTILE, True)])]
+    seeds = [
+        SeedFacts(
+            HOSTILE,
+            HOSTILE,
+            HOSTILE,
+            curve_of(LINES),
+            {HOSTILE: value},
+            [Change(HOSTILE, 1.0, value)],
+        )
+        for value in (1.0, 2.0)
+    ]
+    page = draw(SeedsFacts(HOSTILE, seeds, HOSTILE, HOSTILE, recipe=recipe))
+    shown = Elements(page)
+    assert not {"script", "img", "iframe", "object", "link"} & shown.names
+    assert not [name for name, _ in shown.attributes if name.startswith("on") or name == "src"]
+    assert printable_text(page) == page and "<script>" in shown.words
+
+
+def test_every_file_of_the_template_is_in_the_package():
+    templates = Path(report.__file__).parent / "templates"
+    text = (templates / "seeds.html.jinja").read_text()
+    named = re.findall(r"(?:import|include) \"([^\"]+)\"", text)
+    assert named and all((templates / name).is_file() for name in named)

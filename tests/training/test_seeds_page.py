@@ -1,0 +1,166 @@
+"""report.html of a folder of seeds: what all runs have in it, also if one is not finished."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mlx_packs as mp
+from mlx_packs.errors import PackError, RunStopped
+from mlx_packs.report.seeds import SeedsFacts
+from mlx_packs.training import seeds as training
+from mlx_packs.training.seeds import report_lines
+from mlx_packs.training.seeds_page import seeds_facts
+from tests.helpers.errors import check, raises
+from tests.helpers.observers import observe
+from tests.helpers.rows import CHATS
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+pytestmark = pytest.mark.page
+DATA = {"train": CHATS, "valid": CHATS[:1]}
+
+
+def train(small, out: str, **options) -> mp.SeedRuns:
+    settings = replace(TRAIN, steps_per_eval=1, **options.pop("settings", {}))
+    return mp.train_seeds(small, DATA, LORA, settings, out, **{"seeds": 2, **options})
+
+
+@pytest.fixture(scope="module")
+def trained_seeds(small, tmp_path_factory) -> mp.SeedRuns:
+    """Three seeds of two batches, in a folder ``three``; tests only read it."""
+    folder = tmp_path_factory.mktemp("seeds") / "three"
+    return train(small, folder, seeds=3, progress=False)
+
+
+@pytest.fixture
+def three(trained_seeds, here) -> Path:
+    """A copy of `trained_seeds` in the current folder."""
+    return shutil.copytree(trained_seeds.folder, here / "three")
+
+
+def status_of(folder: str) -> str:
+    return facts_of(folder).status
+
+
+def facts_of(folder: str) -> SeedsFacts:
+    return seeds_facts(Path(folder), has_links=True)
+
+
+def test_the_page_has_the_means_of_seeds_json(trained_seeds):
+    page = (trained_seeds.folder / "report.html").read_text(encoding="utf-8")
+    stored = json.loads((trained_seeds.folder / "seeds.json").read_text())
+    mean = stored["mean"]["ppl_after"]
+    error = stored["standard_error"]["ppl_after"]
+    assert f"{mean:,.0f} ± {error:.0f}" in page
+    assert set(stored["mean"]) <= set(page.replace("<wbr>", "").replace("<", ">").split(">"))
+
+    facts = facts_of(trained_seeds.folder)
+    assert facts.status == "" and [seed.name for seed in facts.finished] == [
+        f"seed-{i}" for i in range(3)
+    ]
+    for seed in facts.seeds:
+        assert (trained_seeds.folder / seed.link).is_file() and f'href="{seed.link}"' in page
+    assert str(trained_seeds.folder.parent) not in page
+    assert report_lines(trained_seeds)[-1] == f"page    {trained_seeds.folder / 'report.html'}"
+
+
+def test_packs_report_writes_the_page_of_seeds(three, run):
+    page = (three / "report.html").read_bytes()
+    (three / "report.html").unlink()
+    code, out, _ = run("report", "three")
+    assert code == 0 and "three/report.html" in out
+    assert (three / "report.html").read_bytes() == page
+
+    assert mp.write_page("three", "there.html") == Path("there.html")
+    assert "href" not in Path("there.html").read_text()
+
+
+def test_a_seed_without_a_result_is_named_and_in_no_mean(three):
+    (three / "seed-1-run" / "report.json").unlink()
+    facts = facts_of("three")
+    assert facts.status == "2 of 3 seeds finished, and the means are of these"
+    assert [bool(seed.numbers) for seed in facts.seeds] == [True, False, True]
+    assert "not recorded" in facts.seeds[1].note
+
+    (three / "seed-2-run" / "report.json").unlink()
+    assert status_of("three") == "1 of 3 seeds finished: a mean needs two"
+    shutil.rmtree(three / "seed-0-run")
+    assert "seed-0: the run folder is not here" in status_of("three")
+
+
+def test_runs_of_other_settings_are_left_out(three, trained):
+    shutil.copytree(trained / "o-run", three / "seed-7-run")
+    assert status_of("three") == ""  # seeds.json does not name it
+    (three / "seeds.json").unlink()
+    assert status_of("three") == "seed-7: other settings or examples, left out"
+    assert len(facts_of("three").seeds) == 3
+
+
+def test_folders_without_a_page_are_errors(three, rejected):
+    (three / "seeds.json").write_text('{"seeds": 3}')
+    check(rejected("report", "three"), "unreadable", None, "seeds.json")
+    (three / "seeds.json").write_text('{"seeds": [8]}')
+    check(rejected("report", "three"), "not-found", None, "seeds.json")
+    Path("empty/seed-0-run").mkdir(parents=True)
+    check(rejected("report", "empty"), "not-found")
+    check(rejected("report", "three", "--out", "empty"), "exists", "out")
+
+
+def test_a_rejected_run_leaves_the_page_of_the_earlier_one(three, small):
+    before = [(three / name).read_bytes() for name in ("report.html", "seeds.json")]
+    with raises("exists"):
+        train(small, "three", progress=False)
+    assert [(three / name).read_bytes() for name in ("report.html", "seeds.json")] == before
+
+
+def test_an_interrupted_run_has_a_page_of_its_own(three, small, monkeypatch):
+    def interrupt(line):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    display = Lines()
+    observe(monkeypatch, on_step=interrupt)
+    with pytest.raises(RunStopped):
+        train(small, "three", seeds=3, overwrite=True, display=display)
+    assert not (three / "seeds.json").exists()
+    assert display.lines[-1] == "page three/report.html"
+    page = (three / "report.html").read_text(encoding="utf-8")
+    assert "0 of 3 seeds finished" in page and "Held-out results" not in page
+
+
+def test_a_pack_that_fails_leaves_a_page_of_the_others(here, small, monkeypatch):
+    failed = []
+
+    def fail(line):
+        if not failed:
+            failed.append(line)
+            raise PackError("does not go on", "diverged")
+
+    observe(monkeypatch, on_step=fail)
+    with raises("diverged", None, "seed-2: "):
+        train(small, "out", seeds=3, progress=False)
+    assert not Path("out/seeds.json").exists() and not Path("out/seed-2").exists()
+    assert status_of("out") == "2 of 3 seeds finished, and the means are of these"
+    assert "2 of 3 seeds finished" in Path("out/report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(here, small, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "write_seeds_page", full)
+    display = Lines()
+    runs = train(small, "out", display=display)
+    (note,) = [line for line in display.lines if line.startswith("note") and "out/report" in line]
+    assert "No space left" in note and Path("out/seeds.json").is_file()
+    assert not [line for line in report_lines(runs) if line.startswith("page")]
+
+
+def test_a_notebook_shows_the_results_as_a_table(trained_seeds):
+    html = trained_seeds._repr_html_()
+    assert "Perplexity" in html and "±" in html and html.count("<tr>") == 3
+    without = {seed: replace(run, report={"steps": 2}) for seed, run in trained_seeds.runs.items()}
+    assert replace(trained_seeds, runs=without)._repr_html_() is None
