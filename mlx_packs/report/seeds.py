@@ -172,7 +172,10 @@ def _figures(
 
 
 def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
-    """Return the curves of all seeds, and mean ± standard deviation of those with a result."""
+    """Return the curves of all seeds, with mean and standard deviation.
+
+    These are of the seeds with a result, or of all until two have one.
+    """
     measure, validation = progress_series({name: 0 for seed in facts.seeds for name in seed.curve})
     averaged = facts.finished if len(facts.finished) > 1 else facts.seeds
 
@@ -186,10 +189,7 @@ def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
         series[(f"mean {word} {measure}", kind)] = mean
         spreads[kind] = (lower, upper)
 
-    label = measure
-    if measure == "loss" and facts.unit == "tokens":
-        label = "loss (nats per token)"
-    return chart(series, label, size, spreads=spreads)
+    return chart(series, measure, size, spreads=spreads)
 
 
 def _spread(curves: Sequence[Points]) -> tuple[Points, Points, Points]:

@@ -107,9 +107,11 @@ def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:
 
     batches = number(report.get("batches")) or 0
     note = f"Trained for {batches:,.0f} batches"
-    for gate, result in report["gates"].items():
-        if not result["passed"]:
-            note += f" · gate {gate} failed"
+    gates = report.get("gates")
+    if isinstance(gates, Mapping):
+        for gate, result in gates.items():
+            if not isinstance(result, Mapping) or result.get("passed") is not True:
+                note += f" · gate {text(gate)} failed"
     return SeedFacts(name, note, link, curve, numbers_of(report), changes_of(report))
 
 
@@ -125,8 +127,8 @@ def _missing(seeds: Sequence[SeedFacts]) -> list[str]:
         return []
     status = f"{finished} of {len(seeds)} seeds finished"
     if finished < 2:
-        return [f"{status}: a mean needs two"]
-    return [f"{status}, and the means are of these"]
+        return [f"{status}; results have a mean if two are"]
+    return [f"{status}; the means are of these"]
 
 
 def _name(run: Path) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import mlx_packs as mp
 from mlx_packs.errors import PackError, RunStopped
+from mlx_packs.reading import sealed
 from mlx_packs.report.seeds import SeedsFacts
 from mlx_packs.training import seeds as training
 from mlx_packs.training.seeds import report_lines
@@ -82,14 +83,24 @@ def test_packs_report_writes_the_page_of_seeds(three, run):
 def test_a_seed_without_a_result_is_named_and_in_no_mean(three):
     (three / "seed-1-run" / "report.json").unlink()
     facts = facts_of("three")
-    assert facts.status == "2 of 3 seeds finished, and the means are of these"
+    assert facts.status == "2 of 3 seeds finished; the means are of these"
     assert [bool(seed.numbers) for seed in facts.seeds] == [True, False, True]
     assert "not recorded" in facts.seeds[1].note
 
     (three / "seed-2-run" / "report.json").unlink()
-    assert status_of("three") == "1 of 3 seeds finished: a mean needs two"
+    assert status_of("three") == "1 of 3 seeds finished; results have a mean if two are"
     shutil.rmtree(three / "seed-0-run")
     assert "seed-0: the run folder is not here" in status_of("three")
+
+
+@pytest.mark.parametrize("gates", [{"max_pack_mb": {"passed": False}}, {"max_pack_mb": 1}, [1]])
+def test_a_failed_gate_is_named(three, gates):
+    file = three / "seed-0-run" / "report.json"
+    report = json.loads(file.read_text()) | {"gates": gates}
+    del report["sha256"]
+    file.write_text(json.dumps(sealed(report)))
+    note = facts_of("three").seeds[0].note
+    assert ("gate max_pack_mb failed" in note) == isinstance(gates, dict)
 
 
 def test_runs_of_other_settings_are_left_out(three, trained):
@@ -143,7 +154,7 @@ def test_a_pack_that_fails_leaves_a_page_of_the_others(here, small, monkeypatch)
     with raises("diverged", None, "seed-2: "):
         train(small, "out", seeds=3, progress=False)
     assert not Path("out/seeds.json").exists() and not Path("out/seed-2").exists()
-    assert status_of("out") == "2 of 3 seeds finished, and the means are of these"
+    assert status_of("out") == "2 of 3 seeds finished; the means are of these"
     assert "2 of 3 seeds finished" in Path("out/report.html").read_text()
 
 
