@@ -162,6 +162,22 @@ def check_groups(model: nn.Module) -> None:
             )
 
 
+def check_same_modules(models: Sequence[nn.Module]) -> None:
+    """Raise a PackError if packs adapt other modules, as where one is too narrow for a rank."""
+    of_packs = [
+        {(path, *group._adapted) for path, group in _groups(model, GroupedLoRA).items()}
+        for model in models
+    ]
+    if others := sorted(set.union(*of_packs) - set.intersection(*of_packs)):
+        path = others[0][0]
+        raise PackError(
+            f"--seeds: some packs adapt {path} and others do not, since it is narrower than their "
+            "rank. Name the layers by --target-modules, or train one pack at a time.",
+            "unsupported",
+            "seeds",
+        )
+
+
 def with_same_shapes(batches: Sequence[Batch]) -> list[Batch]:
     """Return batches with rows as long as the longest, and slots for the targets of the most.
 

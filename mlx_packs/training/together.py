@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from .. import runtime, signals
 from ..config.together import check_together
 from ..distributed.group import group
@@ -22,7 +24,7 @@ from ..packs.base import Base, load_base
 from ..run_clock import RunClock
 from ..runtime import mx, set_random_state
 from .folders import output_folders
-from .joint_step import JointStepper
+from .joint_step import JointStepper, check_same_modules
 from .result import TrainRun
 from .run import steps_of
 from .run_folder import common_batch
@@ -63,6 +65,11 @@ class _Member:
     def number(self) -> int:
         """Which batch of its own it waits for."""
         return self.due.batch.number
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose step is due."""
+        return self.due.step.stepper.model
 
     @property
     def overflowed(self) -> bool:
@@ -208,6 +215,7 @@ def _take_together(members: Sequence[_Member]) -> None:
             if member.error is not None and not member.overflowed:
                 raise member.error
 
+        check_same_modules([member.model for member in members if member.due is not None])
         stepper: JointStepper | None = None
         while live := [member for member in members if member.due is not None]:
             if stepper is None:

@@ -19,6 +19,7 @@ from mlx_packs.config.together import OWN, check_together
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.nn.joint_lora import copied, joint_model
+from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.training.joint_step import JointStepper
 from mlx_packs.training.run import train_request
@@ -28,6 +29,7 @@ from mlx_packs.training.settings import Request
 from mlx_packs.training.together import train_together
 from mlx_packs.training.update_guard import UpdateGuard
 from tests.helpers.errors import raises
+from tests.helpers.families import build, config_of
 from tests.helpers.observers import observe
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import chat, write_rows
@@ -436,6 +438,20 @@ def test_adapters_of_embeddings_are_refused_before_anything_is_written(rows, req
     with raises("unsupported", "seeds", "embed_tokens"):
         train_with_seeds(request_of("out", seeds=2, lora=lora))
     assert not Path("out").exists()
+
+
+def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of):
+    """The gate of a mixture has one output: it has an adapter of rank 1, and none of rank 8."""
+    tokenizer = load_base("tiny").tokenizer
+    model, config = build("qwen2_moe", {**config_of("qwen2_moe"), "vocab_size": 4096})
+    base = Base("mixture", Path("nowhere"), model, tokenizer, config, "0" * 64)
+    requests = [
+        replace(request_of(f"rank-{rank}", lora=LoRAConfig(rank=rank)), base=base)
+        for rank in (8, 1)
+    ]
+    with raises("unsupported", "seeds", "shared_expert_gate", "narrower"):
+        train_together(requests)
+    assert not Path("rank-1").exists()
 
 
 def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
