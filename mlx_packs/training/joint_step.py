@@ -168,7 +168,8 @@ def check_same_modules(models: Sequence[nn.Module]) -> None:
         {(path, *group._adapted) for path, group in _groups(model, GroupedLoRA).items()}
         for model in models
     ]
-    if others := sorted(set.union(*of_packs) - set.intersection(*of_packs)):
+    of_some = set().union(*of_packs)
+    if others := [each for own in of_packs for each in sorted(of_some - own)]:
         path = others[0][0]
         raise PackError(
             f"--seeds: some packs adapt {path} and others do not, since it is narrower than their "

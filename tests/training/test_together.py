@@ -379,6 +379,9 @@ def test_a_signal_saves_every_pack_and_resuming_changes_no_bit(rows, request_of,
         theirs = Path(f"whole/seed-{seed}-run/step-000003/adapters.safetensors").read_bytes()
         assert ours == theirs
 
+    again = train_with_seeds(request_of("out", seeds=2, resume=True))  # which takes no step
+    assert [run.report["batches"] for run in again.runs.values()] == [3, 3]
+
 
 def test_a_pack_that_fails_leaves_the_others_to_their_end(rows, request_of):
     fails = request_of("fails", learning_rate=1e30)
