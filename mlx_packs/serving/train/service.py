@@ -1,5 +1,6 @@
 """The Tinker protocol on a server's port: its routes below ``/api/v1``, sessions and results."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -66,6 +67,7 @@ class TrainingService:
         self._runner = SampleRunner(generator, settings)
         self._results = Results()
         self._sessions: dict[str, float] = {}  # by id, when it was heard of last
+        self._making_room = asyncio.Lock()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Return the handlers by method and path."""
@@ -235,17 +237,18 @@ class TrainingService:
 
     async def _make_room(self) -> None:
         """If no other model fits, save and unload those whose clients have gone without a word."""
-        if not self._models.is_full:
-            return
+        async with self._making_room:
+            if not self._models.is_full:
+                return
 
-        now = time.monotonic()
-        for model in self._models.all:
-            if now - self._sessions.get(model.session_id, 0.0) < _SILENT_SECONDS:
-                continue
+            now = time.monotonic()
+            for model in self._models.all:
+                if now - self._sessions.get(model.session_id, 0.0) < _SILENT_SECONDS:
+                    continue
 
-            saved = await self._models.save(model, "weights", "unloaded", {}, overwrite=True)
-            log.info("%s: its client has gone; it was saved as %s.", model.id, saved.uri)
-            await self._unload(model)
+                saved = await self._models.save(model, "weights", "unloaded", {}, overwrite=True)
+                log.info("%s: its client has gone; it was saved as %s.", model.id, saved.uri)
+                await self._unload(model)
 
     # Training
 

@@ -452,6 +452,33 @@ def test_models_of_clients_that_have_gone_are_saved_for_others(client, monkeypat
     assert list(client.server.folder.glob(f"{client.session}-train-0/weights/unloaded/pack.json"))
 
 
+def test_clients_that_make_room_at_once_do_not_unload_a_model_twice(client, server, monkeypatch):
+    """The third comes while the second saves what the first is about to unload."""
+    monkeypatch.setattr(models, "MOST_MODELS", 1)
+    client.create()
+    server.training._sessions[client.session] = float("-inf")
+    other = TinkerClient(server)
+    body = {"session_id": other.session, "base_model": "base", "lora_config": {"rank": 4}}
+    before_the_first_is_saved, before_the_second = threading.Event(), threading.Event()
+
+    def make(number: int) -> dict:
+        return other.post("create_model", body | {"model_seq_id": number})
+
+    server.worker.post(lambda: before_the_first_is_saved.wait(SECONDS))
+    answers = [make(0)]
+    until(lambda: server.worker._commands.qsize() == 1)
+    server.worker.post(lambda: before_the_second.wait(SECONDS))
+    answers.append(make(1))
+    before_the_first_is_saved.set()
+    until(lambda: list(server.folder.glob("*/weights/unloaded/pack.json")))
+    answers.append(make(2))
+    before_the_second.set()
+
+    first, *others = [other.result(answer) for answer in answers]
+    assert "error" not in first
+    assert ["is the most" in each["error"] for each in others] == [True, True]
+
+
 def test_models_that_are_made_at_once_are_not_too_many(client, server):
     until_all_came = threading.Event()
     busy = server.worker.call(lambda: until_all_came.wait(SECONDS))
