@@ -212,7 +212,8 @@ def _result(
     if not finite.all().item():
         return PackError(
             "The loss or its gradient is not finite, and nothing was added to the gradient. Check "
-            "weights, advantages and logprobs of the datums.",
+            "weights, advantages and logprobs of the datums. If they are right, the learning rate "
+            "was too high: go on from a saved state.",
             "diverged",
         )
 
