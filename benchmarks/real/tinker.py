@@ -31,7 +31,7 @@ from . import files
 from .jobs import PARTS, RANK, RATE, WEIGHT_DECAY, Job, lora, prepare
 from .trainers import train_config
 
-ADAM = {"learning_rate": RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 ADAM |= {"weight_decay": WEIGHT_DECAY}
 
 
@@ -69,7 +69,7 @@ def client(loop: str, url: str, **settings: Any) -> dict[str, Any]:
         return alone.run("real.tinker_client", [loop, url, str(file)])
 
 
-def losses_of_train(job: Job) -> list[float]:
+def losses_of_train(job: Job, rate: float) -> list[float]:
     """Return the loss of each step of `packs train` on a job, with the server's first adapters."""
     losses: list[float] = []
 
@@ -82,7 +82,7 @@ def losses_of_train(job: Job) -> list[float]:
         job.model,
         str(job.data),
         lora(),
-        train_config(job),
+        replace(train_config(job), learning_rate=rate),
         out,
         callbacks=[Steps()],
         overwrite=True,
@@ -90,18 +90,18 @@ def losses_of_train(job: Job) -> list[float]:
     return losses
 
 
-def compare(job: Job, url: str, clients: int) -> tuple[dict[str, Any], float]:
+def compare(job: Job, url: str, clients: int, rate: float) -> tuple[dict[str, Any], float]:
     """Return what the SDK results on the batches of a job, and the largest difference of a loss."""
     settings = {
         "batches": job.batches,
-        "adam": ADAM,
+        "adam": ADAM | {"learning_rate": rate},
         "lora": {"rank": RANK, "seed": job.seed, "train_unembed": False},
     }
     with ThreadPoolExecutor(clients) as pool:
         runs = [pool.submit(client, "supervised", url, **settings) for _ in range(clients)]
         results = [run.result() for run in runs]
 
-    expected = np.array(losses_of_train(job))
+    expected = np.array(losses_of_train(job, rate))
     seen = np.array([each["losses"] for each in results])
     return results[0], float(np.abs(seen / expected - 1).max())
 
@@ -113,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder for runs")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="[50]")
     parser.add_argument("--clients", type=int, default=2, metavar="N", help="at once [2]")
+    parser.add_argument("--rate", type=float, default=RATE, metavar="RATE", help=f"[{RATE}]")
     parser.add_argument("--rl-steps", type=int, default=15, metavar="N", help="0 for none [15]")
     history.add_option(parser)
     options = parser.parse_args(arguments)
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     part = replace(PARTS["banking77"], steps=options.steps)
     job = prepare(part, "tinker", 0, options.steps, files.smollm2(), options.work)
     with served(job.model, options.work / "states") as url:
-        result, difference = compare(job, url, options.clients)
+        result, difference = compare(job, url, options.clients, options.rate)
         print(
             f"cross_entropy: {options.steps} steps of {options.clients} clients, loss "
             f"{result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}; largest difference from "
@@ -153,7 +154,7 @@ def reinforced(job: Job, url: str, path: str, steps: int) -> list[history.Record
 
 
 def _difference(options: argparse.Namespace, difference: float) -> history.Record:
-    shape = f"8 x {options.steps}, {options.clients} clients"
+    shape = f"8 x {options.steps}, {options.clients} clients, rate {options.rate:g}"
     return _record(shape, "loss: difference from packs train", "", [difference])
 
 
