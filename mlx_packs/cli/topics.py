@@ -2,13 +2,15 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import click
 
 from ..config.choices import TASKS
+from ..errors import PackError, did_you_mean
 from ..terminal import echo
-from .options import Option, SectionedCommand
+from .options import ARGUMENTS, Option, SectionedCommand
 
 COMMON = "common"
 ALL = "all"
@@ -17,33 +19,31 @@ _TOPIC = "mlx_packs.help_topic"
 
 
 class TopicCommand(SectionedCommand):
-    """A command whose help has topics: ``-h``, ``-h all``, ``-h dpo``."""
+    """A command whose help has topics: ``-h``, ``-h --all``, ``-h --task dpo``."""
 
     def __init__(self, *args, **settings) -> None:
         super().__init__(*args, **settings)
-        flag = {"is_flag": True, "is_eager": True, "expose_value": False}
-        text = "Show all options and exit, as -h all does."
-        self.params.append(Option(["--help-all"], help=text, callback=_show_all, **flag))
+        text = "Show all options; only together with -h."
+        self.params.append(
+            Option(["--all"], help=text, is_flag=True, expose_value=False, callback=_check_alone)
+        )
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option ``-h`` with its optional topic."""
+        """Return the option ``-h``, whose topic is in the other arguments."""
         names = self.get_help_option_names(ctx)
 
         if self._help_option is None or set(self._help_option.opts) != set(names):
-            option = Option(
+            self._help_option = Option(
                 names,
-                is_flag=False,
-                flag_value=COMMON,
-                type=click.Choice((COMMON, ALL, *TASKS)),
+                is_flag=True,
                 is_eager=True,
                 expose_value=False,
                 callback=_show,
-                help="Show the common options, all of them (-h all) or the options of a task "
-                "(-h dpo), and exit.",
-                common="Show this help; -h all shows all options, -h dpo the options of a task.",
+                help="Show the common options, all of them (-h --all) or the options of a task "
+                "(-h --task dpo), and exit.",
+                common="Show this help; -h --all shows all options, -h --task dpo the options of "
+                "a task.",
             )
-            option.metavar = "[all|TASK]"
-            self._help_option = option
 
         return self._help_option
 
@@ -85,8 +85,8 @@ class TopicCommand(SectionedCommand):
         hidden = len(self.get_params(ctx)) - len(list(self.shown_options(ctx)))
         formatter.write_paragraph()
         text = (
-            f"{hidden} more options: {ctx.command_path} -h all. The options of a task: "
-            f"{ctx.command_path} -h TASK ({', '.join(TASKS)})."
+            f"{hidden} more options: {ctx.command_path} -h --all. The options of a task: "
+            f"{ctx.command_path} -h --task NAME ({', '.join(TASKS)})."
         )
         if added := [f"{name} ({each.label})" for name, (each, *_) in TASKS.added().items()]:
             text += f" Tasks of installed packages: {', '.join(added)}."
@@ -98,13 +98,36 @@ def _topic(ctx: click.Context) -> str:
     return ctx.meta.get(_TOPIC, ALL)
 
 
-def _show(ctx: click.Context, _: click.Parameter, topic: str | None) -> None:
-    """Print the help of a topic and exit; nothing without one."""
-    if topic and not ctx.resilient_parsing:
-        ctx.meta[_TOPIC] = topic
+def _show(ctx: click.Context, param: click.Parameter, shown: bool) -> None:
+    """Print the help that the arguments ask for and exit."""
+    if shown and not ctx.resilient_parsing:
+        ctx.meta[_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS], param.opts)
         echo(ctx.get_help())
         ctx.exit()
 
 
-def _show_all(ctx: click.Context, param: click.Parameter, shown: bool) -> None:
-    _show(ctx, param, ALL if shown else None)
+def _asked_topic(arguments: Sequence[str], help_names: Sequence[str]) -> str:
+    """Return the topic of a command line whose other options are not parsed yet."""
+    task = None
+    for word, following in pairwise([*arguments, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == "--task":
+            task = value if equals else following
+        elif word in help_names and following[:1] not in ("", "-"):
+            raise PackError(
+                f"{word} {following}: takes no value. Pass -h --all, or -h --task NAME."
+            )
+
+    if "--all" in arguments:
+        return ALL
+    if task is None:
+        return COMMON
+    if task not in TASKS:
+        hint = did_you_mean(task, list(TASKS))
+        raise PackError(f"--task {task}: no such task. {hint}", "unknown", "task")
+    return task
+
+
+def _check_alone(_: click.Context, param: click.Parameter, is_set: bool) -> None:
+    if is_set:
+        raise PackError(f"{param.opts[0]}: shows all options with -h. Pass -h --all.", "conflict")

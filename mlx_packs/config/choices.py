@@ -170,7 +170,7 @@ class MethodFacts:
     # Whether every output of an adapted projection has a magnitude, whose gradient needs the
     # output.
     magnitudes: bool = False
-    extra: bool = False  # whether it is in `extras`, so that only ``-h all`` lists it
+    extra: bool = False  # whether it is in `extras`, so that only ``-h --all`` lists it
 
 
 @dataclass(frozen=True)

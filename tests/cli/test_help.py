@@ -11,6 +11,7 @@ from mlx_packs.cli.options import SETTINGS
 from mlx_packs.config.choices import METHODS, TASKS
 from mlx_packs.config.fields import facts_of, flags_of
 from mlx_packs.config.tasks import tasks_of
+from tests.helpers.errors import check
 
 
 def shown(*arguments: str) -> str:
@@ -33,13 +34,13 @@ def test_short_help_has_the_common_options_in_sections():
     assert "Model and data:" in text and "Optimization:" in text and "Preferences:" not in text
     assert len(text.splitlines()) < 80
     assert all(line in text for _, line in EXAMPLES["train"])
-    assert "more options: packs train -h all." in text
+    assert "more options: packs train -h --all." in text
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_full_help_has_every_option(command):
-    text = shown(command, "-h", "all")
-    assert text == shown(command, "--help-all") == shown(command, "--help", "all")
+    text = shown(command, "-h", "--all")
+    assert text == shown(command, "--all", "--help", "--task", "dpo")
     context = packs.make_context("packs", [command], resilient_parsing=True)
     described = {param.opts[-1] for param in packs.get_command(context, command).params}
     every = {
@@ -55,7 +56,7 @@ def test_full_help_has_every_option(command):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_help_of_a_task_has_its_options_and_no_others(task):
-    flags = flags_in(shown("train", "-h", task))
+    flags = flags_in(shown("train", "-h", "--task", task))
     for field in SETTINGS.values():
         tasks, flag = tasks_of(field.name), flags_of(field)[0]
         if tasks:
@@ -70,19 +71,34 @@ def test_extras_are_only_in_the_help_of_all_options():
     assert extras
     flags = {flags_of(field)[0] for field in SETTINGS.values() if facts_of(field).extra}
     assert flags == {"--objective", "--for-merge", "--pipeline"}
-    for text in (shown("train", "-h"), shown("train", "-h", "lm")):
+    for text in (shown("train", "-h"), shown("train", "-h", "--task", "lm")):
         assert not [name for name in extras if name in text] and not flags & flags_in(text)
-    text = shown("train", "-h", "all")
+    text = shown("train", "-h", "--all")
     assert all(name in text for name in extras) and flags <= flags_in(text)
 
 
-def test_an_unknown_topic_is_named():
-    result = CliRunner().invoke(packs, ["train", "-h", "dop"])
-    assert result.exit_code == 2
-    assert "-h: 'dop' is not one of" in result.output and "'dpo'" in result.output
+@pytest.mark.parametrize("words", [("--task=dpo", "-h"), ("-h", "--task=lm", "--task", "dpo")])
+def test_the_last_task_of_a_command_line_is_the_topic(words):
+    assert shown("train", *words) == shown("train", "-h", "--task", "dpo")
 
 
-def test_a_flag_after_help_is_no_topic():
+def test_help_of_an_unknown_task_names_the_nearest(run):
+    assert run("train", "-h", "--task=common")[0] == 2
+    assert run("train", "-h", "--task", "dop")[0] == 2
+    check(run.error, "unknown", "task", "dop", "'dpo'")
+
+
+def test_a_word_after_help_is_answered_with_the_options(run):
+    assert run("train", "-h", "dpo")[0] == 2
+    check(run.error, "invalid", None, "-h dpo", "-h --all", "-h --task NAME")
+
+
+def test_all_goes_only_with_help(run):
+    assert run("train", "--all")[0] == 2
+    check(run.error, "conflict", None, "--all", "-h --all")
+
+
+def test_another_flag_after_help_is_no_topic():
     assert shown("train", "-h", "--data", "x") == shown("train", "-h")
 
 

@@ -404,7 +404,7 @@ def test_show_mask_passes_trust_remote_code(monkeypatch):
 
 
 def test_help_shows_what_the_tiny_base_changes():
-    recipe, shown = tiny_recipe(), " ".join(invoke_train("--help-all").stdout.split())
+    recipe, shown = tiny_recipe(), " ".join(invoke_train("--help", "--all").stdout.split())
     assert recipe["iters"] != TrainConfig.iters
     assert f"Batches to train on. [default: 600; tiny: {recipe['iters']}]" in shown
     assert "dropout. [default: 0]" in shown
