@@ -204,7 +204,7 @@ recipes = option(
     section="Model and data",
     metavar="FILE",
     multiple=True,
-    common="YAML file with these options; repeatable.",
+    common="YAML file with options of a run; repeatable.",
     help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. "
     "Repeatable.",
 )

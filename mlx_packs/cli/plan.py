@@ -43,7 +43,7 @@ _HAS_CODE = (
 _SETTINGS = [
     name
     for name, field in options.SETTINGS.items()
-    if facts_of(field).memory or facts_of(field).disk or name == "model"
+    if facts_of(field).memory or facts_of(field).disk
 ]
 
 
@@ -125,7 +125,8 @@ def _size(flag: str, text: str) -> int:
     default_text="not counted",
 )
 @options.recipes
-@options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
+@options.setting("model", _default_text("model"))
+@options.add(*(options.setting(name, _default_text(name), common=False) for name in _SETTINGS))
 @options.as_json
 def plan(
     memory: str | None,
@@ -137,10 +138,10 @@ def plan(
 ) -> None:
     """Estimate memory and disk space, and suggest a training command.
 
-    Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
-    from flags and files are kept. Of the others, batch size, activation checkpointing, sequence
-    length and rank are reduced, in this order, until the run fits. The last line is the command of
-    the run whose peak is shown.
+    Only config.json and tensor headers are read, also of a model on the Hub. Options of
+    `packs train` that change memory or disk space, such as --rank, are accepted and kept. Of the
+    others, batch size, activation checkpointing, sequence length and rank are reduced, in this
+    order, until the run fits. The last line is the command of the run whose peak is shown.
     """
     from ..memory.read import read_headers
     from ..memory.recommend import larger_batch, recommend, table

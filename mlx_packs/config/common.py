@@ -226,7 +226,6 @@ class CommonConfig(Settings):
         "examples), or another one that metrics.jsonl has. The default is the loss, with --task "
         "grpo the reward.",
         metavar="NUMBER",
-        common="The number of a validation by which --patience and --load-best compare.",
     )
     test_batches: int | None = _evaluation(
         None,

@@ -13,6 +13,9 @@ from mlx_packs.config.fields import facts_of, flags_of
 from mlx_packs.config.tasks import tasks_of
 from tests.helpers.errors import check
 
+# Options of `packs plan` with a meaning of their own there, or that name what is planned.
+_SHARED = {"--config", "--model", "--data", "--json", "--help"}
+
 
 def shown(*arguments: str) -> str:
     result = CliRunner().invoke(packs, list(arguments), terminal_width=100)
@@ -35,6 +38,12 @@ def test_short_help_has_the_common_options_in_sections():
     assert len(text.splitlines()) < 80
     assert all(line in text for _, line in EXAMPLES["train"])
     assert "more options: packs train -h --all." in text
+
+
+def test_short_help_of_plan_leaves_the_settings_of_a_run_to_train():
+    flags = flags_in(shown("plan", "-h"))
+    assert flags == {"--memory", "--budget", "--device", "--machines", *_SHARED}
+    assert flags & flags_in(shown("train", "-h")) == _SHARED
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
