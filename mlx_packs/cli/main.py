@@ -18,12 +18,12 @@ import click
 
 from .. import signals
 from ..config.choices import TASKS
-from ..config.other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
 from ..distributed.launched import launched
-from ..errors import Interrupted, PackError, did_you_mean, flag_of
+from ..errors import Interrupted, PackError, did_you_mean
 from ..terminal import guard, guarded
 from ..training.unattended import CRASHED, is_supervised
 from .examples import epilog
+from .hints import option_hint
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
@@ -198,21 +198,8 @@ def first_rank_speaks() -> Iterator[None]:
 def _usage_error(error: click.ClickException) -> PackError:
     """Turn an error of click into a PackError that begins with the option or argument."""
     if isinstance(error, click.NoSuchOption):
-        name = error.option_name.lstrip("-").replace("-", "_")
-        ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name)
-        parameters = error.ctx.command.params if error.ctx else ()
-        flags = {flag for parameter in parameters for flag in parameter.opts}
-        near = error.possibilities
-        if ours and flag_of(ours) in flags:
-            replacement = flag_of(ours)
-            if value := OTHER_VALUES.get(name):
-                replacement += f" {value}"
-            near = [replacement]
-
-        hint = ""
-        if near:
-            hint = f" Use {' or '.join(near)}."
-        return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
+        complaint = f"{error.option_name}: no such option. {option_hint(error)}"
+        return PackError(complaint.rstrip(), "unknown")
 
     message = " ".join(error.format_message().split())
     if isinstance(error, click.BadOptionUsage):

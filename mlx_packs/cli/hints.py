@@ -1,0 +1,62 @@
+"""What to write in place of an option that a command does not have."""
+
+from difflib import get_close_matches
+
+import click
+
+from ..config.fields import flags_of
+from ..config.other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
+from ..errors import any_of, flag_of
+from .options import SETTINGS
+
+# Options of mlx-lm's commands that do not train.
+_OTHER_OPTIONS = {
+    "adapter": "pack",
+    "adapter_path": "pack",
+    "hf_path": "model",
+    "mlx_path": "out",
+    "q_bits": "bits",
+    "q_group_size": "group_size",
+    "q_mode": "mode",
+    "save_path": "out",
+}
+# Options of other tools for what a command of its own does here.
+_OTHER_STEPS = {
+    "export_gguf": "export",
+    "hub_model_id": "push",
+    "merge": "merge",
+    "push_to_hub": "push",
+    "upload_repo": "push",
+}
+_NEAR = 0.75  # similarity of names, as of `difflib`
+
+
+def option_hint(error: click.NoSuchOption) -> str:
+    """Return a sentence that says what to write; empty if nothing is similar."""
+    if error.ctx is None:
+        return ""
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    parameters = error.ctx.command.params
+    flags = {flag for each in parameters for flag in each.opts if flag.startswith("--")}
+    arguments = {each.name for each in parameters if isinstance(each, click.Argument)}
+
+    ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name) or name
+    value = OTHER_VALUES.get(name, "")
+    for here in (ours, _OTHER_OPTIONS.get(name)):
+        if here and flag_of(here) in flags:
+            return f"Use {flag_of(here)} {value}".rstrip() + "."
+        if here in arguments:
+            return "Pass it without a flag."
+
+    if step := _OTHER_STEPS.get(name):
+        return f"Use packs {step}."
+    if "--config" in flags and ours in SETTINGS:
+        flag = flags_of(SETTINGS[ours])[0]
+        command = error.ctx.command_path
+        return f"packs train takes {flag}; {command} reads it only from a file of --config."
+
+    near = get_close_matches(flag_of(name), sorted(flags), n=2, cutoff=_NEAR)
+    if not near:
+        return ""
+    return f"Use {any_of(near)}."
