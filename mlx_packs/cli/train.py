@@ -82,7 +82,7 @@ def _default_text(name: str) -> str:
     "-v",
     "--verbose",
     is_flag=True,
-    help="Also print the reasons for automatic choices.",
+    help="Also print details of data and adapters, and the reasons for automatic choices.",
     common=True,
 )
 @option(

@@ -28,6 +28,7 @@ from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
+from ..display import VERBOSE
 from ..errors import PackError
 from ..evaluation.images import advance_of
 from ..evaluation.preferences import PairScore, score_preferences
@@ -162,7 +163,8 @@ class PreferenceTask(TokenTask):
         display = self.display
         counts = counted(examples)
         targets = self._targets_line(first)
-        display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
+        display.line("data", f"{read.source} · {counts} examples · {first.format}")
+        display.line("", targets, VERBOSE)
 
         cut = sum(e.cut for e in examples.values())
         dropped = sum(e.dropped for e in examples.values())

@@ -212,11 +212,8 @@ def encode_splits(
 
     first = examples["train"]
     counted = _counts(examples, train, base.model)
-    display.line(
-        "data",
-        f"{splits.source} · {counted} · {first.format} · {first.targets:,} supervised tokens "
-        f"(loss on {first.loss_on})",
-    )
+    display.line("data", f"{splits.source} · {counted} · loss on {first.loss_on}")
+    display.line("", f"{first.format} · {first.targets:,} supervised tokens", VERBOSE)
     if cut := _cut(examples, train):
         display.line("data", cut)
 

@@ -442,9 +442,8 @@ def _open_base(
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
     count = trainable.parameter_count()
     share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)}"
-    display.line(
-        trainable.method, f"{count:,} trainable parameters ({share}) · {trainable.details}"
-    )
+    text = f"{count:,} trainable parameters ({share}) · {trainable.details}"
+    display.line(trainable.method, text, VERBOSE)
 
     if trainable.groups:
         display.line("", f"in {len(trainable.groups)} groups that share an input", VERBOSE)

@@ -215,6 +215,21 @@ def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
     assert shown.exit_code == 0 and shown.stdout.strip()
 
 
+@pytest.mark.parametrize(
+    ("flags", "labels"),
+    [((), ["base", "data", "plan"]), (("-v",), ["base", "data", "path", "plan", "lora", "cache"])],
+)
+def test_a_run_starts_with_base_data_and_plan_in_80_columns(tmp_path, flags, labels):
+    few = ("--iters", 1, "--warmup-steps", 0, "--batch-size", 1, "--num-layers", 1)
+    fast = ("--matmul-path", "dense", "--test-batches", 1, "--val-batches", 1, "--metric", "none")
+    result = invoke("train", *few, *fast, *flags, "--out", tmp_path / "pack")
+
+    first = result.stderr.partition("\ntrain ")[0].splitlines()
+    starts = dict.fromkeys(line.partition(" ")[0] for line in first if line[:1].strip())
+    assert result.exit_code == 0 and list(starts) == labels, first
+    assert flags or max(map(len, first)) <= 80
+
+
 def test_show_mask_marks_what_is_learned(answers):
     result = invoke("train", "--data", answers / "rows", "--show-mask")
     assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
