@@ -33,7 +33,8 @@ def _runnable(line: str) -> str:
     program = Path(sys.argv[0])
     if program.name != "packs" or shutil.which("packs"):
         return line
-    return re.sub(r"(try:? +)packs ", lambda m: f"{m[1]}{shlex.quote(str(program))} ", line)
+    command = shlex.quote(str(program))
+    return re.sub(r"(try:? +|^|\| )packs (?=\S)", lambda m: f"{m[1]}{command} ", line, count=1)
 
 
 def _fitted(line: str) -> str:

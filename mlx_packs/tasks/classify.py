@@ -1,5 +1,6 @@
 """Classification of texts and chats: one label, several labels, or a score."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,7 @@ from .causal_lm import phase_reports
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained, pack_line
+from .task import PhaseStarts, Summary, Trained, pack_lines
 from .tokens import TokenTask, token_lines
 
 # Metrics of a score, by their names in a manifest.
@@ -317,10 +318,12 @@ class ClassifyTask(TokenTask):
         wrong = [f"{right} → {given} ({n})" for right, given, n in report["mistakes"][:3]]
         if wrong:
             others.insert(0, f"wrong   most often {' · '.join(wrong)}")
+
+        pack = shlex.quote(report["pack"])
         return [
             done,
             *others,
-            pack_line(report, f"packs classify --pack {report['pack']} < rows.jsonl"),
+            *pack_lines(report, f"echo '\"Text to label\"' | packs classify --pack {pack}"),
         ]
 
 

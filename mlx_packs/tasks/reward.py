@@ -1,5 +1,6 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
+import shlex
 from collections.abc import Callable, Sequence
 
 from ..adapters.spec import SCORE
@@ -20,7 +21,7 @@ from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask
 from .score_head import with_trained_head
-from .task import PhaseStarts, Summary, Trained, pack_line
+from .task import PhaseStarts, Summary, Trained, pack_lines
 from .tokens import token_lines
 
 
@@ -85,7 +86,8 @@ class RewardTask(PreferenceTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
+        pack = shlex.quote(report["pack"])
         return [
             *token_lines(report, format_change(report)),
-            pack_line(report, f"packs eval {report['pack']} --data DATA"),
+            *pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}"),
         ]

@@ -189,11 +189,9 @@ def done_line(report: Mapping, change: str) -> str:
     return f"done    held-out {change} on {examples}{gates_text(report['gates'])}"
 
 
-def pack_line(report: Mapping, command: str = "") -> str:
-    text = f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:"
-    if command:
-        text += f" {command}"
-    return text
+def pack_lines(report: Mapping, *commands: str) -> list[str]:
+    """Return the line of a pack, and commands that use it on lines of their own."""
+    return [f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:", *commands]
 
 
 def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
@@ -202,7 +200,7 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     FILE stands for an image, if examples have some.
     """
     pack = shlex.quote(str(report["pack"]))
-    lines = [pack_line(report)]
+    lines = pack_lines(report)
     if report.get("raw_prompt"):
         start = (prompt or "").strip().partition("\n")[0][:_MOST_PASTED]
         return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]

@@ -1,5 +1,6 @@
 """Tasks whose examples are several texts each, with a loss by name and one phase."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -12,7 +13,7 @@ from ..data.shapes import padded_length
 from ..errors import PackError, flag_of
 from ..packs.base import Base
 from .phases import PhaseData
-from .task import Task, bad_rows_lines, cost, done_line, pack_line
+from .task import Task, bad_rows_lines, cost, done_line, pack_lines
 
 
 class TextsTask(Task):
@@ -48,10 +49,10 @@ class TextsTask(Task):
 
 
 def texts_lines(report: Mapping, change: str, speed: str) -> list[str]:
-    pack = report["pack"]
+    pack = shlex.quote(report["pack"])
     return [
         done_line(report, change),
         *bad_rows_lines(report),
         f"speed   {speed} · {cost(report)}",
-        pack_line(report, f"packs eval {pack} --data …"),
+        *pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}"),
     ]

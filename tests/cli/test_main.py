@@ -131,8 +131,16 @@ def test_a_suggested_command_runs_as_printed(monkeypatch, capsys, on_path, shown
     monkeypatch.setattr(sys, "argv", ["v/bin/packs", "train"])
     monkeypatch.setattr(shutil, "which", lambda name: on_path)
     with click.Context(packs):
-        print_report({}, ["pack    p    try: packs generate --pack p", "note    packs are small"])
-    expected = f"pack    p    try: {shown} generate --pack p\nnote    packs are small\n"
+        lines = [
+            "pack    p    try: packs chat",
+            "packs chat",
+            "echo 1 | packs chat",
+            "note    packs",
+        ]
+        print_report({}, lines)
+    expected = (
+        f"pack    p    try: {shown} chat\n{shown} chat\necho 1 | {shown} chat\nnote    packs\n"
+    )
     assert capsys.readouterr().out == expected
 
 

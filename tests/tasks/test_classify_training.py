@@ -1,6 +1,7 @@
 """Runs of classifiers: they learn labels, several labels and scores, resume, and say what is bad."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.runtime import mx
+from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.labelled import (
@@ -50,6 +52,9 @@ def test_a_run_learns_labels(tmp_path, make):
     data = splits_of(make)
     run = train_pack(base, data, LORA, settings(class_weights="balanced"), tmp_path / "p")
     report = run.report
+    words = shlex.split(ClassifyTask.report_lines(report)[-1])
+    assert words[0] == "echo" and json.loads(words[1]) and words[-1] == str(run.pack.path)
+
     manifest = Pack.open(tmp_path / "p").manifest
 
     assert report["label_accuracy_after"] == 1 > report["label_accuracy_before"]

@@ -1,10 +1,15 @@
 """Runs of reward models: they learn, resume bit-identically, and follow a phase of completions."""
 
+import shlex
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
+from mlx_packs.cli.main import packs
 from mlx_packs.runtime import mx
+from mlx_packs.tasks.reward import RewardTask
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
@@ -57,6 +62,9 @@ def test_a_run_learns_what_is_preferred(tmp_path, data):
     }
     assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [1, 64]}]
     assert report["trained_tokens"] > 24 * 2 * 15 and report["trainable_parameters"] > 64
+
+    last = RewardTask.report_lines(report)[-1]
+    assert CliRunner().invoke(packs, shlex.split(last)[1:]).exit_code == 0
 
     lines = [line for line in run.curve if "valid_loss" in line]
     assert lines and {"valid_preference_accuracy", "valid_reward_margin"} <= set(lines[0])
