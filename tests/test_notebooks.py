@@ -48,7 +48,7 @@ FIGURES = {
     },
     "your_own_loop": {
         "examples": (r"(\d+) examples;", 0),
-        "trained": (r"loss [\d.]+ -> ([\d.]+)", 0.2),
+        "at first": (r"loss ([\d.]+) ->", 0.1),
         "correct": (r"new reminders: (\d+) of", 0.3),
     },
     "your_data": {
