@@ -125,7 +125,8 @@ def test_two_files_change_and_two_are_new(package):
 
 
 def test_help_names_the_task_and_its_setting(packs):
-    every, own, other = (packs("train", "--help", of) for of in ("all", "focal", "dpo"))
+    every = packs("train", "--help", "--all")
+    own, other = (packs("train", "--help", "--task", task) for task in ("focal", "dpo"))
     assert ",focal," in every and "mostly of hard tokens" in " ".join(every.split())
     assert "--focal-gamma GAMMA" in every and "--focal-gamma GAMMA" in own
     assert "--focal-gamma GAMMA" not in other
