@@ -14,7 +14,9 @@ pytestmark = pytest.mark.systems
 def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path):
     rows = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "yes no one two".split()]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
-    how = "--matmul-path dense --iters 4 --batch-size 2 --val-batches 0 --max-seq-length 48 --json -v"
+    how = (
+        "--matmul-path dense --iters 4 --batch-size 2 --val-batches 0 --max-seq-length 48 --json -v"
+    )
     reports = {}
     for method in ("lora", "full"):
         where = ("--data", data, "--method", method, "--out", tmp_path / method)
