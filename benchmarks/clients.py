@@ -66,7 +66,7 @@ def measure(base: Base, tokens: int, options: Options) -> Seconds:
 
 
 def job(number: int, config: dict, batch: int, length: int) -> StepJob:
-    """Return a step of the server for so many clients."""
+    """Return a step of the server for a number of clients."""
     return StepJob(config=config, batch=batch, length=length, packs=number, clients=True)
 
 

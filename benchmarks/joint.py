@@ -33,8 +33,8 @@ class Joint:
         task: Of measured records; predictions have "graph " before it.
         unit: What there are several of, such as "packs"; the name of an option.
         in_turn: The implementation that takes their steps in turn.
-        measure: Returns the seconds of steps on a base, with rows of so many tokens.
-        job: Returns the step of so many of them, of a model's config, a batch size and a length.
+        measure: Returns the seconds of steps on a base, with rows of a number of tokens.
+        job: Returns the step of a number of them, of a model's config, a batch size and a length.
     """
 
     name: str

@@ -47,7 +47,7 @@ class _Clock(Observer):
 
 
 def write_rows(folder: Path, base: Base, tokens: int) -> None:
-    """Write texts of so many inputs each."""
+    """Write texts that have this number of inputs each."""
     text = " word" * (tokens + 1)
     count = len(base.tokenizer.encode(text, add_special_tokens=False))
     if count != tokens + 1:
@@ -103,7 +103,7 @@ def _train(
 
 
 def job(number: int, config: dict, batch: int, length: int) -> StepJob:
-    """Return a step of so many packs."""
+    """Return a step of a number of packs."""
     return StepJob(config=config, batch=batch, length=length, rank=RANK, packs=number)
 
 
