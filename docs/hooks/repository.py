@@ -19,6 +19,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "benchmarks/README.md",
+    "benchmarks/guides.md",
     "examples/README.md",
     "examples/coming_from_mlx_lm.md",
     "examples/embedding.md",

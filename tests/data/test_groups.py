@@ -240,7 +240,7 @@ def saved_of(examples: Examples, batch_size: int) -> tuple[float, float]:
     return 1 - trees / rows, plan.saved(examples)
 
 
-# Two rows of the table of docs/shared_prefix.md: by documents, questions on each, their tokens, and
+# Two rows of the table of benchmarks/guides.md: by documents, questions on each, their tokens, and
 # those of an instruction before them.
 PAGE = {
     (120, 4, 800, 60, 0): (0.70, 0.70),
