@@ -379,7 +379,7 @@ def test_merged_it_is_no_worse_than_lora_that_is_rounded(tmp_path):
     """Same recipe and seed: after 16 updates of the bundled model.
 
     This base is on the grid, so that its merge loses next to nothing: 0.03 %, where two runs of the
-    same length differ by 0.2 %. What is gained elsewhere is measured (docs/methods.md).
+    same length differ by 0.2 %. What is gained elsewhere is measured (benchmarks/guides.md).
     """
     ppl = {}
     for name in ("none", "affine4"):
