@@ -68,6 +68,7 @@ class RunOptions(Settings):
         section="Optimization",
         metavar="N",
         at_least=2,
+        at_most=64,  # the standard error is an eighth of the deviation, and the graph 64 times one
         memory=True,
     )
     resume: bool = _output(

@@ -9,6 +9,7 @@ from ..bases.files import TINY
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.other_names import answers_other_names
+from ..config.recipe import RunOptions
 from ..config.schema import TrainConfig
 from ..config.together import SETTINGS, check_together
 from ..data.in_memory import Data
@@ -133,7 +134,7 @@ def train_seeds(  # noqa: PLR0913 (the public face)
         train: As of `train_pack`; its ``seed`` is the first of ``seeds`` successive ones.
         out: Folder for the packs, which are ``seed-0`` and so on. Required.
         columns: As of `train_pack`.
-        seeds: Number of packs, at least 2.
+        seeds: Number of packs, from 2 to 64.
         overwrite: Whether to replace packs and runs in ``out``.
         resume: Whether to continue all runs in ``out`` from their newest common checkpoint.
         trust_remote_code: As of `train_pack`.
@@ -149,9 +150,7 @@ def train_seeds(  # noqa: PLR0913 (the public face)
             of a pack is not finite, the others are trained and saved first.
         RunStopped: If a signal ended the runs; each has a checkpoint.
     """
-    if seeds < 2:
-        raise PackError(f"--seeds: must be at least 2, but is {seeds}.", flag="seeds")
-
+    RunOptions(seeds=seeds)  # raises if that number is invalid
     recipe = recipe_of(
         *(base, data, lora, train, columns),
         out=out,

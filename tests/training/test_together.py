@@ -290,8 +290,10 @@ def test_python_trains_seeds_on_a_loaded_base_and_examples_in_memory(here, small
 
 
 def test_python_says_what_seeds_need(here, small):
-    with raises("invalid", "seeds", "at least 2"):
-        train_seeds(small, CHATS, out="out", seeds=1)
+    for seeds in (1, 65):
+        with raises("invalid", "seeds", "[2, 64]", str(seeds)):
+            train_seeds(small, CHATS, out="out", seeds=seeds)
+    assert not Path("out").exists()
     with raises("conflict", "out"):
         train_seeds(small, CHATS)
     with raises("unknown", "seed", "train=mp.TrainConfig(seed=...)"):
@@ -488,6 +490,11 @@ def test_the_command_prints_the_mean(rows, small_folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mean ") and "±" in lines[0] and "2 seeds" in lines[0]
     assert [line.split()[0] for line in lines[1:5]] == ["loss", "speed", "seed-0", "seed-1"]
+
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments.replace("--seeds 2", "--seeds 300").split(), "--overwrite"])
+    assert ended.value.code == 2
+    assert "--seeds: must be in [2, 64], but is 300" in capsys.readouterr().err
 
     longer = f"train --seeds 2 --out out --resume --iters 3 --model {small_folder}"
     with pytest.raises(SystemExit) as ended:
