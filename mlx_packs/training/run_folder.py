@@ -231,7 +231,16 @@ def resume_point(run: Path, latest: int | None = None) -> ResumePoint:
         if damaged[1:]:
             text += f" So are {len(damaged) - 1} older ones."
         raise PackError(f"--resume: {text} Start again with --overwrite.", "unreadable")
-    raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
+    raise _without_checkpoint(run)
+
+
+def _without_checkpoint(run: Path) -> PackError:
+    """Return the error of a run that ended before its first checkpoint, or never began."""
+    if not run.is_dir():
+        text = f"{run} is no run. Check --out, or start a run without --resume."
+    else:
+        text = f"{run} has no checkpoint. Repeat the command that started it, with --overwrite."
+    return PackError(f"--resume: {text}", "not-found")
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -265,7 +274,7 @@ def best_checkpoint(run: Path, after: int = 0, best_by: str | None = None) -> Pa
 def check_resumable(run: Path) -> dict:
     """Return the identity of a run; it must have a checkpoint to continue from."""
     if not checkpoints(run):
-        raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
+        raise _without_checkpoint(run)
     identity = read_identity(run)
     _check_packages(run, identity.get(PACKAGES))
     return identity

@@ -20,7 +20,7 @@ from mlx_packs.training.folders import output_folders
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from tests.helpers.damage import remove_hashes
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
 LONGER = replace(TRAIN, iters=3)
@@ -133,6 +133,21 @@ def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names
 @pytest.mark.parametrize("out", [".", "/", "nope", "o-run/config.json/x"])
 def test_resume_of_no_run_is_refused(trained_copy, out):
     assert isinstance(packs_train("--out", out, "--resume"), PackError)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(small_folder, here):
+    write_rows(here / "data", train=CHATS, valid=CHATS[:1])
+    command = f"--model {small_folder} --data data --iters 1 --matmul-path dense --out out".split()
+    first = CliRunner().invoke(train_command, command)
+    assert first.exit_code == 0, first.output
+    clear_run(Path("out-run"))
+
+    for arguments in (command, ["--out", "out"]):
+        result = CliRunner().invoke(train_command, [*arguments, "--resume"])
+        assert result.exit_code == 2 and "--overwrite" in result.output, result.output
+
+    again = CliRunner().invoke(train_command, [*command, "--overwrite"])
+    assert again.exit_code == 0, again.output
 
 
 def test_resume_takes_the_matmul_path_that_auto_chose(shared_tiny, trained_copy, monkeypatch):
