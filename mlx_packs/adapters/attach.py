@@ -100,6 +100,12 @@ def attach(
     return attached
 
 
+def adapted_paths(base: "BaseModel", lora: "LoRAConfig") -> set[str]:
+    """Return the paths of the modules to which `attach` adds adapters."""
+    groups, _, _ = _probed(base, lora, None, fp16_fallback=False)
+    return {geometry.path for group in groups for geometry in group.members}
+
+
 def _probed(
     base: "BaseModel", lora: "LoRAConfig", specs: Specs | None, fp16_fallback: bool
 ) -> tuple[list[Group], list[tuple[str, nn.Module]], list[str]]:

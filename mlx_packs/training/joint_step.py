@@ -13,6 +13,8 @@ from typing import TypeVar
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.attach import adapted_paths
+from ..config.lora import LoRAConfig
 from ..data.batches import PADDING, padded
 from ..data.dataset import Batch
 from ..errors import PackError
@@ -20,6 +22,7 @@ from ..nn.joint_lora import JointLoRA, joint_model
 from ..nn.lora import EmbeddingLoRA, GroupedLoRA
 from ..nn.segments import segment_numbers
 from ..objectives.causal_lm import forward, part_of, segments_of
+from ..packs.base import Base
 from ..runtime import mx
 from .step import DueStep, JointTime, StartedStep, Stepper, runs_ahead
 
@@ -162,18 +165,18 @@ def check_groups(model: nn.Module) -> None:
             )
 
 
-def check_same_modules(models: Sequence[nn.Module]) -> None:
-    """Raise a PackError if packs adapt other modules, as where one is too narrow for a rank."""
-    of_packs = [
-        {(path, *group._adapted) for path, group in _groups(model, GroupedLoRA).items()}
-        for model in models
-    ]
-    of_some = set().union(*of_packs)
-    if others := [each for own in of_packs for each in sorted(of_some - own)]:
-        path = others[0][0]
+def check_same_modules(base: Base, loras: Sequence[LoRAConfig]) -> None:
+    """Raise a PackError if packs would adapt other modules, as where one is narrower than a rank.
+
+    Nothing is attached, so that no run has to be evaluated first.
+    """
+    of_packs = [adapted_paths(base, lora) for lora in loras]
+    common = set.intersection(*of_packs)
+
+    if others := sorted(set.union(*of_packs) - common):
         raise PackError(
-            f"--seeds: some packs adapt {path} and others do not, since it is narrower than their "
-            "rank. Name the layers by --target-modules, or train one pack at a time.",
+            f"--seeds: some packs adapt {others[0]} and others do not, since it is narrower than "
+            "their rank. Name the layers by --target-modules, or train one pack at a time.",
             "unsupported",
             "seeds",
         )

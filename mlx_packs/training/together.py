@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
-
 from .. import runtime, signals
 from ..config.together import check_together
 from ..distributed.group import group
@@ -34,10 +32,15 @@ from .unattended import unattended
 
 
 class _SharedBase:
-    """Loads a base once; each run gets a model of its own, with the same weights."""
+    """Loads a base once; each run gets a model of its own, with the same weights.
 
-    def __init__(self) -> None:
+    The packs of all requests must adapt the same modules.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._loras = [request.recipe.lora for request in requests]
         self._base: Base | None = None
+        self._is_checked = False
         self._replacements = {}
 
     def __call__(self, *args: Any, **options: Any) -> Base:
@@ -46,6 +49,9 @@ class _SharedBase:
         return self.copy(self._base)
 
     def copy(self, base: Base) -> Base:
+        if not self._is_checked:
+            check_same_modules(base, self._loras)
+            self._is_checked = True
         return replace(base, model=copied(base.model), shared=self._replacements)
 
 
@@ -65,11 +71,6 @@ class _Member:
     def number(self) -> int:
         """Which batch of its own it waits for."""
         return self.due.batch.number
-
-    @property
-    def model(self) -> nn.Module:
-        """The model whose step is due."""
-        return self.due.step.stepper.model
 
     @property
     def overflowed(self) -> bool:
@@ -207,7 +208,7 @@ def _take_together(members: Sequence[_Member]) -> None:
 
     Runs go on, and end, in the reverse of their order: what one restores is then what it found.
     """
-    shared = _SharedBase()
+    shared = _SharedBase([member.request for member in members])
     try:
         for member in members:
             member.start(shared, len(members))
@@ -215,7 +216,6 @@ def _take_together(members: Sequence[_Member]) -> None:
             if member.error is not None and not member.overflowed:
                 raise member.error
 
-        check_same_modules([member.model for member in members if member.due is not None])
         stepper: JointStepper | None = None
         while live := [member for member in members if member.due is not None]:
             if stepper is None:

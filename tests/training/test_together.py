@@ -445,7 +445,7 @@ def test_adapters_of_embeddings_are_refused_before_anything_is_written(rows, req
     assert not Path("out").exists()
 
 
-def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of):
+def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of, monkeypatch):
     """The gate of a mixture has one output: it has an adapter of rank 1, and none of rank 8."""
     tokenizer = load_base("tiny").tokenizer
     model, config = build("qwen2_moe", {**config_of("qwen2_moe"), "vocab_size": 4096})
@@ -454,8 +454,11 @@ def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of):
         replace(request_of(f"rank-{rank}", lora=LoRAConfig(rank=rank)), base=base)
         for rank in (8, 1)
     ]
+    attached = []
+    monkeypatch.setattr("mlx_packs.training.run.attach_method", attached.append)
     with raises("unsupported", "seeds", "shared_expert_gate", "narrower"):
         train_together(requests)
+    assert not attached
     assert not Path("rank-1").exists()
 
 
