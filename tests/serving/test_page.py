@@ -1,6 +1,9 @@
 """The page at `/`, as it is served: self-contained, well-formed, labelled and legible."""
 
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -66,6 +69,23 @@ def test_page_loads_nothing_and_makes_no_markup_of_text(elements):
     assert loads == ["data:,"]  # no icon is asked for
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE)
     assert not [name for _, a, _ in elements.all for name in a if name.startswith("on")]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("said", "change", "kept"),
+    [
+        ({"correction": "Yes."}, {"rating": "up"}, {"rating": "up"}),
+        ({"correction": "Yes."}, {"rating": "down"}, {"correction": "Yes.", "rating": "down"}),
+        ({"rating": "up"}, {"correction": "Yes."}, {"correction": "Yes."}),
+        ({"rating": "down"}, {"correction": "Yes."}, {"rating": "down", "correction": "Yes."}),
+    ],
+)
+def test_the_last_word_on_an_answer_counts(said, change, kept):
+    function = re.search(r"^function feedbackAfter\(.*?^}$", PAGE, re.DOTALL | re.MULTILINE)[0]
+    call = f"JSON.stringify(feedbackAfter({json.dumps(said)}, {json.dumps(change)}))"
+    command = ["node", "-e", f"{function} console.log({call})"]
+    assert json.loads(subprocess.check_output(command)) == kept
 
 
 def test_references_are_to_elements_that_exist_once(elements):
