@@ -313,5 +313,10 @@ def is_held_out(prompt: Any) -> bool:
 
 
 def key_of(prompt: Any) -> str:
-    """Return a text that prompts have in common if they are equal."""
+    """Return a text that prompts have in common if they are equal.
+
+    A text is the same prompt as the message of a user with this text.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     return json.dumps(prompt, sort_keys=True, ensure_ascii=False)

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from mlx_packs.errors import PackError
-from mlx_packs.learning.rows import Answer, Feedback, RowFiles, is_held_out, read_rows, rows_of
+from mlx_packs.learning.rows import (
+    Answer,
+    Feedback,
+    RowFiles,
+    is_held_out,
+    key_of,
+    read_rows,
+    rows_of,
+)
 
 ABOUT = {"model": "notes", "version": 0, "pack": None}
 
@@ -31,6 +39,20 @@ def test_a_prompt_stays_held_out_whatever_else_is_rated(tmp_path):
     add(tmp_path, map(str, range(400, 500)), rating="down")
     later = read_rows(tmp_path, "kto")
     assert [row for row in later.held_out if row in first.held_out] == list(first.held_out)
+
+
+def test_a_prompt_is_held_out_as_a_text_and_as_a_message(tmp_path):
+    questions = [f"Question {number}" for number in range(60)]
+    add(tmp_path, questions, rating="down")
+    with (tmp_path / "kto.jsonl").open("a") as file:
+        for question in questions:  # by hand
+            file.write(json.dumps({"prompt": question, "completion": "x", "label": True}) + "\n")
+
+    split = read_rows(tmp_path, "kto")
+    train, held_out = (
+        {key_of(row["prompt"]) for row in rows} for rows in (split.train, split.held_out)
+    )
+    assert len(train) + len(held_out) == 60 and not train & held_out and held_out
 
 
 def test_an_empty_answer_has_no_rows_that_cannot_be_trained_on():
