@@ -79,7 +79,9 @@ def learn(
     with versions_locked(folder):
         _check_base(folder, model)
         if _has_won(folder):
-            return _swap(folder)  # of an earlier call that was interrupted here
+            folder.add_version()  # of an earlier call that was interrupted here
+        if folder.unserved is not None:
+            return _serve(folder, folder.unserved)
 
         job = unfinished_job(folder, specified)
         if job is None:
@@ -99,7 +101,7 @@ def learn(
         _write_figures(folder, job, comparison)
 
         if comparison.is_won:
-            return _swap(folder)
+            return _serve(folder, folder.add_version())
         return Learned(_figures(folder), folder.current, folder.candidate / PACK)
 
 
@@ -152,13 +154,11 @@ def _has_won(folder: LearningFolder) -> bool:
     return figures["won"] and figures["continues"] == folder.current
 
 
-def _swap(folder: LearningFolder) -> Learned:
-    """Make the candidate a version, and serve it."""
-    figures = _figures(folder)
-
-    number = folder.add_version()
+def _serve(folder: LearningFolder, number: int) -> Learned:
+    """Serve a version that has won."""
     folder.serve(number)
-    return Learned(figures, number, folder.version_folder(number) / PACK)
+    version = folder.version_folder(number)
+    return Learned(read_json(version / FIGURES), number, version / PACK)
 
 
 def serve_version(folder: LearningFolder, number: int) -> None:

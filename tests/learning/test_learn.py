@@ -61,9 +61,14 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
 
     with monkeypatch.context() as patch:
         patch.setattr(candidate, "train_request", stop)  # the pack is there already
-        patch.setattr(learn, "_swap", stop)
+        patch.setattr(LearningFolder, "add_version", stop)
         assert run("learn", folder.path, *flags)[0] == 130
     assert folder.current == 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LearningFolder, "serve", stop)  # it is a version, and not served yet
+        assert run("learn", folder.path, *flags)[0] == 130
+    assert folder.current == 0 and folder.unserved == 1
 
     code, out, _ = run("learn", folder.path, *flags, "--json")
     result = json.loads(out)
