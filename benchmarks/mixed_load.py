@@ -1,8 +1,8 @@
 """One server that answers, trains, collects feedback and changes its packs: is anything lost or different?
 
 Clients ask, read slowly and vanish, rate and correct answers; others train by the SDK of Tinker, which
-must be installed; a pack in use is removed and added. Texts and losses must be those of the
-quiet server before, no request may be lost, and the memory of the process must stay level.
+must be installed; a pack in use is removed and added. Texts and losses must equal
+what the server gave before without other load. No request may be lost, and memory must stay level.
 
     nice python -m benchmarks mixed_load --minutes 60
 """
