@@ -12,6 +12,7 @@ from ..errors import PackError
 from .estimate import estimate, estimator_of, plan_run
 from .headers import Headers
 from .plan import MemoryPlan, Shape, verdict
+from .planned_adapters import LoRAOfPacks
 from .step_time import measured_steps, predict
 
 # Of their rate at many rows, what products of this many reach on a GPU: ml-explore/mlx#3584, an M3
@@ -117,9 +118,8 @@ def plan_packs(
 
 def of_packs(lora: LoRAConfig, train: TrainConfig, packs: int) -> tuple[LoRAConfig, TrainConfig]:
     """Return settings of one pack with the rows, and as many adapters, as several have."""
-    pattern = {name: rank * packs for name, rank in lora.rank_pattern.items()}
-    wider = replace(lora, rank=lora.rank * packs, rank_pattern=pattern)
-    return wider, replace(train, batch_size=train.batch_size * packs)
+    adapters = LoRAOfPacks(**vars(lora), packs=packs)
+    return adapters, replace(train, batch_size=train.batch_size * packs)
 
 
 def saving(headers: Headers, lora: LoRAConfig, train: TrainConfig, packs: int) -> Saving | None:

@@ -61,6 +61,13 @@ def test_packs_take_the_rows_and_adapters_of_all():
     assert three.base == one.base
 
 
+def test_ranks_of_all_packs_may_exceed_the_width_of_a_projection():
+    headers = read_headers("tiny")
+    one = estimate(headers, LORA, one_row(84))
+    many = estimate(headers, *of_packs(LORA, one_row(84), 64))  # 64 * 16 > 256
+    assert many.adapters == 64 * one.adapters
+
+
 def test_plan_shows_packs_in_one_batch_and_their_command():
     result = CliRunner().invoke(plan, ["--seeds", "3"])
     lines = result.stdout.splitlines()
