@@ -11,18 +11,20 @@ from ..report.facts import (
     Facts,
     Norms,
     Points,
+    loss_name,
     name_alone,
     number,
     rate_name,
     samples_of,
     stored_curve,
     text,
+    unit_of,
 )
 from ..report.page import render_fragment
 from ..report.recipe import recipe_sections
 from .card import card_command, phase_lines
 from .diff import factors_of, layer_of, squared_norm
-from .manifest import replaced_of, specs_of
+from .manifest import replaced_of, specs_of, task_of
 from .pack import Pack
 
 # Metrics of `eval` for people; others are shown by their keys.
@@ -51,7 +53,8 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
         changes=changes,
         held_out=held_out_line(result),
         curve=stored_curve(manifest),
-        unit="pairs" if "pairs_per_s" in measured else "tokens",
+        unit=unit_of(measured),
+        loss_name=loss_name(task_of(manifest)),
         best=number(_mapping(manifest, "end").get("best_batch")),
         samples=samples_of(manifest.get("samples")),
         memory_gb=memory_of(measured),

@@ -15,6 +15,8 @@ from ..terminal import printable_text
 PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
 
+_UNITS = ("tokens", "pairs", "queries")  # that a run may count
+_PER_TOKEN = (None, "lm", "distill")  # tasks whose loss is a mean over tokens; lm is unnamed
 # Series of a curve by the key of a line of metrics.jsonl.
 SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
@@ -115,7 +117,8 @@ class Facts:
         title: the name of the pack or run, without its folder.
         status: what is missing of a run that is not over.
         curve: points of each of `SERIES`, and of the throughput as ``rate``.
-        unit: what a run counts: tokens, pairs.
+        unit: what a run counts: tokens, pairs, queries.
+        loss_name: the name of the loss, with its unit (`loss_name`).
         best: the batch whose weights the pack has, where they are not the last ones.
         memory_gb: gigabytes (10^9) by name: planned, measured.
         recipe: sections of settings: name, value, and whether it differs from the default.
@@ -130,6 +133,7 @@ class Facts:
     held_out: str = ""
     curve: Mapping[str, Points] = field(default_factory=dict)
     unit: str = "tokens"
+    loss_name: str = "loss"
     best: float | None = None
     samples: Sequence[Sample] = ()
     masks: Sequence[Masked] = ()
@@ -166,6 +170,19 @@ def text(value: object, most: int = 200) -> str:
     return shown[: most - 1] + "…"
 
 
+def unit_of(measured: Iterable[str]) -> str:
+    """Return what a run counts, from the names of its measurements, such as ``pairs_per_s``."""
+    names = set(measured)
+    return next((unit for unit in _UNITS if f"{unit}_per_s" in names), "tokens")
+
+
+def loss_name(task: object) -> str:
+    """Return the name of a task's loss for an axis, with its unit if it has one."""
+    if task in _PER_TOKEN:
+        return "loss (nats per token)"
+    return "loss"
+
+
 def rate_name(unit: str) -> str:
     return "Supervised tokens/s" if unit == "tokens" else f"{unit.capitalize()}/s"
 
@@ -199,7 +216,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     for line in lines:
         for key, value in line.items():
             name = key
-            if key in ("tokens_per_s", "pairs_per_s"):
+            if key in [f"{unit}_per_s" for unit in _UNITS]:
                 name = "rate"
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))

@@ -58,7 +58,6 @@ def norm(value: float, largest: float) -> str:
 
 
 def render(facts: Facts) -> str:
-    loss_label = "loss (nats per token)" if facts.unit == "tokens" else "loss"
     mark = None
     if facts.best is not None:
         mark = (facts.best, "best")
@@ -66,8 +65,8 @@ def render(facts: Facts) -> str:
     template = environment().get_template("page.html.jinja")
     return template.render(
         facts=facts,
-        wide=_progress(facts, loss_label, _WIDE, mark),
-        narrow=_progress(facts, loss_label, _NARROW, mark),
+        wide=_progress(facts, _WIDE, mark),
+        narrow=_progress(facts, _NARROW, mark),
         small=[
             (title, small)
             for title, name in (
@@ -83,19 +82,18 @@ def render(facts: Facts) -> str:
 def render_fragment(facts: Facts) -> str:
     """Return the view for a notebook: figures, results and the loss curve, without a page."""
     template = environment().get_template("fragment.html.jinja")
-    return template.render(facts=facts, curve=_progress(facts, "loss", (640, 240), None))
+    return template.render(facts=facts, curve=_progress(facts, (640, 240), None))
 
 
 def write_page(facts: Facts, file: Path) -> None:
     atomic_write(file, render(facts))
 
 
-def _progress(
-    facts: Facts, loss_label: str, size: tuple[int, int], mark: tuple[float, str] | None
-) -> Chart | None:
+def _progress(facts: Facts, size: tuple[int, int], mark: tuple[float, str] | None) -> Chart | None:
     training, validation = progress_series(facts.curve)
     series = {
         (f"training {training}", "train"): facts.curve.get(training, []),
         (f"validation {training}", "valid"): facts.curve.get(validation, []),
     }
-    return chart(series, loss_label if training == "loss" else training, size, mark)
+    label = facts.loss_name if training == "loss" else training
+    return chart(series, label, size, mark)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..late import load
+from ..packs.manifest import task_of
 from ..packs.pack import Pack
-from ..report.facts import curve_of
+from ..report.facts import curve_of, loss_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,9 +94,7 @@ class TrainRun:
         if ax is None:
             ax = load("report.picture:current_axes")()
 
-        label = "loss (nats per token)"
-        if "loss" in self.report:
-            label = "loss"
+        label = loss_name(task_of(self.pack.manifest))
         load("report.picture:draw")(ax, curve_of(self.curve), label)
         return ax
 

@@ -22,10 +22,12 @@ from ..report.facts import (
     Facts,
     confusions_of,
     curve_of,
+    loss_name,
     masks_of,
     number,
     samples_of,
     text,
+    unit_of,
 )
 from ..report.page import render
 from ..report.recipe import recipe_sections
@@ -118,9 +120,13 @@ def facts_of_run(
     facts: Facts,
 ) -> Facts:
     """Return the facts of a pack, or of a run without one, with what the run itself knows."""
-    facts = replace(facts, title=text(title), curve=curve_of(lines) or facts.curve)
-    if any("pairs_per_s" in line for line in lines):
-        facts = replace(facts, unit="pairs")
+    facts = replace(
+        facts,
+        title=text(title),
+        curve=curve_of(lines) or facts.curve,
+        unit=unit_of(key for line in lines for key in line),
+        loss_name=loss_name(recipe.get("task")),
+    )
     if not facts.recipe:
         facts = replace(facts, recipe=recipe_sections(recipe))
 

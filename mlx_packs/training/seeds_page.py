@@ -8,7 +8,7 @@ from ..errors import PackError
 from ..files import atomic_write
 from ..packs.facts import changes_of
 from ..reading import read_json
-from ..report.facts import PAGE, curve_of, name_alone, number, text
+from ..report.facts import PAGE, curve_of, name_alone, number, text, unit_of
 from ..report.recipe import recipe_sections
 from ..report.seeds import SeedFacts, SeedsFacts, numbers_of, render, render_fragment
 from .run_folder import CONFIG, logged_metrics, read_identity, seed_runs
@@ -43,10 +43,7 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
 
     seeds = [_seed(run, identities[run], has_links) for run in alike]
     recipe = {key: value for key, value in first["recipe"].items() if key != "seed"}
-    unit = "tokens"
-    if any("pairs_per_s" in line for line in logged_metrics(runs[0])):
-        unit = "pairs"
-
+    unit = unit_of(key for line in logged_metrics(runs[0]) for key in line)
     return SeedsFacts(
         title=text(folder.resolve().name),
         seeds=seeds,

@@ -12,12 +12,14 @@ import mlx_packs as mp
 from mlx_packs import train_pack
 from mlx_packs.packs.card import model_card
 from mlx_packs.report import picture
+from mlx_packs.report.facts import Facts
+from mlx_packs.report.page import render
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import run_files
 from mlx_packs.training.observers.console import Console
 from mlx_packs.training.result import RunReport
 from mlx_packs.training.run_folder import clear_run
-from mlx_packs.training.run_page import read_report
+from mlx_packs.training.run_page import facts_of_run, read_report
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
@@ -153,6 +155,21 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     result.curve.extend([{"batch": 1, "loss": 2.0}, {"batch": 2, "loss": 1.0}])
     axes = result.plot(Figure().subplots())
     assert axes.get_ylabel() == "loss (nats per token)" and len(axes.lines) == 1
+
+
+@pytest.mark.parametrize(
+    "task, unit, loss",
+    [
+        ("lm", "tokens", "loss (nats per token)"),
+        ("dpo", "tokens", "loss"),
+        ("rerank", "queries", "loss"),
+    ],
+)
+def test_a_loss_has_a_unit_if_it_is_a_mean_over_tokens(task, unit, loss):
+    lines = [{"batch": n, "loss": 1.0, f"{unit}_per_s": 9.0} for n in (1, 2)]
+    facts = facts_of_run("o", {"task": task}, lines, None, Facts("o"))
+    assert facts.loss_name == loss and facts.unit == unit
+    assert len(facts.curve["rate"]) == 2 and f">{loss}</" in render(facts)
 
 
 def test_a_notebook_shows_a_run_and_its_report(finished):

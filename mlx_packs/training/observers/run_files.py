@@ -11,7 +11,7 @@ from ...files import append_line, atomic_write
 from ...leftovers import discard
 from ...objectives.score import Score
 from ...report import picture
-from ...report.facts import PAGE, Points, curve_of
+from ...report.facts import PAGE, Points, curve_of, loss_name
 from ...report.page import render
 from ..checkpoint import batches_of
 from ..observer import Observer
@@ -69,9 +69,7 @@ class ReportPage(Observer):
 
     def _write_picture(self, curve: dict[str, Points]) -> None:
         run = self._observed.run
-        label = "loss"
-        if self._observed.unit == "tokens":
-            label = "loss (nats per token)"
+        label = loss_name(self._observed.recipe["task"])
         picture.save_picture(curve, run.folder / PICTURE, run.pack.name, label)
 
     def _attempt(self, name: str, write: Callable[[], None]) -> None:
