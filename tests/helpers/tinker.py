@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mlx_packs.runtime import mx
 from mlx_packs.serving.train.wire import MEDIA_TYPE, MESSAGES
 from tests.helpers.serving import Running
 
@@ -111,3 +112,15 @@ class TinkerClient:
         body = {"session_id": self.session, "sampling_session_seq_id": 0}
         body |= {"model_path": path} if path else {"base_model": "base"}
         return self.post("create_sampling_session", body)["sampling_session_id"]
+
+
+def likelihoods(base, tokens: list[int]) -> np.ndarray:
+    """The log-probability of each token but the first, by the whole model."""
+    logits = base.model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
+    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return np.array(mx.take_along_axis(scores, mx.array(tokens[1:])[:, None], axis=-1)[:, 0])
+
+
+def sample_body(session: str) -> dict:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    return {"sampling_session_id": session, "prompt": prompt, "sampling_params": {"max_tokens": 1}}

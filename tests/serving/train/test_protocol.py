@@ -1,0 +1,99 @@
+"""Requests and results of the protocol: sent again, waited for, rejected, and at the end."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from mlx_packs.serving.train import service
+from tests.helpers.serving import SECONDS, Running
+from tests.helpers.tinker import PROTO, forward_request, sample_body
+from tests.serving.train.conftest import Training
+
+
+def test_a_request_that_is_sent_again_is_computed_once(client, datum):
+    model = client.create()
+    body = forward_request(model, [datum], seq_id=1)
+    answers = [
+        client.server.request("POST", "/api/v1/forward_backward", body, PROTO)[2] for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+    client.result(json.loads(answers[0]))
+    once = client.step(model)["metrics"]["grad_norm"]
+
+    twin = client.create()
+    client.forward(twin, [datum])
+    assert client.step(twin)["metrics"]["grad_norm"] == once
+
+
+def test_results_that_are_not_there(client, server, datum, monkeypatch):
+    client.post("retrieve_future", {"request_id": "x"}, 410)
+    client.server.request("POST", "/api/v1/cancel_future", {"request_id": "x"})
+
+    model = client.create()
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.01)
+    was_told = threading.Event()
+    busy = server.worker.call(lambda: was_told.wait(SECONDS))
+    answer = client.post("save_weights", {"model_id": model, "path": "a"})
+    pending = client.post("retrieve_future", {"request_id": answer["request_id"]}, 408)
+    assert pending["type"] == "try_again"
+    was_told.set()
+    busy.result()
+
+
+def test_a_full_queue(client, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.results.Results.running", 64)
+    answer = client.post("asample", sample_body(client.session_on()), 429)
+    assert answer["error"]["code"] == "busy"
+
+
+def test_requests_while_the_server_ends(client, server):
+    """They have some time; then a client that waits is told, and others are not taken."""
+    model = client.create()
+    ended = threading.Event()
+    busy = server.worker.call(lambda: ended.wait(SECONDS))
+    answer = client.post("save_weights", {"model_id": model, "path": "a"})
+    waiting = {"request_id": answer["request_id"]}
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(client.post, "retrieve_future", waiting, 503)
+        asyncio.run_coroutine_threadsafe(server.training.end(0.1), server.loop).result()
+        assert poll.result()["error"]["code"] == "interrupted"
+    client.post("save_weights", {"model_id": model, "path": "b"}, 503)
+    ended.set()
+    busy.result()
+
+
+def test_the_key(generator, tmp_path):
+    with Training(generator, tmp_path, api_key="tml-secret") as server:
+        body = {"sdk_version": "0"}
+        assert server.json("POST", "/api/v1/client/config", body)[0] == 401
+        wrong = {"X-API-Key": "tml-other"}
+        assert server.json("POST", "/api/v1/client/config", body, **wrong)[0] == 401
+        for key in ({"X-API-Key": "tml-secret"}, {"Authorization": "Bearer tml-secret"}):
+            assert server.json("POST", "/api/v1/client/config", body, **key)[0] == 200
+
+
+def test_limits_of_bodies(generator, tmp_path):
+    with Training(generator, tmp_path, body_bytes=1000) as server:
+        status, answer = server.json("POST", "/api/v1/client/config", {"sdk_version": "0"})
+        assert answer["fwdbwd_max_chunk_bytes_count"] == 500
+        assert answer["fwdbwd_max_chunk_len"] == 1_000_000
+        path = "/api/v1/forward_backward"
+        assert server.request("POST", path, b"x" * 1001, PROTO)[0] == 413
+        assert server.request("POST", path, {})[0] == 415
+        assert server.request("POST", "/api/v1/create_session", b"x", PROTO)[0] == 415
+
+
+def test_what_a_client_asks_first(client, server):
+    assert server.json("GET", "/api/v1/healthz") == (200, {"status": "ok"})
+    status, answer = server.json("GET", "/api/v1/get_server_capabilities")
+    (model,) = answer["supported_models"]
+    assert model["model_name"] == server.worker.base.public_name
+    assert model["max_context_length"] == 2048
+    assert client.post("telemetry", {"events": []}) == {"status": "accepted"}
+    assert client.post("client/dynamic_config", {"sdk_version": "0"})["sample_cancel_enabled"]
+
+
+def test_a_server_without_training_has_no_such_routes(generator):
+    with Running(generator) as server:
+        assert server.json("GET", "/api/v1/healthz")[0] == 404

@@ -1,0 +1,192 @@
+"""Samples over HTTP: of the base, of models in training and of saved ones."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.errors import PackError
+from tests.helpers.tinker import TinkerClient, likelihoods, sample_body
+from tests.serving.train.conftest import Training
+
+
+def test_reinforcement_losses_of_samples(client, generator, tokens):
+    """Log-probabilities of samples are those of the forward pass, so that ratios begin at 1."""
+    model = client.create()
+    session = client.call("save_weights_for_sampler", {"model_id": model})["sampling_session_id"]
+    response = client.sample(session, tokens[:6], params={"temperature": 1.0, "seed": 5})
+    (sequence,) = response.sequences
+    sampled = np.frombuffer(sequence.tokens, np.int32).tolist()
+    logprobs = np.frombuffer(sequence.logprobs, np.float32)
+
+    row = tokens[:6] + sampled[:-1]
+    zeros = [0.0] * 5
+    inputs = {
+        "target_tokens": tokens[1:6] + sampled,
+        "logprobs": zeros + logprobs.tolist(),
+        "advantages": zeros + [1.0] * len(sampled),
+    }
+    for loss in ("importance_sampling", "ppo"):
+        value, (scores,) = client.forward(model, [(row, inputs)], loss)
+        assert value == pytest.approx(-len(sampled), rel=1e-3)
+        np.testing.assert_allclose(scores[5:], logprobs, atol=2e-3)
+
+
+def test_samples(client, generator, tokens):
+    session = client.session_on()
+    fields = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
+    response = client.sample(session, tokens[:8], 2, params={"max_tokens": 4}, **fields)
+    assert [each.stop_reason for each in response.sequences] == [1, 1]
+    first, second = (np.frombuffer(each.tokens, np.int32) for each in response.sequences)
+    assert first.tolist() == second.tolist() and len(first) == 4
+    top = response.sequences[0].topk_sampled_logprobs
+    assert (top.k, top.length) == (3, 4)
+
+    scores = np.frombuffer(response.prompt_logprobs, np.float32)
+    assert np.isnan(scores[0])
+    actual = generator.call(lambda: likelihoods(generator.base, tokens[:8])).result()
+    np.testing.assert_allclose(scores[1:], actual, atol=2e-3)
+    assert (response.topk_prompt_logprobs.k, response.topk_prompt_logprobs.length) == (2, 8)
+
+    last = client.sample(session, tokens[:8], prompt_logprobs=True, prompt_logprobs_last_n=2)
+    assert (
+        np.isnan(np.frombuffer(last.prompt_logprobs, np.float32)).tolist()
+        == [True] * 6 + [False] * 2
+    )
+
+
+def test_the_token_that_ends_a_sequence_is_part_of_it(client, tokens):
+    session = client.session_on()
+    free = client.sample(session, tokens[:6], params={"max_tokens": 6, "stop": []})
+    first = np.frombuffer(free.sequences[0].tokens, np.int32).tolist()
+    stopped = client.sample(session, tokens[:6], params={"max_tokens": 6, "stop": [first[2]]})
+    (sequence,) = stopped.sequences
+    ended = first[: first.index(first[2]) + 1]
+    assert np.frombuffer(sequence.tokens, np.int32).tolist() == ended
+    assert len(np.frombuffer(sequence.logprobs, np.float32)) == len(ended)
+    assert sequence.stop_reason == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"prompt": {"chunks": []}}, "prompt"),
+        ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt"),
+        ({"prompt": {"chunks": [{"tokens": [5] * 2048}]}, "prompt_logprobs": True}, "prompt"),
+        ({"sampling_params": {"max_tokens": 2043}}, "prompt"),
+        ({"num_samples": 65}, "num_samples"),
+        ({"prompt_logprobs_last_n": 6}, "prompt_logprobs_last_n"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling_params": {"temperature": -1.0}}, "sampling_params.temperature"),
+    ],
+)
+def test_faulty_samples(client, tokens, fields, where):
+    body = {"prompt": {"chunks": [{"tokens": tokens[:6]}]}, "sampling_params": {}}
+    body |= {"sampling_session_id": client.session_on(), **fields}
+    assert client.post("asample", body, 400)["error"]["param"] == where
+
+
+def test_steps_of_a_model_and_its_newest_weights(client, datum):
+    model = client.create()
+    sessions = {}
+    for kind in ("snapshot", "inflight"):
+        body = {"model_id": model, "kind": kind, "sampling_session_seq_id": 0}
+        sessions[kind] = client.call("save_weights_for_sampler", body)["sampling_session_id"]
+
+    def score(kind: str) -> float:
+        response = client.sample(sessions[kind], datum[0], prompt_logprobs=True)
+        return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
+
+    before = score("snapshot")
+    assert score("inflight") == before
+    client.forward(model, [datum])
+    client.step(model, learning_rate=1e-2)
+    client.call("save_weights_for_sampler", {"model_id": model, "kind": "inflight"})
+    assert score("snapshot") == before
+    assert score("inflight") > before + 1
+
+    client.call("unload_model", {"model_id": model})
+    assert client.server.worker.registry.names == ["base"]
+    answer = client.post("asample", sample_body(sessions["snapshot"]))
+    assert "is not served" in client.result(answer)["error"]
+
+
+def test_samples_of_saved_models_leave_memory_and_come_back(client, datum, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 1)
+    model = client.create()
+    sessions = []
+    for name in ("a", "b"):
+        path = client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"]
+        sessions.append(client.session_on(path))
+    for session in sessions:
+        assert client.sample(session, datum[0]).sequences
+        assert len(client.server.worker.registry.names) == 2
+    status, answer = client.server.json("GET", f"/api/v1/samplers/{sessions[0]}")
+    assert status == 200 and answer["model_path"].endswith("/sampler_weights/a")
+
+
+def test_models_that_are_sampled_from_stay_in_memory(client, server, datum, monkeypatch):
+    """All are loaded before the first text has its place."""
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 1)
+    model = client.create()
+    bodies = []
+    for name in ("a", "b", "c"):
+        path = client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"]
+        bodies.append(sample_body(client.session_on(path)) | {"num_samples": 8})
+
+    answers = [client.post("asample", body) for body in bodies for _ in range(3)]
+    assert all(isinstance(client.result(answer), bytes) for answer in answers)
+    assert len(server.worker.registry.names) == 2
+
+
+def test_the_newest_weights_are_the_last_to_leave(client, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 2)
+    model = client.create()
+    body = {"model_id": model}
+    for number in (None, 1, None, 2):
+        step = {"kind": "snapshot", "sampling_session_seq_id": number}
+        client.call("save_weights_for_sampler", body | (step if number else {"kind": "inflight"}))
+    run = model.replace(":", "-")
+    names = ["base", f"tinker/{run}/inflight", f"tinker/{run}/step-2"]
+    assert client.server.worker.registry.names == names
+
+
+def test_samples_are_of_what_is_saved_now(client, datum):
+    model = client.create()
+    body = {"model_id": model, "path": "mine", "overwrite": True}
+    path = client.call("save_weights", body)["path"]
+    session = client.session_on(path)
+
+    def score() -> float:
+        response = client.sample(session, datum[0], prompt_logprobs=True)
+        return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
+
+    before = score()
+    client.forward(model, [datum])
+    client.step(model, learning_rate=1e-2)
+    client.call("save_weights", body)
+    assert score() > before + 1
+
+    names = client.server.worker.registry
+    assert path.replace("tinker://", "tinker/") in names.names
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    client.server.request("DELETE", f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")
+    assert "nothing is saved" in client.call("asample", sample_body(session))["error"]
+    assert names.names == ["base"]
+
+
+def test_samples_that_find_no_place_in_time(generator, tmp_path, monkeypatch):
+    def full(_):
+        raise PackError("The queue is full.", "busy")
+
+    monkeypatch.setattr(generator, "_check", full)
+    with Training(generator, tmp_path, request_seconds=0.3) as server:
+        client = TinkerClient(server)
+        answer = client.call("asample", sample_body(client.session_on()))
+    assert "queue is full" in answer["error"]
+
+
+def test_a_client_that_leaves_a_sample(client, server):
+    answer = client.post("asample", sample_body(client.session_on()) | {"num_samples": 4})
+    server.request("POST", "/api/v1/cancel_future", {"request_id": answer["request_id"]})
+    assert client.sample(client.session_on(), [1, 2]).sequences

@@ -1,0 +1,101 @@
+"""Models that clients save, load and let expire."""
+
+import time
+
+from mlx_packs.packs.pack import Pack
+from tests.helpers.packs import random_pack
+from tests.helpers.serving import until
+
+
+def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(client, datum):
+    model = client.create()
+
+    def train(each: str) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(client.forward(each, [datum])[0])
+            client.step(each)
+        return losses
+
+    train(model)
+    path = client.call("save_weights", {"model_id": model, "path": "two"})["path"]
+    alone = train(model)
+    for optimizer in (True, False):
+        body = {"session_id": client.session, "model_seq_id": client.models, "path": path}
+        client.models += 1
+        loaded = client.call("load_weights", body | {"optimizer": optimizer})["model_id"]
+        losses = train(loaded)
+        assert losses[0] == alone[0] and (losses == alone) is optimizer
+
+    client.call("load_weights", {"model_id": model, "path": path, "optimizer": True})
+    assert train(model) == alone
+    info = client.post("weights_info", {"tinker_path": path})
+    assert info["lora_rank"] == 4 and info["train_unembed"] is False
+
+
+def test_a_saved_model_is_a_pack(client, generator, datum):
+    model = client.create()
+    client.forward(model, [datum])
+    client.step(model)
+    body = {"model_id": model, "path": "mine", "ttl_seconds": 3600, "user_metadata": {"a": "b"}}
+    path = client.call("save_weights", body)["path"]
+    client.call("save_weights_for_sampler", {"model_id": model, "path": "mine"})
+    folders = sorted(client.server.folder.glob("*/*/mine"))
+    assert [folder.parent.name for folder in folders] == ["sampler_weights", "weights"]
+    for folder in folders:
+        pack = Pack.open(folder)
+        pack.verify()
+        pack.check_base(generator.base)
+    assert path == f"tinker://{folders[0].parent.parent.name}/weights/mine"
+
+    run = path.split("/")[2]
+    status, answer = client.server.json("GET", f"/api/v1/training_runs/{model}/checkpoints")
+    assert status == 200 and [each["checkpoint_id"] for each in answer["checkpoints"]] == [
+        "sampler_weights/mine",
+        "weights/mine",
+    ]
+    assert answer["checkpoints"][1]["user_metadata"] == {"a": "b"}
+    url = f"/api/v1/training_runs/{run}/checkpoints/weights/mine"
+    assert client.server.request("DELETE", url)[0] == 204
+    assert client.server.request("DELETE", url)[0] == 404
+
+
+def test_a_pack_from_elsewhere_is_trained_further(client, generator, datum):
+    def write() -> None:
+        with generator.registry.slots.lifted():
+            pack = random_pack(generator.base, rank=6)
+        pack.save(client.server.folder / "mine" / "weights" / "notes")
+
+    generator.call(write).result()
+    path = "tinker://mine/weights/notes"
+    info = client.post("weights_info", {"tinker_path": path})
+    assert info["lora_rank"] == 6 and "train_mlp" not in info
+
+    body = {"session_id": client.session, "model_seq_id": 0, "path": path}
+    assert "no optimizer state" in client.call("load_weights", body | {"optimizer": True})["error"]
+    body |= {"model_seq_id": 1, "optimizer": False}
+    model = client.call("load_weights", body)["model_id"]
+    loss, _ = client.forward(model, [datum])
+    client.step(model)
+    assert client.forward(model, [datum])[0] < loss
+    client.call("save_weights", {"model_id": model, "path": "again"})
+    run = model.replace(":", "-")
+    info = client.post("weights_info", {"tinker_path": f"tinker://{run}/weights/again"})
+    assert info["lora_rank"] == 6 and "train_mlp" not in info
+
+
+def test_a_time_to_live_that_is_too_long(client):
+    body = {"model_id": client.create(), "path": "long", "ttl_seconds": 10**18}
+    for path in ("save_weights", "save_weights_for_sampler"):
+        assert client.post(path, body, 400)["error"]["param"] == "ttl_seconds"
+
+
+def test_an_expired_model_is_served_no_more(client, monkeypatch):
+    model = client.create()
+    body = {"model_id": model, "path": "soon", "ttl_seconds": 1}
+    client.session_on(client.call("save_weights_for_sampler", body)["path"])
+    assert len(client.server.worker.registry.names) == 2
+    later = time.time() + 1.1
+    monkeypatch.setattr(time, "time", lambda: later)
+    client.call("save_weights", {"model_id": model, "path": "other"})
+    until(lambda: client.server.worker.registry.names == ["base"])
