@@ -34,7 +34,7 @@ def parts_of(trainer: Trainer, tokens: int, options: Options) -> list[Part]:
     for seed in range(options.number):
         model = trainer.create(Adapters(RANK, seed))
         inputs = np.random.default_rng(seed).integers(0, 4000, tokens).astype(np.int32)
-        row = Row(inputs, inputs, {"weights": 1.0}, inputs.shape)
+        row = Row(inputs, inputs, {"weights": 1.0})
         batch = batch_of([row] * options.batch, range(options.batch), tokens)
         parts.append(Part(model, batch, LOSSES["cross_entropy"]))
     return parts

@@ -65,7 +65,7 @@ def lazy_step(model: nn.Module, args: dict, job: StepJob) -> tuple[list[mx.array
 def _part(served: trainer.Trainer, job: StepJob, seed: int) -> Part:
     model = served.create(trainer.Adapters(job.rank, seed))
     tokens = np.zeros(job.length, np.int32)
-    row = Row(tokens, tokens, {"weights": 1.0}, tokens.shape)
+    row = Row(tokens, tokens, {"weights": 1.0})
     batch = batch_of([row] * job.batch, range(job.batch), job.length)
     return Part(model, batch, LOSSES["cross_entropy"])
 

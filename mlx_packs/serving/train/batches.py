@@ -20,20 +20,18 @@ class Row:
 
     Attributes:
         tokens: [T] int32.
-        targets: [T * K] int32, K for each token in turn.
+        targets: [T] or [T, K] int32, K for each token.
         inputs: of the loss, [T * K] float32 by name; a number where all targets have the same.
-        shape: of its log-probabilities, [T] or [T, K].
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     inputs: Mapping[str, np.ndarray | float]
-    shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Inputs or targets, whichever are more."""
-        return max(len(self.tokens), len(self.targets))
+        """Inputs of a forward pass; further targets of a token cost little."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def checked_row(
     _check_tokens(targets, limits.vocab_size, f"{where}.loss_fn_inputs.target_tokens")
 
     inputs = _loss_inputs(datum, loss, settings, targets.shape, where)
-    return Row(datum.tokens, targets.reshape(-1).astype(np.int32), inputs, targets.shape)
+    return Row(datum.tokens, targets.astype(np.int32), inputs)
 
 
 def _check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
@@ -117,16 +115,16 @@ class RowBatch:
 
     Attributes:
         numbers: of the rows in their request.
-        arrays: ``tokens`` [B, T] int32, padded with 0; ``positions`` [M], of each target in the
-            flattened tokens; ``targets`` [M]; ``owners`` [M], the row of each target.
+        arrays: ``tokens`` [B, T] int32, padded with 0; ``positions`` [N], of those that are no
+            padding, in the flattened tokens; ``owners`` [M], the row of each target.
+        targets: of each row, [T] or [T, K] int32; M in all.
         inputs: of the loss, [M] float32 by name.
-        shapes: of the log-probabilities of each row.
     """
 
     numbers: tuple[int, ...]
     arrays: dict[str, np.ndarray]
+    targets: tuple[np.ndarray, ...]
     inputs: dict[str, np.ndarray]
-    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -168,20 +166,18 @@ def batch_of(rows: Sequence[Row], numbers: Sequence[int], width: int) -> RowBatc
     positions = []
     for i, row in enumerate(chosen):
         tokens[i, : len(row.tokens)] = row.tokens
-        repeats = len(row.targets) // len(row.tokens)
-        positions.append(i * width + np.repeat(np.arange(len(row.tokens)), repeats))
+        positions.append(i * width + np.arange(len(row.tokens)))
 
-    sizes = [len(row.targets) for row in chosen]
+    sizes = [row.targets.size for row in chosen]
     arrays = {
         "tokens": tokens,
         "positions": np.concatenate(positions).astype(np.int32),
-        "targets": np.concatenate([row.targets for row in chosen]),
         "owners": np.repeat(np.arange(len(chosen), dtype=np.int32), sizes),
     }
     inputs = {
         name: np.concatenate(
-            [np.full(len(row.targets), row.inputs[name], np.float32) for row in chosen]
+            [np.full(row.targets.size, row.inputs[name], np.float32) for row in chosen]
         )
         for name in chosen[0].inputs
     }
-    return RowBatch(tuple(numbers), arrays, inputs, tuple(row.shape for row in chosen))
+    return RowBatch(tuple(numbers), arrays, tuple(row.targets for row in chosen), inputs)

@@ -18,9 +18,10 @@ from ...adapters.lora import Attached
 from ...errors import PackError
 from ...nn.joint_lora import split_rows
 from ...nn.lora import GroupedLoRA
-from ...objectives.causal_lm import Head, LossOptions, forward, part_of, target_loss
+from ...objectives.causal_lm import Head, forward, part_of
 from ...objectives.shared_prefix import why_length_matters
 from .batches import RowBatch
+from .logprobs import target_logprobs
 from .losses import Loss, Targets
 
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
@@ -175,8 +176,9 @@ def compute(base: nn.Module, parts: Sequence[Part], backward: bool) -> list[Pass
 
 def _logprobs(base: nn.Module, parts: Sequence[Part], backward: bool) -> list[mx.array]:
     """Return log p [M] of the targets of each part."""
+    head = parts[0].model.head
     tokens = mx.array(np.concatenate([part.batch.arrays["tokens"] for part in parts]))
-    states = forward(base, part_of(base, parts[0].model.head), tokens)
+    states = forward(base, part_of(base, head), tokens)
 
     of_parts = [states]
     if len(parts) > 1:
@@ -189,19 +191,14 @@ def _logprobs(base: nn.Module, parts: Sequence[Part], backward: bool) -> list[mx
 
     if parts[0].model.has_own_head:
         return [
-            _of_head(base, [part], own, backward) for part, own in zip(parts, known, strict=True)
+            target_logprobs(part.model.head, own, part.batch.targets, backward)
+            for part, own in zip(parts, known, strict=True)
         ]
-    logprobs = _of_head(base, parts, mx.concatenate(known), backward)
-    ends = accumulate(len(own) for own in known)
+
+    targets = [row for part in parts for row in part.batch.targets]
+    logprobs = target_logprobs(head, mx.concatenate(known), targets, backward)
+    ends = accumulate(len(part.batch.arrays["owners"]) for part in parts)
     return mx.split(logprobs, list(ends)[:-1])
-
-
-def _of_head(base: nn.Module, parts: Sequence[Part], states: mx.array, backward: bool) -> mx.array:
-    """Return log p [M] of the targets of parts with one head, from the states that it reads."""
-    targets = np.concatenate([part.batch.arrays["targets"] for part in parts])
-    inputs = {"targets": mx.array(targets), "target_states": states}
-    nll, _ = target_loss(base, parts[0].model.head, inputs, options=LossOptions(gradient=backward))
-    return -nll
 
 
 def _result(
@@ -217,8 +214,7 @@ def _result(
             "diverged",
         )
 
-    shapes = part.batch.shapes
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    rows = np.split(np.array(logprobs), np.cumsum(sizes)[:-1])
-    shaped = [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
+    targets = part.batch.targets
+    rows = np.split(np.array(logprobs), np.cumsum([row.size for row in targets])[:-1])
+    shaped = [values.reshape(row.shape) for values, row in zip(rows, targets, strict=True)]
     return Pass(float(loss.item()), shaped, grads)

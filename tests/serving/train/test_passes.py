@@ -125,6 +125,31 @@ def test_each_model_is_what_it_is_alone(trainer):
         assert actual.loss == pytest.approx(expected.loss, rel=1e-6) and actual.grads is None
 
 
+def test_several_targets_of_a_token_are_the_sum_of_one_by_one(trainer):
+    """In a pass with a model whose tokens have one target each."""
+    model = client(trainer, Adapters(4, 1), (9, 6), CROSS)
+    other = client(trainer, Adapters(4, 2), (7,), CROSS)
+    columns = [np.roll(np.arange(9), shift) for shift in (0, 2, 5)]
+    text = model.rows[0].tokens
+    many = [row_with(text, np.stack([text[order] for order in columns], axis=1)), model.rows[1]]
+    single = [row_with(text, text[order]) for order in columns] + [model.rows[1]]
+
+    done, beside = together(trainer, [replace(model, rows=many), other])
+    (expected,) = alone(trainer, [replace(model, rows=single)])
+    assert_same(beside, alone(trainer, [other])[0])
+    assert done.logprobs[0].shape == (9, 3)
+    np.testing.assert_allclose(done.logprobs[0], np.stack(expected.logprobs[:3], axis=1), rtol=1e-5)
+    assert done.loss == pytest.approx(expected.loss, rel=1e-6)
+    difference = sum(np.square(done.grads[n] - grad).sum() for n, grad in expected.grads.items())
+    norm = sum(np.square(grad).sum() for grad in expected.grads.values())
+    assert 0 < norm and difference <= 1e-10 * norm
+
+
+def row_with(tokens: np.ndarray, targets: np.ndarray) -> Row:
+    datum = RawDatum(tokens, {"target_tokens": targets})
+    return checked_row(0, datum, LOSSES[CROSS], {}, RowLimits(64, 4096))
+
+
 def test_updates_after_a_joint_pass_are_of_each_model_alone(trainer):
     """The factors are where the optimizer finds them, and a pass together changes none."""
     clients = [client(trainer, Adapters(4, seed), (9, 4), CROSS) for seed in (1, 2)]

@@ -23,7 +23,7 @@ def row_of(tokens: list[int], inputs: dict, loss: str = "cross_entropy", **setti
 
 def test_a_row():
     row = row_of([1, 2], GOOD)
-    assert row.tokens.tolist() == [1, 2] and row.targets.tolist() == [2, 3] and row.shape == (2,)
+    assert row.tokens.tolist() == [1, 2] and row.targets.tolist() == [2, 3]
     assert row.inputs["weights"].tolist() == [0.5, 1.0]
     assert row_of([1, 2], {"target_tokens": [2, 3]}).inputs == {"weights": 1.0}
 
@@ -73,7 +73,9 @@ def test_sparse_targets():
     assert datum.inputs["target_tokens"].tolist() == [[0, 0, 7], [8, 9, 0]]
     row = checked_row(0, datum, LOSSES["cross_entropy"], {}, LIMITS)
     batch = batch_of([row], [0], 8)
-    assert batch.arrays["positions"].tolist() == [0, 0, 0, 1, 1, 1] and batch.shapes == ((2, 3),)
+    assert row.size == 2 and batch.arrays["positions"].tolist() == [0, 1]
+    assert batch.arrays["owners"].tolist() == [0] * 6
+    assert batch.targets[0].tolist() == [[0, 0, 7], [8, 9, 0]]
 
 
 @pytest.mark.parametrize(

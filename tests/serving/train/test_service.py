@@ -115,7 +115,7 @@ def test_errors_leave_the_model_as_it_was(client, datum):
 def test_a_failed_step_is_an_error_of_the_server(client, datum, monkeypatch):
     model = client.create()
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_packs.serving.train.passes.target_loss", lambda *_, **__: 1 / 0)
+        patch.setattr("mlx_packs.serving.train.passes.target_logprobs", lambda *_, **__: 1 / 0)
         message, category = client.forward(model, [datum])
     assert category == "server" and "log" in message
     assert client.forward(model, [datum])[0] > 0
