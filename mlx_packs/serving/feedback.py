@@ -40,12 +40,27 @@ class FeedbackBody(Object):
 
 @dataclass
 class _Remembered:
-    """A choice of an answer, or why it cannot be rated; ``row`` is the identity of its rows."""
+    """A choice of an answer as JSON, or why it cannot be rated.
 
-    answer: Answer | None
+    Attributes:
+        content: the fields of an `Answer`, so that its bytes are what memory holds.
+        row: the identity of its rows.
+    """
+
+    content: bytes = b""
     reason: str = ""
-    size: int = 0
     row: str | None = None
+
+    @classmethod
+    def of(cls, answer: Answer) -> "_Remembered":
+        text = json.dumps(vars(answer), ensure_ascii=False)
+        return cls(text.encode("utf-8", "surrogatepass"))  # a client may send half a character
+
+    @property
+    def answer(self) -> Answer | None:
+        if not self.content:
+            return None
+        return Answer(**json.loads(self.content))
 
 
 class Learning:
@@ -121,22 +136,22 @@ class Learning:
 
             if body.model != self.folder.name or adapters not in self._numbers:
                 text = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
-                self._put(key, _Remembered(None, text))
+                self._put(key, _Remembered(reason=text))
             elif has_images:
-                self._put(key, _Remembered(None, "is about images, which are not learned from"))
+                text = "is about images, which are not learned from"
+                self._put(key, _Remembered(reason=text))
             else:
                 version = self._numbers[adapters]
                 about = {"model": body.model, "version": version, "pack": adapters}
                 row = Answer(prompt, message, columns, about, reason == "length")
-                size = len(json.dumps([prompt, message, columns], ensure_ascii=False))
-                self._put(key, _Remembered(row, size=size))
+                self._put(key, _Remembered.of(row))
 
     def _put(self, key: tuple[str, int], remembered: _Remembered) -> None:
         self._choices[key] = remembered
-        self._bytes += remembered.size
+        self._bytes += len(remembered.content)
         while len(self._choices) > _ANSWERS or self._bytes > _BYTES:
             _, oldest = self._choices.popitem(last=False)
-            self._bytes -= oldest.size
+            self._bytes -= len(oldest.content)
 
     # Feedback
 

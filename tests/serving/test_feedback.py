@@ -152,6 +152,19 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
     assert rejected(server, answer, rating="up")[0] == 404
 
 
+def test_remembered_answers_are_bounded_in_bytes(server, folder, monkeypatch):
+    """A character of the prompts takes three bytes, so that two of them do not fit."""
+    monkeypatch.setattr(feedback, "_BYTES", 2000)
+    long = [server.chat("notes", "字" * 300) for _ in range(3)]
+    sizes = [len(each.content) for each in server.learning._choices.values()]
+    assert 900 < sum(sizes) == server.learning._bytes <= 2000 and len(sizes) == 1
+
+    assert rejected(server, long[1], rating="down")[0] == 404
+    assert rate(server, long[2], rating="down")[0] == 200
+    (row,) = rows_in(folder)["kto.jsonl"]
+    assert row["prompt"] == [{"role": "user", "content": "字" * 300}]
+
+
 def test_a_full_disk_leaves_the_rows_as_they_were(server, folder, monkeypatch):
     first = ended(server)
     assert rate(server, first, rating="up")[0] == 200
