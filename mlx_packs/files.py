@@ -101,13 +101,17 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
 
 
 @contextmanager
-def exclusive_writer(path: Path) -> Iterator[None]:
+def exclusive_writer(path: Path, busy: str | None = None) -> Iterator[None]:
     """Let one process at a time write ``path``, by a lock file beside it; others do not wait.
 
-    What dead processes left in that folder is removed first, their lock files too.
+    What dead processes left in that folder is removed first, their lock files too. Others get a
+    PackError with the message ``busy``, or one that names the path.
     """
+    if busy is None:
+        busy = f"{path}: another process is writing it. Wait for it, or choose another path."
+
     lock = path.with_name(f".{path.name}.lock")
-    with _locked(lock, path):
+    with _locked(lock, path, busy):
         try:
             sweep(path.parent, [path.name])
             yield
@@ -115,7 +119,7 @@ def exclusive_writer(path: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def _locked(lock: Path, path: Path) -> IO:
+def _locked(lock: Path, path: Path, busy: str) -> IO:
     """Open the lock file and lock it until it is closed."""
     start = time.monotonic()
 
@@ -134,10 +138,7 @@ def _locked(lock: Path, path: Path) -> IO:
         except BlockingIOError:
             if time.monotonic() - start > _SWEEP_S:
                 file.close()
-                raise PackError(
-                    f"{path}: another process is writing it. Wait for it, or choose another path.",
-                    "busy",
-                ) from None
+                raise PackError(busy, "busy") from None
             time.sleep(0.005)
 
         file.close()

@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,7 +210,7 @@ def serve(
 
     listening = _listen(host, port)
 
-    with listening:
+    with listening, _states_locked(settings["train"]):
         named = _named(packs)
         if settings["learn"] is not None:
             model, named = _as_learned(settings["learn"], model, named)
@@ -283,6 +283,28 @@ def _check_training(states: str, api_key: str | None) -> None:
             "other keys.",
             flag="api_key",
         )
+
+
+@contextmanager
+def _states_locked(states: str | None) -> Iterator[None]:
+    """Let no other server save models in a folder, which is made if it is missing."""
+    from ..files import exclusive_writer, make_folder
+
+    if states is None:
+        yield
+        return
+
+    folder = Path(states).expanduser()
+    is_new = not folder.exists()
+    make_folder(folder)
+    busy = f"--train {states}: another server saves models there. End it, or name another folder."
+    try:
+        with exclusive_writer(folder / "server", busy):
+            yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _check_installed() -> None:
@@ -438,14 +460,15 @@ def _run(
 @contextmanager
 def _opened(folder: str, base: "Base", packs: "dict[str, Pack]") -> "Iterator[LearningFolder]":
     """Yield the folder of rated answers of the first pack, or of the base, for this server only."""
-    from ..learning.folder import LearningFolder, exclusive
+    from ..files import exclusive_writer
+    from ..learning.folder import LearningFolder
     from ..learning.rows import FILES
 
     path = Path(folder).expanduser()
     name, pack = next(iter(packs.items()), (_LEARNED, None))
     opened = LearningFolder.begin(path, name, base, pack)
     busy = f"--learn {folder}: another server keeps answers there. End it, or name another folder."
-    with exclusive(path / next(iter(FILES.values())), busy):
+    with exclusive_writer(path / next(iter(FILES.values())), busy):
         yield opened
 
 
@@ -453,7 +476,6 @@ def _training(
     worker: "Worker", states: str | None, settings: "ServerSettings"
 ) -> "TrainingService | None":
     """Return what answers clients that train, which save below ``states``."""
-    from ..files import make_folder
     from ..serving.generation import Generator
     from ..serving.train.service import TrainingService
     from ..serving.train.states import States
@@ -461,10 +483,8 @@ def _training(
     if states is None or not isinstance(worker, Generator):
         return None
 
-    folder = Path(states).expanduser()
-    make_folder(folder)
     echo(f"training  by the Tinker SDK at the same address · saved in {states}")
-    return TrainingService(worker, States(folder), settings)
+    return TrainingService(worker, States(Path(states).expanduser()), settings)
 
 
 def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:

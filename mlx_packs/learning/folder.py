@@ -7,8 +7,7 @@ server began with: a pack, of which ``versions/0000`` has a copy, or the base mo
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import filesystem
 from ..bases.files import TINY
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, exclusive_writer, make_folder, to_json
+from ..files import atomic_folder, atomic_write, make_folder, to_json
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from ..reading import read_json, read_text
@@ -256,17 +255,3 @@ class LearningFolder:
                 "conflict",
                 "learn",
             )
-
-
-@contextmanager
-def exclusive(path: Path, busy: str) -> Iterator[None]:
-    """Let one process at a time write a path; others get a PackError that says ``busy``."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(exclusive_writer(path))
-        except PackError as error:
-            if error.code != "busy":
-                raise
-            raise PackError(busy, "busy") from None
-
-        yield

@@ -12,13 +12,13 @@ from ..bases.files import resolve_checkpoint
 from ..bases.fingerprint import fingerprint
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..files import atomic_write, to_json
+from ..files import atomic_write, exclusive_writer, to_json
 from ..packs.base import load_base_for
 from ..reading import read_json
 from ..training.run_folder import run_folder
 from .candidate import DATA, START, Job, begin_job, train_candidate, unfinished_job
 from .comparison import WINS_BY, Comparison, compare
-from .folder import FIGURES, PACK, LearningFolder, exclusive
+from .folder import FIGURES, PACK, LearningFolder
 from .rows import FILES, read_rows
 
 AUTO = "auto"
@@ -55,7 +55,7 @@ def versions_locked(folder: LearningFolder) -> Iterator[None]:
         f"{folder.path}: another `packs learn` is at work there. Wait for it, or end it; the same "
         "command continues it."
     )
-    with exclusive(folder.versions_folder, busy):
+    with exclusive_writer(folder.versions_folder, busy):
         yield
 
 

@@ -189,6 +189,33 @@ def test_answers_are_kept_by_one_server_of_a_pack_that_gives_texts(
             pass
 
 
+def test_one_server_saves_models_in_a_folder(inside, rejected, nothing_is_loaded, tmp_path):
+    """A server that was killed leaves its lock file, which holds nobody up."""
+    states = tmp_path / "states"
+    args = ("serve", "--port", 0, "--model", "nowhere", "--train", states)
+    code = (
+        "import sys, time; from mlx_packs.cli.serve import _states_locked\n"
+        "with _states_locked(sys.argv[1]): print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(states)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "locked\n"
+            check(rejected(*args), "busy", "train", "another server", str(states))
+        finally:
+            first.kill()
+
+    assert (states / ".server.lock").exists()
+    check(rejected(*args), "not-found")
+    assert list(states.iterdir()) == []
+
+
+def test_a_rejected_server_leaves_no_folder_of_models(inside, rejected, tmp_path):
+    states = tmp_path / "states"
+    check(rejected("serve", "--port", 0, "--model", "nowhere", "--train", states), "not-found")
+    assert not states.exists()
+
+
 @pytest.mark.parametrize("missing", serve._NEEDED)
 def test_a_missing_package_is_named(inside, rejected, monkeypatch, missing):
     find = serve.find_spec
