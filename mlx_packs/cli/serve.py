@@ -534,13 +534,11 @@ async def _end(
 ) -> None:
     """Give requests ``grace`` seconds to end, and abort the others before connections close."""
     end = time.monotonic() + grace
+    if training is not None:  # while the port is open, so that its clients can ask for results
+        await training.end(grace)
 
-    async def end_work() -> None:
-        if training is not None:
-            await training.end(grace)  # before the thread that computes for it
-        await asyncio.to_thread(worker.close, max(0.0, end - time.monotonic()))
-
-    await asyncio.gather(end_work(), shutdown(**options))
+    left = max(0.0, end - time.monotonic())
+    await asyncio.gather(asyncio.to_thread(worker.close, left), shutdown(**options))
 
 
 class _Log(logging.Handler):

@@ -441,7 +441,7 @@ def make_app(server: Server) -> Starlette:
             for watch in watches:
                 watch.cancel()
             if server.training is not None:
-                await server.training.end(0.0)
+                server.training.abort()
 
     async def on_error(_: Request, error: Exception) -> Response:
         running, waiting = server.worker.counts

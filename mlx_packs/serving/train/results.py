@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Coroutine
@@ -14,13 +15,16 @@ log = logging.getLogger("mlx_packs.serving")
 Result = bytes | dict[str, Any]  # a message of Protocol Buffers, or JSON
 _KEPT_BYTES = 256 << 20
 _KEPT = 4096  # results
+_LAST_SECONDS = 2.0  # in which clients can fetch their results when nothing is computed any more
+_ENDED = "The server is shutting down. Continue from a saved state on another one."
 
 
 class Results:
     """Results by the id of their request.
 
     The oldest results go when there are too many, and a client that asks for one of them is told
-    that it is gone.
+    that it is gone. What a server at its end does not compute has an error as its result: clients
+    that find no server would ask for it for ever.
     """
 
     def __init__(self) -> None:
@@ -28,6 +32,7 @@ class Results:
         self._finished: OrderedDict[str, Result] = OrderedDict()
         self._bytes = 0
         self._is_ending = False
+        self._unread: set[str] = set()
         self._of_keys: OrderedDict[object, str] = OrderedDict()
 
     @property
@@ -43,12 +48,13 @@ class Results:
         """Begin to compute a result, and return its id; PackError if the server shuts down."""
         if self._is_ending:
             work.close()
-            raise PackError("The server is shutting down.", "interrupted")
+            raise PackError(_ENDED, "interrupted")
 
         request_id = uuid.uuid4().hex
         task = asyncio.create_task(_answered(work))
 
         self._running[request_id] = task
+        self._unread.add(request_id)
         task.add_done_callback(lambda done: self._keep(request_id, done))
 
         if key is not None:
@@ -62,17 +68,17 @@ class Results:
         """Return a result, or None if it takes longer; a KeyError if nothing is known of it."""
         task = self._running.get(request_id)
         if task is None:
-            return self._finished[request_id]
+            result = self._finished[request_id]
+        else:
+            await asyncio.wait({task}, timeout=seconds)
+            if not task.done():
+                return None
+            result = self._result_of(task)
+            if result is None:
+                raise KeyError(request_id)
 
-        await asyncio.wait({task}, timeout=seconds)
-        if not task.done():
-            return None
-        if task.cancelled() and self._is_ending:
-            raise PackError("The server is shutting down.", "interrupted")
-        if task.cancelled():
-            raise KeyError(request_id)
-
-        return task.result()
+        self._unread.discard(request_id)
+        return result
 
     def cancel(self, request_id: str) -> None:
         """End what is still computed for a request."""
@@ -80,23 +86,46 @@ class Results:
             task.cancel()
 
     async def end(self, grace: float) -> None:
-        """Start nothing more; abort what is not computed after ``grace`` seconds."""
+        """Start nothing more; return when clients have their results.
+
+        After ``grace`` seconds an error is the result of what is not computed.
+        """
         self._is_ending = True
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=grace)
+        self.abort()
+
+        end = time.monotonic() + _LAST_SECONDS
+        while self._unread and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def abort(self) -> None:
+        """Start nothing more, and compute nothing more."""
+        self._is_ending = True
         for task in list(self._running.values()):
             task.cancel()
 
+    def _result_of(self, task: asyncio.Task[Result]) -> Result | None:
+        """Return what a task came to; None if its client has cancelled it."""
+        if not task.cancelled():
+            return task.result()
+        if self._is_ending:
+            return {"error": _ENDED, "category": "server"}
+        return None
+
     def _keep(self, request_id: str, task: asyncio.Task[Result]) -> None:
         self._running.pop(request_id, None)
-        if task.cancelled():
+        result = self._result_of(task)
+        if result is None:
+            self._unread.discard(request_id)
             return
 
-        self._finished[request_id] = task.result()
-        self._bytes += _size(task.result())
+        self._finished[request_id] = result
+        self._bytes += _size(result)
 
         while len(self._finished) > _KEPT or self._bytes > _KEPT_BYTES:
-            _, oldest = self._finished.popitem(last=False)
+            oldest_id, oldest = self._finished.popitem(last=False)
+            self._unread.discard(oldest_id)
             self._bytes -= _size(oldest)
 
 

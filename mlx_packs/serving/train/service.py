@@ -16,7 +16,15 @@ from ...errors import PackError
 from ...packs.pack import Pack
 from ..fields import Object, parsed
 from ..generation import Generator
-from ..http import Handler, ServerSettings, error_response, is_loopback, read_body
+from ..http import (
+    Handler,
+    ServerSettings,
+    error_response,
+    failure,
+    is_loopback,
+    public_message,
+    read_body,
+)
 from ..registry import BASE_NAME
 from .models import Model, Models, lora_config_of
 from .protocol import (
@@ -124,8 +132,15 @@ class TrainingService:
         }
 
     async def end(self, grace: float) -> None:
-        """Take no more requests; abort those that are not computed after ``grace`` seconds."""
+        """Take no more work; end what is not computed after ``grace`` seconds by an error.
+
+        Clients must be let in meanwhile, so that they can fetch their results.
+        """
         await self._results.end(grace)
+
+    def abort(self) -> None:
+        """Take no more work, and compute nothing more."""
+        self._results.abort()
 
     # The service and sessions
 
@@ -471,13 +486,15 @@ def _model_id(session_id: str, number: int) -> str:
 def _protocol(handler: Handler) -> Handler:
     """Return a handler whose errors clients of the protocol do not take for passing ones.
 
-    They send a request again after status 409, for five minutes.
+    They send a request again after statuses 409 and 503, for five minutes.
     """
 
     async def answered(request: Request) -> Response:
         try:
             return await handler(request)
         except PackError as error:
+            if error.code == "interrupted":
+                return failure(410, public_message(error), error.code)
             response = error_response(error)
             if response.status_code == 409:
                 response.status_code = 400

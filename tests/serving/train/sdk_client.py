@@ -48,6 +48,21 @@ def saved(url: str, given: dict) -> dict:
     return {"before": before, "path": path, "after": losses(client, 3, data, given["adam"])}
 
 
+def waiting(url: str, given: dict) -> dict:
+    """Wait for more than the server computes before it ends."""
+    client = service(url).create_lora_training_client("base", rank=4, seed=1).result()
+    data = [datum(**row) for row in given["rows"]]
+    if given["samples"]:
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints(given["rows"][0]["tokens"][:2])
+        params = types.SamplingParams(max_tokens=1500, stop=[])
+        futures = [sampler.sample(prompt, 8, params)]
+    else:
+        futures = [client.forward_backward(data, "cross_entropy") for _ in range(40)]
+    print("waiting", flush=True)
+    return {"results": [str(future.result()) for future in futures]}
+
+
 def reinforce(url: str, given: dict) -> dict:
     """Raise the share of sampled tokens below a limit, by importance_sampling."""
     client = service(url).create_lora_training_client("base", rank=8, seed=1).result()

@@ -4,8 +4,11 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from mlx_packs.serving.train import service
+import pytest
+
+from mlx_packs.serving.train import results, service
 from tests.helpers.serving import SECONDS, Running
 from tests.helpers.tinker import PROTO, forward_request, sample_body
 from tests.serving.train.conftest import Training
@@ -47,20 +50,35 @@ def test_a_full_queue(client, monkeypatch):
     assert answer["error"]["code"] == "busy"
 
 
-def test_requests_while_the_server_ends(client, server):
-    """They have some time; then a client that waits is told, and others are not taken."""
+def test_requests_while_the_server_ends(client, server, monkeypatch):
+    """They have some time; then their result is an error, and others are not taken."""
+    monkeypatch.setattr(results, "_LAST_SECONDS", SECONDS)
     model = client.create()
     ended = threading.Event()
     busy = server.worker.call(lambda: ended.wait(SECONDS))
-    answer = client.post("save_weights", {"model_id": model, "path": "a"})
-    waiting = {"request_id": answer["request_id"]}
+    polled, later = (
+        client.post("save_weights", {"model_id": model, "path": name}) for name in "ab"
+    )
     with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(client.post, "retrieve_future", waiting, 503)
-        asyncio.run_coroutine_threadsafe(server.training.end(0.1), server.loop).result()
-        assert poll.result()["error"]["code"] == "interrupted"
-    client.post("save_weights", {"model_id": model, "path": "b"}, 503)
+        poll = pool.submit(client.result, polled)
+        ending = asyncio.run_coroutine_threadsafe(server.training.end(0.1), server.loop)
+        error = poll.result()
+    assert error["category"] == "server" and "is shutting down" in error["error"]
+    with pytest.raises(FutureTimeoutError):
+        ending.result(0.3)  # the other result is not fetched yet
+
+    assert client.result(later) == error
+    ending.result()
+    rejection = client.post("save_weights", {"model_id": model, "path": "c"}, 410)
+    assert rejection["error"]["code"] == "interrupted"
     ended.set()
     busy.result()
+
+
+def test_results_that_nobody_fetches_do_not_hold_up_the_end(client, server, monkeypatch):
+    monkeypatch.setattr(results, "_LAST_SECONDS", 0.1)
+    client.post("asample", sample_body(client.session_on()))
+    asyncio.run_coroutine_threadsafe(server.training.end(SECONDS), server.loop).result(SECONDS / 2)
 
 
 def test_the_key(generator, tmp_path):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -173,11 +174,12 @@ def test_the_page(server):
 class ServerProcess:
     """`packs serve --train` in a process, which is killed on leaving."""
 
-    def __init__(self, port: int, folder: Path) -> None:
-        command = [sys.executable, "-m", "mlx_packs", "serve", "--model", "tiny"]
-        command += ["--port", str(port), "--train", str(folder)]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        self.url, self._port = f"http://127.0.0.1:{port}", port
+    def __init__(self, folder: Path, port: int | None = None) -> None:
+        self._port = port or free_port()
+        command = [sys.executable, "-m", "mlx_packs", "serve", "--model", "tiny", "--grace", "0.5"]
+        command += ["--port", str(self._port), "--train", str(folder)]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self.url = f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> "ServerProcess":
         until(self._answers, SECONDS)
@@ -187,22 +189,56 @@ class ServerProcess:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
+    def computes(self) -> bool:
+        """Whether a sample or a forward pass is computed, or waits to be."""
+        with urllib.request.urlopen(f"{self.url}/health") as answer:
+            health = json.load(answer)
+        return health["running"] > 0 or health["training"]["waiting"] > 0
+
     def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(SECONDS)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(SECONDS)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "samples"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_waiting_clients_end_with_the_server(tmp_path, tokens, number, samples):
+    row = {"tokens": tokens[:-1] * 20, "target_tokens": tokens[1:] * 20}
+    given = json.dumps({"rows": [row] * 8, "samples": samples})
+
+    with ServerProcess(tmp_path / "states") as server:
+        command = [sys.executable, str(CLIENT), "waiting", server.url, given]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, **pipes) as client:
+            assert client.stdout.readline() == "waiting\n"
+            until(server.computes, SECONDS)
+            server.process.send_signal(number)
+            try:
+                out, err = client.communicate(timeout=SECONDS)
+            finally:
+                client.kill()
+        assert server.process.wait(SECONDS) == 128 + number
+
+    assert (client.returncode, out) == (1, ""), err
+    last = err.strip().splitlines()[-1]
+    assert "The server is shutting down. Continue from a saved state" in last, err
 
 
 def test_a_killed_server_loses_nothing_that_was_saved(tmp_path, rows):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    with ServerProcess(port, tmp_path / "states") as server:
+    port = free_port()
+    with ServerProcess(tmp_path / "states", port) as server:
         first = run_client("saved", server.url, rows=rows, adam=ADAM)
     (folder,) = (tmp_path / "states").glob("*/weights/three")
     Pack.open(folder).verify()
 
     time.sleep(0.1)
-    with ServerProcess(port, tmp_path / "states") as server:
+    with ServerProcess(tmp_path / "states", port) as server:
         again = run_client("saved", server.url, rows=rows, adam=ADAM, path=first["path"])
     assert first["before"][0] > first["after"][0]
     np.testing.assert_allclose(again["after"], first["after"], rtol=1e-6)
