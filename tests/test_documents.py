@@ -93,7 +93,7 @@ def test_diagrams_are_those_of_their_script(tmp_path):
     images = ROOT / "docs" / "images"
     shutil.copy(images / "diagrams.py", tmp_path)
     subprocess.run([sys.executable, tmp_path / "diagrams.py"], check=True)
-    for name in ("pack.svg", "run.svg"):
+    for name in ("pack.svg", "run.svg", "batches.svg", "tasks.svg"):
         assert (tmp_path / name).read_text("utf-8") == (images / name).read_text("utf-8")
 
 
