@@ -1,0 +1,314 @@
+"""Make the pictures of the documentation that show a terminal or a page, from real runs.
+
+    pip install playwright pillow    # and Chromium or Chrome
+    python docs/images/pictures.py WORK --model SmolLM2-135M-Instruct.Q4_1.gguf --banking banking77
+
+WORK is a folder for data and packs; packs that are there are used again. README.md, beside this
+file, says what each picture shows.
+"""
+
+import argparse
+import io
+import json
+import os
+import pty
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
+
+import terminal  # noqa: E402
+from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
+
+from benchmarks.plan_table import QWEN3_8B  # noqa: E402
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+COLUMNS = 96  # of the terminal
+SCHEMES = ("light", "dark")
+SCALE = 1.6  # pixels of a picture for each of the page
+COLOURS = 64  # of a picture
+PLANNED = "mlx-community/Qwen3-8B-4bit"
+QUESTION = "To do on Thursday: send the invoice, at 2:30 pm."
+INTENTS = (
+    "cancel transfer",
+    "card arrival",
+    "card delivery estimate",
+    "card swallowed",
+    "change pin",
+    "declined transfer",
+    "failed transfer",
+    "lost or stolen card",
+    "passcode forgotten",
+    "pending transfer",
+    "pin blocked",
+    "request refund",
+)
+# Options of `packs train` for the pack of this name; "reminders" is the run of the quick start.
+RUNS = {
+    "reminders": "--steps-per-report 5 --steps-per-eval 25",
+    "short": "--iters 40",
+    "intents": "--data intents --task classify --calibrate --batch-size 16 --iters 200 "
+    "--learning-rate 3e-3 --steps-per-report 10 --steps-per-eval 100 --test-batches -1",
+}
+
+
+def packs(*args: str) -> list[str]:
+    """Return a command line of `packs`, of this environment."""
+    return [sys.executable, "-m", "mlx_packs.cli.main", *args]
+
+
+# Data and packs
+
+
+def write_data(work: Path, banking: Path) -> None:
+    """Write the messages of `INTENTS` as chats to tickets/, and with labels to intents/."""
+    import gzip
+
+    for split in ("train", "valid", "test"):
+        with gzip.open(banking / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            chats = [json.loads(line) for line in lines]
+        chats = [chat for chat in chats if chat["messages"][-1]["content"] in INTENTS]
+        rows = [labelled(*(message["content"] for message in chat["messages"])) for chat in chats]
+
+        for name, examples in (("tickets", chats), ("intents", rows)):
+            (work / name).mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(example) + "\n" for example in examples)
+            (work / name / f"{split}.jsonl").write_text(lines, "utf-8")
+
+
+def labelled(question: str, intent: str) -> dict[str, str]:
+    """Return a row for a classifier."""
+    return {"text": question.partition(": ")[2], "label": intent}
+
+
+def write_headers(folder: Path, config: dict[str, Any]) -> None:
+    """Write a 4-bit checkpoint whose weights are a hole in the file: `packs plan` reads headers."""
+    from mlx_packs.memory.read import describe
+
+    config = config | {"quantization": {"group_size": 64, "bits": 4}}
+    header, end = {}, 0
+
+    for name, tensor in describe(str(folder), config).tensors.items():
+        *outer, width = tensor["shape"]
+        parts = {name: tensor}
+        if len(tensor["shape"]) == 2:
+            parts = {
+                name: {"dtype": "U32", "shape": [*outer, width // 8]},
+                name.replace(".weight", ".scales"): {
+                    "dtype": "BF16",
+                    "shape": [*outer, width // 64],
+                },
+                name.replace(".weight", ".biases"): {
+                    "dtype": "BF16",
+                    "shape": [*outer, width // 64],
+                },
+            }
+        for part, facts in parts.items():
+            count = 1
+            for size in facts["shape"]:
+                count *= size
+            start, end = end, end + count * {"U32": 4, "BF16": 2}[facts["dtype"]]
+            header[part] = facts | {"data_offsets": [start, end]}
+
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def train(work: Path) -> None:
+    """Train the packs that are not there."""
+    for name, options in RUNS.items():
+        if not (work / "packs" / name / "pack.json").exists():
+            out = ["--out", f"packs/{name}"]
+            subprocess.run(packs("train", *options.split(), *out), cwd=work, check=True)
+
+
+# Terminal
+
+
+def output(work: Path, args: list[str]) -> str:
+    """Return what a command prints on a terminal of `COLUMNS`."""
+    reader, writer = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    with subprocess.Popen(
+        packs(*args), cwd=work, env=environment, stdout=writer, stderr=subprocess.PIPE
+    ) as process:
+        os.close(writer)
+        parts = []
+        while chunk := _read(reader):
+            parts.append(chunk)
+        errors = process.stderr.read().decode() if process.stderr else ""
+    os.close(reader)
+
+    if process.returncode:
+        raise SystemExit(f"packs {' '.join(args)}: {errors}")
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # Linux reports the end of a terminal as an error
+        return b""
+
+
+def save_terminal(work: Path, name: str, command: str) -> None:
+    """Write NAME.svg: a command and its output."""
+    printed = output(work, command.split())
+    svg = terminal.picture(f"packs {command}", printed, COLUMNS)
+    (FOLDER / f"{name}.svg").write_text(svg, "utf-8")
+
+
+def data(work: Path) -> None:
+    """`packs data`: lengths, repeated tokens, and which tokens are trained on."""
+    save_terminal(work, "data", "data tickets --model SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def plan(work: Path) -> None:
+    """`packs plan` for an 8B model on a Mac with 16 GB."""
+    write_headers(work / PLANNED, QWEN3_8B)
+    save_terminal(work, "plan", f"plan --model {PLANNED} --memory 16GB --device gpu")
+
+
+def leaderboard(work: Path) -> None:
+    """`packs eval-batch` of two packs."""
+    compared = "--pack packs/reminders --pack packs/short"
+    save_terminal(work, "leaderboard", f"eval-batch {compared} --batch-size 1,8")
+
+
+# Pages
+
+
+def save_page(page: Page, name: str, **options: Any) -> None:
+    """Write NAME.png with few colours."""
+    from PIL import Image
+
+    shot = Image.open(io.BytesIO(page.screenshot(**options))).convert("RGB")
+    few = shot.quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    few.save(FOLDER / f"{name}.png", optimize=True)
+
+
+@contextmanager
+def pages(browser: Browser, width: int, height: int) -> Iterator[Iterator[tuple[str, Page]]]:
+    """Yield a page for each scheme, and close them."""
+    contexts = [
+        browser.new_context(
+            color_scheme=scheme,
+            device_scale_factor=SCALE,
+            viewport={"width": width, "height": height},
+        )
+        for scheme in SCHEMES
+    ]
+    yield ((scheme, each.new_page()) for scheme, each in zip(SCHEMES, contexts, strict=True))
+    for each in contexts:
+        each.close()
+
+
+def report(work: Path, browser: Browser) -> None:
+    """The top of the report page of the quick start."""
+    with pages(browser, 1000, 1500) as opened:
+        for scheme, page in opened:
+            page.goto((work / "packs/reminders-run/report.html").as_uri())
+            samples = page.locator("section", has=page.get_by_role("heading", name="Samples"))
+            box = samples.bounding_box()
+            clip = {"x": 0, "y": 0, "width": 1000, "height": box["y"] if box else 1500}
+            save_page(page, f"report-{scheme}", clip=clip, full_page=True)
+
+
+def confusion(work: Path, browser: Browser) -> None:
+    """The table of predicted labels on the report page of the classifier."""
+    with pages(browser, 1000, 800) as opened:
+        for scheme, page in opened:
+            page.goto((work / "packs/intents-run/report.html").as_uri())
+            heading = page.get_by_role("heading", name="Predicted labels")
+            box = page.locator("section", has=heading).bounding_box()
+            assert box, "the report has no table of predicted labels"
+            clip = {"x": 0, "y": box["y"] - 12, "width": 1000, "height": box["height"] + 24}
+            save_page(page, f"confusion-{scheme}", clip=clip, full_page=True)
+
+
+@contextmanager
+def server(work: Path) -> Iterator[str]:
+    """Serve the packs of reminders; yield the address."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    names = [f"--pack=packs/{name}" for name in ("short", "reminders")]
+    process = subprocess.Popen(packs("serve", *names, "--port", str(port)), cwd=work)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serving(work: Path, browser: Browser) -> None:
+    """The base and two packs, answering the same message."""
+    with server(work) as address, pages(browser, 1000, 900) as opened:
+        for scheme, page in opened:
+            page.goto(address)
+            page.get_by_role("button", name="Add column").click()
+            for number, name in enumerate(("base", "short", "reminders")):
+                page.locator(".model").nth(number).select_option(name)
+            page.locator("#max_tokens").fill("48")
+            page.get_by_label("Message to all columns").fill(QUESTION)
+            page.get_by_role("button", name="Send").click()
+            page.locator("#finished p").nth(2).wait_for(state="attached", timeout=300_000)
+            page.mouse.move(0, 0)
+            save_page(page, f"serving-{scheme}", full_page=True)
+
+
+TERMINALS = (data, plan, leaderboard)
+PAGES = (report, confusion, serving)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("work", type=Path, help="a folder for data and packs")
+    parser.add_argument("--model", type=Path, required=True, help="the GGUF of SmolLM2")
+    parser.add_argument("--banking", type=Path, required=True, help="a folder with banking77")
+    names = [draw.__name__ for draw in (*TERMINALS, *PAGES)]
+    parser.add_argument("--only", choices=names, nargs="+", default=names, help="pictures to make")
+    args = parser.parse_args()
+
+    work = args.work.resolve()
+    write_data(work, args.banking)
+    if not (work / args.model.name).exists():
+        (work / args.model.name).symlink_to(args.model.resolve())
+    train(work)
+
+    for show in TERMINALS:
+        if show.__name__ in args.only:
+            show(work)
+
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program)
+        for show in PAGES:
+            if show.__name__ in args.only:
+                show(work, browser)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
