@@ -207,9 +207,10 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def hanging(line: str, width: int) -> str:
-    """Wrap ``label   text`` with the text below itself; other lines stay as they are."""
-    has_label = line[:1].strip() and line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1]
-    if not has_label or cell_len(line) <= width:
+    """Wrap ``label   text``, or text that is indented as such, below itself; others stay."""
+    starts_text = line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1] != " "
+    has_place = line[:1].strip() or not line[:INDENT].strip()
+    if not starts_text or not has_place or cell_len(line) <= width:
         return line
 
     lines = wrapped(line[INDENT:], width - INDENT)

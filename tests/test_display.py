@@ -71,6 +71,7 @@ def test_only_lines_with_a_label_are_wrapped():
     for line in ("layer        |A|     |B|   |A-B|", "packs/notes  tiny  2.1  16"):
         assert hanging(line, 20) == line
     assert hanging("sample  one two three", 15) == "sample  one two\n        three"
+    assert hanging("        one two three", 15) == "        one two\n        three"
 
 
 def test_results_are_wrapped_on_a_terminal_alone(monkeypatch):

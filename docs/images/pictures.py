@@ -36,6 +36,7 @@ COLUMNS = 96  # of the terminal
 SCHEMES = ("light", "dark")
 SCALE = 1.6  # pixels of a picture for each of the page
 COLOURS = 64  # of a picture
+MODEL = "SmolLM2-135M.gguf"  # in the folder of the work
 PLANNED = "mlx-community/Qwen3-8B-4bit"
 QUESTION = "To do on Thursday: send the invoice, at 2:30 pm."
 INTENTS = (
@@ -173,7 +174,7 @@ def save_terminal(work: Path, name: str, command: str) -> None:
 
 def data(work: Path) -> None:
     """`packs data`: lengths, repeated tokens, and which tokens are trained on."""
-    save_terminal(work, "data", "data tickets --model SmolLM2-135M-Instruct.Q4_1.gguf")
+    save_terminal(work, "data", f"data tickets --model {MODEL}")
 
 
 def plan(work: Path) -> None:
@@ -293,8 +294,8 @@ def main() -> None:
 
     work = args.work.resolve()
     write_data(work, args.banking)
-    if not (work / args.model.name).exists():
-        (work / args.model.name).symlink_to(args.model.resolve())
+    if not (work / MODEL).exists():
+        (work / MODEL).symlink_to(args.model.resolve())
     train(work)
 
     for show in TERMINALS:
