@@ -97,6 +97,24 @@ def test_diagrams_are_those_of_their_script(tmp_path):
         assert (tmp_path / name).read_text("utf-8") == (images / name).read_text("utf-8")
 
 
+def test_pictures_are_listed_and_small():
+    images = ROOT / "docs" / "images"
+    sizes = {p.name: p.stat().st_size for p in images.iterdir() if p.suffix in (".svg", ".png")}
+    listed = re.findall(r"`([\w-]+\.(?:svg|png))`", (images / "README.md").read_text("utf-8"))
+    assert sorted(listed) == sorted(sizes)
+    assert max(sizes.values()) < 150_000 and sum(sizes.values()) < 2_000_000
+
+
+def test_pictures_of_pages_exist():
+    missing = []
+    for page in DOCUMENTS:
+        text = (ROOT / page).read_text("utf-8")
+        for path in re.findall(r'<(?:img|source) [^>]*?(?:src|srcset)="([^":]+)"', text):
+            if not (ROOT / page).parent.joinpath(path).exists():
+                missing.append((page, path))
+    assert not missing
+
+
 def few_batches(recipe: str) -> str:
     """A recipe in YAML with two batches for each phase."""
     return re.sub(r"\biters: \d+", "iters: 2", recipe)

@@ -38,6 +38,7 @@ SCALE = 1.6  # pixels of a picture for each of the page
 COLOURS = 64  # of a picture
 MODEL = "SmolLM2-135M.gguf"  # in the folder of the work
 PLANNED = "mlx-community/Qwen3-8B-4bit"
+SERVED = ("short", "reminders")
 QUESTION = "To do on Thursday: send the invoice, at 2:30 pm."
 INTENTS = (
     "cancel transfer",
@@ -217,11 +218,18 @@ def pages(browser: Browser, width: int, height: int) -> Iterator[Iterator[tuple[
         each.close()
 
 
+def report_of(work: Path, name: str) -> str:
+    """Return the address of the page of a run, which is written anew."""
+    file = work / f"{name}.html"
+    subprocess.run(packs("report", f"packs/{name}", "--out", file.name), cwd=work, check=True)
+    return file.as_uri()
+
+
 def report(work: Path, browser: Browser) -> None:
     """The top of the report page of the quick start."""
     with pages(browser, 1000, 1500) as opened:
         for scheme, page in opened:
-            page.goto((work / "packs/reminders-run/report.html").as_uri())
+            page.goto(report_of(work, "reminders"))
             samples = page.locator("section", has=page.get_by_role("heading", name="Samples"))
             box = samples.bounding_box()
             clip = {"x": 0, "y": 0, "width": 1000, "height": box["y"] if box else 1500}
@@ -232,7 +240,7 @@ def confusion(work: Path, browser: Browser) -> None:
     """The table of predicted labels on the report page of the classifier."""
     with pages(browser, 1000, 800) as opened:
         for scheme, page in opened:
-            page.goto((work / "packs/intents-run/report.html").as_uri())
+            page.goto(report_of(work, "intents"))
             heading = page.get_by_role("heading", name="Predicted labels")
             box = page.locator("section", has=heading).bounding_box()
             assert box, "the report has no table of predicted labels"
@@ -247,7 +255,7 @@ def server(work: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    names = [f"--pack=packs/{name}" for name in ("short", "reminders")]
+    names = [f"--pack=packs/{name}" for name in SERVED]
     process = subprocess.Popen(packs("serve", *names, "--port", str(port)), cwd=work)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -268,13 +276,14 @@ def serving(work: Path, browser: Browser) -> None:
     with server(work) as address, pages(browser, 1000, 900) as opened:
         for scheme, page in opened:
             page.goto(address)
-            page.get_by_role("button", name="Add column").click()
-            for number, name in enumerate(("base", "short", "reminders")):
+            for _ in SERVED[1:]:  # the page starts with two columns
+                page.get_by_role("button", name="Add column").click()
+            for number, name in enumerate(("base", *SERVED)):
                 page.locator(".model").nth(number).select_option(name)
             page.locator("#max_tokens").fill("48")
             page.get_by_label("Message to all columns").fill(QUESTION)
             page.get_by_role("button", name="Send").click()
-            page.locator("#finished p").nth(2).wait_for(state="attached", timeout=300_000)
+            page.locator("#finished p").nth(len(SERVED)).wait_for(state="attached", timeout=300_000)
             page.mouse.move(0, 0)
             save_page(page, f"serving-{scheme}", full_page=True)
 
