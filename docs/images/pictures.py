@@ -238,13 +238,13 @@ def report(work: Path, browser: Browser) -> None:
 
 def confusion(work: Path, browser: Browser) -> None:
     """The table of predicted labels on the report page of the classifier."""
-    with pages(browser, 1000, 800) as opened:
+    with pages(browser, 780, 800) as opened:
         for scheme, page in opened:
             page.goto(report_of(work, "intents"))
             heading = page.get_by_role("heading", name="Predicted labels")
             box = page.locator("section", has=heading).bounding_box()
             assert box, "the report has no table of predicted labels"
-            clip = {"x": 0, "y": box["y"] - 12, "width": 1000, "height": box["height"] + 24}
+            clip = {"x": 0, "y": box["y"] - 12, "width": 780, "height": box["height"] + 24}
             save_page(page, f"confusion-{scheme}", clip=clip, full_page=True)
 
 
