@@ -90,7 +90,7 @@ def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
     trainer = Trainer(slots)
     model = trainer.create(Adapters(4, 0))
     names = [name for name, _ in slots.base.model.named_modules()]
-    monkeypatch.setattr("mlx_packs.serving.train.passes.target_loss", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlx_packs.serving.train.passes.target_logprobs", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(trainer, model)
     assert [name for name, _ in slots.base.model.named_modules()] == names
