@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def answers(url: str) -> bool:
     """Whether a server answers there."""
     try:
         urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.URLError:
+    except OSError:  # no connection yet, or too slow an answer
         return False
     return True
 
