@@ -28,6 +28,8 @@ ELSEWHERE = re.compile(
     r"|--launch-agent|--runner ray"
     r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|bench-serve|chat|doctor|eval-tasks|learn|pull|push|serve)\b"
 )
+# Pages that name files of the repository.
+OF_MAINTAINERS = ("decisions", "kernels", "performance", "systems")
 QUICK = {
     "--iters": "2",
     "--batch-size": "2",
@@ -68,7 +70,7 @@ def test_commands_and_their_flags_exist():
 
 def test_files_that_a_document_names_exist():
     missing = []
-    for page in ("runbook.md", "docs/decisions.md", "docs/systems.md", "docs/performance.md"):
+    for page in ("runbook.md", *(f"docs/{name}.md" for name in OF_MAINTAINERS)):
         text = (ROOT / page).read_text(encoding="utf-8")
         for path in re.findall(r"(?<![\w./])(\.?(?:[\w-]+/)+[\w-]+\.py)\b", text):
             if not (ROOT / path).exists() and not (ROOT / "mlx_packs" / path).exists():
