@@ -16,7 +16,7 @@ from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.cli.recipe import RecipeFiles, recipe_of
-from tests.helpers import documents
+from tests.helpers import documents, nav_words
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
@@ -89,6 +89,13 @@ def test_own_variables_of_the_environment_are_documented():
 def test_python_page_has_every_public_name():
     text = (ROOT / "docs" / "python.md").read_text("utf-8")
     assert sorted(re.findall(r"^::: mlx_packs\.(\w+)", text, re.M)) == sorted(mlx_packs.__all__)
+
+
+def test_every_page_is_in_the_nav():
+    listed = [page for _, page in nav_words.pages()]
+    pages = {page for page in DOCUMENTS if page.startswith("docs/")}
+    assert len(listed) == len(set(listed)) and pages <= set(listed)
+    assert not [page for page in listed if not (ROOT / page).is_file()]
 
 
 def test_diagrams_are_those_of_their_script(tmp_path):
