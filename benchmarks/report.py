@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CHECKOUT = Path(__file__).parent.parent
-READMES = (
-    _CHECKOUT / "benchmarks" / "README.md",
-    _CHECKOUT / "docs" / "performance.md",
-)
+READMES = (_CHECKOUT / "benchmarks" / "README.md",)
 _MARKED = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end of measured -->)", re.DOTALL)
 
 

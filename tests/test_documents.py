@@ -16,7 +16,7 @@ from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.cli.recipe import RecipeFiles, recipe_of
-from tests.helpers import documents
+from tests.helpers import documents, nav_words
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
@@ -26,10 +26,12 @@ from tests.helpers.runs import LORA, TRAIN
 ELSEWHERE = re.compile(
     r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
     r"|--launch-agent|--runner ray"
-    r"|packs/(pairs|charts)\b|--hosts|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|bench-serve|chat|doctor|eval-tasks|learn|pull|push|serve)\b"
+    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|bench-serve|chat|doctor|eval-tasks|learn|pull|push|serve)\b"
 )
 # Its commands need a real model; tests/test_tutorial.py runs them.
 TUTORIAL = "docs/tutorial.md"
+# Pages that name files of the repository.
+OF_MAINTAINERS = ("decisions", "kernels", "performance", "systems")
 QUICK = {
     "--iters": "2",
     "--batch-size": "2",
@@ -70,7 +72,7 @@ def test_commands_and_their_flags_exist():
 
 def test_files_that_a_document_names_exist():
     missing = []
-    for page in ("runbook.md", "docs/decisions.md", "docs/systems.md", "docs/performance.md"):
+    for page in ("runbook.md", *(f"docs/{name}.md" for name in OF_MAINTAINERS)):
         text = (ROOT / page).read_text(encoding="utf-8")
         for path in re.findall(r"(?<![\w./])(\.?(?:[\w-]+/)+[\w-]+\.py)\b", text):
             if not (ROOT / path).exists() and not (ROOT / "mlx_packs" / path).exists():
@@ -89,6 +91,13 @@ def test_own_variables_of_the_environment_are_documented():
 def test_python_page_has_every_public_name():
     text = (ROOT / "docs" / "python.md").read_text("utf-8")
     assert sorted(re.findall(r"^::: mlx_packs\.(\w+)", text, re.M)) == sorted(mlx_packs.__all__)
+
+
+def test_every_page_is_in_the_nav():
+    listed = [page for _, page in nav_words.pages()]
+    pages = {page for page in DOCUMENTS if page.startswith("docs/")}
+    assert len(listed) == len(set(listed)) and pages <= set(listed)
+    assert not [page for page in listed if not (ROOT / page).is_file()]
 
 
 def test_diagrams_are_those_of_their_script(tmp_path):

@@ -44,13 +44,13 @@ def test_readme_has_the_commands_in_their_groups():
     assert rows == {group: list(names) for group, names in COMMANDS.items() if group != "Shell"}
 
 
-def test_readme_and_index_list_the_extras_that_users_install():
+def test_readme_lists_the_extras_that_users_install():
     section = text("pyproject.toml").split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^([a-z-]+) = \[", section, re.M))
     assert len(extras) > 5
-    for page in ("README.md", "docs/index.md"):
-        missing = extras - {"test", "interop", "dev"} - set(re.findall(r"`([a-z-]+)`", text(page)))
-        assert not missing, page
+    assert (
+        not extras - {"test", "interop", "dev"} - set(re.findall(r"`([a-z-]+)`", text("README.md")))
+    )
 
 
 def test_readme_counts_the_architectures():
@@ -59,14 +59,12 @@ def test_readme_counts_the_architectures():
     assert f"| {counts} of mlx-lm's {total} |" in text("README.md")
 
 
-def test_readme_and_index_show_the_same_run():
-    """Both show lines of one run of `packs train`."""
-    for start in ("done ", "exact ", "before ", "after "):
-        lines = {
-            re.search(rf"^{start}.*$", text(page), re.M).group(0)
-            for page in ("README.md", "docs/index.md")
-        }
-        assert len(lines) == 1, start
+def test_the_first_page_shows_sections_that_the_readme_has():
+    """The quick start is written once, in the README (docs/hooks/readme.py)."""
+    shown = re.findall(r"^<!-- generated: README, (.+) -->$", text("docs/index.md"), re.M)
+    assert len(shown) == 5 and shown[0] == "Quick start"
+    assert not [heading for heading in shown if f"\n## {heading}\n" not in text("README.md")]
+    assert "\nexact  " in text("README.md")  # lines of a run
 
 
 def test_readme_says_what_fits_as_the_plan_does():

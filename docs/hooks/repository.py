@@ -23,7 +23,6 @@ PAGES = (
     "examples/README.md",
     "examples/coming_from_mlx_lm.md",
     "examples/embedding.md",
-    "examples/qlora.md",
     "kernels/README.md",
     "runbook.md",
 )

@@ -32,7 +32,7 @@ _WIDTH = 80
 
 
 def to_record(result: BenchResult) -> dict:
-    """Return the result as JSON; docs/performance.md describes every key."""
+    """Return the result as JSON; benchmarks/README.md describes every key."""
     settings = result.settings
     half = None
     if not runtime.on_cpu():  # which emulates half precision

@@ -28,7 +28,7 @@ MIN_ROUNDS = 3
 _TURN_S = 0.5  # of a turn, where a step is shorter
 _SEED = 0
 # What mlx-lm's step takes beside the weights, times ours, by policy of recomputation: captured
-# graphs of Qwen3 and Llama (docs/performance.md)
+# graphs of Qwen3 and Llama (benchmarks/README.md)
 _MORE_MEMORY = {"none": 2.0, "block": 4.0}
 _OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 

@@ -5,7 +5,7 @@
 
 `packs bench` fits factor and overhead to the steps that it measured on this device. Without it they
 are 1 and the launches of a block, for chips whose rates are known. The shares and counts below are
-those of captured graphs of Qwen3 and Llama (docs/performance.md); no Mac was timed for them.
+those of captured graphs of Qwen3 and Llama (benchmarks/README.md); no Mac was timed for them.
 """
 
 import math

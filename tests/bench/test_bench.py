@@ -35,7 +35,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.training import step
 from tests.helpers.checkpoints import write_checkpoint
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCUMENT = Path(__file__).parents[2] / "benchmarks" / "README.md"
 KERNEL = {
     **{"op": "nf4", "instance": "float32 small", "backend": "reference"},
     **{"max_error": 1e-7, "ok": True, "fault": None, "reference_us": 12.5},

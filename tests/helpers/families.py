@@ -488,6 +488,9 @@ def table() -> str:
             "",
             "<!-- made by `python -m tests.helpers.families > docs/families.md`; do not edit -->",
             "",
+            "Find the `model_type` of your model, which is in its `config.json`, in the table: it says "
+            "whether the model trains, and which layers get adapters.",
+            "",
             f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
             f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
             "tests/bases/test_families.py builds a small model of each and compares the loss and "
@@ -497,12 +500,12 @@ def table() -> str:
             "**per projection**: the family keeps its own blocks, with an adapter on each linear layer.",
             "- **adapters by default** are on these linear layers of every block. A layer that is "
             "narrower than the rank is left out, and a note says so.",
-            "- **MoE**: experts get adapters only where `--target-modules` names them, because each "
-            "expert would have its own: for 128 experts of 2048 x 768 at rank 16 that is 17 M "
-            "parameters per block. Routers and the indexers of sparse attention get none unless named.",
+            "- **MoE**: experts get adapters only if `--target-modules` names them, because each "
+            "expert would have its own: 17 M parameters per block for 128 experts of 2048 x 768 at "
+            "rank 16. Routers and the indexers of sparse attention get none unless named.",
             "- **In batches**, texts of these families differ from texts generated one at a time, so "
             f"`mlx_packs` generates them one at a time and says so: {', '.join(sorted(ONE_BY_ONE))}.",
-            "- **Gemma 3n, DeepSeek V4**: they compute other logits with a cache than without. Training uses none "
+            "- **Gemma 3n, DeepSeek V4** compute other logits with a cache than without. Training uses none "
             "and generation uses one; a run says so.",
             "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())

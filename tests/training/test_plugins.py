@@ -123,7 +123,7 @@ def test_the_example_trains_resumes_and_needs_its_package(
 
 
 def test_the_page_shows_the_example_as_it_is():
-    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     files = [f for f in (ROOT / "examples" / "task_plugin").rglob("*") if f.suffix in SHOWN]
     assert len(files) == 4
     for file in files:
