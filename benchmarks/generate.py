@@ -23,7 +23,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.nn.lora import factors_cast
 from mlx_packs.packs.base import load_base
-from mlx_packs.packs.making import pack_of
+from mlx_packs.packs.making import attach_pack, pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         # mlx-lm keeps the checkpoint's dtype; on a CPU ours is float32, and so must the baseline be
         baseline.set_dtype(bases[next(iter(bases))].model.layers[0].input_layernorm.weight.dtype)
         for matmul_path, base in bases.items():
-            pack.attach(base, matmul_path=matmul_path)
+            attach_pack(base, pack, matmul_path)
             base.model.eval()
         mx.eval(baseline.parameters())
     first = next(iter(bases.values()))

@@ -1,6 +1,6 @@
 """Ten thousand steps, swaps and texts on the tiny base, and whether memory stays as it is.
 
-Each of the three runs in a process of its own: `train_pack` with its checkpoints, `swap_pack` among
+Each of the three runs in a process of its own: `train_pack` with its checkpoints, `Base.attach` among
 packs of two shapes (and no pack), `complete` with and without a pack. The slope is that of a straight
 line through the resident bytes after the first tenth; its noise is what the samples around that line
 make of it, corrected for how alike neighbours are. Memory alone is looked at, so that a busy machine
@@ -108,7 +108,10 @@ def swaps(count: int, every: int) -> list[Line]:
     token = mx.array([[1]])
 
     def swap(i: int) -> None:
-        base.swap_pack((*packs, None)[i % 4])
+        if i % 4 == 3:
+            base.detach()
+        else:
+            base.attach(packs[i % 4])
         mx.eval(base.model(token))
 
     return _repeated(count, every, swap)
@@ -121,7 +124,10 @@ def texts(count: int, every: int) -> list[Line]:
     prompts = [base.tokenizer.encode(text) for text in ("The", "A list is", "She said that he")]
 
     def generate(i: int) -> None:
-        base.swap_pack(pack if i % 100 < 50 else None)
+        if i % 100 < 50:
+            base.attach(pack)
+        else:
+            base.detach()
         complete(base, prompts[i % len(prompts)], 4)
 
     return _repeated(count, every, generate)

@@ -1,4 +1,4 @@
-"""Swapping packs: `swap_pack` against loading again with mlx-lm.
+"""Swapping packs: `Base.attach` against loading again with mlx-lm.
 
 Packs are opened beforehand, as in a server; loading reads base and adapter from disk.
 
@@ -25,6 +25,7 @@ from . import history, report
 from .history import Environment, Record, percentiles, record
 
 BASELINE = "mlx_lm.load with the adapter"
+# as earlier records name them
 SAME, OTHER, ON_OFF = "swap_pack, same shape", "swap_pack, other shape", "applied, on and off"
 
 
@@ -62,11 +63,11 @@ def samples(base: Base, rank: int, rounds: int) -> dict[str, list[float]]:
         for turn in range(rounds):
             if turn % 20 == 0:
                 timed(BASELINE, lambda: mlx_lm.load(str(base.path), adapter_path=adapter))
-            base.swap_pack(one)
-            timed(SAME, lambda: base.swap_pack(two))
-            timed(OTHER, lambda: base.swap_pack(other))
-            timed(OTHER, lambda: base.swap_pack(one))
-            base.swap_pack(None)
+            base.attach(one)
+            timed(SAME, lambda: base.attach(two))
+            timed(OTHER, lambda: base.attach(other))
+            timed(OTHER, lambda: base.attach(one))
+            base.detach()
             timed(ON_OFF, lambda: on_and_off(two))
     return {name: values[min(2, len(values) - 1) :] for name, values in results.items()}
 

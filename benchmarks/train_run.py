@@ -65,7 +65,7 @@ def held_out_loss(options: argparse.Namespace) -> float:
     Weights are dense, which is the fastest."""
     base = load_base(TINY)
     if options.pack:
-        base.swap_pack(options.pack, "dense")
+        base.attach(options.pack, "dense")
     else:
         if options.adapters:
             linear_to_lora_layers(base.model, -1, MLX_LM_LAYERS)

@@ -216,7 +216,10 @@ class _ModelInUse:
         replace_modules(base.model, self._originals)
         self._originals = []
         try:
-            base.swap_pack(pack, self._matmul_path)
+            if pack is None:
+                base.detach()
+            else:
+                base.attach(pack, self._matmul_path)
         finally:
             if base.active is None:
                 self._originals = apply_matmul_path(base.model, self._matmul_path)

@@ -427,6 +427,7 @@ def _lines(report: dict) -> list[str]:
 def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     """Attach the pack, return how far outputs move, and check that detaching restores them."""
     from ..packs.base import load_base_for
+    from ..packs.making import attach_pack
     from ..runtime import mx
 
     base = load_base_for(pack, model, trust_remote_code)
@@ -434,7 +435,7 @@ def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     before = base.model(probe)
     mx.eval(before)
 
-    attached = pack.attach(base)
+    attached = attach_pack(base, pack)
     change = mx.abs(base.model(probe) - before).max().item()
     attached.detach()
 

@@ -31,7 +31,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.compatibility import check_generates
+from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import Pack, as_pack
 from ..packs.weighted_sum import check_distinct
 from .images import encode_shown
@@ -252,7 +252,7 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
     base.check_architecture("eval-batch", "decoder")
     for pack in packs:
         check_generates(pack)
-        pack.check_base(base)
+        check_base(pack, base)
 
 
 def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
@@ -304,13 +304,13 @@ def _score_all(
     attached = None
     try:
         for pack in packs:
-            base.swap_pack(pack, matmul_path)
+            base.attach(pack, matmul_path)
             if base.active.attached is not attached:
                 attached = base.active.attached
                 scorer = Scorer(base.model, split_head(base.model))
             scores.append(scorer.examples(batches, advance))
     finally:
-        base.swap_pack(None)
+        base.detach()
     return scores
 
 

@@ -23,7 +23,7 @@ from ..errors import PackError
 from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.compatibility import check_generates
+from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import Pack, as_pack
 from .perplexity import Scorer
 
@@ -75,7 +75,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     if pack is not None:
         opened = as_pack(pack)
         check_generates(opened)
-        opened.check_base(base)
+        check_base(opened, base)
 
     options = {
         "tasks": list(tasks),

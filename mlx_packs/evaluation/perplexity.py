@@ -175,7 +175,7 @@ class Scorer:
     """Scores batches with the model as it is; one trace for each shape of batch.
 
     Adapters, and trainable base weights, are inputs of the traces: packs that are swapped in place
-    (`Base.swap_pack`) are scored by the traces of the first.
+    (`Base.attach`) are scored by the traces of the first.
 
     Args:
         model: the base model, with or without adapters.

@@ -32,6 +32,7 @@ from ..reading import read_json
 from ..runtime import mx
 from .compatibility import (
     check_activates,
+    check_base,
     check_checkpoint,
     check_generates,
     check_use,
@@ -77,7 +78,9 @@ class Base(BaseModel):
     """
 
     active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
-    suspended: "list[Attached]" = field(default_factory=list, init=False, repr=False, compare=False)
+    _suspended: "list[Attached]" = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class Base(BaseModel):
             PackError: If the pack does not fit this base model.
         """
         before = self.active
-        self.swap_pack(pack, matmul_path)
+        self.attach(pack, matmul_path)
         try:
             yield self
         finally:
@@ -263,7 +266,7 @@ class Base(BaseModel):
         """
         self.check_architecture("rewards", "decoder")
         before = self.active
-        self.swap_pack(None)
+        self.detach()
         try:
             return load("packs.rewards:rewards")(
                 self, completions, as_pack(pack), batch_size, matmul_path
@@ -294,7 +297,7 @@ class Base(BaseModel):
         """
         self.check_architecture("classify", "decoder")
         before = self.active
-        self.swap_pack(None)
+        self.detach()
         try:
             return load("packs.classify:classify")(
                 self, texts, as_pack(pack), batch_size, matmul_path
@@ -334,7 +337,10 @@ class Base(BaseModel):
     def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
         """Attach a pack until `detach`, in place of the active one, and return the base model.
 
-        `applied` does the same for a ``with`` block.
+        `applied` does the same for a ``with`` block. A pack with the same targets, ranks and scales
+        as the active one is loaded into the installed adapters, and compiled graphs stay valid. For
+        any other pack, the adapted modules are swapped. The weights of the base model are never
+        changed.
 
         Args:
             pack: A pack, its folder, or several packs with weights, as in `applied`.
@@ -343,71 +349,27 @@ class Base(BaseModel):
         Raises:
             PackError: If the pack does not fit or is a reward model; the active pack then stays.
         """
-        self.swap_pack(pack, matmul_path)
-        return self
-
-    def detach(self) -> None:
-        """Remove the active pack, if there is one; the base model is bit-identical to before."""
-        self.swap_pack(None)
-
-    def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
-        """Replace the active pack by another one; None removes it.
-
-        A pack with the same targets, ranks and scales is loaded into the installed adapters, and
-        compiled graphs stay valid. For any other pack, the adapted modules are swapped. The weights
-        of the base model are never changed.
-
-        Args:
-            pack: The new pack, as in `applied`.
-            matmul_path: How frozen weights are used: ``"quantized"``, ``"transient"`` or
-                ``"dense"``.
-
-        Raises:
-            PackError: If the pack does not fit or is a reward model; the active pack then stays.
-        """
-        if pack is None:
-            self._deactivate()
-            return
-
         before = self.active
         after = as_pack(pack)
         check_activates(after)
-        after.check_base(self)
+        check_base(after, self)
         tensors = after.load_tensors()
         if before and before.matmul_path == matmul_path and _fits(before.attached, after):
             before.attached.load(tensors, after.name)
             self.active = ActivePack(after, before.attached, matmul_path)
-            return
+            return self
 
-        self._deactivate()
+        self.detach()
         try:
             self._activate(after, matmul_path)
         except BaseException:
             if before:
                 self._activate(before.pack, before.matmul_path)
             raise
+        return self
 
-    def _swap_back(self, before: ActivePack | None) -> None:
-        """Restore the pack that was active before, if there was one."""
-        if before is None:
-            self.swap_pack(None)
-        else:
-            self.swap_pack(before.pack, before.matmul_path)
-
-    def _activate(self, pack: Pack, matmul_path: str) -> None:
-        attached = next((other for other in self.suspended if _fits(other, pack)), None)
-        if attached is None or not MATMUL_PATHS[matmul_path].in_place:
-            attached = pack.attach(self, matmul_path)
-            modules = attached.installed_modules()
-            mx.eval([module.parameters() for _, module in modules])  # DoRA's norms
-        else:
-            attached.resume(pack.load_tensors(), pack.name)
-            self.suspended.remove(attached)
-
-        self.active = ActivePack(pack, attached, matmul_path)
-
-    def _deactivate(self) -> None:
-        """Put the base's own modules back; keep those for adapters, if nothing was copied."""
+    def detach(self) -> None:
+        """Remove the active pack, if there is one; the base model is bit-identical to before."""
         active = self.active
         self.active = None
         if active is None:
@@ -419,8 +381,28 @@ class Base(BaseModel):
             attached.detach()
             return
 
+        # the modules are kept for adapters of the same kind
         attached.suspend()
-        self.suspended = [attached, *self.suspended[: _SUSPENDED - 1]]
+        self._suspended = [attached, *self._suspended[: _SUSPENDED - 1]]
+
+    def _swap_back(self, before: ActivePack | None) -> None:
+        """Restore the pack that was active before, if there was one."""
+        if before is None:
+            self.detach()
+        else:
+            self.attach(before.pack, before.matmul_path)
+
+    def _activate(self, pack: Pack, matmul_path: str) -> None:
+        attached = next((other for other in self._suspended if _fits(other, pack)), None)
+        if attached is None or not MATMUL_PATHS[matmul_path].in_place:
+            attached = load("packs.making:attach_pack")(self, pack, matmul_path)
+            modules = attached.installed_modules()
+            mx.eval([module.parameters() for _, module in modules])  # DoRA's norms
+        else:
+            attached.resume(pack.load_tensors(), pack.name)
+            self._suspended.remove(attached)
+
+        self.active = ActivePack(pack, attached, matmul_path)
 
 
 def _fits(attached: "Attached", pack: Pack) -> bool:

@@ -29,6 +29,7 @@ from ..objectives.causal_lm import split_head
 from ..objectives.classification import LabelNames, ScoreHead
 from ..objectives.reward_model import hidden_states
 from .compatibility import unsuited
+from .making import attach_pack
 from .pack import Pack
 
 Input = str | Sequence[Mapping] | Mapping  # a text, messages, or a row with either
@@ -199,7 +200,7 @@ def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Modul
     PackError if the pack is no classifier, or does not fit.
     """
     check_classifier(pack)
-    adapters = pack.attach(base, matmul_path)
+    adapters = attach_pack(base, pack, matmul_path)
     try:
         yield adapters.score
     finally:

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..adapters.spec import Specs, check_shapes
 from ..errors import PackError
@@ -34,10 +34,6 @@ from .manifest import (
     replaced_of,
     specs_of,
 )
-
-if TYPE_CHECKING:
-    from ..adapters.lora import Attached
-    from ..bases.model import BaseModel
 
 LITE_MB = 10
 
@@ -251,25 +247,6 @@ class Pack:
         """Add facts to the manifest of a saved pack; its other files are unchanged."""
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, manifest_text(self.manifest))
-
-    def check_base(self, base: "BaseModel") -> None:
-        """Check that a base model is the one that the pack was trained on.
-
-        Raises:
-            PackError: If its model type, fingerprint, quantization or pooling differs.
-        """
-        _later("compatibility:check_base")(self, base)
-
-    def attach(self, base: "BaseModel", matmul_path: str = "quantized") -> "Attached":
-        """Check a base model, attach the pack to it, and return the attached adapters.
-
-        `Base.applied` and `Base.swap_pack` do this and also detach the pack again. The head of a
-        reward model is ``score`` of the attached adapters; the base itself has none.
-
-        Raises:
-            PackError: If the pack does not fit the base model.
-        """
-        return _later("making:attach_pack")(base, self, matmul_path)
 
 
 OnePack = str | Path | Pack

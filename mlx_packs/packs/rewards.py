@@ -17,6 +17,7 @@ from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
 from .compatibility import unsuited
+from .making import attach_pack
 from .pack import Pack
 
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
@@ -65,7 +66,7 @@ def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iter
     if not pack.is_reward_model:
         raise unsuited(pack, "reward")
 
-    attached = pack.attach(base, matmul_path)
+    attached = attach_pack(base, pack, matmul_path)
     try:
         yield attached
     finally:

@@ -15,7 +15,7 @@ from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
 from ..nn.served_lora import Factors, Selection, ServedLoRA
 from ..nn.surgery import replace_modules
-from ..packs.compatibility import check_activates
+from ..packs.compatibility import check_activates, check_base
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -63,7 +63,7 @@ class PackSlots:
 
         A PackError if the pack is of another base, or has adapters that cannot share a batch.
         """
-        pack.check_base(self.base)
+        check_base(pack, self.base)
         if not pack.is_classifier:
             check_activates(pack)
         if reason := _unservable(pack):

@@ -19,6 +19,7 @@ from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base_for
+from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense, write_files, write_quantized
 from tests.helpers.errors import check, raises
@@ -82,7 +83,7 @@ def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_pat
     assert asked.quantization == base.quantization
 
     pack = random_pack(base).save(tmp_path / "p")
-    pack.attach(load_base_for(pack, folder)).detach()
+    attach_pack(load_base_for(pack, folder), pack).detach()
 
 
 def test_modules_are_left_dense_by_name(dense, tmp_path):
@@ -169,10 +170,10 @@ def test_a_pack_on_nf4_loads_its_base_as_it_was(dense, stored, tmp_path):
 
     again = load_base_for(pack, dense)
     assert not again.model.layers[0].self_attn.q_proj.double_quant
-    pack.attach(again).detach()
+    attach_pack(again, pack).detach()
 
     with raises("mismatch", None, "nf4 4-bit g64,", "nf4 4-bit g64 double-quantized"):
-        pack.attach(load_base(dense, "nf4"))
+        attach_pack(load_base(dense, "nf4"), pack)
     with raises("mismatch", None, str(stored)):
         load_base_for(pack, stored)
 

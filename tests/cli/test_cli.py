@@ -20,6 +20,7 @@ from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
 from mlx_packs.ops.profile import profile
+from mlx_packs.packs.making import attach_pack
 from mlx_packs.reading import sealed
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
@@ -271,7 +272,7 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
     probe = mx.random.randint(0, 4000, (1, 12))
     plain = base.model(probe)
 
-    attached = Pack.open(answers / "pack").attach(base)
+    attached = attach_pack(base, Pack.open(answers / "pack"))
     with_pack = base.model(probe)
     merged = merged_weights(attached)
     attached.detach()

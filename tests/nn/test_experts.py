@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.surgery import replace_modules
-from mlx_packs.packs.making import pack_of
+from mlx_packs.packs.making import attach_pack, pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
@@ -108,7 +108,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
 
     pack = Pack.open(tmp_path / "pack")
     assert pack.specs == attached.specs and pack.specs[path].experts == experts
-    again = pack.attach(base)
+    again = attach_pack(base, pack)
     assert mx.array_equal(base.model(TOKENS[:, :tokens]), expected).item()
     again.detach()
 

@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.packs.adapter_config import adapter_config_of
-from mlx_packs.packs.making import pack_of
+from mlx_packs.packs.making import attach_pack, pack_of
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import read_header
@@ -45,7 +45,7 @@ def test_stock_readers_open_a_default_pack(family, tmp_path):
     base = family_base(family)
     plain = logits(base.model)
     pack = saved(base, tmp_path / "pack")
-    attached = pack.attach(base)
+    attached = attach_pack(base, pack)
     expected = logits(base.model)
     attached.detach()
     assert np.abs(expected - plain).max() > 1e-3
@@ -72,7 +72,7 @@ def test_irregular_targets_open_too(tmp_path):
     base = family_base("qwen3")
     targets = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
     pack = saved(base, tmp_path / "p", target_modules=targets)
-    attached = pack.attach(base)
+    attached = attach_pack(base, pack)
     expected = logits(base.model)
     attached.detach()
     for load in (

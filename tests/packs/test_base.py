@@ -13,6 +13,7 @@ from mlx_packs.evaluation import perplexity
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.dora import DoRALinear
 from mlx_packs.packs.base import Base
+from mlx_packs.packs.making import attach_pack
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -93,46 +94,46 @@ def test_applied_restores_after_an_error_inside(base, packs):
     assert same(probe_logits(base), plain) and base.active is None
 
 
-def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(base, packs):
+def test_attaching_by_turns_equals_a_fresh_attach_and_touches_no_weight(base, packs):
     def objects() -> list:
         arrays = tree_flatten(base.model.parameters())
         return [(name, id(each)) for name, each in (*arrays, *base.model.named_modules())]
 
     before = objects()
     for name in "abcacb":
-        base.swap_pack(packs[name])
+        base.attach(packs[name])
         swapped = probe_logits(base)
-        base.swap_pack(None)
-        attached = packs[name].attach(base)
+        base.detach()
+        attached = attach_pack(base, packs[name])
         assert same(swapped, probe_logits(base))
         attached.detach()
     assert objects() == before
 
 
-def test_swap_pack_of_one_shape_replaces_arrays_alone(base, packs):
-    base.swap_pack(packs["a"])
+def test_a_pack_of_one_shape_replaces_only_arrays(base, packs):
+    base.attach(packs["a"])
     first = base.active.attached
-    base.swap_pack(packs["b"])
+    base.attach(packs["b"])
     assert base.active.attached is first
-    base.swap_pack(packs["c"])
+    base.attach(packs["c"])
     assert base.active.attached is not first
-    base.swap_pack(packs["a"])
+    base.attach(packs["a"])
     assert base.active.attached is first
-    base.swap_pack(None)
+    base.detach()
 
 
-def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(base, packs):
+def test_attach_rejects_another_base_and_keeps_the_active_pack(base, packs):
     stranger = random_pack(Base(**{**vars_of(base), "fingerprint": "f" * 64}), 3)
     with base.applied(packs["a"]):
         active = probe_logits(base)
         with raises("mismatch", None, "qwen3 (fingerprint ffffffffffff)", "is another base"):
-            base.swap_pack(stranger)
+            base.attach(stranger)
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
         with raises("mismatch", None, "missing"):
-            base.swap_pack(wrong)
+            base.attach(wrong)
         assert same(probe_logits(base), active)
         with raises("conflict", None, base.name):
-            packs["b"].attach(base)
+            attach_pack(base, packs["b"])
 
 
 def vars_of(base) -> dict:
@@ -154,11 +155,11 @@ def test_modules_removed_in_training_are_back_for_generation(base, packs):
 def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     def swap(count):
         for i in range(count):
-            base.swap_pack(packs["ab"[i % 2]])
+            base.attach(packs["ab"[i % 2]])
             if i % 10 == 0:
-                base.swap_pack(packs["c"])
+                base.attach(packs["c"])
                 mx.eval(base.model(mx.array(PROBE)))
-        base.swap_pack(None)
+        base.detach()
         mx.clear_cache()
         return mx.get_active_memory()
 
@@ -174,7 +175,7 @@ def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
             assert base.active.attached is first
             assert isinstance(base.model.layers[0].self_attn.k_proj, nn.Linear)
     assert same(probe_logits(base), plain)
-    assert all(attached is not first for attached in base.suspended)
+    assert all(attached is not first for attached in base._suspended)
 
 
 @pytest.mark.slow
@@ -187,14 +188,14 @@ def test_packs_of_one_shape_share_the_traces_that_score_them(monkeypatch):
     batches = evaluation_batches(Examples(examples_of(range(8, 12)), "text", "all"), 4, 64)
 
     def scores(scorer, pack):
-        base.swap_pack(pack)
+        base.attach(pack)
         return (scorer or Scorer(base.model, None)).examples(batches).nll
 
     mx.enable_compile()
     try:
         probe = mx.compile(lambda x: probed.append(1) or x + 1)
         mx.eval(probe(mx.ones(1)), probe(mx.ones(1)))
-        base.swap_pack(packs[0])
+        base.attach(packs[0])
         scorer = Scorer(base.model, None)
         shared = [scores(scorer, pack) for pack in packs]
         count = len(traced)
@@ -207,7 +208,7 @@ def test_packs_of_one_shape_share_the_traces_that_score_them(monkeypatch):
 
 def deltas(base, pack: Pack) -> dict[str, mx.array]:
     """What a pack adds to each weight."""
-    attached = pack.attach(base)
+    attached = attach_pack(base, pack)
     merged = merged_weights(attached)
     zero = {n: mx.zeros_like(t) for n, t in attached.tensors().items()}
     attached.load(zero, "zero")
@@ -290,7 +291,7 @@ def test_what_a_pack_brings_whole_goes_with_it(base, packs):
     for _ in range(2):
         with base.applied(whole):
             assert not mx.allclose(probe_logits(base), expected).item()
-            base.swap_pack(plain)
+            base.attach(plain)
             assert mx.array_equal(probe_logits(base), expected).item()
         with base.applied(plain):
             assert mx.array_equal(probe_logits(base), expected).item()
@@ -306,7 +307,7 @@ def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
         tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
 
     adapters = {**lora.manifest["adapters"], "modules": modules}
-    base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+    base.attach(Pack({**lora.manifest, "adapters": adapters}, tensors))
 
     try:
         result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
@@ -314,7 +315,7 @@ def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
         mx.eval(result)
         assert result and mx.get_active_memory() == before
     finally:
-        base.swap_pack(None)
+        base.detach()
 
 
 def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):

@@ -22,6 +22,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import format_perplexity, model_card
 from mlx_packs.packs.compatibility import check_fit, quantize_options
+from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import check, raises
@@ -81,16 +82,16 @@ def replace_adapters(pack: Path, change) -> None:
 def test_attach_refuses_the_base_in_another_quantization(quantized_folder):
     pack, base = Pack.open(quantized_folder / "p4"), quantized_folder / "base"
     with raises("mismatch", "quantize", "affine 4-bit g64", "is dense", "quantize='affine4'"):
-        pack.attach(load_base(base))
+        attach_pack(load_base(base), pack)
     with raises("mismatch", "quantize", "affine 4-bit g64", "is affine 8-bit g64"):
-        pack.attach(load_base(base, quantize="affine8"))
-    pack.attach(load_base(base, quantize="affine4")).detach()
+        attach_pack(load_base(base, quantize="affine8"), pack)
+    attach_pack(load_base(base, quantize="affine4"), pack).detach()
 
 
 def test_attach_refuses_a_quantized_base_for_a_pack_of_the_dense_one(quantized_folder, tmp_path):
     pack = random_pack(load_base(quantized_folder / "base")).save(tmp_path / "p")
     with raises("mismatch", "quantize", "as dense", "affine 4-bit"):
-        pack.attach(load_base(quantized_folder / "base", quantize="affine4"))
+        attach_pack(load_base(quantized_folder / "base", quantize="affine4"), pack)
 
 
 def test_commands_quantize_the_base_as_the_pack_was_trained(quantized_folder, here, run):
@@ -251,7 +252,7 @@ def test_attach_names_a_full_tensor_that_the_base_lacks(pack, shared_tiny):
     edit_manifest(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
     replace_adapters(pack, lambda t: t.update({"model.layers": mx.ones((1,))}))
     with raises("mismatch", None, "model"):
-        Pack.open(pack).attach(shared_tiny)
+        attach_pack(shared_tiny, Pack.open(pack))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.packs.card import card_command, model_card
 from mlx_packs.packs.compatibility import check_fit
+from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
 from mlx_packs.serving.slots import PackSlots
 from tests.helpers.checkpoints import write_checkpoint
@@ -69,7 +70,7 @@ def test_a_saved_pack_gives_the_same_scores(base, saved):
 
 def test_the_head_is_beside_the_base_and_goes_with_the_pack(base, saved):
     modules = dict(base.model.named_modules())
-    attached = saved.attach(base)
+    attached = attach_pack(base, saved)
     try:
         assert np.array_equal(attached.score.weight, saved.load_tensors()["score.weight"])
         assert "score" not in dict(base.model.named_modules())
@@ -90,7 +91,7 @@ def test_what_generates_text_refuses_a_reward_model(base, folder, saved, tmp_pat
     with raises("unsupported", None, str(saved.path)):
         base.generate("Say red.", saved)
     with raises("unsupported", None, str(saved.path)):
-        base.swap_pack([(saved, 0.5), (random_pack(base), 0.5)])
+        base.attach([(saved, 0.5), (random_pack(base), 0.5)])
     with raises("unsupported", None, str(saved.path)):
         merge_pack(saved, folder, tmp_path / "merged")
 
@@ -121,7 +122,7 @@ def test_completions_that_cannot_be_scored_are_one_line(base, saved, completions
 def test_a_head_of_another_width_does_not_fit(base, folder, tmp_path):
     pack = reward_pack(base, width=128)
     with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 64]"):
-        pack.attach(base)
+        attach_pack(base, pack)
     with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 64]"):
         check_fit(pack.save(tmp_path / "p"), str(folder))
     assert "score" not in dict(base.model.named_modules())

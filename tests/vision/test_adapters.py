@@ -213,7 +213,7 @@ def logits_of(base) -> np.ndarray:
 def logits_here(folder, pack=None) -> np.ndarray:
     base = load_base(folder)
     if pack is not None:
-        base.swap_pack(pack)
+        base.attach(pack)
     return logits_of(base)
 
 
