@@ -133,7 +133,9 @@ def ours(task: Task, head: str) -> Result:
     run = trained(task, base, data, train, f"classify-{head}")
 
     began = time.perf_counter()
-    report = evaluate(base, run.pack, str(data), batch_size=16, matmul_path="dense").to_json()
+    report = evaluate(
+        base, run.pack, str(data), batch_size=16, matmul_path="dense", progress=False
+    ).to_json()
     seconds = {"train_s": run.report["train_s"], "label_s": time.perf_counter() - began}
 
     result = {name: report[name] for name in METRICS}

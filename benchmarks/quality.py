@@ -72,7 +72,7 @@ def write_base(work: Path) -> Path:
             learning_rate=3e-4, val_batches=0, test_batches=4,
         )  # fmt: skip
         train_pack("tiny", PASSAGES, None, settings, work / "passages", overwrite=True)
-        merge_pack(work / "passages", "tiny", out, "none", "float32", max_drift=1.0)
+        merge_pack(work / "passages", "tiny", out, "none", "float32", max_drift=1.0, progress=False)
     return out
 
 
@@ -108,11 +108,18 @@ def measure(name: str, data: str, seed: int, work: Path) -> dict:
         return result
     merged = work / "merged" / out.name
     report_of_merge = merge_pack(
-        out, work / "base", merged, GRID, max_drift=100, data=place, overwrite=True
+        out,
+        work / "base",
+        merged,
+        GRID,
+        max_drift=100,
+        data=place,
+        overwrite=True,
+        progress=False,
     )
     base, limit = load_base(merged), report["answers"]["rows"]  # the first ones
-    scored = evaluate(base, None, place, max_seq_length=256).base
-    answers = evaluate(base, None, place, metric="exact", limit=limit).answers
+    scored = evaluate(base, None, place, max_seq_length=256, progress=False).base
+    answers = evaluate(base, None, place, metric="exact", limit=limit, progress=False).answers
     after = {"ppl": scored.ppl, "right": answers.before.share, "kl": report_of_merge["kl_mean"]}
     return result | {"merged": after}
 

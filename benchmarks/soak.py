@@ -97,7 +97,7 @@ def steps(count: int, every: int) -> list[Line]:
             test_batches=2,
         )
         lora = LoRAConfig(rank=4, num_layers=2)
-        train_pack(TINY, str(data), lora, train, Path(folder) / "p", display=display)
+        train_pack(TINY, str(data), lora, train, Path(folder) / "p", progress=display)
     return [(s.batch, s.rss_mb, s.active_mb + s.cache_mb) for s in display.samples]
 
 

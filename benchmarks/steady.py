@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> list[Record]:
                 test_batches=2,
             ),
             Path(folder) / "pack",
-            display=display,
+            progress=display,
         )
     samples = display.samples
     shape = f"{options.iters} batches of {options.batch_size} x {options.length}"

@@ -170,6 +170,13 @@ class Display:
             yield
 
 
+def display_of(progress: bool | Display) -> Display:
+    """Return what shows the progress of a call from Python, by its argument ``progress``."""
+    if isinstance(progress, Display):
+        return progress
+    return Display(NORMAL if progress else QUIET)
+
+
 def _is_recorded() -> bool:
     """Return whether output is recorded as it is written, so that no bar may move in it.
 

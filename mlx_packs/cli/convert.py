@@ -64,7 +64,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     from ..packs.pack import Pack
 
     model = options.base_of(model, Pack.open(pack))
-    report = merge_pack(pack, model, out, **settings, display=Display())
+    report = merge_pack(pack, model, out, **settings, progress=Display())
     requantize = settings["requantize"]
 
     lines = _fidelity_lines(report)
@@ -120,7 +120,7 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) 
     from ..convert.combine import combine_packs
 
     pairs = [_weighted(text) for text in weighted_packs]
-    report = combine_packs(pairs, out, method, **settings, display=Display())
+    report = combine_packs(pairs, out, method, **settings, progress=Display())
     lines = _fidelity_lines(report)
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")

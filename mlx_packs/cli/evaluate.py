@@ -83,7 +83,7 @@ def evaluate(
         opened,
         data,
         columns=columns_of(opened, data, **columns),
-        display=Display(),
+        progress=Display(),
         **settings,
     )
     print_report(report.to_json(), report.lines())
@@ -232,7 +232,7 @@ def eval_batch(
 
     with joined_ranks() as ranks:
         compared = evaluate_batch(
-            base, chosen, batch_sizes=batch_sizes, display=display, **settings
+            base, chosen, batch_sizes=batch_sizes, progress=display, **settings
         )
 
     if not ranks.is_first:

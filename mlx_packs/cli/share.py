@@ -35,7 +35,7 @@ def push(pack: str, repo: str, **settings) -> None:
     """
     from ..packs.share import push
 
-    report = push(pack, repo, display=Display(), **settings)
+    report = push(pack, repo, progress=Display(), **settings)
     name = report["repo"]
     if settings["revision"]:
         name += f"@{report['revision']}"
@@ -72,7 +72,7 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
         text = "applies to --out DIR only. The cache is always updated."
         raise PackError(f"--overwrite: {text}", "conflict")
 
-    pack = pull(repo, out, overwrite=overwrite, display=Display())
+    pack = pull(repo, out, overwrite=overwrite, progress=Display())
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
     lines = [
         f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",

@@ -20,7 +20,7 @@ from ..bases.families import check_architecture
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
-from ..display import QUIET, Display
+from ..display import Display, display_of
 from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..nn.frozen_weight import frozen_weight
@@ -118,7 +118,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     overwrite: bool = False,
     trust_remote_code: bool = False,
     columns: DataConfig | None = None,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> dict:
     """Combine several packs into one, and write it if it matches the deltas of the method.
 
@@ -140,7 +140,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         overwrite: Whether to replace a pack at ``out``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         columns: Names of the columns of ``data``.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Returns:
         The output of `packs combine --json`. If ``passed`` is false, nothing was written, and
@@ -160,7 +160,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     combination = _Combination(base, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
     columns = columns or columns_of(first, data)
-    meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
+    meter = FidelityMeter(base, first, columns, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())
     fidelity = meter.compare(dense, meter.with_pack(combined))
 

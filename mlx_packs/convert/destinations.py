@@ -61,7 +61,7 @@ class LMStudio:
         if pack.for_merge != "none":
             requantize = pack.for_merge
 
-        report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+        report = merge_pack(pack, start or base["id"], out, requantize=requantize, progress=False)
         notes = []
         if not report["passed"] and report["passes"] in report["tried"]:
             requantize = report["passes"]
@@ -69,7 +69,9 @@ class LMStudio:
                 f"merged with --requantize {requantize}: quantized as the base, it would lose too "
                 "much of the pack"
             )
-            report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+            report = merge_pack(
+                pack, start or base["id"], out, requantize=requantize, progress=False
+            )
 
         if not report["passed"]:
             tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())

@@ -18,7 +18,7 @@ from ..bases.write_plan import WritePlan
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
-from ..display import QUIET, Display
+from ..display import Display, display_of
 from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..late import load
@@ -48,7 +48,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     overwrite: bool = False,
     trust_remote_code: bool = False,
     columns: DataConfig | None = None,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> dict:
     """Merge a pack into its base model, and write the result if it matches the attached pack.
 
@@ -71,7 +71,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         overwrite: Whether to replace a folder that this function wrote.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         columns: Names of the columns of ``data``.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Returns:
         The output of `packs merge --json`. If ``passed`` is false, nothing was written, and
@@ -93,7 +93,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         rows=rows,
         max_shard_gb=max_shard_gb,
         trust_remote_code=trust_remote_code,
-        display=display or Display(QUIET),
+        display=display_of(progress),
     )
 
     _check(request)

@@ -355,9 +355,10 @@ def evaluate_classifier(
         tokens = batches[-1].inputs["tokens"].size
         path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
 
-    with attached(base, pack, path) as head:
+    bars = settings.display.task("score", len(batches), "batches")
+    with attached(base, pack, path) as head, bars as bar:
         classifier = objective_of(base, classes, settings.columns, head)
-        predictions = predict(classifier, batches, classes.problem)
+        predictions = predict(classifier, batches, classes.problem, bar.advance)
 
     predictions = predictions.at(classes.temperature)
     return ClassificationReport(

@@ -24,7 +24,7 @@ from ..data.encoding import EncodingOptions, Examples
 from ..data.in_memory import Data
 from ..data.packing import Packed, first_fit
 from ..data.shapes import padded_length, sequence_inputs
-from ..display import QUIET, Display
+from ..display import Display, display_of
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
 from ..memory.matmul_path import choose_matmul_path
@@ -117,7 +117,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     max_ppl_ratio: float | None = None,
     min_tps_ratio: float | None = None,
     max_pack_mb: float | None = None,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> list[Compared]:
     """Return figures of a base model and of packs on the same examples, at each batch size.
 
@@ -139,12 +139,12 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         max_ppl_ratio: Gate: the largest perplexity, as a multiple of the base model's.
         min_tps_ratio: Gate: the smallest decoding speed, as a multiple of the base model's.
         max_pack_mb: Gate: the largest size of a pack, in MB.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Raises:
         PackError: If examples cannot be used, a pack has another base model, or a size is invalid.
     """
-    display = display or Display(QUIET)
+    display = display_of(progress)
     limits = gate_limits(
         max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb
     )

@@ -209,13 +209,15 @@ class EmbeddingEvaluator:
         longest = min(settings.max_seq_length, embedder.vectors.longest)
         self._vectors = embedder.vectors
         self._batch_size = settings.batch_size
+        self._display = settings.display
 
         query_prompt = settings.trained.get("query_prompt") or ""
         self._pairs = encode_pairs(rows, embedder.tokenizer, longest, query_prompt=query_prompt)
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:
-        return score_pairs(self._vectors, self._pairs, self._batch_size)
+        with self._display.working("score", f"{len(self._pairs):,} rows"):
+            return score_pairs(self._vectors, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:
         return EmbeddingReport(len(self._pairs), self._pairs.format.name, base, pack)

@@ -8,6 +8,7 @@ from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data
+from ..display import Display, display_of
 from ..late import load
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.manifest import has_score_head, task_code
@@ -15,7 +16,6 @@ from ..packs.pack import Pack, as_pack
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
-    from ..display import Display
     from .classification import ClassificationReport
     from .embeddings import EmbeddingReport
     from .perplexity import EvalReport
@@ -62,7 +62,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     columns: DataConfig | None = None,
     metric: str | None = None,
     share_prefix: str = "auto",
-    display: "Display | None" = None,
+    progress: bool | Display = True,
 ) -> "EvalReport | EmbeddingReport | RewardReport | ClassificationReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
@@ -90,7 +90,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
             otherwise.
         share_prefix: Whether the common prefix of examples is computed once for each batch:
             ``"on"``, ``"off"``, or ``"auto"`` if it is exact and saves 15 % of the inputs.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Raises:
         PackError: If examples cannot be used, the pack has another base model, or a pack is active.
@@ -120,7 +120,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         matmul_path,
         metric,
         share_prefix,
-        display,
+        display_of(progress),
         trained,
     )
 

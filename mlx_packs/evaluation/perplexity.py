@@ -292,6 +292,7 @@ class PerplexityEvaluator:
         options = EncodingOptions(settings.loss_on, length, base.vocab_size)
         examples = encode_shown(rows, base, columns, options, settings.display)
         self._base = base
+        self._display = settings.display
         self._batches = batches_of(base, examples, settings)
 
         self._exam = None
@@ -310,10 +311,13 @@ class PerplexityEvaluator:
 
     def score(self) -> Evaluation:
         scorer = Scorer(self._base.model, split_head(self._base.model))
-        examples = scorer.examples(self._batches)
+        with self._display.task("score", len(self._batches), "batches") as bar:
+            examples = scorer.examples(self._batches, bar.advance)
+
         answers = None
         if self._exam:
-            answers = self._exam.answers()
+            with self._display.task("score", len(self._exam.questions), "answers") as bar:
+                answers = self._exam.answers(lambda begun: bar.advance(steps=begun))
         return Evaluation(examples, answers)
 
     def report(self, base: Evaluation, pack: Evaluation | None) -> EvalReport:

@@ -230,9 +230,11 @@ def evaluate_reward_model(
         tokens = batches[-1].inputs["tokens"].size
         path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
 
-    with attached_reward_model(base, pack, path) as attached:
+    bars = settings.display.task("score", len(batches), "batches")
+    with attached_reward_model(base, pack, path) as attached, bars as bar:
         states = hidden_states(base.model, base.name)
-        score = score_pairs(RewardModel(base.model, states, attached.score), batches)
+        model = RewardModel(base.model, states, attached.score)
+        score = score_pairs(model, batches, bar.advance)
 
     return RewardReport(
         score.rows,

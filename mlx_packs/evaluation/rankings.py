@@ -148,6 +148,7 @@ class RerankEvaluator:
         instruction = settings.trained.get("instruction") or INSTRUCTION
         prompt = RerankPrompt(base.tokenizer, instruction, settings.max_seq_length)
         self._base = base
+        self._display = settings.display
         self._documents = settings.batch_size * TASKS["rerank"].sequences
         self._rankings = encode_rankings(rows, prompt)
 
@@ -156,7 +157,8 @@ class RerankEvaluator:
         if (active := self._base.active) is not None:
             head = active.attached.score
         scorer = scorer_of(self._base, head)
-        return score_rankings(scorer, self._rankings, self._documents)
+        with self._display.working("score", f"{len(self._rankings):,} queries"):
+            return score_rankings(scorer, self._rankings, self._documents)
 
     def report(self, base: Any | None, pack: Any | None) -> RerankReport:
         base, base_se = base or (None, None)

@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
 from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
+from ..display import QUIET, Display
 from ..errors import PackError
 from ..packs.pack import Pack
-
-if TYPE_CHECKING:
-    from ..display import Display
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class EvalSettings:
     matmul_path: str = "auto"
     metric: str | None = None
     share_prefix: str = "auto"
-    display: "Display | None" = None
+    display: Display = field(default_factory=lambda: Display(QUIET))
     trained: Mapping = field(default_factory=dict)  # `objective` of the pack's manifest
 
 

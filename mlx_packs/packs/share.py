@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
-from ..display import QUIET, Display
+from ..display import Display, display_of
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write
 from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
@@ -38,7 +38,7 @@ def pull(
     out: str | Path | None = None,
     *,
     overwrite: bool = False,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> Pack:
     """Download a pack from the Hub atomically, and open it.
 
@@ -48,12 +48,12 @@ def pull(
         name: ``owner/name``, or ``owner/name@revision`` for a revision other than ``main``.
         out: Folder to write the pack to; by default the cache, where `Pack.open` looks up ``name``.
         overwrite: Whether to replace a pack at ``out``.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Raises:
         PackError: If the Hub cannot be reached, the pack is incomplete, or a hash differs.
     """
-    return Pack.open(fetch(name, out, overwrite, display or Display(QUIET)))
+    return Pack.open(fetch(name, out, overwrite, display_of(progress)))
 
 
 def push(
@@ -64,7 +64,7 @@ def push(
     revision: str | None = None,
     license: str | None = None,
     samples: bool = False,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> dict:
     """Check a pack and upload it to the Hub: manifest and listed files, in one commit.
 
@@ -81,7 +81,7 @@ def push(
         license: Identifier of the licence on the Hub (``apache-2.0``); by default the base model's,
             if the Hub has it.
         samples: Whether to upload the held-out examples and completions that the card shows.
-        display: Progress output; none by default.
+        progress: Whether to show the progress, as in `train_pack`.
 
     Returns:
         ``repo``, ``revision``, ``commit``, ``url``, ``files``, ``bytes`` and ``changed``.
@@ -91,7 +91,7 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    show = display or Display(QUIET)
+    show = display_of(progress)
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
     if opened.path is None:
         raise PackError(

@@ -25,7 +25,7 @@ from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.in_memory import Data
 from ..data.rows import Splits
-from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
+from ..display import VERBOSE, Display, display_of, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
@@ -85,8 +85,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     project_name: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
-    progress: bool = True,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> TrainRun:
     """Train a pack and save it.
 
@@ -114,7 +113,6 @@ def train_pack(  # noqa: PLR0913 (the public face)
         force: Whether to train even if the run is estimated not to fit into memory or on the disk.
         progress: Whether to show the progress on standard error, as bars in a terminal or a
             notebook.
-        display: An object that shows the progress in another way, in place of ``progress``.
 
     Returns:
         The pack, the run folder, the report and the loss curve.
@@ -133,8 +131,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         project_name=project_name,
         trust_remote_code=trust_remote_code,
     )
-    display = display or Display(NORMAL if progress else QUIET)
-    request = Request(recipe, base, display, force, tuple(callbacks), loss, reward)
+    request = Request(recipe, base, display_of(progress), force, tuple(callbacks), loss, reward)
     return train_request(request)
 
 

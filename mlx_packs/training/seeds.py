@@ -13,7 +13,7 @@ from ..config.recipe import RunOptions
 from ..config.schema import TrainConfig
 from ..config.together import SETTINGS, check_together
 from ..data.in_memory import Data
-from ..display import NORMAL, QUIET, Display
+from ..display import QUIET, Display, display_of
 from ..errors import PackError, reason_of
 from ..files import atomic_write, to_json
 from ..gates import failures
@@ -119,8 +119,7 @@ def train_seeds(  # noqa: PLR0913 (the public face)
     resume: bool = False,
     trust_remote_code: bool = False,
     force: bool = False,
-    progress: bool = True,
-    display: Display | None = None,
+    progress: bool | Display = True,
 ) -> SeedRuns:
     """Train packs with several seeds in one batch, and save each.
 
@@ -140,7 +139,6 @@ def train_seeds(  # noqa: PLR0913 (the public face)
         trust_remote_code: As of `train_pack`.
         force: As of `train_pack`.
         progress: As of `train_pack`; the progress is the first seed's.
-        display: As of `train_pack`.
 
     Returns:
         The packs with their runs and reports, and the mean and standard error of every number.
@@ -159,8 +157,7 @@ def train_seeds(  # noqa: PLR0913 (the public face)
         resume=resume,
         trust_remote_code=trust_remote_code,
     )
-    display = display or Display(NORMAL if progress else QUIET)
-    return train_with_seeds(Request(recipe, base, display, force))
+    return train_with_seeds(Request(recipe, base, display_of(progress), force))
 
 
 def train_with_seeds(request: Request) -> SeedRuns:

@@ -54,7 +54,7 @@ def test_the_plan_is_within_a_few_percent_of_the_files(changes, rows, encoder, t
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     display = Lines()
     train = replace(SETTINGS, **changes)
-    run = train_pack(base, data, LoRAConfig(), train, tmp_path / "p", display=display)
+    run = train_pack(base, data, LoRAConfig(), train, tmp_path / "p", progress=display)
     plan = run.report["plan_disk"]
 
     for folder in checkpoints(run.run):

@@ -67,7 +67,7 @@ def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task, loss):
         data = rated_data
     display = Lines()
     train = settings(task=task)
-    run = train_pack(small_base(), data, LORA, train, tmp_path / "p", display=display)
+    run = train_pack(small_base(), data, LORA, train, tmp_path / "p", progress=display)
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
 
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.05

@@ -20,7 +20,7 @@ from tests.helpers.runs import LORA, TRAIN, Lines
 WORDS = "one two six ten red sun".split()
 ROWS = [chat(f"Say {word}.", f"Yes, I say {word} to you.") for word in WORDS]
 TIMED = ("tokens_per_s", "computed_tokens_per_s", "peak_gb")
-OPTIONS = ("resume", "overwrite", "display", "callbacks", "loss", "report_to", "progress")
+OPTIONS = ("resume", "overwrite", "callbacks", "loss", "report_to", "progress")
 
 
 def untimed_metrics(run: Path) -> list[dict]:
@@ -85,7 +85,7 @@ def train(small, here) -> Callable[..., TrainRun]:
     def train(out="p", data="d", lora=LORA, **changes) -> TrainRun:
         display = Lines()
         train.lines = display.lines
-        options = {"display": display}
+        options = {"progress": display}
         options |= {name: changes.pop(name) for name in OPTIONS if name in changes}
         return train_pack(small, data, lora, replace(TRAIN, **changes), out, **options)
 

@@ -46,7 +46,7 @@ def resumed(small, trained_copy):
 
     def resume():
         display = Lines()
-        train_pack(small, "d", LORA, LONGER, "o", resume=True, display=display)
+        train_pack(small, "d", LORA, LONGER, "o", resume=True, progress=display)
         return [line for line in display.lines if line.startswith(("resume", "note"))]
 
     return resume

@@ -207,7 +207,7 @@ def small_rows(here: Path) -> Path:
 
 def trained(base, data, train=TRAIN, out="o", lora=LORA, **options):
     display = Lines()
-    result = train_pack(base, data, lora, train, out, display=display, **options)
+    result = train_pack(base, data, lora, train, out, progress=display, **options)
     return result, [line for line in display.lines if line.startswith("dtype ")]
 
 

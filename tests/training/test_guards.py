@@ -79,7 +79,7 @@ def test_a_folder_that_vanishes_is_written_again(train, whole, monkeypatch, at, 
 
     display = Lines()
     observe(monkeypatch, on_step=vanish)
-    run = train("packs/p", display=display, **SIX)
+    run = train("packs/p", progress=display, **SIX)
     assert any("was removed or moved" in line for line in display.lines)
     check_resumable(folder)
     lines = logged_metrics(folder)
@@ -242,7 +242,7 @@ def test_smaller_micro_batches_are_the_same_update(train, short_memory, settings
     whole = train("whole", **settings)
     short_memory += [NONE, LOW, NONE, LOW]
     display = Lines()
-    parts = train("parts", display=display, **settings)
+    parts = train("parts", progress=display, **settings)
     events = [line for line in parts.curve if "micro_batches" in line]
     assert [(event["batch"], event["micro_batches"]) for event in events] == [(2, 2), (4, 4)]
     assert sum("micro-batches" in line for line in display.lines) == 2

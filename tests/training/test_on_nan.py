@@ -155,7 +155,7 @@ def test_a_run_resumes_bit_identically_after_a_skip(train, monkeypatch, device, 
 def test_all_rows_of_a_batch_are_named(train, monkeypatch, settings):
     poisoned = poison(monkeypatch, BAD)
     display = Lines()
-    train(display=display, on_nan="skip", **{**ONE, **settings})
+    train(progress=display, on_nan="skip", **{**ONE, **settings})
     for record, examples in zip(records(), poisoned, strict=True):
         assert record["rows"] == [f"d/train.jsonl:{i + 1}" for i in examples]
     assert any(BAD_ROW in line for line in display.lines)

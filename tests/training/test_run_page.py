@@ -108,7 +108,7 @@ def train_four(small, trained, tmp_path, monkeypatch):
 
     def go() -> tuple[Path, list[str]]:
         display = Lines()
-        run = train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", display=display)
+        run = train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", progress=display)
         return run.run, display.lines
 
     return go

@@ -135,7 +135,7 @@ def test_an_interrupted_run_has_a_page_of_its_own(three, small, monkeypatch):
     display = Lines()
     observe(monkeypatch, on_step=interrupt)
     with pytest.raises(RunStopped):
-        train(small, "three", seeds=3, overwrite=True, display=display)
+        train(small, "three", seeds=3, overwrite=True, progress=display)
     assert not (three / "seeds.json").exists()
     assert display.lines[-1] == "page three/report.html"
     page = (three / "report.html").read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(here, small, monkeypatch):
 
     monkeypatch.setattr(training, "write_seeds_page", full)
     display = Lines()
-    runs = train(small, "out", display=display)
+    runs = train(small, "out", progress=display)
     (note,) = [line for line in display.lines if line.startswith("note") and "out/report" in line]
     assert "No space left" in note and Path("out/seeds.json").is_file()
     assert not [line for line in report_lines(runs) if line.startswith("page")]

@@ -34,9 +34,9 @@ def test_a_run_is_shown_in_one_line_and_its_report_begins_with_the_result(train)
 
 
 def test_a_run_from_python_shows_its_progress_unless_told_otherwise(train, capsys):
-    train("silent", display=None, progress=False)
+    train("silent", progress=False)
     assert capsys.readouterr() == ("", "")
-    train(display=None)
+    train(progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "plan " in shown.err and "data " in shown.err
 

@@ -203,7 +203,7 @@ def test_features_are_computed_by_the_first_run_only(folders, here):
     base = load_base(folders / "qwen3_vl")
     first = FirstStep(base)
     display = Lines()
-    run = train_pack(base, "d", lora, train, "o", callbacks=[first], display=display)
+    run = train_pack(base, "d", lora, train, "o", callbacks=[first], progress=display)
     assert (run.report["images"], first.is_open) == (computed, False)
     assert "images 7, 16 tokens each on average: 7 computed" in display.lines
 
@@ -216,7 +216,7 @@ def test_features_are_computed_by_the_first_run_only(folders, here):
         train_pack(base, "d", lora, train, "p", callbacks=[broken], progress=False)
 
     base = load_base(folders / "qwen3_vl")
-    run = train_pack(base, "d", lora, train, "p", resume=True, display=display)
+    run = train_pack(base, "d", lora, train, "p", resume=True, progress=display)
     assert run.report["images"] == recalled
     assert "images 7, 16 tokens each on average: 7 from earlier runs" in display.lines
 
@@ -225,13 +225,13 @@ def test_an_evaluation_shows_its_images_and_releases_the_tower(folders, here, ru
     write_image_rows(here / "d", valid=3)
     base = load_base(folders / "qwen3_vl")
     bars = Bars()
-    evaluate(base, None, "d/valid.jsonl", metric="exact", display=bars)
+    evaluate(base, None, "d/valid.jsonl", metric="exact", progress=bars)
     assert [(bar.done, bar.total) for bar in bars.encoding] == [(3, 3)]
     assert bars.texts[-1] == "examples, 3 images computed"
     assert base.tokenizer._images._tower is None
 
     lines = Lines()
-    evaluate_batch(base, [], "d/valid.jsonl", batch_sizes=[1], max_tokens=2, display=lines)
+    evaluate_batch(base, [], "d/valid.jsonl", batch_sizes=[1], max_tokens=2, progress=lines)
     assert "images 3, 16 tokens each on average: 3 from earlier runs" in lines.lines
     assert base.tokenizer._images._tower is None
 
@@ -296,7 +296,7 @@ def test_the_bar_counts_examples_and_computed_images(task, folders, here):
         options |= {"num_generations": 2, "max_completion_length": 4}
         reward = longest
     train_pack(
-        folders / "qwen3_vl", "d", {"rank": 2}, train | options, "o", display=bars, reward=reward
+        folders / "qwen3_vl", "d", {"rank": 2}, train | options, "o", progress=bars, reward=reward
     )
     steps = {"dpo": 12, "reward": 12}.get(task, 6)
     assert [(bar.done, bar.total) for bar in bars.encoding] == [(steps, steps)]
