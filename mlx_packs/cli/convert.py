@@ -110,7 +110,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
 @_fidelity
 @options.overwrite
 @options.execution
-def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) -> None:
+def combine(weighted_packs: tuple[str, ...], out: str, method: str, model: str, **settings) -> None:
     """Combine several packs of one base model into one.
 
     The weighted deltas are added up (linear). The sum can also be reduced to a rank (svd), after
@@ -120,7 +120,7 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) 
     from ..convert.combine import combine_packs
 
     pairs = [_weighted(text) for text in weighted_packs]
-    report = combine_packs(pairs, out, method, **settings, progress=Display())
+    report = combine_packs(pairs, out, method, **settings, base=model, progress=Display())
     lines = _fidelity_lines(report)
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")

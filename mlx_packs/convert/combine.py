@@ -17,7 +17,6 @@ from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.families import check_architecture
-from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
 from ..display import Display, display_of
@@ -25,7 +24,8 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
-from ..packs.base import load_base_for
+from ..packs.base import Base, check_no_pack, loaded_base
+from ..packs.compatibility import check_base
 from ..packs.folder import check_output
 from ..packs.making import untrained_pack
 from ..packs.pack import Pack
@@ -111,7 +111,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     rank: int | None = None,
     density: float | None = None,
     seed: int = 0,
-    model: str | Path = "tiny",
+    base: Base | str | Path | None = None,
     max_drift: float | None = None,
     data: str | Path = "tiny",
     rows: int = ROWS,
@@ -132,7 +132,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         rank: Rank of the result.
         density: Share of each delta that ``"ties"`` and ``"dare"`` keep; 0.5 by default.
         seed: Random seed of the weights that ``"dare"`` drops.
-        model: The base model of the packs.
+        base: Their base model, loaded or by its name; None is the one that the first names.
         max_drift: Maximum mean KL divergence of the pack from the deltas at full rank, in nats per
             token; None is as in `merge_pack`.
         data: Examples to compare on.
@@ -156,11 +156,11 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     opened = _open(packs)
 
     first = opened[0][0]
-    base = load_base_for(first, model, trust_remote_code)
-    combination = _Combination(base, opened, method, rank, density or 0.5, seed)
+    loaded = loaded_base(base, first, trust_remote_code)
+    combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
     columns = columns or columns_of(first, data)
-    meter = FidelityMeter(base, first, columns, rows, display_of(progress))
+    meter = FidelityMeter(loaded, first, columns, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())
     fidelity = meter.compare(dense, meter.with_pack(combined))
 
@@ -172,7 +172,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
 
     report = {
         "out": str(out),
-        "model": base_files.public_name(str(model)),
+        "model": base_files.public_name(loaded.name),
         **combination.facts,
         **asdict(fidelity),
         "max_drift": limit,
@@ -191,13 +191,15 @@ class _Combination:
 
     def __init__(
         self,
-        base: BaseModel,
+        base: Base,
         packs: Packs,
         method: str,
         rank: int | None,
         density: float,
         seed: int,
     ) -> None:
+        check_no_pack(base)
+        check_base(packs[0][0], base)
         self.base = base
         self.packs = packs
         self.deltas = _deltas(packs, method, density, seed)

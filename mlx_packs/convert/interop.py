@@ -16,6 +16,7 @@ from ..config.other_names import answers_other_names
 from ..data.labels import SINGLE, Classes
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
+from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.making import untrained_pack
 from ..packs.manifest import (
@@ -136,10 +137,11 @@ def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:
     return originals
 
 
+@answers_other_names
 def import_adapter(
     folder: str | Path,
     out: str | Path,
-    model: str | Path | None = None,
+    base: Base | str | Path | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     labels: Sequence[str] = (),
@@ -152,8 +154,9 @@ def import_adapter(
     Args:
         folder: Folder with ``adapter_config.json`` and safetensors files.
         out: Folder to write the pack to.
-        model: The base model of the adapter. None takes the one that its config names, if that is a
-            Hub id. A folder that `export_pack` wrote, and that is unchanged, needs none.
+        base: The base model of the adapter: a folder, a Hub id, or a loaded one. None takes the one
+            that its config names, if that is a Hub id. A folder that `export_pack` wrote, and that
+            is unchanged, needs none.
         overwrite: Whether to replace a pack at ``out``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         labels: Names of the labels of a classifier, in the order of its outputs. By default
@@ -172,6 +175,7 @@ def import_adapter(
     if (folder / MANIFEST).is_file():
         raise PackError(f"{folder}: is a pack already. There is nothing to import.", "conflict")
 
+    model = None if base is None else name_of(base)
     config = read_json(plain_file(folder, CONFIG))
     name = format_of(config, folder / CONFIG)
     form = FORMATS[name]
@@ -190,13 +194,13 @@ def import_adapter(
             check_checkpoint(pack, model)
             note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
     else:
-        base = _base_name(model, config, folder)
+        model = _base_name(model, config, folder)
         facts = {}
         if sidecar is not None:
             labels = labels or _names_of(sidecar["pack"].get("classifier"))
             facts = _reranker(sidecar["pack"].get("objective"))
-        pack = _converted(name, stored, base, trust_remote_code, labels, facts)
-        note = differing_texts(folder, resolve_checkpoint(base), public_name(str(base)))
+        pack = _converted(name, stored, model, trust_remote_code, labels, facts)
+        note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.tensors, deltas, file)

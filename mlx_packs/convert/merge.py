@@ -22,6 +22,7 @@ from ..display import Display, display_of
 from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..late import load
+from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.manifest import has_score_head, pack_facts, task_code
 from ..packs.pack import Pack
@@ -37,7 +38,7 @@ MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
 @answers_other_names
 def merge_pack(  # noqa: PLR0913 - a public facade
     pack: str | Path | Pack,
-    model: str | Path,
+    base: Base | str | Path,
     out: str | Path,
     requantize: str = "none",
     dtype: str = "auto",
@@ -54,7 +55,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
 
     Args:
         pack: A pack or its folder.
-        model: Its base model: a folder or a Hub id.
+        base: Its base model: a folder, a Hub id, or a loaded one, whose files are read again.
         out: Folder to write the merged model to.
         requantize: Format of the merged weights. ``"none"`` writes dense weights in the float dtype
             of the base model, and ``"same"`` quantizes as the base model is. ``"affine4"``,
@@ -85,7 +86,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
     request = MergeRequest(
         pack=pack,
-        model=model,
+        model=name_of(base),
         requantize=requantize,
         dtype=dtype,
         max_drift=max_drift,
@@ -97,7 +98,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     )
 
     _check(request)
-    source, _ = check_checkpoint(pack, model)
+    source, _ = check_checkpoint(pack, request.model)
     writer.output_folder(str(out), source, overwrite)
 
     outcome = _comparison(pack)(request)

@@ -30,7 +30,7 @@ from ..gates import Gates, evaluate_gates, failures, gate_limits
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
-from ..packs.base import Base, activated, check_no_pack
+from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import Pack, as_pack
 from ..packs.weighted_sum import check_distinct
@@ -102,7 +102,7 @@ class Compared:
 
 @answers_other_names
 def evaluate_batch(  # noqa: PLR0913 - a public facade
-    base: Base,
+    base: Base | str | Path,
     packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
     data: Data = "tiny",
     split: str = "test",
@@ -122,7 +122,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     """Return figures of a base model and of packs on the same examples, at each batch size.
 
     Args:
-        base: A loaded base model without an active pack.
+        base: A base model without an active pack: a loaded one, or a name as in `load_base`.
         packs: Packs or their folders; a mapping gives them names.
         data: Examples, as in `evaluate`.
         split: Split of a folder, as in `evaluate`.
@@ -151,13 +151,13 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     named = [(BASE, None), *named_packs(packs)]
     models = [pack for _, pack in named]
     _check_sizes(batch_sizes, limit, rounds, max_tokens)
+    first_pack = models[1] if models[1:] else None
+    base = loaded_base(base, first_pack)
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
-    first_pack = models[1] if models[1:] else None
     columns = columns or columns_of(first_pack, data)
-    loss_on = loss_on or _trained_loss_on(models[1:])
 
-    options = EncodingOptions(loss_on, length, base.vocab_size)
+    options = EncodingOptions(loss_on or _trained_loss_on(models[1:]), length, base.vocab_size)
     examples = encode_shown(evaluation_rows(columns, split, limit), base, columns, options, display)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
     evaluations = len(models) * len(batches)

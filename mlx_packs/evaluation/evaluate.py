@@ -10,7 +10,7 @@ from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..late import load
-from ..packs.base import Base, activated, check_no_pack
+from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack, as_pack
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
@@ -50,7 +50,7 @@ EVALUATORS: dict[str, str] = registered(
 
 @answers_other_names
 def evaluate(  # noqa: PLR0913 - a public facade
-    base: Base,
+    base: Base | str | Path,
     pack: str | Path | Pack | None = None,
     data: Data = "tiny",
     split: str = "test",
@@ -67,12 +67,11 @@ def evaluate(  # noqa: PLR0913 - a public facade
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. For embeddings the report has correlations, retrieval metrics or
-    triplet accuracy, depending on the columns of the examples. For a reward model it has preference
-    accuracy and reward margin with the pack; a base model without one has no score. For a
-    classifier it has accuracy, macro F1, log loss and calibration error with the pack.
+    triplet accuracy, depending on the columns. For a reward model it has preference accuracy and
+    reward margin, and for a classifier accuracy, macro F1, log loss and calibration error.
 
     Args:
-        base: A loaded base model without an active pack.
+        base: A base model without an active pack: a loaded one, or a name as in `load_base`.
         pack: A pack or its folder; None evaluates only the base model.
         data: A folder, a file, a Hugging Face dataset id, ``"tiny"``, or examples in memory.
         split: Split of a folder; if there is no ``"test"``, that is ``"valid"``.
@@ -95,16 +94,18 @@ def evaluate(  # noqa: PLR0913 - a public facade
     Raises:
         PackError: If examples cannot be used, the pack has another base model, or a pack is active.
     """
-    check_no_pack(base)
     check_limit(limit)
     TrainConfig(metric=metric, share_prefix=share_prefix)
+    if pack is not None:
+        pack = as_pack(pack)
+    base = loaded_base(base, pack)
+    check_no_pack(base)
 
     recipe = {}
     trained = {}
     evaluator = load(EVALUATORS[base.architecture])
     evaluate_pack = None
     if pack is not None:
-        pack = as_pack(pack)
         recipe = pack._part("recipe")
         trained = pack._part("objective")
         evaluator, evaluate_pack = _of_task(pack, evaluator)

@@ -17,12 +17,13 @@ import numpy as np
 
 from ..bases.files import text_config
 from ..bases.turns import render_conversation
+from ..config.other_names import answers_other_names
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
 from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
-from ..packs.base import Base, activated, check_no_pack
+from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import Pack, as_pack
 from .perplexity import Scorer
@@ -31,8 +32,9 @@ _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048
 
 
+@answers_other_names
 def evaluate_tasks(  # noqa: PLR0913 - a public facade
-    base: Base,
+    base: Base | str | Path,
     pack: Pack | str | Path | Mapping[str | Path, float] | None = None,
     tasks: Sequence[str] = (),
     num_fewshot: int | None = None,
@@ -45,7 +47,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     """Run tasks of lm-evaluation-harness without and with a pack.
 
     Args:
-        base: A loaded base model without an active pack.
+        base: A base model without an active pack: a loaded one, or a name as in `load_base`.
         pack: A pack, its folder, or several packs with weights; None evaluates only the base
             model.
         tasks: Names of the tasks.
@@ -63,17 +65,18 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         PackError: If lm_eval is not installed, a task is unknown, the pack does not fit, or a pack
             is active.
     """
-    check_no_pack(base)
-    base.check_architecture("eval-tasks", "decoder")
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")
+
+    opened = None if pack is None else as_pack(pack)
+    base = loaded_base(base, opened)
+    check_no_pack(base)
+    base.check_architecture("eval-tasks", "decoder")
     if chat and not base.tokenizer.has_chat_template:
         raise PackError(f"{base.name}: the tokenizer has no chat template.", "unsupported", "chat")
 
-    opened = None
-    if pack is not None:
-        opened = as_pack(pack)
+    if opened is not None:
         check_generates(opened)
         check_base(opened, base)
 

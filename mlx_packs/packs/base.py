@@ -500,6 +500,11 @@ def _bases_of_runs(pack: Pack) -> list[str]:
     return bases
 
 
+def name_of(base: Base | str | Path) -> str | Path:
+    """The name of a base, by which its files are found."""
+    return base.name if isinstance(base, Base) else base
+
+
 def load_base_for(
     pack: Pack | None, model: str | Path = TINY, trust_remote_code: bool = False
 ) -> Base:
@@ -511,6 +516,17 @@ def load_base_for(
     base = load_base(model, quantize, trust_remote_code, **quantize_options(pack))
     load("adapters.targets:open_projector")(base, pack.specs)  # before it encodes an image
     return base
+
+
+def loaded_base(
+    base: Base | str | Path | None, pack: Pack | None, trust_remote_code: bool = False
+) -> Base:
+    """A loaded base as it is, or by its name; None is the base that a pack was trained on."""
+    if isinstance(base, Base):
+        return base
+    if base is None:
+        base = find_base(pack)
+    return load_base_for(pack, base, trust_remote_code)
 
 
 def check_no_pack(base: Base) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .base import Base, find_base, load_base_for
-from .pack import Packs, as_pack
+from .base import Base, loaded_base
+from .pack import Pack, Packs, as_pack
 
 
 def generate(
@@ -72,12 +72,6 @@ def batch_generate(
     return loaded.generate_batch(prompts, pack, **options)
 
 
-def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Packs | None]:
-    if isinstance(base, Base):
-        return base, pack
-
-    if pack is not None:
-        pack = as_pack(pack)
-    if base is None:
-        base = find_base(pack)
-    return load_base_for(pack, base), pack
+def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Pack | None]:
+    opened = None if pack is None else as_pack(pack)
+    return loaded_base(base, opened), opened

@@ -15,7 +15,7 @@ import mlx_packs as mp
         ("train_pack", "num_train_epochs", "train=mp.TrainConfig(epochs=...)"),
         ("train_pack", "overwrit", "Did you mean 'overwrite'?"),
         ("evaluate_batch", "max_seq_length", "It is called 'sequence_length' here."),
-        ("combine_packs", "base", "It is called 'model' here."),
+        ("combine_packs", "model", "It is called 'base' here."),
         ("export_pack", "output_dir", "It is called 'out' here."),
     ],
 )

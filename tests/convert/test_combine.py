@@ -34,7 +34,7 @@ def delta(pack: Pack, path: str) -> np.ndarray:
 
 def test_linear_keeps_all_ranks_and_is_the_weighted_sum(two_packs, tmp_path):
     base, a, b = two_packs
-    report = combine_packs([(a, 0.7), (b, -0.3)], tmp_path / "c", model=base, **LOOSE)
+    report = combine_packs([(a, 0.7), (b, -0.3)], tmp_path / "c", base=base, **LOOSE)
 
     made_one = Pack.open(report["out"])
     for path, spec in made_one.specs.items():
@@ -53,22 +53,36 @@ def test_linear_keeps_all_ranks_and_is_the_weighted_sum(two_packs, tmp_path):
         assert np.abs(logits(loaded) - before).max() > 0.01
 
 
+def test_the_base_is_loaded_or_named_or_the_packs_own(two_packs, tmp_path, monkeypatch):
+    folder, a, b = two_packs
+    monkeypatch.chdir(folder.parent)  # where the packs find it by its name
+    weighted = [(a, 0.5), (b, 0.5)]
+    named = combine_packs(weighted, tmp_path / "named", base=folder, **LOOSE)
+    own = combine_packs(weighted, tmp_path / "own", **LOOSE)
+    loaded = load_base(folder)
+    of_loaded = combine_packs(weighted, tmp_path / "loaded", base=loaded, **LOOSE)
+    assert {**own, "out": ""} == {**of_loaded, "out": ""} == {**named, "out": ""}
+
+    with loaded.applied(a), raises("conflict", None, "active pack"):
+        combine_packs(weighted, tmp_path / "x", base=loaded, **LOOSE)
+
+
 def test_one_pack_is_not_taken_twice(two_packs, tmp_path):
     base, a, _ = two_packs
     with raises("conflict", None, str(a.path)):
-        combine_packs([(a, 0.5), (Pack.open(a.path), 0.2)], tmp_path / "c", model=base, **LOOSE)
+        combine_packs([(a, 0.5), (Pack.open(a.path), 0.2)], tmp_path / "c", base=base, **LOOSE)
 
 
 def test_svd_is_the_nearest_of_its_rank(two_packs, tmp_path):
     base, a, b = two_packs
-    report = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "c", "svd", 3, model=base, **LOOSE)
+    report = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "c", "svd", 3, base=base, **LOOSE)
     made_one = Pack.open(report["out"])
     path = "model.layers.0.self_attn.q_proj"
     whole = delta(a, path) + delta(b, path)
     u, s, vt = np.linalg.svd(whole)
     assert np.abs(delta(made_one, path) - (u[:, :3] * s[:3]) @ vt[:3]).max() < 1e-5
     assert {spec.rank for spec in made_one.specs.values()} == {3}
-    exact = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, model=base, **LOOSE)
+    exact = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, base=base, **LOOSE)
     assert exact["kl_mean"] < 1e-6 and exact["kl_mean"] < 0.01 * report["kl_mean"]
 
 
@@ -114,7 +128,7 @@ def test_experts_are_combined(tmp_path):
     )
     for method, rank in (("linear", None), ("svd", 4)):
         out = tmp_path / method
-        report = combine_packs([(a, 0.5), (b, 0.5)], out, method, rank, model=base, **LOOSE)
+        report = combine_packs([(a, 0.5), (b, 0.5)], out, method, rank, base=base, **LOOSE)
         path = next(iter(a.specs))
         expected = 0.5 * (delta(a, path) + delta(b, path))
         assert np.abs(delta(Pack.open(out), path) - expected).max() < 1e-4
@@ -140,7 +154,7 @@ def test_combine_rejects_packs_that_do_not_add_up(two_packs, tmp_path):
     other = write_quantized(tmp_path / "q", base)
     c = random_pack(load_base(other)).save(tmp_path / "c")
     with raises("mismatch", None, str(a.path), str(c.path)):
-        combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
+        combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", base=base)
     assert not (tmp_path / "x").exists()
 
 
@@ -160,7 +174,7 @@ def test_combine_rejects_bad_requests(two_packs, tmp_path, weights, options, cod
     base, *packs = two_packs
     weighted = list(zip(packs, weights, strict=False))
     with raises(code, flag):
-        combine_packs(weighted, tmp_path / "x", model=base, **options)
+        combine_packs(weighted, tmp_path / "x", base=base, **options)
     assert not (tmp_path / "x").exists()
 
 

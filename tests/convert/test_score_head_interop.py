@@ -102,7 +102,7 @@ def test_adapter_that_peft_changed_stays_a_reranker(trained, tmp_path):
     model.get_parameter(head).data *= 2
     model.save_pretrained(tmp_path / "adapter")
 
-    import_adapter(tmp_path / "adapter", tmp_path / "again", model=folder)
+    import_adapter(tmp_path / "adapter", tmp_path / "again", base=folder)
     again = Pack.open(tmp_path / "again")
     assert again.manifest["objective"]["task"] == "rerank"
     assert not np.allclose(scores_of(folder, again), scores_of(folder, pack))

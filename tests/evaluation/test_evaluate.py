@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs import evaluate, load_base
+from mlx_packs import evaluate, evaluate_batch, load_base
 from mlx_packs.data.trees import TreePlan
 from mlx_packs.evaluation import perplexity
 from tests.helpers.encoders import all_triplets, write_pairs
@@ -37,6 +37,13 @@ def test_limit_counts_examples(architecture, small_base, loaded_encoder, held_ou
     for limit in (0, -2):
         with raises("invalid", "limit", str(limit)):
             evaluate(base, None, held_out_data[architecture], limit=limit)
+
+
+def test_the_base_is_loaded_or_named(held_out_data, shared_tiny):
+    chats = held_out_data["decoder"]
+    assert evaluate("tiny", None, chats, progress=False) == evaluate(shared_tiny, None, chats)
+    (named,) = evaluate_batch("tiny", data=chats, batch_sizes=[1], max_tokens=2, rounds=1)
+    assert named.ppl == pytest.approx(evaluate(shared_tiny, None, chats).base.ppl)
 
 
 def test_evaluate_scores_base_and_pack_on_the_same_examples(small_base, held_out_data):
