@@ -14,6 +14,7 @@ from typing import Any
 from ..adapters.spec import Specs, check_shapes
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, to_json
+from ..late import load
 from ..reading import file_facts
 from ..runtime import mx
 from ..tensors import read_tensors, save_tensors
@@ -242,6 +243,46 @@ class Pack:
         self.path = folder
         self.manifest = manifest
         return self
+
+    def merge(self, out: str | Path, base: Any = None, **options: Any) -> dict:
+        """Merge the pack into its base model, as `merge_pack`, and return the report.
+
+        Args:
+            out: Folder to write the merged model to.
+            base: Its base model, as in `merge_pack`; None is the one that it was trained on.
+            **options: Other arguments of `merge_pack`, such as ``requantize``.
+
+        Raises:
+            PackError: As in `merge_pack`, or if the base model cannot be found.
+        """
+        if base is None:
+            base = _later("base:find_base")(self)
+        return load("convert.merge:merge_pack")(self, base, out, **options)
+
+    def export(self, to: str, out: str | Path, start: str | None = None) -> dict:
+        """Convert the pack for another program, as `export_pack`, and return the report.
+
+        Args:
+            to: ``"peft"``, ``"mlx-lm"``, ``"gguf"``, ``"ollama"``, ``"lmstudio"`` or ``"swift"``.
+            out: Folder to write.
+            start: The base model as the program names it, as in `export_pack`.
+
+        Raises:
+            PackError: If the other format cannot store a part of the pack.
+        """
+        return load("convert.interop:export_pack")(self, to, out, start)
+
+    def push(self, repo: str, **options: Any) -> dict:
+        """Upload the saved pack to the Hub, as `mlx_packs.push`, and return the report.
+
+        Args:
+            repo: ``owner/name``; the repository is created if it does not exist.
+            **options: Other arguments of `mlx_packs.push`, such as ``private``.
+
+        Raises:
+            PackError: If the pack is damaged, or the Hub rejects it or cannot be reached.
+        """
+        return _later("share:push")(self, repo, **options)
 
     def _note(self, **facts: object) -> None:
         """Add facts to the manifest of a saved pack; its other files are unchanged."""

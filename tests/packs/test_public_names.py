@@ -8,7 +8,7 @@ def public(cls: type) -> set[str]:
 
 
 def test_a_pack_shows_what_users_call_and_nothing_internal():
-    calls = {"open", "save", "verify", "load_tensors"}
+    calls = {"open", "save", "verify", "load_tensors", "merge", "export", "push"}
     facts = {"name", "short_name", "size_mb", "specs", "for_merge"}
     kinds = {"is_reward_model", "is_classifier"}
     attributes = {"path", "tensors", "parts"}  # those of them that have defaults

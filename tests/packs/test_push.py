@@ -77,7 +77,7 @@ def test_a_base_that_is_no_hub_id_is_not_named_as_one(here):
 def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, rejected):
     def license_of(name: str) -> str | None:
         write_pack(here / name)
-        mp.push(name, f"me/{name}")
+        mp.push(name, f"me/{name}", progress=False)
         return json.loads((here / name / "pack.json").read_text()).get("license")
 
     assert license_of("a") is None
@@ -109,6 +109,11 @@ def snapshot_of(pack: Path, cache: Path) -> Path:
         shutil.copyfile(file, repo / "blobs" / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     return snapshot
+
+
+def test_a_pack_is_pushed_by_its_own_method(hub, here):
+    write_pack(here / "p").push("me/p", license="mit", progress=False)
+    assert on_hub(hub, "me/p")["pack.json"] == (here / "p" / "pack.json").read_bytes()
 
 
 def test_nothing_is_written_through_the_links_of_a_snapshot(local_pack, hub, here):
