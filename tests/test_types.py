@@ -34,18 +34,18 @@ def test_examples_and_the_python_of_the_documents_pass_pyright(tmp_path):
         file = tmp_path / f"{document.replace('/', '_').removesuffix('.md')}.py"
         file.write_text("\n".join(blocks))  # later blocks use names of earlier ones
     (tmp_path / "first_settings.py").write_text(
-        "import mlx_packs as mp\nmp.DataConfig([{'text': 'a'}])\n"
-        "mp.TrainConfig('dpo', 'lora', 100, 1.5, 4, 512, beta=0.2, learning_rate=1e-4)\n"
+        "import mlx_packs as mp\nmp.DataConfig([{'text': 'a'}])\nmp.LoRAConfig(8, 16.0)\n"
+        "mp.TrainConfig(task='dpo', epochs=1.5, batch_size=4, beta=0.2, learning_rate=1e-4)\n"
     )
     assert not pyright(ROOT / "examples", tmp_path)
 
 
 def test_pyright_sees_what_is_wrong(tmp_path):
     (tmp_path / "wrong.py").write_text(
-        "import mlx_packs as mp\nmp.train_pack(iters=3)\nmp.no_such_name\n"
+        "import mlx_packs as mp\nmp.train_pack(iters=3)\nmp.no_such_name\nmp.TrainConfig('dpo')\n"
     )
     lines = pyright(tmp_path)
-    assert '"iters"' in lines and '"no_such_name"' in lines
+    assert '"iters"' in lines and '"no_such_name"' in lines and "positional" in lines
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def described_tasks() -> list[str]:
     return [f"{what} ({', '.join(own)})" for what, own in names.items()]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class CommonConfig(Settings):
     """Settings that all tasks have; ``iters`` counts batches, as in mlx-lm."""
 

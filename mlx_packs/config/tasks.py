@@ -37,7 +37,7 @@ _generated = partial(option, section="Rewards")
 _rated = partial(_preference, metavar="WEIGHT", above=0)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class DecoderConfig(Settings):
     """Settings of tasks that train a decoder."""
 
@@ -64,7 +64,7 @@ class DecoderConfig(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class PackableConfig(DecoderConfig):
     """Settings of tasks that train a decoder on texts of the data, not on generated ones."""
 
@@ -83,7 +83,7 @@ class PackableConfig(DecoderConfig):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class LabelSmoothing(Settings):
     """The setting of tasks whose targets may be smoothed."""
 
@@ -97,7 +97,7 @@ class LabelSmoothing(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class NamedLoss(Settings):
     """The setting of tasks that have several losses."""
 
@@ -116,7 +116,7 @@ class NamedLoss(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Headed(Settings):
     """The setting of tasks that read logits, or have a new head."""
 
@@ -131,7 +131,7 @@ class Headed(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Beta(Settings):
     """The setting of tasks that weigh a distance, or scale log-probabilities."""
 
@@ -145,7 +145,7 @@ class Beta(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class GeneratedConfig(Settings):
     """Settings of tasks that train on completions that the model generates."""
 
@@ -157,7 +157,7 @@ class GeneratedConfig(Settings):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class PairLoss(LabelSmoothing, NamedLoss):
     """Settings of tasks with a loss of the margin between two completions."""
 
@@ -172,12 +172,12 @@ class PairLoss(LabelSmoothing, NamedLoss):
             yield Fault("label_smoothing", text, "conflict")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class PreferenceConfig(PackableConfig, Beta):
     """Settings of all tasks that train on preferences."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class TargetConfig(PackableConfig):
     """Settings of tasks with a loss of each target token."""
 
@@ -223,7 +223,7 @@ class TargetConfig(PackableConfig):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class LMConfig(TargetConfig, LabelSmoothing):
     """Settings of next-token prediction."""
 
@@ -278,7 +278,7 @@ class LMConfig(TargetConfig, LabelSmoothing):
             )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
     """Settings of distillation."""
 
@@ -356,7 +356,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
                 yield Fault(name, "does not go with --on-policy.", "conflict")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class EmbeddingConfig(NamedLoss):
     """Settings of sentence embeddings."""
 
@@ -387,7 +387,7 @@ class EmbeddingConfig(NamedLoss):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class RerankConfig(NamedLoss, Headed):
     """Settings of rerankers."""
 
@@ -405,12 +405,12 @@ class RerankConfig(NamedLoss, Headed):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class DPOConfig(PreferenceConfig, PairLoss):
     """Settings of DPO."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class SimPOConfig(PreferenceConfig):
     """Settings of SimPO."""
 
@@ -422,7 +422,7 @@ class SimPOConfig(PreferenceConfig):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class CPOConfig(PreferenceConfig, PairLoss):
     """Settings of CPO."""
 
@@ -434,7 +434,7 @@ class CPOConfig(PreferenceConfig, PairLoss):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class KTOConfig(PreferenceConfig):
     """Settings of KTO."""
 
@@ -442,7 +442,7 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = _rated(1.0, "Weight of the undesirable completions (kto).")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class RewardConfig(PackableConfig):
     """Settings of reward models."""
 
@@ -455,7 +455,7 @@ class RewardConfig(PackableConfig):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class ClassifyConfig(PackableConfig, Headed):
     """Settings of classification."""
 
@@ -484,7 +484,7 @@ class ClassifyConfig(PackableConfig, Headed):
             yield Fault("task", text, "conflict")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class GRPOConfig(DecoderConfig, Beta, GeneratedConfig):
     """Settings of GRPO."""
 
@@ -499,7 +499,7 @@ class GRPOConfig(DecoderConfig, Beta, GeneratedConfig):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class AllTasksConfig(
     LMConfig,
     EmbeddingConfig,

@@ -1,12 +1,14 @@
 """Each task has a class of settings, which `TrainConfig` is too."""
 
 import dataclasses
+import inspect
 
 import pytest
 
 from mlx_packs import DataConfig, Phase, TrainConfig
 from mlx_packs.config import data, schema
 from mlx_packs.config.choices import TASKS
+from mlx_packs.config.fields import fields_where
 from mlx_packs.config.tasks import CONFIGS, DPOConfig, LMConfig, PairLoss, tasks_of, tasks_with
 from tests.helpers.errors import raises
 
@@ -33,6 +35,20 @@ def test_a_setting_belongs_to_the_tasks_of_its_class():
 )
 def test_settings_are_in_their_order(config, order):
     assert [field.name for field in dataclasses.fields(config)][: len(order)] == order
+
+
+def test_a_signature_begins_with_the_common_settings_and_ends_with_those_of_one_task():
+    parameters = inspect.signature(TrainConfig).parameters
+    assert list(parameters)[: len(schema.ORDER)] == schema.ORDER
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+    common = schema.ORDER[: schema.ORDER.index("time") + 1]
+    assert set(fields_where(TrainConfig, common=True)) <= set(common)
+    expected = {"learning_rate", "weight_decay", "betas", "warmup_ratio", "max_grad_norm"}
+    assert expected <= set(common)
+    own = schema.ORDER[schema.ORDER.index("loss") :]
+    assert all(tasks_of(name) for name in own if name != "task_config")
+    assert all(tasks_of(name) == () or "lm" in tasks_of(name) for name in common)
 
 
 def test_the_class_of_a_task_checks_its_own_settings():
