@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ..errors import Code, PackError, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
 from .choices import Table
-from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
+from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS, ours_for
 from .values import typed_value
 
 S = TypeVar("S", bound="Settings")
@@ -249,7 +249,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     """Return the error for a key that is no setting; ``parent`` is the mapping that it is in."""
     valid = list(valid)
     name = str(key).replace("-", "_")
-    ours = OTHER_NAMES.get(name)
+    ours = ours_for(name, valid)
     value = OTHER_VALUES.get(name)
     example = ""
     if value:

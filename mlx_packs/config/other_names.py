@@ -5,7 +5,7 @@ public functions too.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -154,6 +154,27 @@ OTHER_NAMES = {
     "wd": "weight_decay",
 }
 
+# Names of arguments of functions, and of the settings of generation.
+ARGUMENT_NAMES = {
+    "adapter": "pack",
+    "adapter_path": "pack",
+    "args": "train",
+    "compute_loss_func": "loss",
+    "config": "train",
+    "do_sample": "temperature",
+    "lora_config": "lora",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "peft_config": "lora",
+    "repo_id": "repo",
+    "reward_funcs": "reward",
+    "temp": "temperature",
+    "train_config": "train",
+    "train_dataset": "data",
+    "training_args": "train",
+}
+
 # The values to write for those that are switches.
 OTHER_VALUES = {
     "assistant_only_loss": "assistant",
@@ -173,6 +194,15 @@ OTHER_VALUES = {
     "use_pissa": "pissa",
     "wandb": "wandb",
 }
+
+
+def ours_for(name: str, valid: Collection[str]) -> str | None:
+    """Return our name for one of another library, a valid one if there is any."""
+    names = [table[name] for table in (ARGUMENT_NAMES, OTHER_NAMES) if name in table]
+    for ours in names:
+        if ours in valid:
+            return ours
+    return names[-1] if names else None
 
 
 def current_keys(values: Mapping) -> dict:
@@ -212,7 +242,7 @@ def answers_other_names(function: F) -> F:
 
 
 def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
-    ours = OTHER_NAMES.get(name, name)
+    ours = ours_for(name, valid) or name
     same = [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
     taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
     owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)

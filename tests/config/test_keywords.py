@@ -13,9 +13,15 @@ import mlx_packs as mp
         ("train_pack", "model", "It is called 'base' here."),
         ("train_pack", "r", "lora=mp.LoRAConfig(rank=...)"),
         ("train_pack", "num_train_epochs", "train=mp.TrainConfig(epochs=...)"),
+        ("train_pack", "args", "It is called 'train' here."),
+        ("train_pack", "peft_config", "It is called 'lora' here."),
+        ("train_pack", "train_dataset", "It is called 'data' here."),
         ("train_pack", "overwrit", "Did you mean 'overwrite'?"),
         ("evaluate_batch", "max_seq_length", "It is called 'sequence_length' here."),
         ("combine_packs", "model", "It is called 'base' here."),
+        ("merge_pack", "model", "It is called 'base' here."),
+        ("import_adapter", "model", "It is called 'base' here."),
+        ("push", "repo_id", "It is called 'repo' here."),
         ("export_pack", "output_dir", "It is called 'out' here."),
     ],
 )
@@ -25,6 +31,12 @@ def test_an_argument_of_another_name_is_answered(function, argument, hint):
     assert str(raised.value).startswith(f"{function}: has no argument '{argument}'. ")
     assert hint in str(raised.value)
     assert (raised.value.code, raised.value.flag) == ("unknown", argument)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "max_completion_tokens"])
+def test_names_of_generation_are_answered(name, shared_tiny):
+    with pytest.raises(mp.PackError, match="It is called 'max_tokens' here"):
+        shared_tiny.generate("Hi", **{name: 5})
 
 
 def test_signatures_are_shown_as_they_are():

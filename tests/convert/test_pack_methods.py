@@ -44,5 +44,5 @@ def test_a_pack_is_exported(saved):
 def test_arguments_of_other_libraries_are_answered(saved):
     with raises("unknown", "model", "It is called 'base' here"):
         merge_pack("pack", model="base", out="x")
-    with raises("unknown", "repo_id", "Did you mean 'repo'?"):
+    with raises("unknown", "repo_id", "It is called 'repo' here"):
         saved.push(repo_id="me/pack", repo="me/pack")
