@@ -10,7 +10,7 @@ from .convert.interop import export_pack as export_pack
 from .convert.interop import import_adapter as import_adapter
 from .convert.merge import merge_pack as merge_pack
 from .errors import PackError as PackError
-from .evaluation.compare import Compared as Compared
+from .evaluation.compare import BatchReport as BatchReport
 from .evaluation.compare import evaluate_batch as evaluate_batch
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks

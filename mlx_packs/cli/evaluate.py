@@ -17,7 +17,7 @@ from .options import arguments_without, option
 from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
-    from ..evaluation.compare import Compared
+    from ..evaluation.compare import BatchReport
     from ..packs.pack import Pack
 
 _AS_TRAINED = "as the pack was trained"
@@ -270,7 +270,7 @@ def _batch_sizes(text: str) -> list[int]:
         raise PackError(f"--batch-size {text}: must be numbers above 0, as in 1,4,8.") from None
 
 
-def _lines(compared: Sequence["Compared"]) -> list[str]:
+def _lines(compared: Sequence["BatchReport"]) -> list[str]:
     """Return a table of quality and one of speed, and how they were measured."""
     first = compared[0]
     quality = [one for one in compared if one.batch_size == first.batch_size]
@@ -287,7 +287,7 @@ def _lines(compared: Sequence["Compared"]) -> list[str]:
     ]
 
 
-def _quality(one: "Compared") -> list[str]:
+def _quality(one: "BatchReport") -> list[str]:
     from ..evaluation.compare import BASE
     from ..packs.card import format_perplexity
 
@@ -299,7 +299,7 @@ def _quality(one: "Compared") -> list[str]:
     return [one.name, format_perplexity(one.ppl, one.ppl_se), ratio, f"{one.accuracy:.1%}", size]
 
 
-def _speed(one: "Compared") -> list[str]:
+def _speed(one: "BatchReport") -> list[str]:
     from ..evaluation.compare import BASE
 
     return [

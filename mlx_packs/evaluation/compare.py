@@ -44,7 +44,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class Compared:
+class BatchReport:
     """Figures of one model at one batch size; speeds are medians over the rounds.
 
     Attributes:
@@ -118,7 +118,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     min_tps_ratio: float | None = None,
     max_pack_mb: float | None = None,
     progress: bool | Display = True,
-) -> list[Compared]:
+) -> list[BatchReport]:
     """Return figures of a base model and of packs on the same examples, at each batch size.
 
     Args:
@@ -321,7 +321,7 @@ def _compared(
     speed: Speed,
     limits: Mapping[str, float],
     conditions: Mapping[str, Any],
-) -> Compared:
+) -> BatchReport:
     """Return the figures of a model; ``scores`` are those of the base alone, and its own."""
     score = scores[1].score
     difference = Difference.between(*scores)
@@ -337,7 +337,7 @@ def _compared(
         "max_pack_mb": pack_mb,
     }
 
-    return Compared(
+    return BatchReport(
         name=name,
         rows=score.rows,
         targets=score.targets,
@@ -355,7 +355,7 @@ def _compared(
     )
 
 
-def failed(compared: Sequence[Compared]) -> list[str]:
+def failed(compared: Sequence[BatchReport]) -> list[str]:
     """Return a line for each gate that a pack failed; that of speed for each batch size."""
     lines = []
     for each in compared:
@@ -367,7 +367,7 @@ def failed(compared: Sequence[Compared]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def as_csv(compared: Sequence[Compared]) -> str:
+def as_csv(compared: Sequence[BatchReport]) -> str:
     """Return a line for each model and batch size; gates as ``NAME_passed``."""
     rows = []
     for each in compared:
