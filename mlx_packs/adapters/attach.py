@@ -100,9 +100,9 @@ def attach(
     return attached
 
 
-def adapted_paths(base: "BaseModel", lora: "LoRAConfig") -> set[str]:
+def adapted_paths(base: "BaseModel", lora: "LoRAConfig", fp16_fallback: bool) -> set[str]:
     """Return the paths of the modules to which `attach` adds adapters."""
-    groups, _, _ = _probed(base, lora, None, fp16_fallback=False)
+    groups, _, _ = _probed(base, lora, None, fp16_fallback)
     return {geometry.path for group in groups for geometry in group.members}
 
 

@@ -165,9 +165,13 @@ class LearningFolder:
     def serve(self, number: int) -> None:
         """Make a version the one that is served; a running server follows."""
         self.pack_of(number)
-        atomic_write(self.path / "current", f"{number}\n")
+        own = self.version_folder(number) / _UNSERVED
         for mark in self.versions_folder.glob(f"*/{_UNSERVED}"):
-            mark.unlink()
+            if mark != own:  # or a crash after the next step would let `learn` undo this choice
+                mark.unlink()
+
+        atomic_write(self.path / "current", f"{number}\n")
+        own.unlink(missing_ok=True)
 
     @property
     def unserved(self) -> int | None:

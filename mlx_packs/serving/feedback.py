@@ -192,6 +192,11 @@ class Learning:
 
         if body.rating is None and body.correction is None:
             raise PackError("rating: is required, or a correction.", flag="rating")
+        if body.rating == "up" and body.correction is not None:
+            raise PackError(
+                "rating: is 'up', and a correction says that the answer is wrong. Send one of them.",
+                flag="rating",
+            )
         if body.rating is not None and answer.is_empty:
             text = "rating: the answer is empty, so it can only be corrected."
             raise PackError(text, "conflict", "rating")

@@ -165,12 +165,12 @@ def check_groups(model: nn.Module) -> None:
             )
 
 
-def check_same_modules(base: Base, loras: Sequence[LoRAConfig]) -> None:
+def check_same_modules(base: Base, loras: Sequence[LoRAConfig], fp16_fallback: bool) -> None:
     """Raise a PackError if packs would adapt other modules, as where one is narrower than a rank.
 
     Nothing is attached, so that no run has to be evaluated first.
     """
-    of_packs = [adapted_paths(base, lora) for lora in loras]
+    of_packs = [adapted_paths(base, lora, fp16_fallback) for lora in loras]
     common = set.intersection(*of_packs)
 
     if others := sorted(set.union(*of_packs) - common):

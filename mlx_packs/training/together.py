@@ -38,7 +38,7 @@ class _SharedBase:
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._loras = [request.recipe.lora for request in requests]
+        self._recipes = [request.recipe for request in requests]
         self._base: Base | None = None
         self._is_checked = False
         self._replacements = {}
@@ -50,7 +50,8 @@ class _SharedBase:
 
     def copy(self, base: Base) -> Base:
         if not self._is_checked:
-            check_same_modules(base, self._loras)
+            loras = [recipe.lora for recipe in self._recipes]
+            check_same_modules(base, loras, self._recipes[0].train.train_fp16_fallback)
             self._is_checked = True
         return replace(base, model=copied(base.model), shared=self._replacements)
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.learning.rows import RowFiles, read_rows, rows_of
 from mlx_packs.packs.base import load_base, load_base_for
+from mlx_packs.packs.manifest import MANIFEST
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run import train_pack
 from tests.helpers.bases import saved_base, small_base
@@ -122,6 +124,24 @@ def test_a_candidate_that_won_against_another_version_is_not_served(folder, monk
     assert learn._has_won(folder)
     (folder.path / "current").write_text("1\n")  # `packs learn --use 1` came between
     assert not learn._has_won(folder)
+
+
+def test_a_choice_that_is_interrupted_stays(folder, monkeypatch):
+    """After a crash version 1 waits to be served; ``--use 0``, which puts it off, is killed, too."""
+    pack = folder.candidate / "pack"
+    pack.mkdir(parents=True)
+    (pack / MANIFEST).write_text("{}")
+    (folder.candidate / "figures.json").write_text(json.dumps({"won": True, "continues": 0}))
+    assert folder.add_version() == folder.unserved == 1
+
+    def write_and_stop(path: Path, content: str) -> None:
+        path.write_text(content)
+        stop()
+
+    monkeypatch.setattr("mlx_packs.learning.folder.atomic_write", write_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        learn.serve_version(folder, 0)
+    assert folder.current == 0 and folder.unserved is None
 
 
 def test_what_tells_good_from_bad_needs_both(folder, run, rejected):

@@ -127,6 +127,8 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
     assert rejected(server, {"id": "chatcmpl-0"}, rating="up")[0] == 404
     assert "must be 'up' or 'down'" in rejected(server, answer, rating="good")[1]
     assert "is required" in rejected(server, answer)[1]
+    status, message = rejected(server, answer, rating="up", correction="Yes.")
+    assert status == 400 and "Send one of them" in message
     assert "is empty" in rejected(server, answer, correction=" \n")[1]
     assert "100000" in rejected(server, answer, correction="a" * 100_001)[1]
     assert "the answer itself" in rejected(server, answer, correction=content(answer) + " ")[1]

@@ -28,6 +28,7 @@ from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.together import train_together
 from mlx_packs.training.update_guard import UpdateGuard
+from tests.bases.test_geometry import FAULTY, pruned_base
 from tests.helpers.errors import raises
 from tests.helpers.families import build, config_of
 from tests.helpers.observers import observe
@@ -460,6 +461,13 @@ def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of, m
         train_together(requests)
     assert not attached
     assert not Path("rank-1").exists()
+
+
+def test_layers_that_cannot_be_probed_are_adapted_if_asked_for(rows, request_of):
+    base = replace(pruned_base(), tokenizer=load_base("tiny").tokenizer)
+    requests = [request_of(str(n), iters=1, seed=n, train_fp16_fallback=True) for n in (1, 2)]
+    train_together([replace(request, base=base) for request in requests])
+    assert all(set(FAULTY) <= set(Pack.open(name).specs) for name in "12")
 
 
 def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
