@@ -194,7 +194,8 @@ class Learning:
             raise PackError("rating: is required, or a correction.", flag="rating")
         if body.rating == "up" and body.correction is not None:
             raise PackError(
-                "rating: is 'up', and a correction says that the answer is wrong. Send one of them.",
+                "rating: is 'up', but a correction says that the answer is wrong. Send one of "
+                "them.",
                 flag="rating",
             )
         if body.rating is not None and answer.is_empty:
