@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, train_pack, train_seeds
+from mlx_packs.adapters.attach import adapted_paths
 from mlx_packs.cli.main import main
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.recipe import Recipe
@@ -21,7 +22,7 @@ from mlx_packs.errors import RunStopped
 from mlx_packs.nn.joint_lora import copied, joint_model
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
-from mlx_packs.training.joint_step import JointStepper
+from mlx_packs.training.joint_step import JointStepper, check_same_modules
 from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import checkpoints, common_batch
 from mlx_packs.training.seeds import statistics, train_with_seeds
@@ -463,11 +464,13 @@ def test_packs_of_which_one_lacks_a_narrow_layer_are_refused(rows, request_of, m
     assert not Path("rank-1").exists()
 
 
-def test_layers_that_cannot_be_probed_are_adapted_if_asked_for(rows, request_of):
-    base = replace(pruned_base(), tokenizer=load_base("tiny").tokenizer)
-    requests = [request_of(str(n), iters=1, seed=n, train_fp16_fallback=True) for n in (1, 2)]
-    train_together([replace(request, base=base) for request in requests])
-    assert all(set(FAULTY) <= set(Pack.open(name).specs) for name in "12")
+def test_layers_that_cannot_be_probed_are_compared_if_they_are_adapted():
+    base = pruned_base()
+    loras = [LoRAConfig(rank=2), LoRAConfig(rank=4)]
+    check_same_modules(base, loras, fp16_fallback=True)
+    assert set(FAULTY) <= adapted_paths(base, loras[0], fp16_fallback=True)
+    with raises("unreadable", None, "--train-fp16-fallback"):
+        check_same_modules(base, loras, fp16_fallback=False)
 
 
 def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
