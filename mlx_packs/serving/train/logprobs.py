@@ -43,7 +43,10 @@ def target_logprobs(
         if count == 1:
             logprobs.append(-nll[place])
         else:
-            logits = logits_of(place, mx.array(tokens))
+            wanted = mx.array(tokens)
+            if logprobs:  # one after the other, so that only one gathers rows of the head
+                wanted = mx.depends(wanted, [mx.stop_gradient(logprobs[-1])])
+            logits = logits_of(place, wanted)
             logprobs.append((logits - logits[:, :1] - nll[place, None]).reshape(-1))
     return mx.concatenate(logprobs)
 

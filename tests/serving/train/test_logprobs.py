@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.objectives.causal_lm import Head, frozen_head, split_head
+from mlx_packs.ops import linear_cross_entropy
 from mlx_packs.ops.linear_cross_entropy import cross_entropy
 from mlx_packs.serving.train.logprobs import target_logprobs
 from tests.helpers.bases import first_blocks, small_base
@@ -97,3 +98,20 @@ def test_the_head_computes_as_many_logits_for_any_number_of_targets(backward):
         mx.eval(target_logprobs(watched, states, targets, backward))
         counts.append(sum(computed))
     assert counts == [6 * head.frozen.vocab_size] * 3
+
+
+def test_the_rows_of_many_targets_of_a_token_are_gathered_in_parts(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "GATHERED_BYTES", 1 << 20)
+    head = head_of("quantized")
+
+    def peak(shapes: list[tuple[int, ...]]) -> int:
+        targets = targets_of(shapes, head.frozen.vocab_size)
+        states = mx.random.normal((sum(len(each) for each in targets), head.frozen.width))
+        mx.eval(states)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(target_logprobs(head, states, targets, backward=False))
+        return mx.get_peak_memory() - before
+
+    alike = peak([(4, 210)] * 20)
+    assert peak([(1, 20_000)]) < 1.5 * alike
