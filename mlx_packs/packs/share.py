@@ -196,7 +196,8 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
         atomic_write(card, model_card(manifest, pack.path.resolve().name))
         manifest["files"][CARD] = {"bytes": card.stat().st_size, "sha256": sha256(card)}
         atomic_write(partial / MANIFEST, manifest_text(manifest))
-    return Pack.open(pack.path)
+    pack.manifest = manifest  # the caller's pack may be merged or pushed next
+    return pack
 
 
 def _has_metadata(card: Path, manifest: dict) -> bool:
