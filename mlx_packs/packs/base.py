@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bases.files import TINY
+from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model, reader_of
@@ -60,7 +60,7 @@ class ActivePack:
     matmul_path: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Base(BaseModel):
     """A frozen base model with its tokenizer; packs are applied to it and swapped.
 
@@ -81,6 +81,14 @@ class Base(BaseModel):
     _suspended: "list[Attached]" = field(
         default_factory=list, init=False, repr=False, compare=False
     )
+
+    def __repr__(self) -> str:
+        kind = self.config.get("model_type", "unknown")
+        weights = quantization_name(self.quantization)
+        active = ""
+        if self.active is not None:
+            active = f", active pack {self.active.pack.name!r}"
+        return f"Base({self.name!r}, {kind}, {weights}, computes in {self.compute_dtype}{active})"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -532,7 +540,9 @@ def loaded_base(
 def check_no_pack(base: Base) -> None:
     """A base with an active pack could not be measured alone."""
     if base.active:
-        raise PackError(f"{base.name}: has an active pack. Leave `applied` first.", "conflict")
+        raise PackError(
+            f"{base.name}: has an active pack. Call detach() or leave `applied` first.", "conflict"
+        )
 
 
 @contextmanager

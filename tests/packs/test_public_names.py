@@ -18,3 +18,8 @@ def test_a_pack_shows_what_users_call_and_nothing_internal():
 def test_a_base_attaches_and_detaches_packs():
     assert {"attach", "detach", "applied", "generate", "stream"} <= public(Base)
     assert "swap_pack" not in public(Base)
+
+
+def test_a_base_shows_itself_in_a_line(shared_tiny):
+    shown = repr(shared_tiny)
+    assert shown == "Base('tiny', qwen3, affine 4-bit g64, computes in float32)"
