@@ -6,7 +6,7 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,6 +302,12 @@ def as_pack(packs: Packs) -> Pack:
         return Pack.open(packs)
 
     pairs = packs.items() if isinstance(packs, Mapping) else packs
+    if not isinstance(pairs, Iterable):
+        raise PackError(
+            "pack: must be a pack, its folder, or packs with weights, "
+            f"but is a {type(packs).__name__}.",
+            flag="pack",
+        )
     weighted = [(as_pack(pack), weight) for pack, weight in pairs]
     return _later("weighted_sum:weighted_sum")(weighted)
 

@@ -1,6 +1,8 @@
 """The names that a pack shows in completion and on the page of the Python reference."""
 
-from mlx_packs import Base, Pack
+import pytest
+
+from mlx_packs import Base, Pack, PackError
 
 
 def public(cls: type) -> set[str]:
@@ -23,3 +25,9 @@ def test_a_base_attaches_and_detaches_packs():
 def test_a_base_shows_itself_in_a_line(shared_tiny):
     shown = repr(shared_tiny)
     assert shown == "Base('tiny', qwen3, affine 4-bit g64, computes in float32)"
+
+
+@pytest.mark.parametrize("pack", [None, 3])
+def test_what_is_no_pack_is_rejected_in_a_line(shared_tiny, pack):
+    with pytest.raises(PackError, match="pack: must be a pack, its folder"):
+        shared_tiny.attach(pack)
