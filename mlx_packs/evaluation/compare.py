@@ -32,7 +32,7 @@ from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
-from ..packs.pack import Pack, as_pack
+from ..packs.pack import OnePack, Pack, as_pack
 from ..packs.weighted_sum import check_distinct
 from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
@@ -103,7 +103,7 @@ class BatchReport:
 @answers_other_names
 def evaluate_batch(  # noqa: PLR0913 - a public facade
     base: Base | str | Path,
-    packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
+    packs: OnePack | Sequence[OnePack] | Mapping[str, OnePack] = (),
     data: Data = "tiny",
     split: str = "test",
     batch_sizes: Sequence[int] = BATCH_SIZES,
@@ -183,12 +183,14 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     ]
 
 
-def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
+def named_packs(packs: OnePack | Sequence | Mapping) -> list[tuple[str, Pack]]:
     """Return packs with names for people: short ones, or the whole path where two have the same.
 
     No name comes twice, and none is the base's. Raises a PackError if a pack comes twice, or a
     mapping calls one as the base is called.
     """
+    if isinstance(packs, (str, Path, Pack)):
+        packs = [packs]
     is_mapping = isinstance(packs, Mapping)
     opened = [as_pack(pack) for pack in (packs.values() if is_mapping else packs)]
     check_distinct(opened)

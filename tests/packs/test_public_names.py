@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs import Base, Pack, PackError
+from mlx_packs import Base, Pack, PackError, evaluate_batch
 
 
 def public(cls: type) -> set[str]:
@@ -31,3 +31,8 @@ def test_a_base_shows_itself_in_a_line(shared_tiny):
 def test_what_is_no_pack_is_rejected_in_a_line(shared_tiny, pack):
     with pytest.raises(PackError, match="pack: must be a pack, its folder"):
         shared_tiny.attach(pack)
+
+
+def test_evaluate_batch_takes_one_folder_as_one_pack(shared_tiny):
+    with pytest.raises(PackError, match="^nowhere: no such pack folder"):
+        evaluate_batch(shared_tiny, "nowhere", limit=1, progress=False)
