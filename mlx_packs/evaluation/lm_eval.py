@@ -65,14 +65,14 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         PackError: If lm_eval is not installed, a task is unknown, the pack does not fit, or a pack
             is active.
     """
-    manager = _task_manager(tasks, task_path)
-    if limit is not None and limit < 1:
-        raise PackError(f"--limit {limit}: must be positive.")
-
     opened = None if pack is None else as_pack(pack)
     base = loaded_base(base, opened)
     check_no_pack(base)
     base.check_architecture("eval-tasks", "decoder")
+
+    manager = _task_manager(tasks, task_path)
+    if limit is not None and limit < 1:
+        raise PackError(f"--limit {limit}: must be positive.")
     if chat and not base.tokenizer.has_chat_template:
         raise PackError(f"{base.name}: the tokenizer has no chat template.", "unsupported", "chat")
 

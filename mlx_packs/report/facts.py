@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from ..config.choices import TASKS
 from ..terminal import printable_text
 
 PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
 
 _UNITS = ("tokens", "pairs", "queries")  # that a run may count
-_PER_TOKEN = (None, "lm", "distill")  # tasks whose loss is a mean over tokens; lm is unnamed
 # Series of a curve by the key of a line of metrics.jsonl.
 SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
@@ -176,9 +176,12 @@ def unit_of(measured: Iterable[str]) -> str:
     return next((unit for unit in _UNITS if f"{unit}_per_s" in names), "tokens")
 
 
-def loss_name(task: object) -> str:
-    """Return the name of a task's loss for an axis, with its unit if it has one."""
-    if task in _PER_TOKEN:
+def loss_name(task: str | None) -> str:
+    """Return the name of a task's loss for an axis, with its unit if it is a mean over tokens.
+
+    None is the default task.
+    """
+    if task is None or (task in TASKS and "ppl" in TASKS[task].metrics):
         return "loss (nats per token)"
     return "loss"
 

@@ -356,7 +356,7 @@ def test_an_export_says_that_others_do_not_round(to, for_merge_pack, run, here):
 def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here, monkeypatch):
     asked = []
 
-    def merge(pack, base, out, requantize: str) -> dict:
+    def merge(pack, base, out, requantize: str, **_) -> dict:
         asked.append(requantize)
         out.mkdir()
         return {"passed": True}

@@ -104,7 +104,7 @@ def test_a_metric_asks_the_whole_base_with_what_a_proxy_trained(
 ):
     asked = []
     answers = Exam.answers
-    monkeypatch.setattr(Exam, "answers", lambda exam: asked.append(answers(exam)) or asked[-1])
+    monkeypatch.setattr(Exam, "answers", lambda *args: asked.append(answers(*args)) or asked[-1])
     chats = write_rows(graph_folder / "chats", train=[chat("Say yes.", "yes")] * 8)
     report = train_graph("llama", "asked", *STACK, "--data", chats, "--metric", "exact", iters=8)
     assert report["answers"]["rows"] == 1 and report["samples"][0]["before"] == asked[0][0]

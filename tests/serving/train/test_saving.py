@@ -2,6 +2,7 @@
 
 import time
 
+from mlx_packs.packs.compatibility import check_base
 from mlx_packs.packs.pack import Pack
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import until
@@ -45,7 +46,7 @@ def test_a_saved_model_is_a_pack(client, generator, datum):
     for folder in folders:
         pack = Pack.open(folder)
         pack.verify()
-        pack.check_base(generator.base)
+        check_base(pack, generator.base)
     assert path == f"tinker://{folders[0].parent.parent.name}/weights/mine"
 
     run = path.split("/")[2]
