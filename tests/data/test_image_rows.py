@@ -100,8 +100,8 @@ def test_every_form_of_a_row_with_an_image(row):
 
 
 def test_every_form_of_the_documentation_is_read():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    block = page.partition("## Images")[2].partition("```json\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
+    block = page.partition("## Rows with images")[2].partition("```json\n")[2].partition("```")[0]
     rows = [json.loads(line) for line in block.splitlines()]
     assert len(rows) == 11
     for value in rows:
