@@ -23,7 +23,7 @@ def table(page: str, heading: str) -> list[list[str]]:
 
 
 def test_exit_codes_are_those_of_the_program():
-    codes = {row[0] for row in table("docs/cli.md", "**Exit codes**")}
+    codes = {row[0] for row in table("docs/cli.md", "## Exit codes")}
     assert codes == {"0", "1", "2", str(CRASHED), str(GONE), "128 + n"}
 
 
