@@ -62,7 +62,7 @@ def test_readme_counts_the_architectures():
 def test_the_first_page_shows_sections_that_the_readme_has():
     """The quick start is written once, in the README (docs/hooks/readme.py)."""
     shown = re.findall(r"^<!-- generated: README, (.+) -->$", text("docs/index.md"), re.M)
-    assert len(shown) == 5 and shown[0] == "Quick start"
+    assert len(shown) == 6 and shown[0] == "Quick start"
     assert not [heading for heading in shown if f"\n## {heading}\n" not in text("README.md")]
     assert "\nexact  " in text("README.md")  # lines of a run
 

@@ -473,6 +473,39 @@ def _row(family: str) -> str:
     return f"| {family} | {how} | {', '.join(leaves)} | {', '.join(experts)} |"
 
 
+# Models by the names of the Hub, and the `model_type` of their config.json.
+KNOWN = {
+    "Qwen3 (0.6B to 32B), DeepSeek-R1-0528-Qwen3-8B": "qwen3",
+    "Qwen3-30B-A3B and other mixtures of Qwen3": "qwen3_moe",
+    "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen": "qwen2",
+    "Llama 2, 3, 3.1, 3.2, 3.3 (text), DeepSeek-R1-Distill-Llama, SmolLM2, Yi": "llama",
+    "Gemma 3 270M and 1B": "gemma3_text",
+    "Gemma 3 4B, 12B and 27B": "gemma3",
+    "Gemma 2": "gemma2",
+    "Mistral 7B, Mistral Nemo, Mistral Small 24B (text)": "mistral",
+    "Mistral Small 3.1 and later": "mistral3",
+    "Mixtral": "mixtral",
+    "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini": "phi3",
+    "SmolLM3": "smollm3",
+    "gpt-oss": "gpt_oss",
+    "Granite 3": "granite",
+    "OLMo 2": "olmo2",
+    "DeepSeek V3 and R1 (671B)": "deepseek_v3",
+}
+
+
+def known() -> list[str]:
+    """The lines of the models that people ask for; each is an architecture that trains."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    lines = []
+    for names, model_type in KNOWN.items():
+        family = MODEL_REMAPPING.get(model_type, model_type)
+        assert family in architectures() and family not in UNTRAINABLE, model_type
+        lines.append(f"| {names} | `{model_type}` | yes |")
+    return lines
+
+
 def table() -> str:
     """docs/families.md for the mlx-lm that is installed."""
     from mlx_lm.utils import MODEL_REMAPPING
@@ -488,8 +521,15 @@ def table() -> str:
             "",
             "<!-- made by `python -m tests.helpers.families > docs/families.md`; do not edit -->",
             "",
-            "Find the `model_type` of your model, which is in its `config.json`, in the table: it says "
-            "whether the model trains, and which layers get adapters.",
+            "Names of the Hub, and whether `packs train` trains them:",
+            "",
+            "| model | `model_type` | trains |",
+            "|---|---|---|",
+            *known(),
+            "",
+            "For other models, find the `model_type` in `config.json`, and look it up in the next table.",
+            "",
+            "## All architectures",
             "",
             f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
             f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
@@ -500,13 +540,20 @@ def table() -> str:
             "**per projection**: the family keeps its own blocks, with an adapter on each linear layer.",
             "- **adapters by default** are on these linear layers of every block. A layer that is "
             "narrower than the rank is left out, and a note says so.",
+            "",
+            "| family | kind | adapters by default, or the reason | experts, if named |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "## Exceptions",
+            "",
             "- **MoE**: experts get adapters only if `--target-modules` names them, because each "
             "expert would have its own: 17 M parameters per block for 128 experts of 2048 x 768 at "
             "rank 16. Routers and the indexers of sparse attention get none unless named.",
             "- **In batches**, texts of these families differ from texts generated one at a time, so "
             f"`mlx_packs` generates them one at a time and says so: {', '.join(sorted(ONE_BY_ONE))}.",
-            "- **Gemma 3n, DeepSeek V4** compute other logits with a cache than without. Training uses none "
-            "and generation uses one; a run says so.",
+            "- **Gemma 3n, DeepSeek V4** give different logits with and without a cache. Training uses "
+            "none and generation uses one; a run says so.",
             "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())
             + ". With `--recompute block` also not in "
@@ -521,10 +568,6 @@ def table() -> str:
             *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
             "",
             "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",
-            "",
-            "| family | kind | adapters by default, or the reason | experts, if named |",
-            "|---|---|---|---|",
-            *rows,
             "",
             "## Images",
             "",
