@@ -45,7 +45,7 @@ class FocalConfig(TargetConfig):
 ENTRIES = {
     "config/choices.py": [(FACTS, '        "distill": TaskFacts(\n')],
     "config/tasks.py": [
-        (SETTINGS, "@dataclass(frozen=True, repr=False)\nclass AllTasksConfig(\n"),
+        (SETTINGS, "@dataclass(frozen=True, repr=False, kw_only=True)\nclass AllTasksConfig(\n"),
         ("    FocalConfig,\n", '):\n    """Settings of all tasks."""\n'),
         ('        "focal": FocalConfig,\n', '        "distill": DistillConfig,\n'),
     ],
