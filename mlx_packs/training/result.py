@@ -95,6 +95,8 @@ class TrainRun:
             ax = load("report.picture:current_axes")()
 
         label = loss_name(task_of(self.pack.manifest))
+        if "loss" in self.report:  # of the caller's own loss, too
+            label = "loss"
         load("report.picture:draw")(ax, curve_of(self.curve), label)
         return ax
 

@@ -156,6 +156,9 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     axes = result.plot(Figure().subplots())
     assert axes.get_ylabel() == "loss (nats per token)" and len(axes.lines) == 1
 
+    result.report["loss"] = 1.0  # as a run with an own loss has
+    assert result.plot(Figure().subplots()).get_ylabel() == "loss"
+
 
 @pytest.mark.parametrize(
     "task, unit, loss",
