@@ -244,7 +244,7 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
 
 
 def _by_columns(hidden: mx.array, tokens: mx.array, head: FrozenHead, most: int) -> mx.array:
-    """Return `linear_logits` of so many tokens that the rows of one n are gathered in parts."""
+    """Return `linear_logits` with at most ``most`` rows of W gathered at a time."""
     parts: list[mx.array] = []
     for start in range(0, tokens.shape[1], most):
         own = hidden

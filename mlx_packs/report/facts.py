@@ -17,6 +17,7 @@ PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
 
 _UNITS = ("tokens", "pairs", "queries")  # that a run may count
+_RATES = tuple(f"{unit}_per_s" for unit in _UNITS)
 # Series of a curve by the key of a line of metrics.jsonl.
 SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
@@ -219,7 +220,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     for line in lines:
         for key, value in line.items():
             name = key
-            if key in [f"{unit}_per_s" for unit in _UNITS]:
+            if key in _RATES:
                 name = "rate"
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))
