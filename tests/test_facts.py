@@ -2,7 +2,17 @@
 
 import re
 
-from benchmarks.plan_table import BATCHES, CHIPS, CHOSEN, FITTED, fits, largest_batches
+import pytest
+
+from benchmarks.plan_table import (
+    BATCHES,
+    CHIPS,
+    CHOSEN,
+    FITTED,
+    fits,
+    largest_batches,
+    tokens_per_s,
+)
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.config import choices
 from mlx_packs.distributed.link import GONE
@@ -71,6 +81,14 @@ def test_readme_says_what_fits_as_the_plan_does():
     rows = table("README.md", "## Memory and speed on Macs")
     assert [row[0] for row in rows] == list(FITTED)
     assert [row[1 : 1 + len(BATCHES)] for row in rows] == [fits(name) for name in FITTED], (
+        "run python -m benchmarks.plan_table --fits"
+    )
+
+
+@pytest.mark.slow
+def test_readme_says_the_speeds_that_captured_graphs_give():
+    rows = table("README.md", "## Memory and speed on Macs")
+    assert [row[-len(CHIPS) :] for row in rows] == [tokens_per_s(c) for c in FITTED.values()], (
         "run python -m benchmarks.plan_table --fits"
     )
 

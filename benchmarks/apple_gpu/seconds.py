@@ -8,6 +8,7 @@ bfloat16 is emulated (M1 and M2), reach smaller shares.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,6 +46,12 @@ CHIPS = {
     for name, chip in chips.CHIPS.items()
     if name.startswith("Apple ")
 }
+# `packs train` computes in float16 where bfloat16 is emulated.
+CHIPS |= {
+    f"{name} in float16": replace(chip, native_bf16=True)
+    for name, chip in CHIPS.items()
+    if not chip.native_bf16
+}
 DEFAULT_CHIPS = ("M2 Pro", "M3 Max", "M4 Max")
 
 
@@ -81,7 +88,7 @@ def assumptions(names: Sequence[str], fixed_s: float = STEP_S) -> str:
     ]
     launches = ", ".join(dict.fromkeys(f"{CHIPS[name].launch_us:g} us" for name in names))
     shares = [f"{kind} {share:g}" for kind, share in SHARES.items()]
-    shares.append(f"quantized product on M1 and M2 {EMULATED_QUANTIZED:g}")
+    shares.append(f"quantized product in emulated bfloat16 {EMULATED_QUANTIZED:g}")
     shares.append(f"products of 64 rows {_OF_ROWS[0]:g} of these")
     return (
         f"{'; '.join(rates)}; reached: bandwidth {BANDWIDTH_REACHED:g}, {', '.join(shares)}; "
