@@ -218,7 +218,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs export packs/tickets --to peft --out peft/tickets",
         ),
         ("Write it for llama.cpp:", "packs export packs/tickets --to gguf --out gguf/tickets"),
-        ("Write it for Ollama:", "packs export packs/tickets --to ollama --out ollama/tickets"),
+        (
+            "Write it for Ollama, on a model that it has:",
+            "packs export packs/tickets --to ollama --from qwen3:4b --out ollama/tickets",
+        ),
     ),
     "import": (
         (
