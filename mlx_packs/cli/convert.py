@@ -226,6 +226,13 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
             "other programs apply the adapter without that rounding"
         )
 
+    if variables := report["template_kwargs"]:
+        shown = ", ".join(f"{name}={value!r}" for name, value in variables.items())
+        lines.append(
+            f"note    the pack was trained with variables of the chat template ({shown}): set them "
+            "in the other program, too"
+        )
+
     label = "try     " if to in DESTINATIONS else "note    "
     print_report(report, lines + [f"{label}{note}" for note in report["notes"]])
 

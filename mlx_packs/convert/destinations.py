@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..files import atomic_folder
+from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
 from ..terminal import printable
 from .external import verify_numerically
@@ -102,6 +103,8 @@ class Ollama:
         report = Gguf().write(pack, out, start)
         name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
         create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
+        if template_kwargs_of(pack.manifest).get("enable_thinking") is False:
+            create += " --think=false"
         return {**report, "notes": [create]}
 
 

@@ -27,6 +27,7 @@ from ..packs.manifest import (
     replaced_of,
     shapes_of,
     specs_of,
+    template_kwargs_of,
 )
 from ..packs.pack import Pack
 from ..reading import read_json, sha256
@@ -98,6 +99,7 @@ def export_pack(
         "modules": len(pack.specs),
         "mb": round(size / 1e6, 3),
         "for_merge": pack.for_merge,
+        "template_kwargs": template_kwargs_of(pack.manifest),
         **report,
     }
 

@@ -176,21 +176,46 @@ def with_batches(
 ) -> tuple[RunSettings, list[PhaseData]]:
     """Return settings and examples with ``iters`` in the place of ``--epochs``."""
     if (epochs := settings.train.epochs) is None:
+        _note_patience(settings.train, display)
         return settings, list(data)
 
     each = data[-1].train.batches_per_epoch()
     batches = max(1, round(epochs * each))
     own = {"epochs": None, "iters": batches}
-    if settings.train.picks_best:  # each of a few short epochs is evaluated
-        own["steps_per_eval"] = min(settings.train.steps_per_eval, each)
+    if settings.train.picks_best:
+        own["steps_per_eval"] = _steps_per_eval(settings.train, batches, each)
 
     settings = settings.with_settings(own, {})
+    _note_patience(settings.train, display)
     updates = updates_of(settings.train)
     display.line(
         "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
     )
     phases = zip(data, settings.phases, strict=True)
     return settings, [replace(own, phase=phase) for own, phase in phases]
+
+
+def _steps_per_eval(train: TrainConfig, batches: int, each: int) -> int:
+    """Return the batches between validations of a run of epochs, which may be few and short.
+
+    Each epoch of ``each`` batches is validated, and by default so often that patience can end the
+    run after a third of it.
+    """
+    steps = min(train.steps_per_eval, each)
+    if train.patience and not train.changed(["steps_per_eval"]):
+        steps = min(steps, max(1, batches // (3 * train.patience)))
+    return steps
+
+
+def _note_patience(train: TrainConfig, display: Display) -> None:
+    """Say if patience cannot end a run, since it validates too rarely."""
+    if train.patience and train.iters // train.steps_per_eval <= train.patience:
+        display.line(
+            "note",
+            f"--patience {train.patience} cannot end this run early, since its {train.iters:,} "
+            f"batches are validated every {train.steps_per_eval:,}. Pass a smaller "
+            "--steps-per-eval.",
+        )
 
 
 @dataclass(frozen=True)

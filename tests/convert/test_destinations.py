@@ -223,6 +223,18 @@ def test_lm_studio_gets_a_merged_model_and_needs_no_out(pack, llama, tmp_path, m
         packs(["export", str(pack.path), "--to", "gguf"], standalone_mode=False)
 
 
+def test_variables_of_the_chat_template_are_named(pack, tmp_path, capsys):
+    assert export_pack(pack, "gguf", tmp_path / "plain")["template_kwargs"] == {}
+
+    pack.manifest["recipe"] = {"template_kwargs": {"enable_thinking": False}}
+    saved = pack.save(tmp_path / "saved")
+    command = ["export", str(saved.path), "--to", "ollama", "--from", "qwen3:4b"]
+    packs([*command, "--out", str(tmp_path / "o")], standalone_mode=False)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "(enable_thinking=False): set them in the other program" in printed
+    assert "ollama run o --think=false" in printed
+
+
 @pytest.mark.interop
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])
 def test_the_gguf_package_reads_an_adapter(family, tmp_path):

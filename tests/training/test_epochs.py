@@ -39,6 +39,26 @@ def test_the_best_of_short_epochs_is_found_after_each(train):
     assert measured == [EACH, 2 * EACH]
 
 
+def test_patience_can_end_a_run_of_few_short_epochs(train):
+    run = train(epochs=2, patience=1, iters=600)
+    measured = [line["batch"] for line in run.curve if "valid_loss" in line]
+    assert measured[:2] == [2, 4]  # of six, three validations
+    assert not any("cannot end" in line for line in train.lines)
+
+    asked = train("asked", epochs=2, patience=1, iters=600, steps_per_eval=EACH)
+    assert [line["batch"] for line in asked.curve if "valid_loss" in line][0] == EACH
+
+
+def test_patience_that_cannot_end_a_run_is_said(train):
+    train(iters=4, patience=2, steps_per_eval=2)
+    (note,) = [line for line in train.lines if "cannot end" in line]
+    assert (
+        "--patience 2" in note
+        and "4 batches are validated every 2" in note
+        and "--steps-per-eval" in note
+    )
+
+
 def test_a_run_that_ended_says_so_and_takes_no_batches_back(train):
     train()
     train(resume=True)
