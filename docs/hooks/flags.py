@@ -2,7 +2,7 @@
 
 import re
 
-_FLAG = re.compile(r"<code>(--?[\w-]{1,28}( \w{1,12})?)</code>")
+_FLAG = re.compile(r"<code>(--?[\w-]{1,28}( [\w-]{1,12})?)</code>")
 
 
 def on_page_content(html: str, **_) -> str:
