@@ -2,7 +2,6 @@
 
 # %%
 import mlx_packs as mp
-from mlx_packs.inference.generate import chat_prompt, complete
 
 base = mp.load_base("tiny")
 
@@ -27,7 +26,7 @@ for one in mp.evaluate_batch(
     print(f"{one.name:<5} x {one.batch_size}: PPL {one.ppl:.1f}, {one.decode_tps:.0f} tokens/s")
 
 # %% Hot-swap: with the pack, and without it again
-prompt = chat_prompt(base, [{"role": "user", "content": "Call Anna on Friday at noon."}])
+prompt = "Call Anna on Friday at noon."
 with base.applied(run.pack):
-    print("with   ", complete(base, prompt, 30))
-print("without", complete(base, prompt, 30))
+    print("with   ", base.generate(prompt, max_tokens=30))
+print("without", base.generate(prompt, max_tokens=30))

@@ -14,11 +14,11 @@ import json
 import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.runtime import mx
+import mlx_packs as mp
 
 # hidden, FFN, blocks, heads, KV heads, tied head; head_dim is 128 throughout
 GEOMETRIES = {
@@ -63,8 +63,9 @@ def write_checkpoint(
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tiny = mp.load_base("tiny", lazy=True).path
     for name in TOKENIZER_FILES:
-        shutil.copy(tiny_checkpoint() / name, out / name)
+        shutil.copy(tiny / name, out / name)
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ class TaskFacts:
     together: bool = False  # whether packs of several seeds can be trained in one batch
     plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
     pipelined: str | None = None  # its class with --pipeline
-    functions: tuple[str, ...] = ()  # of the caller's, arguments of `mlx_packs.train`
+    functions: tuple[str, ...] = ()  # of the caller's, arguments of `train_pack`
     pack: PackFacts = field(default_factory=PackFacts)
     # Of a task that an installed package adds: the class of its ``task_config``, module:name, and
     # a built-in task whose settings it has, too.
