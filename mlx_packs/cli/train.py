@@ -112,8 +112,8 @@ def train(
     --task embedding, each object is {"sentence1", "sentence2", "score"} or {"anchor", "positive"},
     optionally with "negative".
 
-    Every flag and YAML key of mlx_lm.lora is supported. "tiny:" marks the defaults for the bundled
-    model.
+    Every flag and YAML key of mlx_lm.lora keeps its meaning or is rejected with the equivalent.
+    "tiny:" marks the defaults for the bundled model.
     """
     from ..distributed.group import group
     from ..distributed.launched import launched
