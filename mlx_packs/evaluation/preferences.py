@@ -38,7 +38,7 @@ class PairScore(Score):
         nll: mean loss of a row.
         accuracy: share of the rows whose chosen completion has the higher reward, or whose rated
             completion has a reward of the right sign; a tie counts as half.
-        margin: mean reward of chosen completions less that of rejected ones.
+        margin: mean reward of chosen completions minus the mean of rejected ones.
         rows: number of rows.
     """
 

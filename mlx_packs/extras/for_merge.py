@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 Arrays = Sequence[mx.array]
 Modules = Mapping[str, tuple[int, int]]  # path -> (out, in)
 
-# Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
-# what they change: runs that rounded earlier were behind (benchmarks/guides.md).
+# Share of a run before it rounds. Deltas smaller than a quantization step are rounded away: runs
+# that rounded earlier were behind (benchmarks/guides.md).
 ROUNDED_FROM = 0.8
 
 # Bytes in flight for each weight that is rounded, of a quantized and of a dense base. Read off

@@ -1,9 +1,9 @@
-"""PiSSA, OLoRA and LoftQ: LoRA that begins with factors, instead of A at random and B zero.
+"""PiSSA, OLoRA and LoftQ: LoRA initialized with factors, instead of A at random and B zero.
 
-PiSSA and OLoRA begin with factors of the weight, which is used without them. A pack has the factors
-at the end beside those at the beginning, with a minus: plain LoRA of twice the rank, on that base.
+PiSSA and OLoRA start from factors of the weight, subtracted from the frozen weight. A pack stores
+the trained factors and the negated initial ones: plain LoRA of twice the rank, on that base.
 
-LoftQ begins with the best approximation of what quantization has lost: W is about Q + s B A.
+LoftQ starts from the best approximation of what quantization has lost: W is about Q + s B A.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

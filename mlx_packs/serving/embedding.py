@@ -35,7 +35,7 @@ class Embedder(Worker):
     Args:
         base: without a pack.
         batch_size: texts of one batch.
-        waiting: texts that wait at most; requests with more are rejected.
+        waiting: maximum number of texts in the queue; requests with more are rejected.
 
     Attributes:
         registry: the packs; only `call` may touch it.

@@ -248,7 +248,7 @@ class Generator(Worker):
         self._running[uid] = _Running(request, entry, output, faults)
 
     def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:
-        """Return caches of the longest beginning of a prompt that is in memory, and its tokens."""
+        """Return caches of a prompt's longest prefix in memory, and its number of tokens."""
         if reads_at_once(self.base, prompt):
             return self._model.new_cache(), 0
 

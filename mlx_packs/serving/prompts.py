@@ -29,7 +29,7 @@ class Prompts:
 
     Args:
         base: a decoder.
-        max_tokens: of an answer whose request does not say; less where the context ends before.
+        max_tokens: default length of an answer; less if the context ends before.
         context: tokens of prompt and answer together.
     """
 
