@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.render(lines))
     macs = ["2 Macs", "4 Macs", "8 Macs"]
     print(table(["model", "gradients", "step of one", "link", *macs], predictions(steps)), "\n")
-    of_night = ["a night of one Mac", "of four", "of a server", "full fine-tuning"]
+    of_night = ["one M4 Max", "four", "8 × H100", "full fine-tuning"]
     print(table(["model", *of_night], nights(steps)), "\n")
     timeline = launch(2, "timeline")
     events = timeline["events"]

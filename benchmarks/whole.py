@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def records(results: dict, options: argparse.Namespace) -> list[Record]:
-    """Gigabytes, seconds a step and tokens a second of one model."""
+    """Gigabytes, seconds per step and tokens per second of one model."""
     here = Environment.here()
     blocks = options.blocks or CONFIGS[options.model]["num_hidden_layers"]
     shape = (
