@@ -105,6 +105,14 @@ class Settings:
         for name in settings:
             if name not in names:
                 raise unknown_setting(name, names, cls.__name__)
+
+        positional = sum(not field.kw_only for field in dataclasses.fields(cls))
+        if len(args) > positional:
+            raise PackError(
+                f"{cls.__name__}: takes settings by name, such as {cls.__name__}({names[0]}=...), "
+                f"but got {args[positional]!r} without one.",
+                flag=names[0],
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -228,22 +228,33 @@ _SAME = {
 
 
 def answers_other_names(function: F) -> F:
-    """Let a function reject an unknown argument with the name to write instead."""
+    """Let a function reject an unknown argument with the name to write instead.
+
+    A function with ``**options`` rejects only other names of its parameters; it checks the rest.
+    """
     parameters = inspect.signature(function).parameters
+    takes_options = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     @wraps(function)
     def checked(*args: Any, **arguments: Any) -> Any:
         for name in arguments:
-            if name not in parameters:
-                raise _unknown_argument(function.__name__, name, list(parameters))
+            if name in parameters or (takes_options and not _same_idea(name, parameters)):
+                continue
+            raise _unknown_argument(function.__name__, name, list(parameters))
         return function(*args, **arguments)
 
     return cast(F, checked)
 
 
+def _same_idea(name: str, valid: Collection[str]) -> list[str]:
+    """Return the valid names of the idea that a name stands for here or in another library."""
+    ours = ours_for(name, valid) or name
+    return [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
+
+
 def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
     ours = ours_for(name, valid) or name
-    same = [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
+    same = _same_idea(name, valid)
     taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
     owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
@@ -18,6 +18,8 @@ from .schema import TrainConfig
 
 ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
 DATA_SETTINGS = frozenset({"data", "hf_dataset"})  # which name the examples
+S = TypeVar("S", bound=Settings)
+
 _output = partial(option, section="Output")
 _data = partial(option, section="Model and data")
 
@@ -205,25 +207,34 @@ def from_configs(
     ``run`` has settings of `RunOptions`, the model among them.
 
     Raises:
-        PackError: a setting of a mapping is wrong, or settings exclude each other.
+        PackError: a setting is wrong, settings exclude each other, or an argument is no such thing.
     """
     settings = {}
     if run["model"] == RunOptions.model:
         settings = tiny_recipe()
     defaults = resolve(settings)
 
-    if isinstance(train, Mapping):
-        train = build(TrainConfig, train)
-    train = train or defaults.train
+    train = _config(TrainConfig, train, "train") or defaults.train
     if train.trains_base:
         defaults = Recipe()
-    if isinstance(lora, Mapping):
-        lora = build(LoRAConfig, lora)
-    lora = lora or defaults.lora
+    lora = _config(LoRAConfig, lora, "lora") or defaults.lora
 
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)
     return recipe
+
+
+def _config(cls: type[S], value: S | Mapping[str, Any] | None, argument: str) -> S | None:
+    """Return the configuration that an argument of a function is, or has as a mapping."""
+    if isinstance(value, Mapping):
+        return cls.from_mapping(value)
+    if value is None or isinstance(value, cls):
+        return value
+    raise PackError(
+        f"{argument}: must be a {cls.__name__} or a mapping of its settings, but is a "
+        f"{type(value).__name__}.",
+        flag=argument,
+    )
 
 
 def tiny_recipe() -> dict:

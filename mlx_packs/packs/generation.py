@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.other_names import answers_other_names
 from .base import Base, loaded_base
 from .pack import Pack, Packs, as_pack
 
 
+@answers_other_names
 def generate(
     base: Base | str | Path | None,
     prompt: str | Sequence[Mapping],
@@ -30,6 +32,7 @@ def generate(
     return loaded.generate(prompt, pack, **options)
 
 
+@answers_other_names
 def stream_generate(
     base: Base | str | Path | None,
     prompt: str | Sequence[Mapping],
@@ -51,6 +54,7 @@ def stream_generate(
     return loaded.stream(prompt, pack, **options)
 
 
+@answers_other_names
 def batch_generate(
     base: Base | str | Path | None,
     prompts: Sequence[str | Sequence[Mapping]],

@@ -23,6 +23,8 @@ import mlx_packs as mp
         ("import_adapter", "model", "It is called 'base' here."),
         ("push", "repo_id", "It is called 'repo' here."),
         ("export_pack", "output_dir", "It is called 'out' here."),
+        ("generate", "model", "It is called 'base' here."),
+        ("batch_generate", "model", "It is called 'base' here."),
     ],
 )
 def test_an_argument_of_another_name_is_answered(function, argument, hint):
@@ -37,6 +39,20 @@ def test_an_argument_of_another_name_is_answered(function, argument, hint):
 def test_names_of_generation_are_answered(name, shared_tiny):
     with pytest.raises(mp.PackError, match="It is called 'max_tokens' here"):
         shared_tiny.generate("Hi", **{name: 5})
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"), [("train", mp.LoRAConfig), ("lora", mp.TrainConfig)]
+)
+def test_a_configuration_of_the_other_kind_is_rejected(argument, wrong, nothing_is_loaded):
+    with pytest.raises(mp.PackError, match=f"{argument}: must be a .*, but is a {wrong.__name__}"):
+        mp.train_pack("tiny", "tiny", **{argument: wrong()})
+
+
+def test_a_setting_without_its_name_is_rejected():
+    with pytest.raises(mp.PackError, match="takes settings by name.* but got 10 without one"):
+        mp.TrainConfig(10)
+    assert mp.LoRAConfig(8).rank == 8
 
 
 def test_signatures_are_shown_as_they_are():
