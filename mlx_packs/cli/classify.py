@@ -30,7 +30,7 @@ _CHUNK = 64  # batches that are read before their labels are written
     default_text="all labels",
     help="Number of labels whose probabilities are printed, the most likely first.",
 )
-@options.matmul_path()
+@options.matmul_path("auto")
 @options.trust_remote_code
 @options.backend
 def classify(
@@ -47,6 +47,7 @@ def classify(
     standard output is an object with "label" and "probabilities", in the same order; "labels" if
     several may apply, and "score" for a regression.
     """
+    from ..memory.matmul_path import generation_path
     from ..packs.base import load_base_for
     from ..packs.classify import check_classifier, open_classifier
 
@@ -57,6 +58,8 @@ def classify(
     check_classifier(pack)
     base = load_base_for(pack, options.base_of(model, pack), trust_remote_code)
     base.check_architecture("classify", "decoder")
+    if matmul_path == "auto":
+        matmul_path = generation_path(base.model)
 
     with open_classifier(base, pack, matmul_path) as classifier:
         rows = _rows(sys.stdin.buffer, classifier.names)

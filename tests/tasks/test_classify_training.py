@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, train_pack
 from mlx_packs.cli.main import packs
+from mlx_packs.packs import classify
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import small_base
@@ -246,7 +247,7 @@ def test_a_label_that_the_pack_does_not_have(tmp_path):
         evaluate(small_base(), tmp_path / "p", write_rows(tmp_path / "d", train=rows, test=rows))
 
 
-def test_the_command_line_labels_rows(tmp_path):
+def test_the_command_line_labels_rows(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "d", **splits_of(labelled))
     out = tmp_path / "p"
     args = ["--data", str(data), "--task", "classify", "--iters", "2", "--out", str(out)]
@@ -254,11 +255,16 @@ def test_the_command_line_labels_rows(tmp_path):
     trained = runner.invoke(packs, ["train", *args, "--matmul-path", "dense"])
     assert trained.exit_code == 0, trained.output
 
+    paths = []
+    attach = classify.attach_pack
+    monkeypatch.setattr(
+        classify, "attach_pack", lambda *args: paths.append(args[-1]) or attach(*args)
+    )
     rows = '"the red car"\n\n{"text": "the blue one"}\n'
     result = runner.invoke(packs, ["classify", "--pack", str(out), "--top", "2"], input=rows)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 2
+    assert len(lines) == 2 and paths == ["dense"]  # on a CPU
     for line in lines:
         first, second = line["probabilities"].values()
         assert line["label"] == next(iter(line["probabilities"])) and 1 > first >= second > 0
