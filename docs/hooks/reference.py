@@ -25,7 +25,8 @@ _DEFAULT = re.compile(r"\s*\[([^\[\]]*)\]$")
 
 def _prose(text: str) -> str:
     """Return a help text as Markdown: nothing in it is markup, and flags are code."""
-    return _FLAG.sub(r"`\1`", re.sub(r"([<*_\[\]\\])", r"\\\1", " ".join(text.split())))
+    plain = re.sub(r"([*_\[\]\\])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
+    return _FLAG.sub(r"`\1`", plain)
 
 
 def _definition(term: str, anchor: str, text: str) -> str:

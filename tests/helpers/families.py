@@ -517,7 +517,7 @@ def table() -> str:
     others = {name: reason for name, reason in UNTRAINABLE.items() if name not in architectures()}
     return "\n".join(
         [
-            "# Families",
+            "# Supported models",
             "",
             "<!-- made by `python -m tests.helpers.families > docs/families.md`; do not edit -->",
             "",
