@@ -19,7 +19,7 @@ from tests.helpers import documents, prose
 from tests.helpers.documents import DOCUMENTS
 
 # Records of what was done, which are not rewritten.
-EXEMPT = {"benchmarks/LOG.md", "benchmarks/README.md", "docs/decisions.md"}
+EXEMPT = {"benchmarks/LOG.md", "benchmarks/README.md"}
 
 
 def test_pages_read_as_plain_english():
