@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,13 @@ def _difference(options: argparse.Namespace, difference: float) -> history.Recor
 
 
 def _record(shape: str, metric: str, unit: str, samples: Sequence[float]) -> history.Record:
-    here = Environment.here()
-    return record(here, "tinker smollm2-135m banking77", "SDK", shape, metric, unit, samples)
+    return record(_here(), "tinker smollm2-135m banking77", "SDK", shape, metric, unit, samples)
+
+
+@cache
+def _here() -> Environment:
+    """Return the environment of this run, so that all its records have one date."""
+    return Environment.here()
 
 
 if __name__ == "__main__":
