@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ class Environment:
     date: str
 
     @classmethod
+    @cache
     def here(cls) -> "Environment":
+        """Return the environment of this run; its date is the first call's."""
         return cls(
             device=f"{runtime.device_name()}, {os.cpu_count()} cores",
             os=f"{platform.system()} {platform.machine()}",

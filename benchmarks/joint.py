@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -129,18 +128,12 @@ class Joint:
     def _records(self, task: str, shape: str, seconds: Seconds, fields: dict) -> list[Record]:
         in_turn, together = seconds
         ratio = float(np.median(together) / np.median(in_turn))
-        here = _environment()
+        here = Environment.here()
         common = {"shape": shape, "unit": "s", "baseline": self.in_turn, **fields}
         return [
             record(here, task, self.in_turn, samples=in_turn, ratio=1.0, **common),
             record(here, task, TOGETHER, samples=together, ratio=ratio, **common),
         ]
-
-
-@cache
-def _environment() -> Environment:
-    """Return the environment of this run, so that all its records have one date."""
-    return Environment.here()
 
 
 def _numbers(text: str) -> list[int]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +159,9 @@ def _difference(options: argparse.Namespace, difference: float) -> history.Recor
 
 
 def _record(shape: str, metric: str, unit: str, samples: Sequence[float]) -> history.Record:
-    return record(_here(), "tinker smollm2-135m banking77", "SDK", shape, metric, unit, samples)
-
-
-@cache
-def _here() -> Environment:
-    """Return the environment of this run, so that all its records have one date."""
-    return Environment.here()
+    return record(
+        Environment.here(), "tinker smollm2-135m banking77", "SDK", shape, metric, unit, samples
+    )
 
 
 if __name__ == "__main__":

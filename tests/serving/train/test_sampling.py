@@ -9,7 +9,7 @@ from tests.serving.train.conftest import Training
 
 
 def test_reinforcement_losses_of_samples(client, generator, tokens):
-    """Log-probabilities of samples are those of the forward pass, so that ratios start at 1."""
+    """Samples have the log-probabilities of the forward pass, so that ratios start at 1."""
     model = client.create()
     session = client.call("save_weights_for_sampler", {"model_id": model})["sampling_session_id"]
     response = client.sample(session, tokens[:6], params={"temperature": 1.0, "seed": 5})
