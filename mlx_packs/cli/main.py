@@ -7,6 +7,7 @@ that a defect ends has 70, since Python's own code, 1, means a failed gate.
 
 import errno
 import importlib
+import os
 import re
 import signal
 import sys
@@ -231,9 +232,21 @@ def packs() -> None:
     """
 
 
+def _limit_threads() -> None:
+    """Let the OpenBLAS of NumPy use half of the cores, as the one for MLX (cpu/blas.py).
+
+    With all cores, other busy programs made the SVDs of `packs combine` 2 to 24 times slower.
+    OpenBLAS reads the variable when NumPy is imported, which is later.
+    """
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cores // 2)))
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the `packs` command as a program."""
     guard()  # to the end: the traceback of a defect may quote a file
+    _limit_threads()
     try:
         packs(args, prog_name="packs")
     except Exception:
