@@ -32,14 +32,20 @@ ELSEWHERE = re.compile(
 TUTORIAL = "docs/tutorial.md"
 # Pages that name files of the repository.
 OF_MAINTAINERS = ("decisions", "kernels", "performance", "systems")
+# What makes a command short, unless it says otherwise.
 QUICK = {
-    "--iters": "2",
-    "--batch-size": "2",
-    "--max-seq-length": "64",
-    "--matmul-path": "dense",
-    "--val-batches": "1",
-    "--test-batches": "1",
-    "--metric": "none",
+    "train": {
+        "--iters": "2",
+        "--batch-size": "2",
+        "--max-seq-length": "64",
+        "--matmul-path": "dense",
+        "--val-batches": "1",
+        "--test-batches": "1",
+        "--metric": "none",
+    },
+    "eval-batch": {"--batch-size": "1,2", "--max-tokens": "8", "--rounds": "1"},
+    "combine": {"--rows": "4"},
+    "merge": {"--rows": "4"},
 }
 
 
@@ -163,16 +169,17 @@ def material(tmp_path_factory) -> Path:
 
 
 def shortened(args: list[str]) -> list[str]:
-    """The arguments of a command; a run is a short one, whose result replaces an earlier one."""
-    if args[0] != "train":
-        return args
-    quick = {} if "-c" in args else dict(QUICK)
+    """The arguments of a command that is short; a run's result replaces an earlier one."""
+    quick = {} if "-c" in args else dict(QUICK.get(args[0], {}))
     if "--epochs" in args:
-        del quick["--iters"]
+        quick.pop("--iters", None)
     if "--task" in args:
-        del quick["--metric"]  # a metric needs completions
+        quick.pop("--metric", None)  # a metric needs completions
+
     added = [word for flag, value in quick.items() if flag not in args for word in (flag, value)]
-    return [*args, *added, "--overwrite"]
+    if args[0] == "train":
+        added.append("--overwrite")
+    return [*args, *added]
 
 
 def runs_here(document: str) -> bool:

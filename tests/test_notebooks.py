@@ -13,10 +13,11 @@ from tests.helpers.notebooks import NOTEBOOKS, ROOT
 # docs/systems.md has a row for the layers; the loop needs the SDK of Tinker.
 MARKS = {
     "own_layers": (pytest.mark.slow, pytest.mark.systems),
+    "quick_start": pytest.mark.slow,
     "your_own_loop": pytest.mark.interop,
 }
 EXECUTED = [
-    pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.slow))
+    pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.nightly))
     for file in NOTEBOOKS
 ]
 MAX_BYTES, MAX_IMAGE = 120_000, 40_000

@@ -19,7 +19,7 @@ def test_workflows_are_valid_by_the_schema_of_github():
     schema = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     command = [sys.executable, "-m", *schema, *WORKFLOWS]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert len(WORKFLOWS) == 5 and result.returncode == 0, result.stdout + result.stderr
+    assert len(WORKFLOWS) == 6 and result.returncode == 0, result.stdout + result.stderr
 
 
 def test_actions_are_pinned_permissions_are_few_and_scripts_exist():

@@ -22,8 +22,8 @@ from tests.crash.operations import MOMENTS
 from tests.crash.server import Ended, Kill, Server
 from tests.helpers.local_hub import LocalHub, Repo, local_hub
 
-RUN_POINTS = {name: 25 if name == "plain" else 16 for name in RUNS}
-OVERWRITE_POINTS, EXPORT_POINTS = 8, 8
+# Points at which a command is killed by the slow tests, and by the nightly ones
+FEW, MANY = pytest.param(4, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)
 BY_TWO_RENAMES = ("train", "quantize")  # a pack and a base, each written by code of its own
 TIMES = 4  # one point of so many is a moment, not an operation
 
@@ -207,25 +207,25 @@ def test_few_points(killer, places, of_run, of_overwrite):
     kill_overwrite(killer, "import", places, of_overwrite, exchange=False)
 
 
-@pytest.mark.slow  # up to 25 s: a run is killed at 16 or 25 points, and each time resumed
+@pytest.mark.parametrize("count", [FEW, MANY])  # 25 s for many: each time the run is resumed
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_runs_end_bit_identical(killer, places, name):
-    kill_run(killer, RUNS[name](places), RUN_POINTS[name])
+def test_killed_runs_end_bit_identical(killer, places, name, count):
+    kill_run(killer, RUNS[name](places), count)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [FEW, MANY])
 @pytest.mark.parametrize(
     ("name", "exchange"),
     [(name, True) for name in OVERWRITES] + [(name, False) for name in BY_TWO_RENAMES],
 )
-def test_a_killed_overwrite_leaves_old_or_new(killer, places, hub, name, exchange):
+def test_a_killed_overwrite_leaves_old_or_new(killer, places, hub, name, exchange, count):
     killer.hub = hub.url
-    kill_overwrite(killer, name, places, OVERWRITE_POINTS, exchange)
+    kill_overwrite(killer, name, places, count // 2, exchange)
 
 
-@pytest.mark.slow
-def test_a_killed_export_leaves_nothing_half(killer, places):
-    kill_export(killer, places, EXPORT_POINTS)
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_a_killed_export_leaves_nothing_half(killer, places, count):
+    kill_export(killer, places, count // 2)
 
 
 @pytest.mark.slow

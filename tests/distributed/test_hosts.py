@@ -64,7 +64,7 @@ def rank_of(number: int, out: str) -> int:
     raise AssertionError("there is no such rank")
 
 
-@pytest.mark.slow  # 50 s: three launches of two machines, the second after one was killed
+@pytest.mark.nightly  # 50 s: three launches of two machines, the second after one was killed
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds a rank in /proc")
 def test_a_run_on_two_machines_goes_on_where_one_has_gone(tmp_path):
     file = host_file(tmp_path, [HERE, HERE])

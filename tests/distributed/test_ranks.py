@@ -12,9 +12,7 @@ from mlx_packs.runtime import mx
 from tests.distributed import runs
 from tests.helpers.ranks import Ended, Ranks
 from tests.helpers.rows import CHATS, write_rows
-
-# 95 s for the packs of `by_ranks`: 40 runs, by one rank, by two and by four on one machine
-pytestmark = pytest.mark.slow
+from tests.helpers.variants import nightly_except
 
 OF_FOUR = ("uneven", "alike", "packed", "mnrl")  # a rank has few rows, one, none, those of all
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
@@ -57,6 +55,7 @@ def curve(pack: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("size", "name"), [(2, name) for name in runs.RUNS] + [(4, name) for name in OF_FOUR]
 )
+@pytest.mark.slow  # 95 s for the packs of `by_ranks`: 40 runs, by one rank, by two and by four
 def test_ranks_train_what_one_trains(by_ranks, size, name):
     alone, shared = by_ranks / "by-1" / name, by_ranks / f"by-{size}" / name
     assert difference(alone, shared) < TOLERANCE.get(name, 2e-5)
@@ -66,8 +65,8 @@ def test_ranks_train_what_one_trains(by_ranks, size, name):
     assert np.allclose(*losses, rtol=1e-3 if name == "adam8" else 1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly  # 30 s: seven ranks are started, four of them at once, and load a base each
 def test_a_run_of_four_goes_on_with_two(place):
-    """30 s: seven ranks are started, four of them at once, and each loads its base."""
     ended = train(place, 4, "plain,iters=2", out="fewer")
     assert not any(ended.codes), ended.text
     ended = train(place, 2, "plain,iters=4,resume=1", out="fewer")
@@ -79,7 +78,10 @@ def test_a_run_of_four_goes_on_with_two(place):
     assert [line["batch"] for line in losses] == list(range(1, 5))
 
 
-@pytest.mark.parametrize("victim, then", [(0, None), (1, None), (1, 0.0), (1, 0.3)])
+@pytest.mark.parametrize(
+    ("victim", "then"),
+    nightly_except([(0, None), (1, None), (1, 0.0), (1, 0.3)], (0, None), (1, 0.3)),
+)
 def test_ranks_end_with_one_that_is_killed(place, victim, then):
     pack = place / f"killed-{victim}-{then}" / "plain"
     pack.parent.mkdir()
@@ -119,6 +121,7 @@ def line_of_first(ended: Ended) -> str:
     return lines[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows_of_1", "batch_size", "names"),
     [

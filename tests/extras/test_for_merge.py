@@ -374,7 +374,7 @@ def test_manifests_name_a_format(fault, for_merge_pack, tmp_path):
         Pack.open(folder)
 
 
-@pytest.mark.slow  # 27 s: two runs of the bundled model, and a merge of each
+@pytest.mark.nightly  # 27 s: two runs of the bundled model, and a merge of each
 def test_merged_it_is_no_worse_than_lora_that_is_rounded(tmp_path):
     """Same recipe and seed: after 16 updates of the bundled model.
 

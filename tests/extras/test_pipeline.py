@@ -189,7 +189,7 @@ def test_a_pack_of_a_pipeline_evaluates_alone(by_stages):
     assert report.base.ppl == pytest.approx(stored["ppl_before"], rel=1e-4)
 
 
-@pytest.mark.slow  # 30 s: four runs one after another, by two ranks, three, one and one
+@pytest.mark.nightly  # 30 s: four runs one after another, by two ranks, three, one and one
 def test_a_pipeline_goes_on_with_other_ranks(place):
     for size, changes in ((2, "iters=4"), (3, "iters=6,resume=1"), (1, "iters=8,resume=1")):
         ended = train(place, size, f"pieces,{changes}", out="on")

@@ -34,10 +34,16 @@ def test_100_mutants(kind, numbers):
     assert report.accepted and report.rejected  # mutants that all fail early would test little
 
 
-@pytest.mark.slow  # up to 25 s: each of 900 mutants is read by at least one call
 @pytest.mark.parametrize("kind", KINDS)
-def test_900_mutants_in_another_process(kind):
-    check(supervise(kind, 900, SEED, first=100))
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(100, 100, marks=pytest.mark.slow),
+        pytest.param(200, 800, marks=pytest.mark.nightly),  # up to 25 s: calls that read each
+    ],
+)
+def test_mutants_in_another_process(kind, first, count):
+    check(supervise(kind, count, SEED, first=first))
 
 
 class Misbehaving(Kind):

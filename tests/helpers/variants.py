@@ -1,16 +1,23 @@
-"""Cases of a test of which the default suite runs some, and the slow suite the others."""
+"""Cases of a test of which a suite runs some, and a rarer one the others."""
 
 from collections.abc import Iterable
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def slow_except(cases: Iterable, *default: object) -> list:
     """Return parameters that are slow but for some; a tuple has a value for each argument."""
+    return [_marked(case, () if case in default else pytest.mark.slow) for case in cases]
+
+
+def nightly_except(cases: Iterable, *slow: object) -> list:
+    """Return parameters that are nightly but for some, which are slow."""
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in default else pytest.mark.slow,
-        )
-        for case in cases
+        _marked(case, pytest.mark.slow if case in slow else pytest.mark.nightly) for case in cases
     ]
+
+
+def _marked(case: object, marks: object) -> ParameterSet:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=marks)

@@ -43,7 +43,7 @@ print(alone.peak_rss_bytes() - before)
 WITHIN = 1.3
 
 
-@pytest.mark.slow  # a minute: 100 MB of text, beside which what is in memory at a time is small
+@pytest.mark.nightly  # a minute: 100 MB of text, beside which what is in memory at a time is small
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_examples_is_as_planned(tmp_path, monkeypatch):
     file = tmp_path / "train.jsonl"

@@ -400,7 +400,7 @@ def test_a_killed_sweep_trains_each_trial_exactly_once(tmp_path):
         assert (starts, resumes) == ((2, 1) if number == 3 else (1, 0)), number
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_rung_is_the_run_in_one_piece(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "base")

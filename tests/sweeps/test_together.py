@@ -19,6 +19,7 @@ from mlx_packs.sweeps.together import MOST, batches_of_trials, described
 from mlx_packs.sweeps.trial import LOG, RECIPE, TOO_LARGE, Result, Trial, train_trials, write_result
 from mlx_packs.training.unattended import CRASHED
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.variants import nightly_except
 from tests.sweeps.test_sweep import leaderboard, run_sweep, write_sweep
 
 RANDOM = {"search": "random", "trials": 4}
@@ -265,8 +266,8 @@ def ranking(folder: Path) -> dict[int, float]:
     return {row["trial"]: row["ppl"] for row in rows}
 
 
-@pytest.mark.slow  # two sweeps of processes: 20 s
-@pytest.mark.parametrize("search", ["random", "halving"])
+# Two sweeps of processes: 20 s
+@pytest.mark.parametrize("search", nightly_except(["random", "halving"], "random"))
 def test_a_sweep_together_is_the_sweep_without(sweep_of, search):
     folder = sweep_of({**RANDOM, "search": search, "parameters": PARAMETERS})
     assert run_sweep().exit_code == 0
@@ -290,8 +291,8 @@ def test_a_sweep_together_is_the_sweep_without(sweep_of, search):
     assert files[0] == files[1]
 
 
-@pytest.mark.slow  # five processes: 20 s
-@pytest.mark.parametrize("again", [["--together"], []])
+# Five processes: 20 s
+@pytest.mark.parametrize("again", nightly_except([["--together"], []], ["--together"]))
 def test_a_killed_sweep_together_continues(sweep_of, again):
     folder = sweep_of({**RANDOM, "parameters": PARAMETERS}, iters=20)
     command = [sys.executable, "-m", "mlx_packs", "sweep", "-c", "s.yaml", "--out", "s"]
