@@ -232,21 +232,16 @@ def packs() -> None:
     """
 
 
-def _limit_threads() -> None:
-    """Let the OpenBLAS of NumPy use half of the cores, as the one for MLX (cpu/blas.py).
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the `packs` command as a program."""
+    guard()  # to the end: the traceback of a defect may quote a file
 
-    With all cores, other busy programs made the SVDs of `packs combine` 2 to 24 times slower.
-    OpenBLAS reads the variable when NumPy is imported, which is later.
-    """
+    # NumPy is imported later. With all cores, other busy programs made its SVDs in `packs combine`
+    # 2 to 24 times slower; MLX's OpenBLAS uses half of them, too (cpu/blas.py).
     if sys.platform == "linux":
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cores // 2)))
 
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the `packs` command as a program."""
-    guard()  # to the end: the traceback of a defect may quote a file
-    _limit_threads()
     try:
         packs(args, prog_name="packs")
     except Exception:
