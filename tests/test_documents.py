@@ -133,8 +133,8 @@ def test_pictures_of_pages_exist():
 
 
 def few_batches(recipe: str) -> str:
-    """A recipe in YAML with two batches for each phase."""
-    return re.sub(r"\biters: \d+", "iters: 2", recipe)
+    """A recipe in YAML with two batches for each phase, or two trials of a sweep."""
+    return re.sub(r"\b(iters|trials): \d+", r"\1: 2", recipe)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ from tests.helpers.ranks import Ended, Ranks
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.variants import nightly_except
 
-OF_FOUR = ("uneven", "alike", "packed", "mnrl")  # a rank has few rows, one, none, those of all
+# Runs by two ranks and by four, and each by one. Of four, a rank has few rows, none, those of all, one.
+FEW = (
+    ("plain", "uneven", "packed", "cached", "dpo", "phases", "mnrl"),
+    ("uneven", "packed", "mnrl"),
+)
+OTHERS = (tuple(name for name in runs.RUNS if name not in FEW[0]), ("alike",))
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
 # The reward run was off by 2.6e-5 with the bias correction of Adam, on one of two machines.
 TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2, "reward": 5e-5}
@@ -29,11 +35,17 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_ranks(place):
-    """The folder of the packs that so many ranks have trained."""
-    for size, names in ((1, runs.RUNS), (2, runs.RUNS), (4, OF_FOUR)):
-        ended = train(place, size, *names)
-        assert ended.codes == [0] * size, ended.text
-    return place
+    """Runs -> the folder of the packs that so many ranks have trained."""
+
+    @cache
+    def trained(of_two: tuple[str, ...], of_four: tuple[str, ...]) -> Path:
+        of_one = dict.fromkeys(of_two + of_four)
+        for size, names in ((1, of_one), (2, of_two), (4, of_four)):
+            ended = train(place, size, *names)
+            assert ended.codes == [0] * size, ended.text
+        return place
+
+    return trained
 
 
 def train(place: Path, size: int, *names: str, out: str = "") -> Ended:
@@ -53,11 +65,17 @@ def curve(pack: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(2, name) for name in runs.RUNS] + [(4, name) for name in OF_FOUR]
+    ("names", "size", "name"),
+    [
+        pytest.param(names, size, name, marks=mark, id=f"{size}-{name}")
+        for names, mark in ((FEW, pytest.mark.slow), (OTHERS, pytest.mark.nightly))
+        for size, of_size in zip((2, 4), names, strict=True)
+        for name in of_size
+    ],
 )
-@pytest.mark.slow  # 95 s for the packs of `by_ranks`: 40 runs, by one rank, by two and by four
-def test_ranks_train_what_one_trains(by_ranks, size, name):
-    alone, shared = by_ranks / "by-1" / name, by_ranks / f"by-{size}" / name
+def test_ranks_train_what_one_trains(by_ranks, names, size, name):
+    folder = by_ranks(*names)
+    alone, shared = folder / "by-1" / name, folder / f"by-{size}" / name
     assert difference(alone, shared) < TOLERANCE.get(name, 2e-5)
     ours, theirs = curve(alone), curve(shared)
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]

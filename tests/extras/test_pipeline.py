@@ -165,7 +165,7 @@ def by_stages(place):
     return place
 
 
-@pytest.mark.slow  # 55 s for the packs of `by_stages`: seven runs, whose ranks wait for one another
+@pytest.mark.nightly  # 55 s for the packs of `by_stages`: seven runs, whose ranks wait for one another
 @pytest.mark.parametrize(("size", "name"), [(2, n) for n in NAMES] + [(3, "pieces")])
 def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
     alone, split = by_stages / "by-1" / name, by_stages / f"by-{size}" / name
@@ -180,7 +180,7 @@ def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
         assert evals[0][key] == pytest.approx(evals[1][key], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pack_of_a_pipeline_evaluates_alone(by_stages):
     pack = by_stages / "by-2" / "top"
     report = evaluate(load_base("tiny"), pack, str(by_stages / "chats"))
