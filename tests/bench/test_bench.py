@@ -439,7 +439,7 @@ def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     assert several.implementation.step(several.batch)[1] == losses[3] != losses[0]
 
 
-@pytest.mark.slow  # 20 s: it measures for the 0.3 minutes that it is given
+@pytest.mark.nightly  # 30 s: it measures for the 0.5 minutes that it is given
 def test_bench_runs_as_a_user_starts_it(tmp_path):
     for minutes in ("0.5", "1"):  # beside other work the first may leave no time to compare
         out = tmp_path / f"{minutes}.json"

@@ -65,7 +65,7 @@ def packs(folder: Path, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow  # 70 answers, a training and two starts of a server: 40 s
+@pytest.mark.nightly  # 70 answers, a training and two starts of a server: 40 s
 def test_a_server_learns_from_feedback_while_it_answers(tmp_path):
     with Server(tmp_path, "--model", "tiny", "--learn", "d") as server:
         assert "learned, version 0" in server.announced[2]

@@ -416,8 +416,13 @@ def test_the_last_rung_is_the_run_in_one_piece(tmp_path, monkeypatch):
     assert (tmp_path / row["pack"] / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.interop
-@pytest.mark.parametrize("options", [[], ["--together"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], marks=pytest.mark.interop),
+        pytest.param(["--together"], marks=pytest.mark.nightly),
+    ],
+)
 def test_ray_trains_on_two_workers(tmp_path, monkeypatch, options):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

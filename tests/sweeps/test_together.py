@@ -291,8 +291,8 @@ def test_a_sweep_together_is_the_sweep_without(sweep_of, search):
     assert files[0] == files[1]
 
 
-# Five processes: 20 s
-@pytest.mark.parametrize("again", nightly_except([["--together"], []], ["--together"]))
+@pytest.mark.nightly  # five processes: 20 s
+@pytest.mark.parametrize("again", [["--together"], []])
 def test_a_killed_sweep_together_continues(sweep_of, again):
     folder = sweep_of({**RANDOM, "parameters": PARAMETERS}, iters=20)
     command = [sys.executable, "-m", "mlx_packs", "sweep", "-c", "s.yaml", "--out", "s"]
