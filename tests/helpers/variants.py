@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import pytest
-from _pytest.mark import ParameterSet
 
 
 def slow_except(cases: Iterable, *default: object) -> list:
@@ -18,6 +17,6 @@ def nightly_except(cases: Iterable, *slow: object) -> list:
     ]
 
 
-def _marked(case: object, marks: object) -> ParameterSet:
+def _marked(case: object, marks: object) -> object:
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=marks)
