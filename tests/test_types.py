@@ -56,9 +56,11 @@ def test_pyright_sees_what_is_wrong(tmp_path):
         ("import mlx_packs as mp\nbase = mp.load_base('tiny')\nbase.appl", "applied"),
     ],
 )
-def test_jedi_completes_the_public_interface(code, name):
+def test_jedi_completes_the_public_interface(code, name, tmp_path, monkeypatch):
     import jedi
 
+    # A process that reads the cache while another writes it gets half of a file.
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))
     script = jedi.Script(code, project=jedi.Project(ROOT))
     lines = code.splitlines()
     assert name in [c.name_with_symbols for c in script.complete(len(lines), len(lines[-1]))]
