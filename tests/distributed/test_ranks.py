@@ -35,7 +35,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_ranks(place):
-    """Runs -> the folder of the packs that so many ranks have trained."""
+    """Return a function of names of runs: the folder of the packs that ranks have trained."""
 
     @cache
     def trained(of_two: tuple[str, ...], of_four: tuple[str, ...]) -> Path:
