@@ -29,6 +29,7 @@ from ..packs.compatibility import check_base
 from ..packs.folder import check_output
 from ..packs.making import untrained_pack
 from ..packs.pack import Pack
+from ..packs.records import agreed_records
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import (
@@ -159,8 +160,8 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     loaded = loaded_base(base, first, trust_remote_code)
     combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
-    columns = columns or columns_of(first, data)
-    meter = FidelityMeter(loaded, first, columns, rows, display_of(progress))
+    columns = columns or columns_of(combined, data)
+    meter = FidelityMeter(loaded, combined, columns, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())
     fidelity = meter.compare(dense, meter.with_pack(combined))
 
@@ -229,8 +230,7 @@ class _Combination:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
 
-        manifest = self.packs[0][0].manifest
-        parts = {key: manifest[key] for key in ("recipe", "objective") if key in manifest}
+        parts = agreed_records([pack for pack, _ in self.packs])
         return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:

@@ -7,7 +7,7 @@ that is exact, else by length; speeds are of answers to a whole batch of prompts
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import OnePack, Pack, as_pack
+from ..packs.records import agreed_records, check_same_use
 from ..packs.weighted_sum import check_distinct
 from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
@@ -135,7 +136,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         rounds: Number of timing rounds after a warm-up.
         matmul_path: How frozen weights are used. ``"auto"`` takes the fastest for scoring, and for
             generation on a CPU; elsewhere generation takes ``"quantized"``, as `packs generate`.
-        columns: Names of the columns, as in `evaluate`; None is as the first pack was trained.
+        columns: Names of the columns, as in `evaluate`; None is as all packs were trained.
         max_ppl_ratio: Gate: the largest perplexity, as a multiple of the base model's.
         min_tps_ratio: Gate: the smallest decoding speed, as a multiple of the base model's.
         max_pack_mb: Gate: the largest size of a pack, in MB.
@@ -151,13 +152,13 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     named = [(BASE, None), *named_packs(packs)]
     models = [pack for _, pack in named]
     _check_sizes(batch_sizes, limit, rounds, max_tokens)
-    first_pack = models[1] if models[1:] else None
-    base = loaded_base(base, first_pack)
+    common = _common(models[1:])
+    base = loaded_base(base, common)
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
-    columns = columns or columns_of(first_pack, data)
-
-    options = EncodingOptions(loss_on or _trained_loss_on(models[1:]), length, base.vocab_size)
+    columns = columns or columns_of(common, data)
+    loss_on = loss_on or (common and common._part("objective").get("loss_on"))
+    options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode_shown(evaluation_rows(columns, split, limit), base, columns, options, display)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
     evaluations = len(models) * len(batches)
@@ -215,10 +216,12 @@ def named_packs(packs: OnePack | Sequence | Mapping) -> list[tuple[str, Pack]]:
     return list(zip(names[1:], opened, strict=True))
 
 
-def _trained_loss_on(packs: Sequence[Pack]) -> str | None:
-    """Return what all packs were trained on; None if they differ."""
-    trained_on = {pack._part("objective").get("loss_on") for pack in packs}
-    return trained_on.pop() if len(trained_on) == 1 else None
+def _common(packs: Sequence[Pack]) -> Pack | None:
+    """Return a pack that records what all of them do; None without packs."""
+    if not packs:
+        return None
+    check_same_use(packs)
+    return replace(packs[0], manifest={**packs[0].manifest, **agreed_records(packs)})
 
 
 def _matmul_paths(

@@ -14,6 +14,7 @@ from ..files import atomic_folder, to_json
 from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
 from ..packs.manifest import MANIFEST, template_kwargs_of
 from ..packs.pack import Pack
+from ..packs.records import note_of_start
 from ..reading import read_json
 from ..tensors import save_tensors
 from ..training.run import train_request
@@ -142,7 +143,11 @@ def train_candidate(folder: LearningFolder, job: Job, model: str, display: Displ
             run["resume_adapter_file"] = str(start)
 
     recipe = _recipe(folder, job, run)
-    return train_request(Request(recipe, model, display=_Shown(display.level))).pack
+    pack = train_request(Request(recipe, model, display=_Shown(display.level))).pack
+    served = folder.pack_of(job.start)
+    if served is not None and (note := note_of_start(served.manifest, pack.manifest)):
+        display.line("note", note)
+    return pack
 
 
 class _Shown(Display):

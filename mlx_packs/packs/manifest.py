@@ -432,6 +432,12 @@ def check_pin(folder: Path) -> dict | None:
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 
+def recorded_keys(part: str) -> frozenset[str]:
+    """The checked entries of a part of a manifest, such as ``recipe``."""
+    names = (key.removeprefix(f"{part}.") for key in _KEYS if key.startswith(f"{part}."))
+    return frozenset(name for name in names if "." not in name)
+
+
 def template_kwargs_of(manifest: dict) -> dict:
     recipe = manifest.get("recipe")
     if not isinstance(recipe, dict):

@@ -14,10 +14,12 @@ from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
 from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
 from ..errors import PackError
+from ..files import to_json
 from ..runtime import mx
 from .compatibility import check_activates
 from .manifest import spec_json
 from .pack import Pack
+from .records import agreed_records, check_same_use
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
@@ -55,13 +57,15 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     """Return the pack whose delta is the weighted sum of the deltas of several packs.
 
     Ranks and targets may differ; the sum is exact. A single pack with weight 1 is returned
-    unchanged. Of recipe and objective, the sum keeps what all packs have in common.
+    unchanged. Of recipe and objective, the sum keeps what all packs have in common; other
+    differences in what the packs record for their use are logged.
 
     Args:
         packs: Pairs of a pack and its weight.
 
     Raises:
-        PackError: If there is no pack, a pack occurs twice, or the packs cannot be added up.
+        PackError: If there is no pack, a pack occurs twice, or the packs cannot be added up, for
+            example since they are of different tasks.
     """
     if not packs:
         raise PackError("--pack: there is no pack to add up.")
@@ -88,7 +92,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
     # of the manifest that identifies the base best
     bases = [part.pack.manifest["base"] for part in parts]
-    base = min(bases, key=lambda each: is_sampled(each["fingerprint"]))
+    base = min(bases, key=lambda each: (is_sampled(each["fingerprint"]), to_json(each)))
 
     manifest = {
         "format_version": first.manifest["format_version"],
@@ -99,7 +103,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
             "groups": _sum_groups(parts),
             "modules": [spec_json(spec) for spec in specs.values()],
         },
-        **{name: _agreed([p.pack._part(name) for p in parts]) for name in ("recipe", "objective")},
+        **agreed_records([part.pack for part in parts]),
         "sum_of": [{"pack": p.pack.short_name, "weight": p.weight} for p in parts],
     }
 
@@ -139,10 +143,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
                 "mismatch",
             )
 
-
-def _agreed(parts: list[dict]) -> dict:
-    first, *others = parts
-    return {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
+    check_same_use(packs)
 
 
 def _sum_groups(parts: list[_Part]) -> list[list[str]]:

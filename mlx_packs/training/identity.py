@@ -18,6 +18,9 @@ from ..display import Display
 from ..errors import PackError
 from ..late import load
 from ..packs.base import Base
+from ..packs.manifest import MANIFEST, read_manifest
+from ..packs.pack import Pack
+from ..packs.records import note_of_start
 from ..reading import sha256
 from .run_folder import PACKAGES, check_unchanged
 from .settings import Run, RunSettings
@@ -43,6 +46,15 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
     if not Path(file).is_file():
         raise PackError(f"--resume-adapter-file {file}: no such file.", "not-found")
     return {"name": Path(file).name, "sha256": sha256(Path(file))}
+
+
+def compare_with_start(run: Run, pack: Pack) -> None:
+    """Say where a pack records another use than the pack that its run started from."""
+    file = run.request.option("resume_adapter_file")
+    if file is None or not (manifest := Path(file).parent / MANIFEST).is_file():
+        return
+    if note := note_of_start(read_manifest(manifest), pack.manifest):
+        run.display.line("note", note)
 
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:

@@ -47,7 +47,14 @@ from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Summary, Task, make_tasks
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
-from .identity import check_resume, public_recipe, run_identity, start_of, with_template_date
+from .identity import (
+    check_resume,
+    compare_with_start,
+    public_recipe,
+    run_identity,
+    start_of,
+    with_template_date,
+)
 from .observer import Observer
 from .observers import ObservedRun, make_observers
 from .on_nan import OnNan
@@ -222,6 +229,7 @@ def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[Tra
                 summary = task.summary(trainable, start.data, fit.trained(), start.sources)
         with resumable(run):
             pack = _save(start, trainable, fit, summary, memory)
+            compare_with_start(run, pack)
 
     report = in_order(
         {
