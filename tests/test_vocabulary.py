@@ -10,7 +10,7 @@ RETIRED = {
     "course": r"(?<!of )\bcourses?\b",  # a phased dataset
     "mended": r"\bmended\b",  # fixed
     # rejected; ``refusal`` is a field of OpenAI's API
-    "refus": r"\brefus(e|es|ed|als)\b|(?<![.\"'`])\brefusal\b(?!\": none|: str)",
+    "refus": r"\brefus(e|es|ed|als)\b|(?<![.\"'`])\brefusal\b(?!\": none|: (str|text))",
     "by turns": r"\bby turns\b",  # alternating
     "to the bit": r"\bto the bit\b",  # bit-identical
     "whole": r"\bwhole,? or not at all\b|\b(brings?|brought)\b.{0,12}whole",  # atomic; full tensors

@@ -35,7 +35,6 @@ from .answers import (
 )
 from .embedding import Embedder, Reranker
 from .feedback import Learning, rejected
-from .fields import parsed
 from .generation import Generator
 from .http import (
     EventStream,
@@ -45,7 +44,6 @@ from .http import (
     answering,
     error_response,
     failure,
-    read_body,
     unless_gone,
 )
 from .images import RequestImages
@@ -96,8 +94,7 @@ class Server:
 
     # Texts
 
-    async def chat(self, request: Request) -> Response:
-        body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
+    async def chat(self, request: Request, body: ChatBody) -> Response:
         generator = self._generator("/v1/chat/completions")
         generator.registry.check_model(body.model)  # at once, however many requests wait
         deadline = self._deadline()
@@ -129,10 +126,7 @@ class Server:
 
         return await self._answer(request, texts, answer, body, ended)
 
-    async def complete(self, request: Request) -> Response:
-        body: CompletionBody = parsed(
-            CompletionBody, await read_body(request, self.settings.body_bytes)
-        )
+    async def complete(self, request: Request, body: CompletionBody) -> Response:
         generator = self._generator("/v1/completions")
         generator.registry.check_model(body.model)
 
@@ -193,18 +187,11 @@ class Server:
 
     # Embeddings
 
-    async def embed(self, request: Request) -> Response:
-        body: EmbeddingBody = parsed(
-            EmbeddingBody, await read_body(request, self.settings.body_bytes)
-        )
-
+    async def embed(self, request: Request, body: EmbeddingBody) -> Response:
         worker = self._worker(Embedder)
         worker.registry.check_model(body.model)
         texts = body.input
         embedder = worker.base.embedder
-        if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
-            message = f"input: must have 1 to {_MAX_TEXTS} texts, none of them empty."
-            raise PackError(message, flag="input")
         if body.dimensions not in (None, embedder.vectors.dims):
             raise PackError(
                 f"dimensions: this base has {embedder.vectors.dims}.", flag="dimensions"
@@ -222,8 +209,7 @@ class Server:
         tokens = sum(map(len, rows))
         return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
 
-    async def rerank(self, request: Request) -> Response:
-        body: RerankBody = parsed(RerankBody, await read_body(request, self.settings.body_bytes))
+    async def rerank(self, request: Request, body: RerankBody) -> Response:
         worker = self._worker(Reranker)
         worker.registry.check_model(body.model)
         if not body.query.strip():
@@ -263,10 +249,7 @@ class Server:
 
     # Labels
 
-    async def classify(self, request: Request) -> Response:
-        body: ClassifyBody = parsed(
-            ClassifyBody, await read_body(request, self.settings.body_bytes)
-        )
+    async def classify(self, request: Request, body: ClassifyBody) -> Response:
         generator = self._generator("/v1/classify")
         registry = generator.registry
         lease = generator.call(lambda: registry.lease_classifier(body.model))
@@ -353,8 +336,7 @@ class Server:
             facts["learns"] = self.learning.folder.name
         return JSONResponse({"object": "list", **facts, "data": data})
 
-    async def add_pack(self, request: Request) -> Response:
-        body: PackBody = parsed(PackBody, await read_body(request, self.settings.body_bytes))
+    async def add_pack(self, _: Request, body: PackBody) -> Response:
         began = time.monotonic()
         name, changed = await self.library.add(body.source, body.name)
         seconds = round(time.monotonic() - began, 3)
@@ -413,7 +395,6 @@ def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
 
 
 _ROWS = 8  # of a batch that is classified between two steps
-_MAX_TEXTS = 2048  # of one request for embeddings, as OpenAI has it
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -475,16 +456,18 @@ def make_app(server: Server) -> Starlette:
         post["/v1/feedback"] = server.learning.rate
     delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
 
-    routes = [
-        Route(path, answering(handler), methods=[method])
-        for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
-        for path, handler in handlers.items()
-    ]
+    handlers = {
+        (method, path): handler
+        for method, of_path in (("GET", get), ("POST", post), ("DELETE", delete))
+        for path, handler in of_path.items()
+    }
     if server.training is not None:
-        routes += [
-            Route(path, answering(handler), methods=[method])
-            for (method, path), handler in server.training.routes().items()
-        ]
+        handlers |= server.training.routes()
+    limit = server.settings.body_bytes
+    routes = [
+        Route(path, answering(handler, limit), methods=[method])
+        for (method, path), handler in handlers.items()
+    ]
     on: dict[Any, Any] = {
         PackError: on_error,
         HTTPException: on_error,

@@ -17,8 +17,8 @@ from ..errors import PackError
 from ..learning.folder import LearningFolder
 from ..learning.rows import Answer, Feedback, RowFiles, rows_of
 from .answers import ChatAnswer
-from .fields import Object, parsed
-from .http import ServerSettings, read_body
+from .fields import Object
+from .http import ServerSettings
 from .library import Library
 from .protocol import MAX_CHOICES, ChatBody
 
@@ -155,11 +155,8 @@ class Learning:
 
     # Feedback
 
-    async def rate(self, request: Request) -> Response:
+    async def rate(self, _: Request, body: FeedbackBody) -> Response:
         """Answer ``POST /v1/feedback``: keep the answer with what is said of it."""
-        body: FeedbackBody = parsed(
-            FeedbackBody, await read_body(request, self._settings.body_bytes)
-        )
         async with self._writing:
             remembered, answer = self._rated(body)
             identity = secrets.token_hex(16)
@@ -220,7 +217,7 @@ class Learning:
         return remembered, answer
 
 
-async def rejected(_: Request) -> Response:
+async def rejected(_: Request, __: FeedbackBody) -> Response:
     """Answer feedback to a server that keeps none."""
     raise PackError(
         "/v1/feedback: this server keeps no answers. Start it with --learn DIR.", "unsupported"

@@ -1,14 +1,51 @@
 """Objects of a request: null means "not given", and a fault names its field in plain words."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from ..errors import PackError
 
 _CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
+_VALUES = 100_000  # of JSON that is passed on as it is
 UNSUPPORTED = "is not supported here. Leave it out."
+
+
+def _check_json(value: Any) -> Any:
+    """Return JSON that is passed on; a ValueError if it has too many values."""
+    waiting = [value]
+    for count, item in enumerate(waiting):
+        if count > _VALUES:
+            raise ValueError(f"has more than {_VALUES:,} values")
+        if isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return value
+
+
+_CHECKED = AfterValidator(_check_json)
+_SCHEMA = WithJsonSchema({"type": "json", "maxItems": _VALUES})
+
+# Every field has a bound: texts and numbers by these types, lists and mappings by `max_length`.
+Name = Annotated[str, Field(max_length=1024)]
+Text = Annotated[str, Field(max_length=4_000_000)]  # what a model reads
+Data = Annotated[str, Field(max_length=10_000_000)]  # a file in base64
+Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Json = Annotated[Any, _CHECKED, _SCHEMA]
+JsonObject = Annotated[dict[str, Any], _CHECKED, _SCHEMA]
+Metadata = Annotated[dict[Name, Text], Field(max_length=1024)]
 _REASONS = {
     "extra_forbidden": UNSUPPORTED,
     "missing": "is required.",
@@ -19,6 +56,7 @@ _REASONS = {
     "bool_type": "must be true or false.",
     "int_type": "must be an integer.",
     "float_type": "must be a number.",
+    "finite_number": "must be a finite number.",
 }
 _BEGINNINGS = (
     (re.compile(r"^Input should be "), "must be "),
@@ -50,8 +88,13 @@ def parsed(kind: type[Object], body: bytes) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:100]
+        first, *others = error.errors(include_url=False, include_input=False)
+        # of a field that may have several types, what is wrong with the one that it has
+        same = [each for each in others if each["loc"][:1] == first["loc"][:1]]
+        if first["type"].endswith("_type"):
+            first = next((each for each in same if not each["type"].endswith("_type")), first)
+        parts = [str(part) for part in first["loc"] if "[" not in str(part)]
+        where = ".".join(parts)[:100]
         raise PackError(f"{where or 'body'}: {_reason(first)}", flag=where or None) from None
 
 

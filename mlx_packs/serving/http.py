@@ -9,7 +9,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 
 import anyio
 from starlette.datastructures import Headers
@@ -21,11 +22,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..config.data import DataConfig
 from ..errors import PackError
+from .fields import Object, parsed
 from .metrics import Metrics
 from .protocol import error_body
 
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]  # of a request, and its body if there is one
 log = logging.getLogger("mlx_packs.serving")
 _STATUS = {
     "not-found": 404,
@@ -166,15 +168,27 @@ def public_message(error: PackError) -> str:
     return _FOLDERS.sub("", error.message)
 
 
-def answering(handler: Handler) -> Handler:
-    """Return a handler that answers errors of its own with status 500, on the open connection.
+def body_of(handler: Handler) -> type[Object] | None:
+    """Return the kind of the body that a handler takes, by the type of its second argument."""
+    kinds = [kind for kind in get_type_hints(handler).values() if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Object)), None)
 
-    Starlette would raise them again after the answer, and uvicorn then close the connection.
+
+def answering(handler: Handler, body_bytes: int) -> Handler:
+    """Return a handler of requests whose body of at most ``body_bytes`` is read and checked.
+
+    It answers errors of its own with status 500, on the open connection: Starlette would raise them
+    again after the answer, and uvicorn then close the connection.
     """
+    kind = body_of(handler)
 
+    @wraps(handler)
     async def answered(request: Request) -> Response:
         try:
-            return await handler(request)
+            if kind is None:
+                return await handler(request)
+            body = parsed(kind, await read_body(request, body_bytes))
+            return await handler(request, body)
         except (HTTPException, PackError, ClientDisconnect, TimeoutError):
             raise  # each has an answer of its own
         except Exception as error:

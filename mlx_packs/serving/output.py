@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
@@ -65,10 +66,7 @@ class Output:
                 self._detokenizer.add_token(token)
             _ = self._detokenizer.last_segment  # is not part of the text
 
-        stops = TextStateMachine()
-        if stop:
-            stops = TextStateMachine({"normal": [(word, None) for word in stop]})
-        self._stop = stops.make_state()
+        self._stop = stop_words(tuple(stop)).make_state()
 
         marks = TextStateMachine()
         if state is not None:
@@ -126,6 +124,13 @@ class Output:
                     return
             if text:
                 yield Piece(kind, text)
+
+
+@lru_cache(maxsize=8)  # of the sequences of a request, which share it
+def stop_words(words: tuple[str, ...]) -> TextStateMachine:
+    if not words:
+        return TextStateMachine()
+    return TextStateMachine({"normal": [(word, None) for word in words]})
 
 
 def first_state(tokenizer: Any, prompt: Sequence[int]) -> str:

@@ -94,8 +94,6 @@ class Prompts:
     def of_texts(self, body: CompletionBody) -> list[list[int]]:
         if body.prompt and isinstance(body.prompt[0], int):
             return [self._checked(list(body.prompt))]
-        if not 0 < len(body.prompt) <= _MAX_PROMPTS:
-            raise PackError(f"prompt: must have 1 to {_MAX_PROMPTS} texts.", flag="prompt")
         return [self._checked(raw_prompt(self._base, text)) for text in body.prompt]
 
     def chat_maker(
@@ -229,6 +227,5 @@ class Prompts:
         return prompt
 
 
-_MAX_PROMPTS = 64
 _CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes
 _ALL = 1 << 20  # tokens that OpenAI's penalties look back on: the whole text

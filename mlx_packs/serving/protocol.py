@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -26,20 +26,40 @@ from ..data.messages import name_thoughts
 from ..data.tool_calls import normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
-from .fields import UNSUPPORTED, Object
+from .fields import (
+    UNSUPPORTED,
+    Data,
+    Integer,
+    Json,
+    JsonObject,
+    Name,
+    Number,
+    Object,
+    Seed,
+    Text,
+)
 
 _log = logging.getLogger("mlx_packs.serving")
 
 MAX_STOPS = 16
 MAX_CHOICES = 8
 
+_MOST = 10_000  # messages of a chat, parts of a message, and similar
 _DIGITS = 12  # of a token; Python converts no more than 4,300
+_Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_Some = Annotated[Text, Field(min_length=1)]
+_Chat = Annotated[list[JsonObject], Field(max_length=_MOST)]
+_Texts = Annotated[list[Text], Field(min_length=1, max_length=64)]
+Tokens = Annotated[list[Integer], Field(max_length=1 << 20)]
+_Bias = Annotated[dict[Name, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+_Model = Annotated[str, Field(min_length=1, max_length=1024)]
 _Share = Field(1.0, gt=0, le=1)
 _Penalty = Field(0.0, ge=-2, le=2)
 
 
 class _Image(Object):
-    url: str
+    url: Data
     detail: Literal["auto", "high"] = "auto"  # both are the whole image
 
     @model_validator(mode="before")
@@ -52,8 +72,8 @@ class _Part(Object):
     """A part of a content; an image may have the type of either of OpenAI's interfaces."""
 
     type: Literal["text", "refusal", "image_url", "input_image"]
-    text: str = ""
-    refusal: str = ""
+    text: Text = ""
+    refusal: Text = ""
     image_url: _Image | None = None
     detail: Literal["auto", "high"] = "auto"
 
@@ -92,8 +112,8 @@ _NEEDED = {
 
 class Function(Object):
     name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -117,9 +137,9 @@ class Tool(Object):
 
 
 class _Called(Object):
-    name: str
-    arguments: str = "{}"
-    parsed_arguments: Any = None  # which OpenAI's client derives from `arguments`
+    name: Name
+    arguments: Text = "{}"
+    parsed_arguments: Json = None  # which OpenAI's client derives from `arguments`
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -130,10 +150,10 @@ class _Called(Object):
 
 
 class _Call(Object):
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: _Called
-    index: int | None = None
+    index: Integer | None = None
 
     def to_template(self) -> dict[str, Any]:
         """Return the call as training has it; arguments that a model wrote as no object stay."""
@@ -152,15 +172,15 @@ class Message(Object):
     """One turn of a conversation, also as an answer of this server or OpenAI's client has it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[_Part] | None = None
-    name: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
+    content: list[_Part] | None = Field(None, max_length=_MOST)
+    name: Name | None = None
+    tool_calls: list[_Call] | None = Field(None, max_length=_MOST)
+    tool_call_id: Name | None = None
+    reasoning_content: Text | None = None
+    refusal: Text | None = None
     # Of an answer; no model reads them.
-    annotations: list[Any] | None = None
-    parsed: Any = None  # which OpenAI's client derives from `content`
+    annotations: list[Json] | None = Field(None, max_length=_MOST)
+    parsed: Json = None  # which OpenAI's client derives from `content`
 
     @field_validator("content", mode="before")
     @classmethod
@@ -212,9 +232,9 @@ class Message(Object):
 
 
 class _Schema(Object):
-    name: str = ""
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    name: Name = ""
+    description: Text | None = None
+    json_schema: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -237,7 +257,7 @@ class _StreamOptions(Object):
 
 
 class _Named(Object):
-    name: str
+    name: Name
 
 
 class ToolChoice(Object):
@@ -261,7 +281,7 @@ class ToolChoice(Object):
 class GenerationBody(Object):
     """What chat and text completions have in common."""
 
-    model: str = Field(min_length=1, max_length=1024)
+    model: _Model
     max_tokens: int | None = Field(None, ge=1, le=1 << 20)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = _Share
@@ -270,19 +290,19 @@ class GenerationBody(Object):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     presence_penalty: float = _Penalty
     frequency_penalty: float = _Penalty
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] = []
+    logit_bias: _Bias | None = None
+    seed: Seed | None = None
+    stop: Stops = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: _StreamOptions | None = None
     # Of a hosted service: they change nothing here.
-    user: str | None = None
+    user: Name | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: JsonObject | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -291,23 +311,15 @@ class GenerationBody(Object):
             value = [value]
         if not isinstance(value, list):
             raise ValueError("must be a text or a list of texts")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stops: list[str]) -> list[str]:
-        stops = [stop for stop in stops if stop]  # an empty text ends nothing
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"has {len(stops)} strings, and {MAX_STOPS} is the most")
-        if not all(len(stop) <= 1024 for stop in stops):
-            raise ValueError("every stop string must have at most 1024 characters")
-        return stops
+        if not all(isinstance(stop, str) for stop in value):
+            return value  # whose fault has the place of the request
+        return [stop for stop in value if stop]  # an empty text ends nothing
 
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        for token, bias in (biases or {}).items():
-            if not (token.isdecimal() and len(token) <= _DIGITS) or not -100 <= bias <= 100:
+        for token in biases or ():
+            if not (token.isdecimal() and len(token) <= _DIGITS):
                 raise ValueError("must map tokens (numbers) to -100 to 100")
         return biases
 
@@ -320,7 +332,7 @@ class GenerationBody(Object):
 class ChatBody(GenerationBody):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 20)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -328,8 +340,8 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = Field(None, max_length=1)
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "ChatBody":
@@ -360,10 +372,10 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""
 
-    prompt: list[str] | list[int]
+    prompt: _Texts | Annotated[Tokens, Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    suffix: str | None = None
+    suffix: Name | None = None
     best_of: Literal[1] | None = None
 
     @field_validator("prompt", mode="before")
@@ -387,12 +399,12 @@ class CompletionBody(GenerationBody):
 class EmbeddingBody(Object):
     """The body of ``/v1/embeddings``."""
 
-    model: str = Field(min_length=1, max_length=1024)
-    input: list[str]
+    model: _Model
+    input: list[_Some] = Field(min_length=1, max_length=2048)
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    prompt_name: str | None = None
-    user: str | None = None
+    dimensions: Number | None = None
+    prompt_name: Name | None = None
+    user: Name | None = None
 
     @field_validator("input", mode="before")
     @classmethod
@@ -406,9 +418,9 @@ class EmbeddingBody(Object):
 class ClassifyBody(Object):
     """The body of ``/v1/classify``: texts, or chats as lists of messages."""
 
-    model: str = Field(min_length=1, max_length=1024)
-    input: list[str | list[dict[str, Any]]] = Field(min_length=1, max_length=2048)
-    top: int | None = Field(None, ge=1)
+    model: _Model
+    input: list[Text | _Chat] = Field(min_length=1, max_length=2048)
+    top: Number | None = Field(None, ge=1)
 
     @field_validator("input", mode="before")
     @classmethod
@@ -420,12 +432,12 @@ class ClassifyBody(Object):
 class RerankBody(Object):
     """The body of ``/v1/rerank``, as Jina and Cohere have it."""
 
-    model: str = Field(min_length=1, max_length=1024)
-    query: str = Field(min_length=1)
-    documents: list[str] = Field(min_length=1, max_length=1000)
-    top_n: int | None = Field(None, ge=1)
+    model: _Model
+    query: _Some
+    documents: list[Text] = Field(min_length=1, max_length=1000)
+    top_n: Number | None = Field(None, ge=1)
     return_documents: bool = False
-    instruction: str | None = None
+    instruction: Text | None = None
 
     @field_validator("documents", mode="before")
     @classmethod
@@ -441,8 +453,8 @@ class RerankBody(Object):
 class PackBody(Object):
     """The body of ``POST /v1/packs``."""
 
-    source: str = Field(min_length=1, max_length=4096)
-    name: str | None = None
+    source: Name = Field(min_length=1)
+    name: Name | None = None
 
 
 def new_id(kind: str) -> str:

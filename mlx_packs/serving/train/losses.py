@@ -8,7 +8,6 @@ https://github.com/thinking-machines-lab/tinker-cookbook, at 9dfcc3a. No default
 the thresholds of gspo, is published; 0.05 is that of the example for dro.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import PackError, did_you_mean
+from .protocol import MOST_NUMBER
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _CLIP_ABOVE = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
@@ -143,7 +143,8 @@ def settings_of(loss: Loss, given: Mapping[str, float | str]) -> dict[str, Any]:
         if name not in loss.settings:
             raise PackError(f"{where}: is not a setting of this loss.", flag="loss_fn_config")
 
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise PackError(f"{where}: must be a finite number.", flag="loss_fn_config")
+        if not isinstance(value, float) or not abs(value) <= MOST_NUMBER:
+            text = f"{where}: must be a finite number of at most {MOST_NUMBER:g}."
+            raise PackError(text, flag="loss_fn_config")
 
     return {**loss.settings, **given}

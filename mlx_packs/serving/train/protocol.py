@@ -4,37 +4,42 @@ A field that would change a result and is not implemented is rejected, never ign
 concerns a hosted service (projects, tags, ...) is accepted.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..fields import Object
+from ..fields import Integer, JsonObject, Metadata, Name, Number, Object, Seed
+from ..protocol import MAX_STOPS, Stops, Tokens
 
 MAX_SAMPLES = 256
+_MOST = 10_000  # chunks of a prompt, tags of a session
 _MOST_TTL = 10 * 365 * 24 * 3600  # seconds
+MOST_NUMBER = 1e30  # float32 has no more than 3.4e38
+_Positive = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+_StopTokens = Annotated[list[Integer], Field(max_length=MAX_STOPS)]
 
 
 class ClientConfigBody(Object):
-    sdk_version: str
+    sdk_version: Name
 
 
 class CreateSessionBody(Object):
-    tags: list[str] = Field(default_factory=list)
-    user_metadata: dict[str, Any] = Field(default_factory=dict)
-    sdk_version: str = ""
-    project_id: str = ""
-    display_name: str = ""
+    tags: list[Name] = Field(default_factory=list, max_length=_MOST)
+    user_metadata: JsonObject = Field(default_factory=dict)
+    sdk_version: Name = ""
+    project_id: Name = ""
+    display_name: Name = ""
     type: Literal["create_session"] = "create_session"
 
 
 class SessionBody(Object):
-    session_id: str
+    session_id: Name
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class LoraConfigBody(Object):
-    rank: int = Field(32, ge=1)
-    seed: int | None = None
+    rank: int = Field(32, ge=1, le=4096)
+    seed: int | None = Field(None, ge=0, lt=2**32)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -45,70 +50,70 @@ class OptimizerConfigBody(Object):
 
 
 class CreateModelBody(Object):
-    session_id: str
-    model_seq_id: int = Field(ge=0)
-    base_model: str
-    user_metadata: dict[str, Any] = Field(default_factory=dict)
+    session_id: Name
+    model_seq_id: Number
+    base_model: Name
+    user_metadata: JsonObject = Field(default_factory=dict)
     lora_config: LoraConfigBody = Field(default_factory=LoraConfigBody)
     optimizer_config: OptimizerConfigBody = Field(default_factory=OptimizerConfigBody)
     type: Literal["create_model"] = "create_model"
 
 
 class ModelBody(Object):
-    model_id: str
+    model_id: Name
     type: Literal["get_info", "unload_model"] | None = None
 
 
 class AdamBody(Object):
     """Settings of one update: `torch.optim.AdamW`, with the gradient's norm clipped before it."""
 
-    learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
+    learning_rate: _Positive = 0.0001
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(0.0, allow_inf_nan=False)
+    eps: _Positive = 1e-12
+    weight_decay: _Positive = 0.0
+    grad_clip_norm: float = Field(0.0, ge=-MOST_NUMBER, le=MOST_NUMBER)
 
 
 class OptimStepBody(Object):
-    model_id: str
+    model_id: Name
     adam_params: AdamBody
-    seq_id: int | None = None
+    seq_id: Integer | None = None
     type: Literal["optim_step"] = "optim_step"
 
 
 class SaveWeightsBody(Object):
-    model_id: str
-    path: str | None = None
-    seq_id: int | None = None
+    model_id: Name
+    path: Name | None = None
+    seq_id: Integer | None = None
     ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
     overwrite: bool = False
-    user_metadata: dict[str, str] = Field(default_factory=dict)
+    user_metadata: Metadata = Field(default_factory=dict)
     type: Literal["save_weights"] = "save_weights"
 
 
 class SaveForSamplerBody(Object):
-    model_id: str
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
+    model_id: Name
+    path: Name | None = None
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: int | None = None
+    seq_id: Integer | None = None
     ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
-    user_metadata: dict[str, str] = Field(default_factory=dict)
+    user_metadata: Metadata = Field(default_factory=dict)
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
 class LoadWeightsBody(Object):
     """Loads into a model that exists (``model_id``), or makes one (``session_id``)."""
 
-    path: str
+    path: Name
     optimizer: bool
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
-    base_model: str | None = None
-    user_metadata: dict[str, Any] = Field(default_factory=dict)
+    model_id: Name | None = None
+    seq_id: Integer | None = None
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    base_model: Name | None = None
+    user_metadata: JsonObject = Field(default_factory=dict)
     optimizer_config: OptimizerConfigBody | None = None
     type: Literal["load_weights"] = "load_weights"
 
@@ -121,20 +126,20 @@ class LoadWeightsBody(Object):
 
 
 class SamplingSessionBody(Object):
-    session_id: str
-    sampling_session_seq_id: int = 0
-    base_model: str | None = None
-    model_path: str | None = None
+    session_id: Name
+    sampling_session_seq_id: Integer = 0
+    base_model: Name | None = None
+    model_path: Name | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class _Chunk(Object):
-    tokens: list[int]
+    tokens: Tokens
     type: Literal["encoded_text"] = "encoded_text"
 
 
 class PromptBody(Object):
-    chunks: list[_Chunk]
+    chunks: list[_Chunk] = Field(max_length=_MOST)
 
     @property
     def tokens(self) -> list[int]:
@@ -144,37 +149,37 @@ class PromptBody(Object):
 class SamplingParamsBody(Object):
     """How tokens are chosen; ``stop`` [] lets a text end with its length alone."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(-1, ge=-1)
+    max_tokens: Number | None = Field(None, ge=1)
+    seed: Seed | None = None
+    stop: Name | Stops | _StopTokens | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: Integer = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
 class SampleBody(Object):
     prompt: PromptBody
     sampling_params: SamplingParamsBody
-    sampling_session_id: str
+    sampling_session_id: Name
     num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
-    seq_id: int | None = None
+    seq_id: Integer | None = None
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = Field(0, ge=0, le=100)
     topk_sample_logprobs: int = Field(0, ge=0, le=100)
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    prompt_logprobs_last_n: Number | None = Field(None, ge=1)
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] = False
     type: Literal["sample"] = "sample"
 
 
 class RetrieveBody(Object):
-    request_id: str
+    request_id: Name
     allow_metadata_only: bool = False
 
 
 class CancelBody(Object):
-    request_id: str
+    request_id: Name
 
 
 class WeightsInfoBody(Object):
-    tinker_path: str
+    tinker_path: Name

@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
+from functools import wraps
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -14,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from ...adapters.spec import ranks_of
 from ...errors import PackError
 from ...packs.pack import Pack
-from ..fields import Object, parsed
 from ..generation import Generator
 from ..http import (
     Handler,
@@ -47,14 +47,13 @@ from .results import Result, Results
 from .sampling import SampleRunner
 from .sampling_sessions import SamplingSessions
 from .states import Saved, States, run_of
-from .wire import MEDIA_TYPE, read_forward_request
+from .wire import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 
 log = logging.getLogger("mlx_packs.serving")
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
 _SILENT_SECONDS = 600.0  # without a heartbeat, after which a session is taken for gone
 _FIRST = "first"  # in place of the number of the request that makes a model
 _CHUNK_BYTES = 5_000_000  # of a request for a forward pass
-_CHUNK_DATUMS = 1_000_000  # of such a request, so that its bytes alone limit it
 
 
 class TrainingService:
@@ -156,34 +155,29 @@ class TrainingService:
         }
         return JSONResponse({"supported_models": [model]})
 
-    async def client_config(self, request: Request) -> Response:
-        await self._body(ClientConfigBody, request)
+    async def client_config(self, _: Request, __: ClientConfigBody) -> Response:
         return JSONResponse(
             {
                 "parallel_fwdbwd_chunks": False,  # they arrive in their order
                 "use_pyqwest_transport": False,  # with it a client's process may abort at its end
-                "fwdbwd_max_chunk_len": _CHUNK_DATUMS,
+                "fwdbwd_max_chunk_len": MOST_DATUMS,
                 "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, self._settings.body_bytes // 2),
             }
         )
 
-    async def dynamic_config(self, request: Request) -> Response:
-        await self._body(ClientConfigBody, request)
+    async def dynamic_config(self, _: Request, __: ClientConfigBody) -> Response:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, _: Request) -> Response:
         """Accept what a client reports of itself; nothing of it is read or kept."""
         return JSONResponse({"status": "accepted"})
 
-    async def create_session(self, request: Request) -> Response:
-        await self._body(CreateSessionBody, request)
-
+    async def create_session(self, _: Request, __: CreateSessionBody) -> Response:
         session_id = uuid.uuid4().hex[:16]
         self._sessions[session_id] = time.monotonic()
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
-    async def heartbeat(self, request: Request) -> Response:
-        body: SessionBody = await self._body(SessionBody, request)
+    async def heartbeat(self, _: Request, body: SessionBody) -> Response:
         if body.session_id not in self._sessions:
             return JSONResponse({"error": "This session has ended."}, 410)
         self._sessions[body.session_id] = time.monotonic()
@@ -202,8 +196,7 @@ class TrainingService:
 
     # Models
 
-    async def create_model(self, request: Request) -> Response:
-        body: CreateModelBody = await self._body(CreateModelBody, request)
+    async def create_model(self, _: Request, body: CreateModelBody) -> Response:
         self._check_session(body.session_id)
         self._check_base(body.base_model)
         model_id = _model_id(body.session_id, body.model_seq_id)
@@ -215,8 +208,7 @@ class TrainingService:
 
         return self._started(create(), model_id, (model_id, _FIRST))
 
-    async def get_info(self, request: Request) -> Response:
-        body: ModelBody = await self._body(ModelBody, request)
+    async def get_info(self, _: Request, body: ModelBody) -> Response:
         model = self._models.find(body.model_id)
 
         base = self._generator.base
@@ -236,8 +228,7 @@ class TrainingService:
             }
         )
 
-    async def unload_model(self, request: Request) -> Response:
-        body: ModelBody = await self._body(ModelBody, request)
+    async def unload_model(self, _: Request, body: ModelBody) -> Response:
         model = self._models.find(body.model_id)
 
         async def unload() -> Result:
@@ -273,8 +264,7 @@ class TrainingService:
         model = self._models.find(body.model_id)
         return self._started(self._models.forward(model, body), model.id, (model.id, body.seq_id))
 
-    async def optim_step(self, request: Request) -> Response:
-        body: OptimStepBody = await self._body(OptimStepBody, request)
+    async def optim_step(self, _: Request, body: OptimStepBody) -> Response:
         model = self._models.find(body.model_id)
 
         async def update() -> Result:
@@ -285,8 +275,7 @@ class TrainingService:
 
     # Saved models
 
-    async def save_weights(self, request: Request) -> Response:
-        body: SaveWeightsBody = await self._body(SaveWeightsBody, request)
+    async def save_weights(self, _: Request, body: SaveWeightsBody) -> Response:
         model = self._models.find(body.model_id)
         name = body.path or time.strftime("%Y%m%d-%H%M%S")
         facts = _facts(body.ttl_seconds, body.user_metadata)
@@ -297,9 +286,8 @@ class TrainingService:
 
         return self._started(save(), model.id, (model.id, body.seq_id))
 
-    async def save_for_sampler(self, request: Request) -> Response:
+    async def save_for_sampler(self, _: Request, body: SaveForSamplerBody) -> Response:
         """Save a model for sampling; without a name it stays in memory."""
-        body: SaveForSamplerBody = await self._body(SaveForSamplerBody, request)
         model = self._models.find(body.model_id)
         name = body.path
         facts = _facts(body.ttl_seconds, body.user_metadata)
@@ -320,8 +308,7 @@ class TrainingService:
 
         return self._started(save(), model.id, (model.id, body.seq_id))
 
-    async def load_weights(self, request: Request) -> Response:
-        body: LoadWeightsBody = await self._body(LoadWeightsBody, request)
+    async def load_weights(self, _: Request, body: LoadWeightsBody) -> Response:
         saved = self._states.find(body.path)
         if body.base_model is not None:
             self._check_base(body.base_model)
@@ -344,8 +331,7 @@ class TrainingService:
 
         return self._started(load(), model_id, (model_id, number))
 
-    async def weights_info(self, request: Request) -> Response:
-        body: WeightsInfoBody = await self._body(WeightsInfoBody, request)
+    async def weights_info(self, _: Request, body: WeightsInfoBody) -> Response:
         saved = self._states.find(body.tinker_path)
         rank = max(ranks_of(Pack.open(saved.folder).specs), default=0)
         facts = {"base_model": self._generator.base.public_name, "is_lora": True, "lora_rank": rank}
@@ -371,8 +357,7 @@ class TrainingService:
 
     # Sampling
 
-    async def create_sampling_session(self, request: Request) -> Response:
-        body: SamplingSessionBody = await self._body(SamplingSessionBody, request)
+    async def create_sampling_session(self, _: Request, body: SamplingSessionBody) -> Response:
         self._check_session(body.session_id)
         if body.base_model is not None:
             self._check_base(body.base_model)
@@ -390,8 +375,7 @@ class TrainingService:
         facts = {"sampler_id": session_id, "base_model": self._generator.base.public_name}
         return JSONResponse({**facts, "model_path": session.uri})
 
-    async def sample(self, request: Request) -> Response:
-        body: SampleBody = await self._body(SampleBody, request)
+    async def sample(self, _: Request, body: SampleBody) -> Response:
         session = self._samplers.find(body.sampling_session_id)
         self._runner.check(body)
 
@@ -404,9 +388,8 @@ class TrainingService:
 
     # Results
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, _: Request, body: RetrieveBody) -> Response:
         """Return the result of a request, or after a while that it is still computed."""
-        body: RetrieveBody = await self._body(RetrieveBody, request)
         try:
             result = await self._results.wait(body.request_id, _POLL_SECONDS)
         except KeyError:
@@ -420,8 +403,7 @@ class TrainingService:
             return Response(result, media_type=MEDIA_TYPE)
         return JSONResponse(result)
 
-    async def cancel(self, request: Request) -> Response:
-        body: CancelBody = await self._body(CancelBody, request)
+    async def cancel(self, _: Request, body: CancelBody) -> Response:
         self._results.cancel(body.request_id)
         return Response(status_code=204)
 
@@ -455,9 +437,6 @@ class TrainingService:
 
     # Parts
 
-    async def _body(self, kind: type[Object], request: Request) -> Any:
-        return parsed(kind, await read_body(request, self._settings.body_bytes))
-
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._sessions:
             raise PackError(
@@ -489,9 +468,10 @@ def _protocol(handler: Handler) -> Handler:
     They send a request again after statuses 409 and 503, for five minutes.
     """
 
-    async def answered(request: Request) -> Response:
+    @wraps(handler)
+    async def answered(*arguments: Any) -> Response:
         try:
-            return await handler(request)
+            return await handler(*arguments)
         except PackError as error:
             if error.code == "interrupted":
                 return failure(410, public_message(error), error.code)

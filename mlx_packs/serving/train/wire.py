@@ -5,6 +5,7 @@ protocol is declared as what it is on the wire, a repeated pair of key and value
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,13 @@ _FLOAT32 = 1
 _INT64 = 2
 _DTYPES = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64), 3: np.dtype(np.int32)}
 _NAN_TOKEN = -99999.0  # log-probability of an empty cell
+_KIND = re.compile(r"(\w+)(?:([(\[])(\d*)[)\]])?")
+MOST_DATUMS = 1 << 16
 STOPPED = 0
 TOO_LONG = 1
 
-# message -> field -> (number, kind); a kind with [] is repeated
+# message -> field -> (number, kind); a kind with [] is repeated. Texts and lists of a request have
+# a bound: string(64), int64[2]. Bytes are bounded by the body, and by what is read of them.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "SparseCsr": {
         "values": (1, "bytes"),
@@ -35,25 +39,25 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "dense": (1, "bytes"),
         "sparse_csr": (2, "SparseCsr"),
         "dtype": (3, "int32"),
-        "shape": (4, "int64[]"),
+        "shape": (4, "int64[2]"),
     },
-    "NamedTensor": {"key": (1, "string"), "value": (2, "Tensor")},
+    "NamedTensor": {"key": (1, "string(64)"), "value": (2, "Tensor")},
     "EncodedText": {"tokens": (1, "bytes")},
     "Image": {"data": (1, "bytes")},
     "Audio": {"dmel": (1, "bytes")},
     "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Image"), "dmel": (3, "Audio")},
-    "Datum": {"model_input": (1, "Chunk[]"), "loss_fn_inputs": (2, "NamedTensor[]")},
-    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
-    "Setting": {"number": (1, "double"), "text": (2, "string")},
-    "NamedSetting": {"key": (1, "string"), "value": (2, "Setting")},
+    "Datum": {"model_input": (1, "Chunk[10000]"), "loss_fn_inputs": (2, "NamedTensor[16]")},
+    "NamedNumber": {"key": (1, "string(64)"), "value": (2, "double")},
+    "Setting": {"number": (1, "double"), "text": (2, "string(64)")},
+    "NamedSetting": {"key": (1, "string(64)"), "value": (2, "Setting")},
     "ForwardBackwardRequest": {
-        "model_id": (1, "string"),
+        "model_id": (1, "string(1024)"),
         "seq_id": (2, "int32"),
-        "data": (3, "Datum[]"),
-        "loss_fn": (4, "string"),
-        "loss_fn_config": (5, "NamedNumber[]"),
+        "data": (3, f"Datum[{MOST_DATUMS}]"),
+        "loss_fn": (4, "string(64)"),
+        "loss_fn_config": (5, "NamedNumber[16]"),
         "forward_only": (6, "bool"),
-        "loss_fn_config_v2": (7, "NamedSetting[]"),
+        "loss_fn_config_v2": (7, "NamedSetting[16]"),
     },
     "BatchedTensor": {
         "data": (1, "bytes"),
@@ -88,6 +92,12 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
+def _parts(kind: str) -> tuple[str, str, int | None]:
+    """Return the type of a field, its bracket and its bound: string, "(" and 64."""
+    item, bracket, bound = _KIND.fullmatch(kind).groups()
+    return item, bracket or "", int(bound) if bound else None
+
+
 def _classes() -> dict[str, Any]:
     """Return a class for each message, from the table."""
     file = descriptor_pb2.FileDescriptorProto()
@@ -109,9 +119,9 @@ def _classes() -> dict[str, Any]:
 
 
 def _declare(declared: Any, kind: str) -> None:
-    item = kind.removesuffix("[]")
+    item, bracket, _ = _parts(kind)
     declared.label = declared.LABEL_OPTIONAL
-    if item != kind:
+    if bracket == "[":
         declared.label = declared.LABEL_REPEATED
 
     if item in _MESSAGES:
@@ -156,6 +166,7 @@ def read_forward_request(body: bytes) -> ForwardRequest:
         message.ParseFromString(body)
     except DecodeError as error:
         raise PackError(f"body: is not a ForwardBackwardRequest ({error}).") from None
+    _check_bounds(message, "")
     _check_shapes(message)
 
     settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
@@ -168,6 +179,23 @@ def read_forward_request(body: bytes) -> ForwardRequest:
     )
 
 
+def _check_bounds(message: Any, where: str) -> None:
+    """Raise a PackError for a text or a list of a request that is longer than its bound."""
+    for name, (_, kind) in _MESSAGES[message.DESCRIPTOR.name].items():
+        item, bracket, bound = _parts(kind)
+        value = getattr(message, name)
+        if bound is not None and len(value) > bound:
+            raise PackError(
+                f"{where}{name}: has a length of {len(value)}, and {bound} is the most."
+            )
+
+        if item in _MESSAGES and bracket:
+            for i, each in enumerate(value):
+                _check_bounds(each, f"{where}{name}[{i}].")
+        elif item in _MESSAGES and message.HasField(name):
+            _check_bounds(value, f"{where}{name}.")
+
+
 def _check_shapes(message: Any) -> None:
     """Raise a PackError for tensors that are too large, before any of them is laid out."""
     numbers = 0
@@ -175,8 +203,6 @@ def _check_shapes(message: Any) -> None:
         for each in datum.loss_fn_inputs:
             shape = each.value.shape
             where = f"data[{i}].loss_fn_inputs.{each.key:.40}"
-            if len(shape) > 2:
-                raise PackError(f"{where}: has {len(shape)} dimensions. Send 1 or 2.")
             if any(size < 0 for size in shape):
                 raise PackError(f"{where}: has the shape {list(shape)}.")
             if len(shape) == 2 and shape[1] > _MOST_TARGETS:

@@ -1,0 +1,168 @@
+"""Every field of every route has a bound, and no number of a request is an internal error."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_packs.serving.app import make_app
+from mlx_packs.serving.http import body_of
+from mlx_packs.serving.train.wire import _MESSAGES, MESSAGES, _parts, read_forward_request
+from tests.helpers.body_fields import is_bounded, leaves, with_value
+from tests.helpers.errors import raises
+from tests.helpers.tinker import PROTO, forward_request
+
+# These read no JSON: the first is of Protocol Buffers, and the others have no body.
+OTHERS = {
+    "/api/v1/forward_backward",
+    "/api/v1/telemetry",
+    "/api/v1/sessions/{id}/finish",
+}
+NUMBERS = (
+    -1,
+    2**31 - 1,
+    2**32,
+    2**63 - 1,
+    2**63,
+    2**100,
+    -(2**100),
+    float("nan"),
+    float("inf"),
+    1e39,
+    -1e39,
+)
+
+
+def bodies(server) -> dict:
+    """Return the model of the body of each route with a body, by path."""
+    routes = [route for route in make_app(server.server).routes if "POST" in route.methods]
+    return {route.path: body_of(route.endpoint) for route in routes}
+
+
+def test_every_field_of_a_body_has_a_bound(server):
+    models = bodies(server)
+    assert {path for path, model in models.items() if model is None} == OTHERS
+
+    unbounded = [
+        (model.__name__, *path)
+        for model in models.values()
+        if model is not None
+        for path, schema in leaves(model.model_json_schema())
+        if not is_bounded(schema)
+    ]
+    assert unbounded == []
+
+
+def test_every_field_of_a_message_has_a_bound():
+    waiting = ["ForwardBackwardRequest"]
+    for message in waiting:
+        for name, (_, kind) in _MESSAGES[message].items():
+            item, bracket, bound = _parts(kind)
+            if bracket or item == "string":
+                assert bound, f"{message}.{name} has no bound"
+            if item in _MESSAGES and item not in waiting:
+                waiting.append(item)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("data", lambda message: [message.data.add() for _ in range(1 << 16)]),
+        ("loss_fn", lambda message: setattr(message, "loss_fn", "l" * 65)),
+        ("data[0].loss_fn_inputs", lambda message: [_input(message) for _ in range(17)]),
+        ("data[0].loss_fn_inputs[0].key", lambda message: _input(message, "k" * 65)),
+    ],
+)
+def test_a_message_beyond_its_bounds(name, change):
+    message = MESSAGES["ForwardBackwardRequest"](model_id="m")
+    message.data.add()
+    change(message)
+    with raises("invalid", None, f"{name}: has a length of"):
+        read_forward_request(message.SerializeToString())
+
+
+def _input(message, key="weights"):
+    return message.data[0].loss_fn_inputs.add(key=key)
+
+
+def test_stop_has_the_limits_of_other_routes(client):
+    session = client.session_on()
+    for stop in (["a"] * 17, ["a" * 1025], "a" * 1025, list(range(17))):
+        body = sample(session) | {"sampling_params": {"max_tokens": 1, "stop": stop}}
+        error = client.post("asample", body, 400)["error"]
+        assert error["param"].startswith("sampling_params.stop"), error
+
+
+def sample(session: str) -> dict:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    return {"sampling_session_id": session, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+
+
+def valid_bodies(client) -> dict:
+    """Return a body that is answered for each path with numbers."""
+    session = {"session_id": client.session}
+    model = {"model_id": client.create()}
+    text = {"model": "base", "max_tokens": 1}
+    return {
+        "/v1/chat/completions": text | {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/completions": text | {"prompt": [1]},
+        "/v1/embeddings": {"model": "base", "input": ["a"]},
+        "/v1/classify": {"model": "base", "input": ["a"]},
+        "/v1/rerank": {"model": "base", "query": "a", "documents": ["a"]},
+        "/v1/feedback": {"id": "a", "rating": "up"},
+        "/api/v1/create_model": session | {"model_seq_id": 1, "base_model": "base"},
+        "/api/v1/optim_step": model | {"adam_params": {}},
+        "/api/v1/save_weights": model | {"path": "w"},
+        "/api/v1/save_weights_for_sampler": model,
+        "/api/v1/load_weights": session | {"path": "tinker://a/weights/w", "optimizer": False},
+        "/api/v1/create_sampling_session": session | {"base_model": "base"},
+        "/api/v1/asample": sample(client.session_on()),
+    }
+
+
+def test_no_number_of_a_body_is_an_internal_error(client, server, caplog):
+    models = bodies(server)
+    valid = valid_bodies(client)
+    tried = 0
+
+    for path, model in models.items():
+        if model is None:
+            continue
+        numbers = [
+            place
+            for place, schema in leaves(model.model_json_schema())
+            if schema.get("type") in ("integer", "number")
+        ]
+        assert not numbers or path in valid, path
+
+        for place in numbers:
+            for number in NUMBERS:
+                body = json.dumps(with_value(valid[path], place, number)).encode()
+                status, _, content = server.request("POST", path, body)
+                assert status < 500, (path, place, number, content)
+                answer = json.loads(content)
+                if status == 200 and "request_id" in answer:
+                    result = client.result(answer)
+                    category = "" if isinstance(result, bytes) else result.get("category")
+                    assert category != "server", (path, place, number)
+                tried += 1
+
+    assert tried > 300
+    assert "A request failed" not in caplog.text
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_number_of_a_message_is_an_internal_error(client, server, datum, number, caplog):
+    model_id = client.create()
+    arrays = {"logprobs": [0.0] * len(datum[0]), "advantages": [1.0] * len(datum[0])}
+    tokens, inputs = datum
+    inputs = {"target_tokens": inputs["target_tokens"], **arrays}
+    for loss, name in (("dro", "beta"), ("ppo", "clip_low_threshold")):
+        result = client.forward(model_id, [(tokens, inputs)], loss, **{name: float(number)})
+        assert isinstance(result, tuple) and result[1] != "server", result
+
+    with np.errstate(over="ignore"):
+        advantages = np.full(len(tokens), number, np.float32)
+    body = forward_request(model_id, [(tokens, {**inputs, "advantages": advantages})], "dro")
+    assert server.request("POST", "/api/v1/forward_backward", body, PROTO)[0] < 500
+    assert "A request failed" not in caplog.text
