@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,12 +38,14 @@ class Question:
 class Accuracy:
     """Share of right answers with its binomial standard error, and share of answers in valid form.
 
-    ``valid`` is None where the metric requires no form.
+    ``valid`` is None where the metric requires no form. ``only`` is the answer to every question,
+    if there is one though they differ in what is wanted.
     """
 
     share: float
     se: float
     valid: float | None = None
+    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class AnswerReport:
     rows: int
     before: Accuracy
     after: Accuracy | None = None
+    commonest_share: float | None = None  # of the wanted answers
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,7 +156,13 @@ class Exam:
 
     def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
         with_pack = None if after is None else self._accuracy(after)
-        return AnswerReport(self.metric, len(before), self._accuracy(before), with_pack)
+        accuracy = self._accuracy(before)
+        return AnswerReport(self.metric, len(before), accuracy, with_pack, self._commonest_share)
+
+    @property
+    def _commonest_share(self) -> float:
+        counts = Counter(question.wanted.strip() for question in self.questions)
+        return max(counts.values()) / len(self.questions)
 
     def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
         """Return up to three answers that are wrong without the pack and right with it.
@@ -185,7 +195,11 @@ class Exam:
         valid = None
         if metric.is_valid is not None:
             valid = sum(map(metric.is_valid, answers)) / count
-        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid)
+
+        only = None
+        if len(set(answers)) == 1 and self._commonest_share < 1:
+            only = answers[0]
+        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid, only)
 
 
 def questions_of(

@@ -25,6 +25,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.classification import Classifier
 from ..objectives.score import Score
 from ..packs.base import Base
+from ..packs.card import format_commonest
 from ..packs.classify import attached, objective_of
 from ..packs.pack import Pack
 from .embeddings import pearson, spearman
@@ -74,6 +75,7 @@ class Predictions:
         for name, values in means.items():
             metrics |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
 
+        metrics["commonest_share"] = commonest_share(self.values)
         if self.problem == ORDINAL:
             distances = np.abs(self.predicted() - self.values).astype(np.float64)
             metrics |= {"mae": float(distances.mean()), "mae_se": standard_error(distances)}
@@ -168,6 +170,18 @@ class Predictions:
 
         return calibration_error
 
+    def only_label(self, labels: Sequence[str]) -> str | None:
+        """Return what is predicted of every example, though not all have it; else None."""
+        if self.problem == REGRESSION or commonest_share(self.values) == 1:
+            return None
+
+        predicted = self.predicted()
+        if (predicted != predicted[0]).any():
+            return None
+        if self.problem == MULTI:
+            return ", ".join(np.array(labels)[predicted[0]]) or "no label"
+        return labels[predicted[0]]
+
     def mistakes(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
         """Return the most frequent mistakes: right label, predicted one, number."""
         if self.problem in (MULTI, REGRESSION):
@@ -178,6 +192,11 @@ class Predictions:
         pairs = zip(self.values[wrong].tolist(), predicted[wrong].tolist(), strict=True)
         common = Counter(pairs).most_common(_MOST_MISTAKES)
         return [(labels[right], labels[given], count) for (right, given), count in common]
+
+
+def commonest_share(values: np.ndarray) -> float:
+    """Return the share of the commonest value, or set of labels: a constant answer's accuracy."""
+    return float(np.unique(values, axis=0, return_counts=True)[1].max() / len(values))
 
 
 def confusion_matrix(predictions: Predictions) -> np.ndarray | None:
@@ -261,7 +280,8 @@ class ClassScore(Score):
         ]
 
         if "accuracy" in self.metrics:
-            shown.insert(1, f"accuracy {self.metrics['accuracy']:.1%}")
+            commonest = f"commonest label {self.metrics['commonest_share']:.1%}"
+            shown.insert(1, f"accuracy {self.metrics['accuracy']:.1%} ({commonest})")
         return ", ".join(shown)
 
 
@@ -293,6 +313,7 @@ class ClassificationReport:
     temperature: float
     metrics: Mapping[str, float]
     mistakes: list[tuple[str, str, int]]
+    predicts_only: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         report = asdict(self)
@@ -304,7 +325,8 @@ class ClassificationReport:
             for name, label in _SHOWN.items()
             if name in self.metrics
         ]
-        lines = [f"pack    {', '.join(shown)}"]
+        notes = format_commonest({**self.metrics, "predicts_only": self.predicts_only})
+        lines = [f"pack    {', '.join(shown)}{notes}"]
 
         if self.temperature != 1:
             lines.append(f"        probabilities at temperature {self.temperature:.3f}")
@@ -371,4 +393,5 @@ def evaluate_classifier(
         classes.temperature,
         predictions.metrics(),
         predictions.mistakes(classes.labels),
+        predictions.only_label(classes.labels),
     )

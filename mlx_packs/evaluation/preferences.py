@@ -40,12 +40,15 @@ class PairScore(Score):
             completion has a reward of the right sign; a tie counts as half.
         margin: mean reward of chosen completions minus the mean of rejected ones.
         rows: number of rows.
+        commonest_share: share of the commoner rating, which a constant sign would reach; None of
+            pairs, where that is chance.
     """
 
     nll: float
     accuracy: float
     margin: float
     rows: int
+    commonest_share: float | None = None
     numbers: ClassVar = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
 
     @property
@@ -58,7 +61,11 @@ class PairScore(Score):
 
     @property
     def text(self) -> str:
-        return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
+        commonest = ""
+        if self.commonest_share is not None:
+            commonest = f" (commonest label {self.commonest_share:.1%})"
+        accuracy = f"accuracy {self.accuracy:.1%}{commonest}"
+        return f"loss {self.nll:.3f}, {accuracy}, margin {self.margin:.3f}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,8 @@ def score_preferences(
     count = int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
 
-    return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)
+    commonest = max(desirable.mean(), 1 - desirable.mean()) if rated else None
+    return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), commonest, ppl)
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,9 @@ def score_pairs(
     right = (np.sign(gains) + 1) / 2
     loss = float(np.concatenate(losses).mean())
 
-    errors = standard_error(right), standard_error(gains)
-    return RewardScore(loss, float(right.mean()), float(gains.mean()), len(pairs), *errors)
+    accuracy, margin = float(right.mean()), float(gains.mean())
+    errors = {"accuracy_se": standard_error(right), "margin_se": standard_error(gains)}
+    return RewardScore(loss, accuracy, margin, len(pairs), **errors)
 
 
 def standard_error(values: np.ndarray) -> float | None:

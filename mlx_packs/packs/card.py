@@ -23,6 +23,7 @@ from .manifest import (
 )
 
 _MANY = 1e9  # of a perplexity, whose digits say nothing then
+_COMMON = 0.1  # share of an answer from which a constant answer is worth a comparison
 
 
 def model_card(manifest: dict, name: str) -> str:
@@ -249,7 +250,17 @@ def format_change(result: Mapping) -> str:
         return ""
     before = {n: result[f"{n}_before"] for n in names}
     after = {n: result[f"{n}_after"] for n in names}
-    return f"{format_metrics(before)} → {format_metrics(after)}"
+    return f"{format_metrics(before)} → {format_metrics(after)}{format_commonest(result)}"
+
+
+def format_commonest(result: Mapping) -> str:
+    """What a constant answer would reach, beside an accuracy; empty for results without labels."""
+    if (share := result.get("commonest_share")) is None:
+        return ""
+    text = f" (commonest label {share:.4f}"
+    if only := result.get("predicts_only"):
+        text += f"; predicts only '{only}'"
+    return f"{text})"
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
@@ -279,6 +290,11 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
     valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
     if valid:
         text += f" (valid JSON {' → '.join(valid)})"
+    share = answers.get("commonest_share") or 0
+    if share >= _COMMON and share * answers["rows"] > 1:
+        text += f" (commonest answer {100 * share:.1f} %)"
+    if only := scores[-1].get("only"):
+        text += f" (answers only '{only:.60}')"
     return text
 
 

@@ -108,6 +108,10 @@ def held_out_line(result: Mapping) -> str:
     if targets is not None:
         line += f", {targets:,.0f} supervised tokens"
     line += "."
+    if (share := number(result.get("commonest_share"))) is not None:
+        line += f" The commonest label has {share:.1%} of them."
+    if only := text(result.get("predicts_only"), 60):
+        line += f" The pack predicts only '{only}'."
     if any(key.endswith("_after_se") for key in result):
         line += " ± is the standard error."
     return line

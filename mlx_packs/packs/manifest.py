@@ -127,7 +127,10 @@ _KEYS = {
     "eval.split": "text?",
     "eval.rows": "an integer of 0 or more?",
     **dict.fromkeys(("eval.ppl_before_se", "eval.ppl_after_se"), "a number?"),
+    "eval.commonest_share": "a number?",
+    "eval.predicts_only": "text?",
     "eval.answers": "a mapping?",
+    "eval.answers.commonest_share": "a number?",
     "eval.answers.metric": "text",
     "eval.answers.rows": "an integer of 0 or more",
     **{f"eval.answers.{when}": "a mapping" for when in ("before", "after")},
@@ -137,6 +140,7 @@ _KEYS = {
         for n in ("share", "se")
     },
     **{f"eval.answers.{when}.valid": "a number?" for when in ("before", "after")},
+    **{f"eval.answers.{when}.only": "text?" for when in ("before", "after")},
     **{f"eval.{n}_{when}": "a number?" for n in ("ppl", *METRICS) for when in ("before", "after")},
 }
 _FILES = {

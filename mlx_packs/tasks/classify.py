@@ -31,6 +31,7 @@ from ..errors import PackError
 from ..evaluation.classification import (
     ClassScore,
     Predictions,
+    commonest_share,
     confusion_matrix,
     fit_temperature,
     labelled_evaluation,
@@ -272,6 +273,7 @@ class ClassifyTask(TokenTask):
                 "rows": after.rows,
                 "available": last.held_out_examples.count,
                 **_changes(before, after),
+                **_constants(held_out, classes),
                 **calibrated,
             },
             objective=named,
@@ -336,6 +338,20 @@ def _confusions(predictions: Predictions, classes: Classes) -> dict | None:
     if counts is None:
         return None
     return {"labels": list(classes.labels), "counts": counts.tolist()}
+
+
+def _constants(predictions: Predictions, classes: Classes) -> dict[str, float | str]:
+    """Return the accuracy of the commonest label, and the label of every prediction, if it is one.
+
+    A score has neither.
+    """
+    if classes.problem == REGRESSION:
+        return {}
+
+    facts: dict[str, float | str] = {"commonest_share": commonest_share(predictions.values)}
+    if (only := predictions.only_label(classes.labels)) is not None:
+        facts["predicts_only"] = only
+    return facts
 
 
 def _changes(before: ClassScore, after: ClassScore) -> dict[str, float | None]:

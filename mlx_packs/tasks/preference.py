@@ -281,11 +281,16 @@ class PreferenceTask(TokenTask):
         if trees is not None:
             shared = trees.to_json(last.train.examples)
 
+        commonest = {}
+        if (share := trained.ends(last.phase)[1].commonest_share) is not None:
+            commonest["commonest_share"] = share
+
         return Summary(
             eval={
                 "split": last.held_out_split,
                 "available": last.held_out_examples.count,
                 **before_and_after(*trained.ends(last.phase), values),
+                **commonest,
             },
             objective=dict(named),
             facts=facts,

@@ -99,6 +99,15 @@ def test_report_counts_right_answers_with_their_binomial_error(shared_tiny):
     assert line.endswith("(valid JSON 25.0 % → 100.0 %)")
 
 
+def test_a_constant_answer_is_named_beside_its_share(shared_tiny):
+    four = exam(shared_tiny, "exact", "ham", "ham", "ham", "spam")
+    report = four.report(["?", "ham", "ham", "x"], ["ham"] * 4).to_json()
+    assert report["commonest_share"] == report["after"]["share"] == 0.75
+    assert (report["before"]["only"], report["after"]["only"]) == (None, "ham")
+    line = answer_line(report)
+    assert line.endswith("(commonest answer 75.0 %) (answers only 'ham')")
+
+
 def test_samples_are_wrong_without_the_pack_and_right_with_it(shared_tiny):
     four = exam(shared_tiny, "exact", *"1234")
     samples = four.samples(["1", "x", "y", "x"], ["1", "2", "z", "4"])
@@ -149,7 +158,7 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     assert answers["after"]["share"] == 1
 
     lines = CausalLMTask.report_lines(result.report)
-    assert lines[0] == "exact   0.0 % → 100.0 % of 5 test examples"
+    assert lines[0] == ("exact   0.0 % → 100.0 % of 5 test examples (commonest answer 100.0 %)")
     assert sum(line.startswith("before") for line in lines) == 3
 
     manifest = json.loads((out / "pack.json").read_text())
@@ -162,7 +171,9 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     assert run("eval", out)[0] == 2  # it learned nothing of the bundled examples
     check(run.error, "invalid", "data", str(letters.name))
     code, text, _ = run("eval", out, "--data", letters, "--metric", "exact", "--limit", 3)
-    assert code == 0 and text.splitlines()[-1] == "exact   0.0 % → 100.0 % of 3 examples"
+    assert code == 0 and text.splitlines()[-1] == (
+        "exact   0.0 % → 100.0 % of 3 examples (commonest answer 100.0 %)"
+    )
 
 
 def test_a_metric_that_has_no_meaning_is_one_line(letters, encoder, tmp_path, here, run):

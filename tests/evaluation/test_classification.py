@@ -1,10 +1,19 @@
 """Metrics of classifiers against their formulas, and against scikit-learn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mlx_packs.data.labels import MULTI, REGRESSION, SINGLE
-from mlx_packs.evaluation.classification import Predictions, confusion_matrix, fit_temperature
+from mlx_packs.evaluation.classification import (
+    ClassScore,
+    Predictions,
+    confusion_matrix,
+    fit_temperature,
+)
+from mlx_packs.packs.card import format_change
+from mlx_packs.packs.facts import held_out_line
 
 
 def predictions(count: int = 300, classes: int = 5, noise: float = 2.0) -> Predictions:
@@ -76,6 +85,32 @@ def test_confusions_are_the_most_frequent_mistakes():
 
 
 @pytest.mark.interop
+def test_the_commonest_label_is_beside_the_accuracy():
+    always = Predictions(np.array([[2.0, 0.0]] * 24), np.array([0] * 23 + [1]), SINGLE)
+    metrics = always.metrics()
+    assert metrics["accuracy"] == metrics["commonest_share"] == 23 / 24
+    assert always.only_label(["ham", "spam"]) == "ham"
+    assert "accuracy 95.8% (commonest label 95.8%)" in ClassScore(metrics, 24).text
+
+    eval_part = {"label_accuracy_before": 0.3, "label_accuracy_after": 23 / 24}
+    eval_part |= {"commonest_share": 23 / 24, "predicts_only": "ham"}
+    assert format_change(eval_part).endswith("(commonest label 0.9583; predicts only 'ham')")
+    assert "predicts only 'ham'" in held_out_line({"rows": 24, **eval_part})
+
+    both = Predictions(np.array([[2.0, 0.0], [0.0, 2.0]]), np.array([0, 1]), SINGLE)
+    assert both.only_label(["ham", "spam"]) is None
+    all_ham = Predictions(np.array([[2.0, 0.0]] * 3), np.array([0] * 3), SINGLE)
+    assert all_ham.only_label(["ham", "spam"]) is None
+
+
+def test_the_commonest_set_of_labels_is_beside_the_accuracy_of_sets():
+    values = np.array([[1, 0], [1, 0], [1, 1], [0, 0]], bool)
+    named = Predictions(np.array([[3.0, -3.0]] * 4), values, MULTI)
+    assert named.metrics()["commonest_share"] == named.metrics()["accuracy"] == 0.5
+    assert named.only_label(["a", "b"]) == "a"
+    assert replace(named, logits=-np.ones((4, 2))).only_label(["a", "b"]) == "no label"
+
+
 def test_scikit_learn_has_the_same_numbers():
     metrics = pytest.importorskip("sklearn.metrics")
     made = predictions()
