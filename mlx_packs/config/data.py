@@ -119,6 +119,16 @@ class DataConfig(TextConfig, SourceConfig, _Ordered):
     """The source of the examples, and the names of their columns."""
 
 
+# Parts of the layout of JSON in answers, which packs record, and what each may be: a grammar of
+# answers has them in regular expressions.
+JSON_LAYOUT = {
+    "item_separator": r"[ \t]{0,4},[ \t]{0,4}",
+    "key_separator": r"[ \t]{0,4}:[ \t]{0,4}",
+    "inside": r" {0,4}|\r?\n[ \t]{0,16}",  # after the first bracket
+    "opening": r"\s{0,8}(```\w{0,16}\s{1,8})?",  # before the first bracket
+}
+
+
 def renderer_argument(variables: Iterable[str]) -> str | None:
     """Return the first name that is an argument of the renderer, no variable of a template."""
     return next((name for name in variables if name in _RENDERER), None)

@@ -17,7 +17,7 @@ from ..config.choices import (
     PackFacts,
     architecture_of,
 )
-from ..config.data import COLUMN_SETTINGS
+from ..config.data import COLUMN_SETTINGS, JSON_LAYOUT
 from ..config.other_names import current_keys
 from ..errors import PackError
 from ..files import to_json
@@ -81,6 +81,10 @@ _KEYS = {
     **{f"objective.{key}": "text?" for key in "loss_on task loss graph note".split()},
     **{f"objective.{key}": kind for key, kind in _OBJECTIVES.items()},
     "objective.stack": "a list of texts?",
+    "objective.json_layout": "a mapping?",
+    **{f"objective.json_layout.{part}": "text?" for part in JSON_LAYOUT},
+    "objective.json_layout.keys": "a list of texts?",
+    "objective.json_layout.thoughts": "true or false?",
     **dict.fromkeys(("objective.ppl_before", "objective.ppl_after"), "a number?"),
     "data": "a mapping?",
     "data.source": "text?",
@@ -226,6 +230,7 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
 
     _check_for_merge(manifest["adapters"])
     _check_head(manifest)
+    _check_json_layout(json_layout_of(manifest))
 
     for i, tensor in enumerate(replaced or []):
         if not tensor["name"].rpartition(".")[0]:
@@ -255,6 +260,16 @@ def _check_for_merge(adapters: dict) -> None:
     others = [m for m in adapters["modules"] if m.get("kind", "lora") != "lora" or m.get("experts")]
     if others or adapters.get("replaced"):
         raise ValueError("adapters.for_merge is for adapters of linears alone")
+
+
+def _check_json_layout(layout: dict) -> None:
+    for part, pattern in JSON_LAYOUT.items():
+        text = layout.get(part) or ""
+        if text and not re.fullmatch(pattern, text, re.ASCII):
+            raise ValueError(
+                f"objective.json_layout.{part} must be white space around its mark, but is "
+                f"{text[:60]!r}"
+            )
 
 
 def _check_head(manifest: dict) -> None:
@@ -447,6 +462,11 @@ def template_kwargs_of(manifest: dict) -> dict:
     if not isinstance(recipe, dict):
         return {}
     return dict(recipe.get("template_kwargs") or {})
+
+
+def json_layout_of(manifest: dict) -> dict:
+    """Return the layout of JSON in the answers that a pack was trained on; empty if unknown."""
+    return (manifest.get("objective") or {}).get("json_layout") or {}
 
 
 def is_hub_name(path: str | Path) -> bool:

@@ -106,10 +106,11 @@ class Server:
 
         of_pack = generator.registry.template_kwargs(body.model)
         variables = {**of_pack, **self.settings.template_kwargs}
+        layout = generator.registry.json_layout(body.model)
 
         def prepare() -> tuple[list[int], Maker]:
-            prompt = self._prompts.of_chat(body, variables, images)
-            return prompt, self._prompts.chat_maker(body, prompt, deadline, images)
+            prompt = self._prompts.of_chat(body, variables, images, layout)
+            return prompt, self._prompts.chat_maker(body, prompt, deadline, images, layout)
 
         prompt, maker = await self._in_thread(prepare)
         texts = _texts(generator, body.n, maker)

@@ -7,7 +7,8 @@ knows the tokens of a Hugging Face tokenizer and gives a bit for each of them.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from ..errors import PackError, library_errors
 from ..runtime import mx
 from .protocol import Tool
 
-# As templates write arguments; free white space could go on without end.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# What llguidance calls the options of a schema.
+_OPTIONS = "x-guidance"
+_INDENTATION = "{0,64}"  # levels
 
 
 def has_tool_grammar(tokenizer: Any) -> bool:
@@ -32,6 +34,7 @@ def tool_grammar(
     state: str,
     must_call: bool,
     is_special: Callable[[int], bool],
+    layout: Mapping[str, Any],
 ) -> str:
     """Return the grammar of an answer with calls of some functions.
 
@@ -41,23 +44,19 @@ def tool_grammar(
         state: where the answer begins, as `first_state` has it.
         must_call: whether the answer is a call; else calls may stand anywhere in a text.
         is_special: whether a token is special to llguidance, and so no part of a text.
+        layout: that of JSON in the rows of the pack, as `schema_in_layout` has it.
     """
-
-    def mark(text: str) -> str:
-        """Return a mark as Lark has it: a special token by its name, other text in quotes."""
-        token = tokenizer.get_vocab().get(text)
-        if token is not None and is_special(token):
-            return text
-        return json.dumps(text)
-
+    mark = partial(_mark, tokenizer, is_special)
     opening = mark(tokenizer.tool_call_start)
     closing = mark(tokenizer.tool_call_end)
+    # Templates write arguments, and other separators than in the answers of the pack.
+    layout = {part: layout[part] for part in ("inside", "keys") if part in layout}
     bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
     rules = [f"call: ({bodies}) {closing}", r"TEXT: /(.|\n)*/"]
     for i, tool in enumerate(tools):
         name = json.dumps(tool.function.name, ensure_ascii=False)
         before = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
-        rules.append(f"body_{i}: {before} %json {json.dumps(_arguments(tool))} " + r'"}\n"')
+        rules.append(f"body_{i}: {before} %json {json.dumps(_arguments(tool, layout))} " + r'"}\n"')
 
     thoughts = []
     if tokenizer.has_thinking:
@@ -77,6 +76,27 @@ def tool_grammar(
     return "\n".join(["%llguidance {}", start, *rules])
 
 
+def json_after_thoughts(
+    tokenizer: Any, schema: Mapping[str, Any], state: str, is_special: Callable[[int], bool]
+) -> str:
+    """Return the grammar of thoughts, which may be open in the ``state``, and JSON after them."""
+    mark = partial(_mark, tokenizer, is_special)
+    rules = _up_to("thought", "TEXT", mark(tokenizer.think_end), r'"\n"*')
+    thoughts = "thought"
+    if state != "reasoning":
+        thoughts = f"({mark(tokenizer.think_start)} thought)?"
+    start = f"start: {thoughts} %json {json.dumps(schema)}"
+    return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", *rules])
+
+
+def _mark(tokenizer: Any, is_special: Callable[[int], bool], text: str) -> str:
+    """Return a mark as Lark has it: a special token by its name, other text in quotes."""
+    token = tokenizer.get_vocab().get(text)
+    if token is not None and is_special(token):
+        return text
+    return json.dumps(text)
+
+
 def _up_to(rule: str, text: str, mark: str, then: str) -> list[str]:
     """Return a rule for a text up to the first mark, and what follows it."""
     if mark.startswith('"'):
@@ -84,15 +104,47 @@ def _up_to(rule: str, text: str, mark: str, then: str) -> list[str]:
     return [f"{rule}: {text} {mark} {then}"]
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
+def _arguments(tool: Tool, layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments: any object where it is not strict."""
     schema: dict[str, Any] = {"type": "object"}
     if tool.function.strict and tool.function.parameters is not None:
         schema = tool.function.parameters
-    return {**schema, "x-guidance": _LAYOUT}
+    return schema_in_layout(schema, layout)
 
 
-ANY_OBJECT = {"type": "object"}
+def schema_in_layout(schema: dict[str, Any], layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose JSON has a layout, as `manifest.json_layout_of` has it.
+
+    If it is unknown, single spaces are optional. Free white space could go on without end.
+    """
+    options: dict[str, Any] = {
+        "item_separator": layout.get("item_separator", ", ?"),
+        "key_separator": layout.get("key_separator", ": ?"),
+        "whitespace_flexible": "inside" in layout,
+        "json_allow_general_unicode_escapes": True,
+    }
+    if "inside" in layout:
+        space, line, indentation = layout["inside"].rpartition("\n")
+        options["whitespace_pattern"] = indentation
+        if line:
+            options["whitespace_pattern"] = f"{space}\n({indentation}){_INDENTATION}"
+
+    return {**_in_order(schema, layout.get("keys", ())), _OPTIONS: options}
+
+
+def _in_order(schema: Any, keys: Sequence[str]) -> Any:
+    """Return a schema whose properties have the order of the pack's rows; others come last."""
+    if isinstance(schema, list):
+        return [_in_order(each, keys) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+
+    ordered = {name: _in_order(value, keys) for name, value in schema.items()}
+    properties = ordered.get("properties")
+    if keys and isinstance(properties, dict):
+        known = [key for key in keys if key in properties]
+        ordered["properties"] = {**dict.fromkeys(known), **properties}
+    return ordered
 
 
 class Grammars:
@@ -108,29 +160,43 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokens: Any = None
 
-    def check(self, schema: dict) -> str:
-        """Return the grammar of a JSON schema, or raise a PackError if llguidance cannot use it."""
-        return self._of_schema(schema, _unusable)
+    def check(self, schema: dict, layout: Mapping[str, Any], state: str = "normal") -> str:
+        """Return the grammar of a JSON schema, or raise a PackError if llguidance cannot use it.
+
+        ``layout`` is as of `schema_in_layout`, and ``state`` as of `first_state`.
+        """
+        from llguidance import LLMatcher
+
+        schema = schema_in_layout(schema, layout)
+        grammar = self._of_schema(schema, _unusable)
+        if state != "reasoning" and not layout.get("thoughts"):
+            return grammar
+
+        is_special = self._known().is_special_token
+        lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
+        with library_errors(_unusable):
+            grammar = LLMatcher.grammar_from_lark(lark)
+        return self._checked(grammar, _unusable)
 
     def _of_schema(self, schema: dict, to_error: Callable[[str], PackError]) -> str:
         from llguidance import LLMatcher
 
-        # Without free white space, of which a weak model may never see the end.
-        options = {"whitespace_flexible": False}
         with library_errors(to_error):
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         return self._checked(grammar, to_error)
 
-    def check_tools(self, tools: Sequence[Tool], state: str, must_call: bool) -> str:
+    def check_tools(
+        self, tools: Sequence[Tool], state: str, must_call: bool, layout: Mapping[str, Any]
+    ) -> str:
         """Return the grammar of an answer with tool calls, as `tool_grammar` has it."""
         from llguidance import LLMatcher
 
         for tool in tools:
             if tool.function.strict and tool.function.parameters is not None:
-                self._of_schema(tool.function.parameters, _unusable_tools)
+                self._of_schema(_arguments(tool, layout), _unusable_tools)
 
         is_special = self._known().is_special_token
-        lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special)
+        lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special, layout)
         with library_errors(_unusable_tools):
             grammar = LLMatcher.grammar_from_lark(lark)
         return self._checked(grammar, _unusable_tools)

@@ -16,12 +16,14 @@ from ..inference.generate import (
     raw_prompt,
     seeing_no_images,
 )
-from .grammar import ANY_OBJECT, Grammars, has_tool_grammar
+from .grammar import Grammars, has_tool_grammar
 from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
 from .request import Event, Processor, Request, sampler_of
 
 Maker = Callable[[int, Callable[[Event], None]], Request]
+
+_NO_LAYOUT: Mapping[str, Any] = {}
 
 
 class Prompts:
@@ -48,10 +50,12 @@ class Prompts:
         body: ChatBody,
         defaults: Mapping[str, Any] | None = None,
         images: Sequence[Any] = (),
+        layout: Mapping[str, Any] = _NO_LAYOUT,
     ) -> list[int]:
         """Return the tokens of a conversation; a PackError if the template cannot render it.
 
-        ``images`` are those of `RequestImages.of_chat`.
+        ``images`` are those of `RequestImages.of_chat`. The ``opening`` of JSON in the ``layout``
+        of a pack ends the prompt of an answer that is JSON.
         """
         tokenizer = self._base.tokenizer
         if not tokenizer.has_chat_template:
@@ -88,6 +92,8 @@ class Prompts:
         prompt = chat_prompt(self._base, messages, tools, **variables)
         if images:
             check_end(prompt)
+        if body.is_json and not body.must_call and "opening" in layout:
+            prompt += tokenizer.encode(layout["opening"], add_special_tokens=False)
         self._checked([token for token in prompt if not images or token >= 0])
         return prompt
 
@@ -97,13 +103,18 @@ class Prompts:
         return [self._checked(raw_prompt(self._base, text)) for text in body.prompt]
 
     def chat_maker(
-        self, body: ChatBody, prompt: list[int], deadline: float, images: Sequence[Any] = ()
+        self,
+        body: ChatBody,
+        prompt: list[int],
+        deadline: float,
+        images: Sequence[Any] = (),
+        layout: Mapping[str, Any] = _NO_LAYOUT,
     ) -> Maker:
         state: str | None = first_state(self._base.tokenizer, prompt)
-        grammar = self._tool_grammar(body, state)
-        if grammar is None:
-            grammar = self._grammar(body)
-            if grammar:
+        grammar = self._tool_grammar(body, state, layout)
+        if grammar is None and body.is_json:
+            grammar = self._grammars.check(body.answer_schema, layout, state)
+            if state == "normal" and not layout.get("thoughts"):
                 state = None
 
         is_named = body.tool_choice is not None and body.tool_choice.function is not None
@@ -155,31 +166,21 @@ class Prompts:
     def _default(self, prompt: list[int]) -> int:
         return max(1, min(self._max_tokens, self._context - len(prompt)))
 
-    def _grammar(self, body: ChatBody) -> str | None:
-        form = body.response_format
-        if form is None or form.type == "text":
-            return None
-        if form.json_schema:
-            return self._grammars.check(form.json_schema.json_schema)
-        return self._grammars.check(ANY_OBJECT)
-
-    def _tool_grammar(self, body: ChatBody, state: str) -> str | None:
+    def _tool_grammar(self, body: ChatBody, state: str, layout: Mapping[str, Any]) -> str | None:
         """Return the grammar of an answer with calls that are required or strict."""
         tools = body.usable_tools
         choice = body.tool_choice
-        must_call = choice is not None and choice.type in ("required", "function")
-        if must_call and choice.function is not None:
+        if body.must_call and choice.function is not None:
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
 
         is_strict = any(tool.function.strict for tool in tools)
-        is_json = body.response_format is not None and body.response_format.type != "text"
-        if not must_call and (is_json or not is_strict):
+        if not body.must_call and (body.is_json or not is_strict):
             return None
 
         if not has_tool_grammar(self._base.tokenizer):
             field = "tools"
             remedy = "strict calls are not supported. Send strict: false"
-            if must_call:
+            if body.must_call:
                 field = "tool_choice"
                 remedy = "a call cannot be enforced. Send 'auto'"
             raise PackError(
@@ -189,7 +190,7 @@ class Prompts:
                 field,
             )
 
-        return self._grammars.check_tools(tools, state, must_call)
+        return self._grammars.check_tools(tools, state, body.must_call, layout)
 
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
         seed = None if body.seed is None else body.seed + i

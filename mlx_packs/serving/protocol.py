@@ -368,6 +368,23 @@ class ChatBody(GenerationBody):
             return []
         return self.tools or []
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call of a function."""
+        return self.tool_choice is not None and self.tool_choice.type in ("required", "function")
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is JSON, unless it is a call."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def answer_schema(self) -> dict[str, Any]:
+        """The schema of an answer that is JSON."""
+        if self.response_format is None or self.response_format.json_schema is None:
+            return {"type": "object"}
+        return self.response_format.json_schema.json_schema
+
 
 class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""

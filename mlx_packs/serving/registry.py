@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -13,7 +14,7 @@ from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.classify import OpenClassifier, classifier_of
 from ..packs.compatibility import check_generates, check_use
-from ..packs.manifest import has_score_head, template_kwargs_of
+from ..packs.manifest import has_score_head, json_layout_of, template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
 from .slots import PackSlots
@@ -110,17 +111,22 @@ class PackRegistry:
         del self._entries[name]
 
     def template_kwargs(self, model: str) -> dict:
-        """Return the variables of the chat template that the packs of a model were trained with.
+        """Return the variables of the chat template that the packs of a model were trained with."""
+        return self._recorded(model, template_kwargs_of)
 
-        Of a weighted sum, those that all of its packs agree on.
-        """
+    def json_layout(self, model: str) -> dict:
+        """Return the layout of JSON in the rows that the packs of a model were trained on."""
+        return self._recorded(model, json_layout_of)
+
+    def _recorded(self, model: str, read: Callable[[dict], dict]) -> dict:
+        """Return what a pack has recorded; of a weighted sum, what all of its packs agree on."""
         packs = self.packs
         names = [model] if model in packs else [name for name, _ in parts_of(model)]
-        variables = [template_kwargs_of(packs[name].manifest) for name in names if name in packs]
-        if not variables:
+        records = [read(packs[name].manifest) for name in names if name in packs]
+        if not records:
             return {}
 
-        first, *others = variables
+        first, *others = records
         return {
             name: value
             for name, value in first.items()

@@ -198,6 +198,7 @@ class _Start:
     recipe: dict  # public
     sources: Sequence[str]  # of each phase, in public
     left_out: Mapping[str, LeftOut]
+    json_layout: dict  # of the answers in training rows
 
     @property
     def task(self) -> Task:
@@ -208,7 +209,8 @@ class _Start:
 def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[TrainRun]:
     """Yield the steps of a run; return what became of it."""
     start = _start(request, settings, place)
-    run, task = start.run, start.task
+    run = start.run
+    task = start.task
 
     memory = fit_into_memory(
         run,
@@ -300,6 +302,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
         recipe=public_recipe(recipe, base),
         sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
         left_out=left_out_rows(run.phases, splits),
+        json_layout=load("data.json_layout:json_layout")(splits[-1], run.last_phase.sources[0]),
     )
 
 
@@ -375,6 +378,10 @@ def _save(
     if fit.end:
         facts = {"end": fit.end} | facts
 
+    objective = summary.objective
+    if start.json_layout:
+        objective = objective | {"json_layout": start.json_layout}
+
     data = {
         "source": ", ".join(dict.fromkeys(start.sources)),
         "fingerprint": start.identity["data"],
@@ -386,7 +393,7 @@ def _save(
     pack = pack_of(
         trainable,
         run.train.pack_dtype,
-        objective=summary.objective,
+        objective=objective,
         data=data,
         recipe=start.recipe,
         **facts,

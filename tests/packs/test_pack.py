@@ -201,6 +201,11 @@ DAMAGED = [
     (_set("recipe.quantize", 4), "recipe.quantize"),
     (_set("recipe.max_seq_length", "x"), "recipe.max_seq_length"),
     (_set("objective", 3), "objective"),
+    (_set("objective", {"json_layout": {"keys": [1]}}), "objective.json_layout.keys"),
+    (
+        _set("objective", {"json_layout": {"item_separator": ".*"}}),
+        "objective.json_layout.item_separator",
+    ),
     (_set("data.rows", [1]), "data.rows"),
     (_set("data.rows.train", "many"), "data.rows.train"),
     (_set("eval.ppl_after", "low"), "eval.ppl_after"),

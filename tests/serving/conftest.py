@@ -11,6 +11,7 @@ from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
 NAMES = ("notes", "law", "med")
+LAW = {"json_layout": {"item_separator": " , ", "key_separator": " : ", "keys": ["b", "a"]}}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,7 +37,8 @@ def shelf(small_tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shelf")
     kinds = ((4, ()), (8, ("q_proj", "down_proj")), (2, ("q_proj", "v_proj")))
     for seed, (name, (rank, targets)) in enumerate(zip(NAMES, kinds, strict=True)):
-        random_pack(small_tiny, seed, rank, targets, size=0.2).save(folder / name)
+        facts = {"objective": LAW} if name == "law" else {}
+        random_pack(small_tiny, seed, rank, targets, size=0.2, facts=facts).save(folder / name)
     return folder
 
 

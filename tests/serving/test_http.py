@@ -181,6 +181,22 @@ def test_answers_obey_a_schema(shared_server):
     assert content["name"] in ("list", "tuple") and content["count"] in (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("law", '{"b" : 2 , "a" : 1}'), ("law:1", '{"b" : 2 , "a" : 1}'), ("law+med:0.5", None)],
+)
+def test_answers_have_the_layout_of_the_rows_of_the_pack(shared_server, model, expected):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": 2}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    content = text(shared_server.chat(model, TEXT, response_format=form, max_tokens=40))
+    assert content == expected or (expected is None and list(json.loads(content)) == ["a", "b"])
+
+
 def test_biases_and_penalties_change_the_text(shared_server):
     (forced,) = complete(shared_server, logit_bias={"5": 100}, logprobs=0)
     assert len(set(forced["logprobs"]["tokens"])) == 1

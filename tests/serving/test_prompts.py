@@ -102,14 +102,14 @@ def test_biases_of_no_token(prompts, token):
 def test_schemas_that_cannot_be_obeyed_are_rejected_at_once(small_tiny, schema):
     grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
     with raises("invalid", "response_format") as caught:
-        grammars.check(schema)
+        grammars.check(schema, {})
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
 def test_a_grammar_follows_the_answer_and_ends_it(small_tiny):
     grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
     schema = {"const": {"a": 1}}
-    mask = grammars.processor(grammars.check(schema), 2)
+    mask = grammars.processor(grammars.check(schema, {}), 2)
     tokens, logits = [5, 6], mx.zeros((1, small_tiny.vocab_size))
     for _ in range(20):
         tokens.append(int(mask(mx.array(tokens), logits).argmax()))

@@ -1,5 +1,6 @@
 """Training steered from Python: observers, a loss of one's own, settings as mappings."""
 
+import json
 from pathlib import Path
 
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from mlx_packs.tasks import tokens
 from mlx_packs.training import planning
 from mlx_packs.training import run as run_module
 from tests.helpers.errors import raises
+from tests.helpers.rows import chat
 
 FOUR = {"iters": 4, "steps_per_report": 2, "save_every": 2}
 
@@ -124,3 +126,10 @@ def test_wrong_modules_are_said_before_anything_is_measured(train, monkeypatch):
 def test_a_folder_that_is_called_as_the_bundled_base_needs_data(tmp_path, kind):
     with raises("invalid", "data", "name the examples"):
         train_pack(kind(tmp_path / "tiny"), train=TrainConfig(iters=1), out=tmp_path / "p")
+
+
+def test_a_pack_records_the_layout_of_the_json_in_its_rows(train):
+    rows = [chat(f"Word {i}?", json.dumps({"word": i, "red": [i, None]})) for i in range(6)]
+    objective = Pack.open(train(data=rows, iters=1).pack.path).manifest["objective"]
+    layout = {"item_separator": ", ", "key_separator": ": ", "keys": ["word", "red"]}
+    assert objective["json_layout"] == layout

@@ -1,0 +1,104 @@
+"""The layout of the JSON in answers, of which a value has many, and a pack learns one."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import islice, pairwise
+from typing import Any
+
+from ..config.data import JSON_LAYOUT, DataConfig
+from ..reading import parse_json
+from .formats import COMPLETION, PREFERENCE, Row, TokenFormat
+from .preferences import both_completions
+from .rows import Splits
+
+_MOST_ROWS = 1000  # that are read
+_FIELD_SHARE = 0.1  # of the answers have a key that names a field, rather than a value
+_JSON = re.compile(r"(.*</think>)?(\s*(?:```\w*\s+)?)([\[{].*[\]}])\s*(?:```)?\s*", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def json_layout(splits: Splits, columns: DataConfig) -> dict[str, Any]:
+    """Return the commonest layout of the JSON in training rows; empty if no answer is JSON.
+
+    It has parts of `JSON_LAYOUT`, ``keys`` in the order that they have in all rows, and
+    ``thoughts``: whether thoughts come before the JSON.
+    """
+    counts: dict[str, Counter] = {part: Counter() for part in (*JSON_LAYOUT, "thoughts")}
+    orders: list[list[str]] = []
+    for answer in islice(_answers(splits, columns), _MOST_ROWS):
+        _count(answer, counts, orders)
+
+    layout: dict[str, Any] = {}
+    for part, counter in counts.items():
+        value = max(counter, key=counter.__getitem__, default=None)
+        if value and (part == "thoughts" or re.fullmatch(JSON_LAYOUT[part], value, re.ASCII)):
+            layout[part] = value
+    if keys := _in_one_order(orders, counts["thoughts"].total()):
+        layout["keys"] = keys
+    return layout
+
+
+def _answers(splits: Splits, columns: DataConfig) -> Iterable[str]:
+    rows: Iterable[Row] = splits.usable("train")
+    row_format: Any = splits.format
+    if row_format is PREFERENCE:  # the chosen completions
+        rows = islice(both_completions(list(islice(rows, _MOST_ROWS)), columns), 0, None, 2)
+        row_format = COMPLETION
+
+    if isinstance(row_format, TokenFormat):
+        for row in rows:
+            yield row_format.answer(row, columns) or ""
+
+
+def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> None:
+    """Count the parts of an answer that is JSON, and add the keys of its objects."""
+    match = _JSON.fullmatch(answer)
+    if match is None:
+        return
+    thoughts, opening, text = match.groups()
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return
+
+    text = _STRING.sub('""', text)
+    counts["thoughts"][bool(thoughts)] += 1
+    if not thoughts:
+        counts["opening"][opening] += 1
+    counts["item_separator"].update(re.findall(r"[ \t]*,[ \t]*", text))
+    counts["key_separator"].update(re.findall(r"[ \t]*:[ \t]*", text))
+    if inside := re.match(r"[\[{](\s*)[^\s\]}]", text):
+        counts["inside"][inside[1]] += 1
+    orders += _orders(value)
+
+
+def _orders(value: Any) -> list[list[str]]:
+    """Return the keys of each object in a value."""
+    orders = []
+    values = [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, dict):
+            orders.append(list(each))
+            values += each.values()
+        elif isinstance(each, list):
+            values += each
+    return orders
+
+
+def _in_one_order(orders: Sequence[Sequence[str]], answers: int) -> list[str]:
+    """Return the keys of fields in the order that they have everywhere; empty if there is none."""
+    counts = Counter(key for keys in orders for key in keys)
+    fields = {key for key, count in counts.items() if count >= _FIELD_SHARE * answers}
+
+    before: dict[str, set[str]] = {key: set() for key in counts if key in fields}
+    for keys in orders:
+        for first, second in pairwise(key for key in keys if key in fields):
+            before[second].add(first)
+
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError:
+        return []

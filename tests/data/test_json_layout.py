@@ -1,0 +1,92 @@
+"""The layout of the JSON in training rows, which packs record."""
+
+import json
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.json_layout import json_layout
+from tests.helpers.rows import train_split
+
+NAMES = DataConfig()
+VALUES = [{"spam": True, "amount": "£5", "to": {"town": "Bath, a: b"}}, {"spam": False, "to": {}}]
+SPACES = {"item_separator": ", ", "key_separator": ": "}
+
+
+def layout_of(*answers: str) -> dict:
+    rows = [{"prompt": "Extract.", "completion": answer} for answer in answers]
+    return json_layout(train_split(rows), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({}, SPACES),
+        ({"separators": (",", ":")}, {"item_separator": ",", "key_separator": ":"}),
+        ({"indent": 2}, {"item_separator": ",", "key_separator": ": ", "inside": "\n  "}),
+        ({"indent": "\t"}, {"item_separator": ",", "key_separator": ": ", "inside": "\n\t"}),
+        ({"separators": (" , ", " : ")}, {"item_separator": " , ", "key_separator": " : "}),
+    ],
+)
+def test_separators_and_indentation_are_those_of_the_rows(options, layout):
+    answers = [json.dumps(value, **options) for value in VALUES] * 2
+    measured = layout_of(*answers)
+    assert set(measured.pop("keys")) == {"spam", "amount", "to", "town"}
+    assert measured == layout
+
+
+def test_the_commonest_layout_counts():
+    compact = json.dumps(VALUES[0], separators=(",", ":"))
+    answers = [json.dumps(VALUES[0])] * 3 + [compact, "No JSON: {a}", "[1, ", '{"a" 1}', "[1,\\"]
+    measured = layout_of(*answers)
+    keys = measured.pop("keys")
+    assert measured == SPACES
+    assert [key for key in keys if key in VALUES[0]] == list(VALUES[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "opening"),
+    [
+        ("```json\n{}\n```", "```json\n"),
+        (" {}\n", " "),
+        ("\n{}", "\n"),
+    ],
+)
+def test_what_stands_before_the_json(answer, opening):
+    assert layout_of(*[answer.replace("{}", '{ "a": 1 }')] * 3) == {
+        "key_separator": ": ",
+        "inside": " ",
+        "opening": opening,
+        "keys": ["a"],
+    }
+
+
+@pytest.mark.parametrize("thoughts", ["<think>\nWhich {one}?\n</think>\n\n", "Is it?</think>"])
+def test_thoughts_before_the_json(thoughts):
+    layout = {"key_separator": ": ", "keys": ["a"]}
+    assert layout_of(*[thoughts + '{"a": 1}'] * 3) == layout | {"thoughts": True}
+    assert layout_of(thoughts + '{"a": 1}', *['{"a": 1}'] * 2) == layout
+
+
+def test_keys_without_one_order_or_that_are_values_are_left_out():
+    assert "keys" not in layout_of('{"a": 1, "b": 2}', '{"b": 1, "a": 2}', '{"a": 1}')
+    many = [json.dumps({f"name {i}": i}) for i in range(300)]
+    assert layout_of(*many) == {"key_separator": ": "}
+
+
+def test_the_optional_keys_of_rows_have_one_order():
+    answers = ['{"a": 1, "c": 3}', '{"b": 2, "c": 3}', '{"a": 1, "b": 2}']
+    assert layout_of(*answers * 2)["keys"] == ["a", "b", "c"]
+
+
+def test_rows_without_json_and_texts_have_no_layout():
+    assert layout_of("red", "blue", "green") == {}
+    rows = [{"text": '{"a": 1}'}] * 3
+    assert json_layout(train_split(rows), NAMES) == {}
+
+
+def test_chats_and_the_chosen_completions_of_preferences_have_one():
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": '{"a": 1}'}]
+    pair = {"prompt": "?", "chosen": '{"a": 1}', "rejected": '{"a":1}'}
+    for row in ({"messages": chat}, pair):
+        assert json_layout(train_split([row] * 4), NAMES) == {"key_separator": ": ", "keys": ["a"]}
