@@ -397,7 +397,7 @@ def _run(
     from ..serving.app import Server, ServerSettings, make_app
     from ..serving.feedback import Learning
     from ..serving.generation import Generator
-    from ..serving.http import TimedHeaders
+    from ..serving.http import HEADER_BYTES, BoundedHeaders
     from ..serving.library import Library
     from ..serving.metrics import Metrics
 
@@ -444,7 +444,8 @@ def _run(
         app = make_app(Server(worker, library, settings, Metrics(), training, learning))
         config = uvicorn.Config(
             app,
-            http=TimedHeaders,
+            http=BoundedHeaders,
+            h11_max_incomplete_event_size=HEADER_BYTES,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=30,

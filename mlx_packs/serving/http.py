@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config.data import DataConfig
 from ..errors import PackError
@@ -111,6 +111,10 @@ class Guard:
             self._metrics.count(path, status, time.monotonic() - began)
 
     def _rejection(self, path: str, headers: Headers) -> Response | None:
+        size = len(path) + sum(len(name) + len(value) for name, value in headers.raw)
+        if len(headers.raw) > _HEADERS or size > HEADER_BYTES:
+            return failure(431, f"A request has at most {_HEADERS} headers and 64 KB of them.")
+
         host = headers.get("host", "").rpartition("@")[2]
         name = host.partition(":")[0]
         if "[" in host:  # an IPv6 address
@@ -271,10 +275,12 @@ async def _disconnected(request: Request) -> None:
 
 
 _HEADER_SECONDS = 30.0
+HEADER_BYTES = 64 << 10  # of a request, with its first line
+_HEADERS = 100
 
 
-class TimedHeaders(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # one of two classes
-    """Closes a connection on which the headers of a request take too long: uvicorn waits for them.
+class BoundedHeaders(H11Protocol):  # httptools, the faster parser, takes headers of any size
+    """Closes a connection whose headers are larger than `HEADER_BYTES`, or take too long to come.
 
     Between requests uvicorn's own time of an idle connection holds, until a byte arrives.
     """

@@ -1,4 +1,4 @@
-"""Headers that never end: the connection is closed, and no other is."""
+"""Headers that never end or are too large: the connection is closed, and no other is."""
 
 import json
 import socket
@@ -58,3 +58,27 @@ def test_bodies_and_answers_may_take_longer(connect):
         time.sleep(1.5 * SECONDS)
         client.sendall(body)
         assert b"200 OK" in client.recv(10_000)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"X: " + b"a" * 60_000, b" 200 "),
+        (b"X: " + b"a" * 70_000, b" 431 "),
+        (b"\r\n".join(b"X-%d: a" % i for i in range(99)), b" 200 "),
+        (b"\r\n".join(b"X-%d: a" % i for i in range(100)), b" 431 "),
+    ],
+    ids=["60 KB", "70 KB", "100 headers", "101 headers"],
+)
+def test_headers_are_bounded(connect, head, status):
+    with connect() as client:
+        client.sendall(HEALTH[:-2] + head + b"\r\n\r\n")
+        assert status in client.recv(10_000).partition(b"\r\n")[0]
+
+
+def test_a_header_without_end_is_not_kept(connect):
+    with connect() as client:
+        client.sendall(HEALTH[:-2] + b"X: " + b"a" * 50_000)
+        with pytest.raises(OSError):  # closed: no more is read
+            for _ in range(100):
+                client.sendall(b"a" * 1_000_000)
