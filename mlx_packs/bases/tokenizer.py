@@ -131,6 +131,7 @@ def _decoder_of(tokenizer: Any) -> str:
 
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CHARACTERS = 32  # of a token, on average over a text that is cut; languages have 1 to 6
 _SPACE = "\u2581"  # as sentencepiece writes it
 
 
@@ -220,6 +221,11 @@ def load_encoder_tokenizer(
     return tokenizer
 
 
+def beginning(text: str, limit: int) -> str:
+    """The part of a text that ``limit`` tokens can have, so that no more is tokenized."""
+    return text[: limit * _CHARACTERS]
+
+
 def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarray]:
     """Each text with [CLS] and [SEP], cut to ``limit``."""
     if not texts:
@@ -227,7 +233,7 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarr
 
     with tokenizer_errors(tokenizer):
         encoding = tokenizer(
-            list(texts),
+            [beginning(text, limit) for text in texts],
             truncation=True,
             max_length=limit,
             return_attention_mask=False,

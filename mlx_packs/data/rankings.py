@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.tokenizer import padded, tokenizer_errors
+from ..bases.tokenizer import beginning, padded, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
@@ -50,6 +50,8 @@ class RerankPrompt:
 
     def tokens(self, query: str, document: str) -> tuple[np.ndarray, bool]:
         """Return the tokens, int32 [L], and whether the document was cut."""
+        query = beginning(query, self._limit)
+        document = beginning(document, self._limit)
         user = _USER.format(instruction=self._instruction, query=query, document=document)
         tokens = self._tokens(self._before + user + self._after)
         is_cut = len(tokens) > self._limit
@@ -57,6 +59,16 @@ class RerankPrompt:
         if is_cut:
             tokens = tokens[: max(1, self._limit - len(self._end))] + self._end
         return np.array(tokens[-self._limit :], np.int32), is_cut
+
+    def check_query(self, query: str) -> None:
+        """Raise a PackError for a query that leaves no room for a document."""
+        tokens, is_cut = self.tokens(query, "")
+        if is_cut or len(tokens) == self._limit:
+            raise PackError(
+                f"query: leaves no room for a document, which is read with it in {self._limit} "
+                "tokens. Shorten it.",
+                flag="query",
+            )
 
     def _tokens(self, text: str) -> list[int]:
         with tokenizer_errors(self._tokenizer):

@@ -140,9 +140,16 @@ def rerank_rows(
     base: BaseModel, query: str, documents: Sequence[str], instruction: str | None
 ) -> list[np.ndarray]:
     """Return the tokens by which a base is asked about each document, int32 [L]."""
+    prompt = rerank_prompt(base, query, instruction)
+    return [prompt.tokens(query, document)[0] for document in documents]
+
+
+def rerank_prompt(base: BaseModel, query: str, instruction: str | None) -> RerankPrompt:
+    """Return what makes the tokens of a query with each document; the query is checked."""
     stated = text_config(base.config).get("max_position_embeddings") or _POSITIONS
     prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, stated)
-    return [prompt.tokens(query, document)[0] for document in documents]
+    prompt.check_query(query)
+    return prompt
 
 
 def infonce_loss(scores: mx.array, labels: mx.array) -> mx.array:

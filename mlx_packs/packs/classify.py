@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..bases.model import BaseModel
+from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import TokenCollate
@@ -83,6 +84,7 @@ class OpenClassifier:
         """Return rows as examples, in their order; no model is used. Errors as of `classify`."""
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
+        rows = [self._beginning(row) for row in rows]
         encoded = encode_labelled(
             rows, tokenizer, self.names, options, self.classes, labelled=False
         )
@@ -95,6 +97,14 @@ class OpenClassifier:
                 "data",
             )
         return examples
+
+    def _beginning(self, row: Row) -> Row:
+        """Return a row whose text is no longer than what is read of it."""
+        column = self.names.text_feature
+        text = row.value.get(column)
+        if self.classes.chat or not isinstance(text, str):
+            return row
+        return row.with_value({**row.value, column: beginning(text, self.limit)})
 
     def orders(self, examples: LabelledExamples, batch_size: int) -> Sequence[np.ndarray]:
         """Return which examples are computed together, those of like length."""

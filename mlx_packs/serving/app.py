@@ -4,7 +4,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +30,7 @@ from ..adapters.spec import ranks_of
 from ..bases.tokenizer import tokens_of
 from ..bases.turns import takes_images
 from ..errors import PackError
-from ..objectives.rerank import rerank_rows
+from ..objectives.rerank import rerank_prompt
 from ..packs.classify import Prediction, input_row
 from ..packs.manifest import specs_of
 from .answers import (
@@ -101,8 +109,7 @@ class Server:
 
         images: list[Any] = []
         if any(message.images for message in body.messages):
-            async with self._decoding:
-                images = await run_in_threadpool(self._images.of_chat, body, deadline)
+            images = await self._until(deadline, request, self._decoded(body, deadline))
 
         of_pack = generator.registry.template_kwargs(body.model)
         variables = {**of_pack, **self.settings.template_kwargs}
@@ -112,7 +119,7 @@ class Server:
             prompt = self._prompts.of_chat(body, variables, images, layout)
             return prompt, self._prompts.chat_maker(body, prompt, deadline, images, layout)
 
-        prompt, maker = await self._in_thread(prepare)
+        prompt, maker = await self._until(deadline, request, self._in_thread(prepare))
         texts = _texts(generator, body.n, maker)
 
         def answer() -> ChatAnswer:
@@ -131,9 +138,12 @@ class Server:
         generator = self._generator("/v1/completions")
         generator.registry.check_model(body.model)
 
-        prompts = await self._in_thread(lambda: self._prompts.of_texts(body))
+        deadline = self._deadline()
+
+        work = self._in_thread(lambda: self._prompts.of_texts(body))
+        prompts = await self._until(deadline, request, work)
         each = [prompt for prompt in prompts for _ in range(body.n)]
-        maker = self._prompts.text_maker(body, each, self._deadline())
+        maker = self._prompts.text_maker(body, each, deadline)
         texts = _texts(generator, len(each), maker)
 
         def answer() -> CompletionAnswer:
@@ -205,9 +215,12 @@ class Server:
             texts = [prompt + text for text in texts]
 
         longest = embedder.vectors.longest
-        rows = await self._in_thread(lambda: tokens_of(embedder.tokenizer, texts, longest))
-        vectors = await self._computed(request, worker, body.model, rows)
-        tokens = sum(map(len, rows))
+
+        def tokenize(part: list[str]) -> list[np.ndarray]:
+            return tokens_of(embedder.tokenizer, part, longest)
+
+        work = self._computed(worker, body.model, _parts(texts), tokenize)
+        vectors, tokens = await self._until(self._deadline(), request, work)
         return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
@@ -217,19 +230,40 @@ class Server:
             raise PackError("query: is empty.", flag="query")
 
         instruction = body.instruction or self._trained(body.model).get("instruction")
-        tokenize = functools.partial(rerank_rows, worker.base, body.query, body.documents)
-        rows = await self._in_thread(lambda: tokenize(instruction))
-        scores = await self._computed(request, worker, body.model, rows)
-        return JSONResponse(rerank_answer(body, scores, sum(map(len, rows))))
+        work = self._ranked(worker, body, instruction)
+        scores, tokens = await self._until(self._deadline(), request, work)
+        return JSONResponse(rerank_answer(body, scores, tokens))
+
+    async def _ranked(
+        self, worker: Reranker, body: RerankBody, instruction: str | None
+    ) -> tuple[np.ndarray, int]:
+        make = functools.partial(rerank_prompt, worker.base, body.query, instruction)
+        prompt = await self._in_thread(make)
+
+        def tokenize(part: list[str]) -> list[np.ndarray]:
+            return [prompt.tokens(body.query, document)[0] for document in part]
+
+        parts = _parts(body.documents, len(body.query))
+        return await self._computed(worker, body.model, parts, tokenize)
 
     async def _computed(
-        self, request: Request, worker: Embedder, model: str, rows: list[Any]
-    ) -> Any:
-        """Return what a worker computes of rows of tokens, unless the client goes."""
+        self,
+        worker: Embedder,
+        model: str,
+        parts: Iterable[list[str]],
+        tokenize: Callable[[list[str]], list[np.ndarray]],
+    ) -> tuple[np.ndarray, int]:
+        """Return what a worker computes of texts, and their tokens.
+
+        They are tokenized part by part: between two, others have their turn.
+        """
+        rows: list[np.ndarray] = []
+        for part in parts:
+            rows += await self._in_thread(functools.partial(tokenize, part))
+
         future = worker.submit(model, rows)
         try:
-            with anyio.fail_after(self.settings.request_seconds):
-                return await unless_gone(request, asyncio.wrap_future(future))
+            return await asyncio.wrap_future(future), sum(map(len, rows))
         finally:
             future.cancel()
 
@@ -253,12 +287,13 @@ class Server:
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
         generator = self._generator("/v1/classify")
         registry = generator.registry
+        deadline = self._deadline()
         lease = generator.call(lambda: registry.lease_classifier(body.model))
         entry = await asyncio.wrap_future(lease)
 
         try:
-            with anyio.fail_after(self.settings.request_seconds):
-                predictions = await self._predictions(request, generator, entry, body.input)
+            work = self._predictions(generator, entry, body.input)
+            predictions = await self._until(deadline, request, work)
         finally:
             generator.post(lambda: registry.release(entry))
 
@@ -266,24 +301,23 @@ class Server:
         return JSONResponse({"object": "list", "model": body.model, "data": data})
 
     async def _predictions(
-        self, request: Request, generator: Generator, entry: Entry, inputs: Sequence[Any]
+        self, generator: Generator, entry: Entry, inputs: Sequence[Any]
     ) -> list[Prediction]:
         """Label texts or chats batch by batch, between the steps of other requests."""
         classifier = entry.classifier
         names = classifier.names
         rows = [input_row(f"input[{i}]", each, names) for i, each in enumerate(inputs)]
-        examples = await self._in_thread(lambda: classifier.encode(rows))
+        predictions = []
 
-        def compute(order: np.ndarray) -> np.ndarray:
-            generator.registry.slots.selection.set([entry.slot])
-            return classifier.logits(examples, order)
+        for part in _parts(rows):
+            examples = await self._in_thread(functools.partial(classifier.encode, part))
+            logits = np.zeros((len(part), classifier.classes.outputs))
+            for order in classifier.orders(examples, _ROWS):
+                compute = functools.partial(_logits, generator, entry, examples, order)
+                logits[order] = await asyncio.wrap_future(generator.call(compute))
+            predictions += classifier.predictions(logits)
 
-        logits = np.zeros((len(rows), classifier.classes.outputs))
-        for order in classifier.orders(examples, _ROWS):
-            future = generator.call(functools.partial(compute, order))
-            logits[order] = await unless_gone(request, asyncio.wrap_future(future))
-
-        return classifier.predictions(logits)
+        return predictions
 
     # Models and packs
 
@@ -385,6 +419,36 @@ class Server:
         async with self._tokenizing:
             return await run_in_threadpool(function)
 
+    async def _decoded(self, body: ChatBody, deadline: float) -> list[Any]:
+        async with self._decoding:
+            return await run_in_threadpool(self._images.of_chat, body, deadline)
+
+    async def _until(self, deadline: float, request: Request, work: Awaitable[T]) -> T:
+        """Return what is waited for; raise when it is too late, or the client goes before."""
+        with anyio.fail_after(deadline - time.monotonic()):
+            return await unless_gone(request, work)
+
+
+def _parts(texts: Sequence[Any], beside: int = 0) -> Iterator[list[Any]]:
+    """Yield some texts or rows at a time, by the characters of each and of what is beside it."""
+    part = []
+    size = 0
+    for text in texts:
+        part.append(text)
+        size += beside + len(text if isinstance(text, str) else repr(text))
+        if size > _PART or len(part) == _PART_TEXTS:
+            yield part
+            part = []
+            size = 0
+
+    if part:
+        yield part
+
+
+def _logits(generator: Generator, entry: Entry, examples: Any, order: np.ndarray) -> np.ndarray:
+    generator.registry.slots.selection.set([entry.slot])
+    return entry.classifier.logits(examples, order)
+
 
 def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
     """Return the texts of a request, unless they are more than can ever wait at once."""
@@ -395,6 +459,8 @@ def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
     return Texts(generator, count, maker)
 
 
+_PART = 200_000  # characters that are tokenized between two requests
+_PART_TEXTS = 64
 _ROWS = 8  # of a batch that is classified between two steps
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "

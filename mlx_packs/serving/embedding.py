@@ -1,5 +1,6 @@
 """Embeddings of texts and scores of documents, those of different packs in one batch."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from ..runtime import mx
 from .registry import Entry, PackRegistry
 from .slots import PackSlots
 from .worker import Worker
+
+_TOKENS = 1 << 15  # of a batch, after which a client that has left is noticed
 
 
 @dataclass(eq=False)
@@ -99,6 +102,7 @@ class Embedder(Worker):
             missing = texts.rows[len(texts.vectors) :]
             batch += [(texts, row) for row in missing[: self._batch_size - len(batch)]]
 
+        batch = batch[: rows_within([len(row) for _, row in batch])]
         rows = [row for _, row in batch]
         entries = [texts.entry for texts, _ in batch]
         self.registry.slots.selection.set([entry.slot for entry in entries])
@@ -130,6 +134,13 @@ class Embedder(Worker):
     def on_end(self, reason: PackError) -> None:
         self.on_failure(reason)
         self.registry.close()
+
+
+def rows_within(lengths: Sequence[int]) -> int:
+    """Return how many of these rows, one at least, are a batch of `_TOKENS` with their padding."""
+    widths = itertools.accumulate(lengths, max)
+    tokens = [count * width for count, width in enumerate(widths, 1)]
+    return max(1, sum(each <= _TOKENS for each in tokens))
 
 
 class Reranker(Embedder):

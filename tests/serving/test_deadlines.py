@@ -1,0 +1,91 @@
+"""The deadline covers tokenizing; others have their turn meanwhile, and clients that leave end it."""
+
+import http.client
+import json
+import time
+
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.bases.tokenizer import tokens_of
+from mlx_packs.objectives.rerank import rerank_rows
+from mlx_packs.serving import app
+from mlx_packs.serving.embedding import _TOKENS, Embedder, rows_within
+from tests.helpers.errors import raises
+from tests.helpers.serving import Running, until
+
+PATH = "/v1/embeddings"
+SLOW = {"model": "base", "input": ["slow"] * 640}  # ten parts, of which each takes 0.1 s
+HEADERS = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def tokenized(monkeypatch) -> list[int]:
+    """The sizes of the parts that were tokenized so far; those that say "slow" take their time."""
+    parts = []
+
+    def slow(tokenizer, texts, limit):
+        if texts[0] == "slow":
+            time.sleep(0.1)
+        parts.append(len(texts))
+        return tokens_of(tokenizer, texts, limit)
+
+    monkeypatch.setattr(app, "tokens_of", slow)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def server(encoder):
+    worker = Embedder(load_base(encoder), 5, 1000)
+    worker.start()
+    with Running(worker, request_seconds=0.5) as running:
+        yield running
+    worker.close(0.0)
+
+
+def sent(server, body: dict) -> http.client.HTTPConnection:
+    """Return a connection on which a request was sent, whose answer nobody has read."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("POST", PATH, json.dumps(body), HEADERS)
+    return connection
+
+
+def test_the_deadline_covers_tokenizing_and_others_have_their_turn(server, tokenized):
+    slow = sent(server, SLOW)
+    until(lambda: bool(tokenized))
+
+    status, _ = server.json("POST", PATH, {"model": "base", "input": ["a"]})
+    assert status == 200 and 1 in tokenized[:6]  # between two parts of the other
+
+    assert slow.getresponse().status == 504
+    slow.close()
+    assert len(tokenized) < 9
+
+
+def test_a_client_that_leaves_ends_its_tokenizing(server, tokenized):
+    slow = sent(server, SLOW)
+    until(lambda: bool(tokenized))
+    slow.close()
+    time.sleep(0.25)
+    assert len(tokenized) <= 3
+
+
+def test_a_query_that_leaves_no_room_is_an_error(small_tiny):
+    with raises("invalid", "query"):
+        rerank_rows(small_tiny, "word " * 1_000_000, ["a"] * 1000, None)
+
+
+def test_of_a_long_text_only_the_beginning_is_tokenized(encoder):
+    tokenizer = load_base(encoder).tokenizer
+    began = time.monotonic()
+    (tokens,) = tokens_of(tokenizer, ["a b " * 2_000_000], 8)
+    assert tokens.tolist() == tokens_of(tokenizer, ["a b " * 8], 8)[0].tolist()
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count"),
+    [([10] * 32, 32), ([_TOKENS], 1), ([2 * _TOKENS, 5], 1), ([5, _TOKENS // 2, 5, 5], 2)],
+)
+def test_a_batch_of_texts_is_bounded_in_tokens(lengths, count):
+    assert rows_within(lengths) == count
