@@ -212,7 +212,7 @@ class TargetConfig(PackableConfig):
     max_ppl_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
-        "base model's.",
+        "base model's, or in a run that starts from adapters, than RATIO times theirs.",
         metavar="RATIO",
     )
     min_tps_ratio: float | None = _gate(

@@ -341,7 +341,7 @@ class ProjectionStackTask(CausalLMTask):
         return [self.objective_of(trainable, head, preparation)] * len(data)
 
     def outcome(self, trainable: Trainable, last: PhaseData, trained: Trained) -> Outcome:
-        """Return what the base's own forward pass gives without and with the trained adapters."""
+        """Return what the base's own forward pass gives at the start of the run and after it."""
         own_before, own_after = trained.ends(last.phase)
         graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
 
@@ -358,6 +358,9 @@ class ProjectionStackTask(CausalLMTask):
             base, specs=trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
         )
 
+        with trained.start.active():
+            start = trainable.tensors()
+
         try:
             head = split_head(base.model)
             scores = []
@@ -365,7 +368,7 @@ class ProjectionStackTask(CausalLMTask):
             answers = []
             with display.task("eval", steps, "held-out batches, whole base model") as bar:
                 for when, tensors in (
-                    ("before", attached.tensors()),
+                    ("before", start),
                     ("after", trainable.tensors()),
                 ):
                     attached.load(tensors, when)

@@ -1,4 +1,4 @@
-"""The model at the start of a phase, and the log-probabilities of preferences by it.
+"""The model at the start of a run or a phase, and the log-probabilities of preferences by it.
 
 No second copy is kept: the parameters saved at the phase start are swapped in for the reference
 pass, or disabled if the phase started from the base without adapters. A row's log-probability is
@@ -23,18 +23,37 @@ from .objective import Inputs, arrays_of
 
 
 class PhaseStart:
-    """The model at the start of a phase; ``bare`` if that is the base without adapters.
+    """The model at the start of a run or phase; ``bare`` if that is the base without adapters.
 
-    ``file`` keeps the parameters of the phase start, for a resumed run.
+    ``file`` keeps the parameters of the phase start, for a resumed run. Until a phase has begun,
+    its start is the ``run``'s.
     """
 
-    def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:
+    def __init__(
+        self,
+        trainable: Trainable,
+        file: Path,
+        bare: bool = False,
+        run: "PhaseStart | None" = None,
+    ) -> None:
         self._trainable = trainable
         self._file = file
         self._bare = bare
+        self._earlier = run.active if run else trainable.disabled
         self._parameters: dict[str, mx.array] | None = None
 
     def begin(self, fresh: bool) -> None:
+        """As `take`, and keep a ``fresh`` start in the file, for a resumed run."""
+        self.take(fresh)
+        if fresh:
+            self.save()
+
+    def save(self) -> None:
+        """Write the parameters of the start to the file."""
+        if self._parameters is not None:
+            save_tensors(self._file, self._parameters)
+
+    def take(self, fresh: bool) -> None:
         """Take the model as it is, if it is ``fresh``, or that which began the phase.
 
         Raises a PackError if a resumed run lacks the file of its parameters.
@@ -45,7 +64,6 @@ class PhaseStart:
 
         if fresh:
             self._parameters = self._trainable.tensors()
-            save_tensors(file, self._parameters)
         elif file.is_file():
             self._parameters = read_tensors(file)
         else:
@@ -58,8 +76,9 @@ class PhaseStart:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Return a context in which the model computes what it did at the start."""
         if self._parameters is None:
-            with self._trainable.disabled():
+            with self._earlier():
                 yield
             return
 

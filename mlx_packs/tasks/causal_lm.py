@@ -30,6 +30,7 @@ from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ..objectives.objective import Objective
+from ..objectives.reference import PhaseStart
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change
@@ -44,7 +45,6 @@ SAMPLE_TOKENS = 40
 ANSWER = "answer"  # the part of a run's time, in questions
 _MOST_QUESTIONS = 100
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
-_TEMPERATURE = 0.7
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
 Scores = Mapping[str, PerplexityScore]  # by phase
@@ -61,13 +61,13 @@ class SamplePrompt:
     images: tuple[str, ...] = ()  # of the prompt, as `thumbnails`
 
     def complete(self, base: Base) -> str:
-        """Return the base's completion as it is now, sampled with a fixed seed."""
-        text = complete(base, self.tokens, SAMPLE_TOKENS, temperature=_TEMPERATURE)
+        """Return the base's completion as it is now: greedy, as `packs generate` gives it."""
+        text = complete(base, self.tokens, SAMPLE_TOKENS)
         return " ".join(text.split())
 
-    def report(self, trainable: Trainable, base: Base) -> dict[str, Any]:
-        """Return it with the completions without and with what was trained."""
-        with trainable.disabled():
+    def report(self, start: PhaseStart, base: Base) -> dict[str, Any]:
+        """Return it with the completions of what the run started from, and of the base as it is."""
+        with start.active():
             before = self.complete(base)
         after = self.complete(base)
         return self.entry(before=before, after=after)
@@ -265,7 +265,7 @@ class CausalLMTask(TokenTask):
         answers = []
 
         if self.completes_text:
-            with trainable.disabled():
+            with trained.start.active():
                 texts["before"] = self.sample.complete(self.base)
                 answers.append(self._answers())
             texts["after"] = self.sample.complete(self.base)

@@ -265,7 +265,7 @@ class GRPOTask(Task):
     ) -> Summary:
         last = data[-1]
         before, after = trained.ends(last.phase)
-        sample = self.sample.report(trainable, self.base)
+        sample = self.sample.report(trained.start, self.base)
         phases = phase_reports(data, sources, trained)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
 

@@ -242,7 +242,7 @@ class PreferenceTask(TokenTask):
         sources: Sequence[str],
     ) -> Summary:
         train = self.train
-        sample = self.sample.report(trainable, self.base)
+        sample = self.sample.report(trained.start, self.base)
         samples = {}
         if sample["before"] or sample["after"]:
             samples = {"samples": [stored_sample(sample)]}

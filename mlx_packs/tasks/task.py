@@ -65,6 +65,7 @@ class Trained:
     phases: Sequence[RunPhase]  # those of other tasks too
     curve: Sequence[Mapping]  # the lines of metrics.jsonl
     scores: Sequence[Mapping[str, Score]]  # by phase: before the first one and after each
+    start: PhaseStart  # of the run: what every number and sample "before" is of
 
     def ends(self, phase: RunPhase) -> tuple[Any, Any]:
         """Return the scores of a phase's held-out examples before and after the run."""

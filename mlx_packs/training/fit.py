@@ -16,6 +16,7 @@ from ..data.dataset import prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
 from ..objectives.objective import Objective
+from ..objectives.reference import PhaseStart
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
 from ..run_clock import COMPUTED_PER_S, FORWARD, TRAIN
@@ -99,6 +100,7 @@ class Fit:
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
     float16: bool  # whether the base computes in it, and the loss is scaled
     on_nan: OnNan
+    origin: PhaseStart  # what the run started from
     guards: Sequence[Guard] = ()
     parts: int = 1  # that batches are taken in; it only grows
     state: TrainingState = field(default_factory=TrainingState)
@@ -115,7 +117,7 @@ class Fit:
         return self.objectives[self.run.last_phase.name].unit
 
     def trained(self) -> Trained:
-        return Trained(self.run.phases, self.curve, self.scores)
+        return Trained(self.run.phases, self.curve, self.scores, self.origin)
 
     def train(self, before: Scores | None = None) -> Steps[None]:
         """Train every phase that is not over; several phases need the scores ``before`` them."""

@@ -1,17 +1,22 @@
 """The result of a training run, as Python and notebooks show it."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..late import load
+from ..ops import _backend
 from ..packs.manifest import task_of
 from ..packs.pack import Pack
-from ..report.facts import curve_of, loss_name
+from ..report.facts import curve_of, loss_name, short_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ..memory.memory_choice import MemoryChoice
+    from .fit import Fit
 
 
 # The keys of a report that come first, in this order, if it has them; the others follow by name.
@@ -21,6 +26,19 @@ _FIRST_KEYS = (
     "plan_peak_gb pack_mb trainable_parameters base_weights matmul_path recompute compute_dtype"
 ).split()
 _LAST_KEYS = ("versions",)
+
+
+def measured(fit: "Fit", memory: "MemoryChoice") -> dict:
+    """Return the part of a manifest that differs from run to run."""
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **fit.measured,
+        "curve": short_curve(fit.curve),
+        "plan_peak_gb": memory.peak_gb,
+        "matmul_path": memory.choice.matmul_path,
+        "matmul_path_ms": memory.choice.step_ms,
+        "ops": _backend.record(),
+    }
 
 
 def in_order(report: Mapping[str, Any]) -> dict[str, Any]:

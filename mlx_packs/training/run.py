@@ -4,7 +4,6 @@
 """
 
 import gc
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ from ..packs.base import Base, load_base
 from ..packs.making import pack_of
 from ..packs.pack import Pack
 from ..reading import read_header
-from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
@@ -61,7 +59,7 @@ from .on_nan import OnNan
 from .planning import check_headers, fit_into_memory, matmul_paths_by_name, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ranks_of_run
 from .rates import note_rates
-from .result import RunReport, TrainRun, in_order, losses_of
+from .result import RunReport, TrainRun, in_order, losses_of, measured
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
 from .settings import Place, Request, Run, RunSettings, recipe_of, with_batches
 from .step import Steps, take_alone
@@ -225,8 +223,8 @@ def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[Tra
 
     base_weights = count_weights(start.base.model)
     with _attached(start, memory, base_weights) as (trainable, paths):
-        with _bound(start, trainable, memory) as objectives:
-            fit = yield from _train(start, trainable, objectives)
+        with _bound(start, trainable, memory) as (objectives, origin):
+            fit = yield from _train(start, trainable, objectives, origin)
             with resumable(run):
                 summary = task.summary(trainable, start.data, fit.trained(), start.sources)
         with resumable(run):
@@ -320,15 +318,20 @@ def _encode(
 
 
 @contextmanager
-def _bound(start: _Start, trainable: Trainable, memory: MemoryChoice) -> Iterator[Objectives]:
-    """Yield the objective of each phase, by its name, on the model with what is trained."""
+def _bound(
+    start: _Start, trainable: Trainable, memory: MemoryChoice
+) -> Iterator[tuple[Objectives, PhaseStart]]:
+    """Yield the objective of each phase, by its name, and what the run starts from."""
     run = start.run
     objectives = {}
     starts = {}
+    origin = PhaseStart(trainable, reference_file(run.folder, 0), not run.begins_with_adapters)
+    origin.take(fresh=not run.place.resume)
     for phase in run.phases:
-        bare = phase.start == 0 and not run.begins_with_adapters
-        file = reference_file(run.folder, phase.start)
-        starts[phase.name] = PhaseStart(trainable, file, bare)
+        starts[phase.name] = origin
+        if phase.start:
+            file = reference_file(run.folder, phase.start)
+            starts[phase.name] = PhaseStart(trainable, file, run=origin)
 
     with ExitStack() as closes:
         for task in start.tasks.values():
@@ -336,12 +339,11 @@ def _bound(start: _Start, trainable: Trainable, memory: MemoryChoice) -> Iterato
             bound = task.bind(trainable, own, starts, memory)
             for objective in dict.fromkeys(bound):
                 closes.callback(objective.close)
-            names = [data.phase.name for data in own]
-            objectives |= dict(zip(names, bound, strict=True))
+            objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}
 
         if run.train.neftune_noise_alpha:
             load("training.noise:add_noise")(trainable, run.train.neftune_noise_alpha)
-        yield objectives
+        yield objectives, origin
 
 
 @contextmanager
@@ -398,7 +400,7 @@ def _save(
         recipe=start.recipe,
         **facts,
         eval=summary.eval,
-        measured={"compute_dtype": start.dtype.to_json(), **_measured(fit, memory)},
+        measured={"compute_dtype": start.dtype.to_json(), **measured(fit, memory)},
     )
     replace = run.request.option("overwrite") or run.place.resume
     return pack.save(run.pack, overwrite=replace)
@@ -490,14 +492,16 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
     trainable.load(tensors, str(file))
 
 
-def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Steps[Fit]:
+def _train(
+    start: _Start, trainable: Trainable, objectives: Objectives, origin: PhaseStart
+) -> Steps[Fit]:
     """Train, round, and score before and after; the first step waits for no score if it can."""
     run = start.run
     float16 = start.dtype.name == "float16"
     before = None
     generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
     if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
-        with trainable.disabled():
+        with origin.active():
             before = score_phases(objectives, start.data, run.display)
         if float16:
             check_scores(before, saved=False)
@@ -510,6 +514,7 @@ def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Steps
     if not run.place.resume:
         clear_run(run.folder)
     write_identity(run.folder, start.identity)
+    origin.save()
     if run.columns.on_bad_row == "quarantine":
         write_quarantine(run.folder, start.left_out.values())
 
@@ -523,6 +528,7 @@ def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Steps
         curve=observed.curve,
         float16=float16,
         on_nan=OnNan(run, observers),
+        origin=origin,
         guards=make_guards(guarded),
     )
 
@@ -532,23 +538,10 @@ def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Steps
             run.display.line("kernels", _backend.summary())
         round_adapters(trainable, run.train.pack_dtype)
         if before is None:
-            with trainable.disabled():
+            with origin.active():
                 fit.scores[0] = fit.score()
         fit.scores.append(fit.score())
     return fit
-
-
-def _measured(fit: Fit, memory: MemoryChoice) -> dict:
-    """Return the part of a manifest that differs from run to run."""
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **fit.measured,
-        "curve": short_curve(fit.curve),
-        "plan_peak_gb": memory.peak_gb,
-        "matmul_path": memory.choice.matmul_path,
-        "matmul_path_ms": memory.choice.step_ms,
-        "ops": _backend.record(),
-    }
 
 
 def _check_gates(start: _Start, pack: Pack, summary: Summary, memory: MemoryChoice) -> Gates:

@@ -172,12 +172,16 @@ def test_phases_of_several_tasks_have_the_noise_of_embeddings_once(tmp_path, dat
 
 @pytest.mark.slow
 def test_adapters_that_a_run_starts_from_are_its_reference(tmp_path, data):
-    train_pack(small_base(), data, LORA, settings(iters=3), tmp_path / "a")
+    first = train_pack(small_base(), data, LORA, settings(iters=3), tmp_path / "a")
     file = str(tmp_path / "a" / "adapters.safetensors")
     start = {"out": tmp_path / "b", "resume_adapter_file": file}
     run = train_pack(small_base(), data, LORA, settings(iters=4), **start)
     losses = [line["loss"] for line in run.curve if "loss" in line]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4)
+    report = run.report
+    assert report["reward_margin_before"] == pytest.approx(0, abs=1e-4)
+    assert report["chosen_ppl_before"] == pytest.approx(first.report["chosen_ppl_after"], rel=1e-3)
+    assert report["sample"]["before"] == first.report["sample"]["after"]
     reference = tmp_path / "b-run" / "reference-000000.safetensors"
     reference.unlink()
     with raises("not-found", "resume", f"--resume: {reference} is missing"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlx_packs import train_pack
+from mlx_packs import Pack, train_pack
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
@@ -239,6 +239,8 @@ def test_start_from_adapters_is_recorded_and_resumable(small, trained, tmp_path)
     run = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
     recorded = {"name": "adapters.safetensors", "sha256": sha256(start)}
     assert run.pack.manifest["recipe"]["resume_adapter_file"] == recorded
+    earlier = Pack.open(trained / "o").manifest["eval"]["ppl_after"]
+    assert run.report["ppl_before"] == pytest.approx(earlier, rel=1e-5)
     with raises("conflict", "resume_adapter_file"):
         train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", resume=True, **arguments)
     error = packs_train("--out", tmp_path / "p", "--resume", "--resume-adapter-file", start)
@@ -246,6 +248,7 @@ def test_start_from_adapters_is_recorded_and_resumable(small, trained, tmp_path)
     assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
     assert manifest["recipe"]["resume_adapter_file"] == recorded
+    assert manifest["eval"]["ppl_before"] == run.report["ppl_before"]
 
 
 def test_concurrent_runs_take_different_names(here):
