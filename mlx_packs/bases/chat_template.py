@@ -374,6 +374,9 @@ def unread_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
 
 
 def template_file(tokenizer: Any) -> Path:
+    if name := getattr(tokenizer, "_template_name", None):
+        return Path(name)
+
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     for name in names:

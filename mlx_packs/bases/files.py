@@ -25,6 +25,7 @@ TINY = "tiny"
 CONFIG = "config.json"
 RECORD = "quantization.json"  # written by `packs quantize`: its options, and a hash of every shard
 # what mlx-lm downloads; code among it is run only with trust_remote_code
+CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates/*"  # besides chat_template.jinja, by name
 CHECKPOINT_FILES = (
     "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"

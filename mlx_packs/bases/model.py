@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import mlx.nn as nn
 import numpy as np
@@ -16,6 +16,7 @@ from ..late import load
 from ..runtime import mx
 from .families import check_architecture
 from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
+from .templated import with_template
 
 if TYPE_CHECKING:
     from .encoder import Embedder
@@ -97,6 +98,12 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         return vocab_size_of(self.config, self.name)
+
+    def with_chat_template(self, text: str | None) -> Self:
+        """Return this base model with another chat template; None leaves it as it is."""
+        if text is None:
+            return self
+        return replace(self, tokenizer=with_template(self.tokenizer, text))
 
     @property
     def template_kwargs(self) -> dict:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from .. import late
 from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..terminal import guarded_native
+from .templated import tool_parser_of
 from .turns import stop_at_answer_end
 from .unsupported import unreadable_tokenizer
 from .vision_families import has_vision_tower
@@ -70,15 +70,11 @@ def images_of(tokenizer: Any) -> Any:
 
 def _parser_of_named_template(tokenizer: Any) -> str | None:
     """mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
-    from mlx_lm import tokenizer_utils
-
     templates = tokenizer.chat_template
-    infer = getattr(tokenizer_utils, "_infer_tool_parser", None)
-    if not isinstance(templates, dict) or tokenizer.has_tool_calling or infer is None:
+    if not isinstance(templates, dict) or tokenizer.has_tool_calling:
         return None
 
-    template = templates.get("tool_use", templates.get("default"))
-    return infer(SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab))
+    return tool_parser_of(tokenizer, templates.get("tool_use", templates.get("default")))
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

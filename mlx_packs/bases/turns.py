@@ -70,7 +70,8 @@ class TurnStyle:
     def mark_around(self, role: str, text: str) -> str | None:
         """The mark around a turn that its text already has, too; None if the text is plain."""
         text = text.strip()
-        if role == "assistant" and self.end.text and text.endswith(self.end.text):
+        ends = self.end.is_written and self.end.text
+        if role == "assistant" and ends and text.endswith(ends):
             return self.end.text
         has_header = self.header and self.between and text.startswith(self.header)
         if has_header and text.removeprefix(self.header).endswith(self.between):

@@ -32,6 +32,7 @@ _BAR = 40  # characters of the longest bar of a histogram
 @options.add(
     *(options.setting(name, default=getattr(DataConfig, name)) for name in COLUMN_SETTINGS)
 )
+@options.setting("chat_template", default=None)
 @options.template_kwargs("Variables of the chat template, as for packs train.", None)
 @options.setting("max_pixels", default=DataConfig.max_pixels, type=click.IntRange(0))
 @options.setting("allow_urls", default=False)

@@ -179,11 +179,11 @@ def chat(
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("chat", "decoder")
-    # a base without a template fails now
-    chat_prompt(base, [{"role": "user", "content": "?"}], **template_kwargs)
-
     model_in_use = _ModelInUse(base)
     model_in_use.switch_to(pack)
+    # without a template for conversations it fails now, not at the second question
+    roles = ("user", "assistant", "user")
+    chat_prompt(base, [{"role": role, "content": "?"} for role in roles], **template_kwargs)
 
     if sys.stdin.isatty():
         on = ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint, vocab_size_of
+from ..bases.templated import with_template
 from ..bases.tokenizer import load_tokenizer, take_images
 from ..bases.unsupported import unreadable
 from ..config.choices import TASKS
@@ -71,6 +72,7 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
         options = encoding_options(train, "train", row_format, vocab_size)
         rows = splits.rows["train"][:COUNT]
         columns = phase.sources[0]
+        tokenizer = with_template(tokenizer, columns.chat_template)
         if columns.template_date is None and reads_clock(tokenizer):
             columns = replace(columns, template_date=date.today().isoformat())
 

@@ -6,6 +6,7 @@ from datetime import date
 from functools import partial
 from typing import Any
 
+from .chat_templates import CHAT_TEMPLATES, template_text
 from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
@@ -13,7 +14,7 @@ _column = partial(_data, metavar="COLUMN", column=True)
 
 ORDER = """
 data chat_feature prompt_feature completion_feature text_feature on_bad_row on_long_row hold_out
-template_kwargs template_date max_pixels allow_urls hf_dataset
+chat_template template_kwargs template_date max_pixels allow_urls hf_dataset
 """.split()
 
 # Arguments of transformers' apply_chat_template.
@@ -73,6 +74,13 @@ class TextConfig(Settings):
         "error, or leave them out and count them (drop). No image is cut.",
         choices=("stop", "drop"),
     )
+    chat_template: str | None = _data(
+        None,
+        f"Chat template in place of the base model's, in training and in use: "
+        f"{', '.join(CHAT_TEMPLATES)}, or a .jinja file. plain joins prompt and completion.",
+        shown_default="the base model's; plain for prompts and completions if it has none",
+        metavar="NAME",
+    )
     template_kwargs: dict = _data(
         {},
         "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and "
@@ -97,6 +105,11 @@ class TextConfig(Settings):
         "URL is an error.",
         resumable=True,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", template_text(self.chat_template))
 
     def _conflicts(self) -> Iterator[Fault]:
         if taken := renderer_argument(self.template_kwargs):

@@ -35,6 +35,7 @@ OTHER_NAMES = {
     "bnb_4bit_use_double_quant": "double_quant",
     "caffeinate": "awake",
     "chat_template_kwargs": "template_kwargs",
+    "chat_template_path": "chat_template",
     "completion_only_loss": "loss_on",
     "context_length": "max_seq_length",
     "cutoff_len": "max_seq_length",

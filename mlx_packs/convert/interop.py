@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..adapters.spec import SCORE_WEIGHT, check_shapes
-from ..bases.files import TINY, public_name, resolve_checkpoint
+from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.other_names import answers_other_names
 from ..data.labels import SINGLE, Classes
@@ -22,6 +22,7 @@ from ..packs.making import untrained_pack
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
+    chat_template_of,
     check_manifest,
     has_score_head,
     replaced_of,
@@ -112,6 +113,9 @@ def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
 
     with atomic_folder(out) as partial:
         names = form.save(stored, partial)
+        if template := chat_template_of(pack.manifest):
+            (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+            names.append(CHAT_TEMPLATE)
         if originals := _not_invertible(pack, stored.config, form):
             save_tensors(partial / ORIGINALS, originals)
             names.append(ORIGINALS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..bases import files as base_files
 from ..bases import writer
+from ..bases.templated import with_template
 from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
 from ..bases.write_plan import WritePlan
@@ -24,7 +25,7 @@ from ..evaluation.rows import columns_of
 from ..late import load
 from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
-from ..packs.manifest import has_score_head, pack_facts, task_code
+from ..packs.manifest import chat_template_of, has_score_head, pack_facts, task_code
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
@@ -157,6 +158,8 @@ def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePl
     pack = request.pack
     ends = _ends(pack, source, request.trust_remote_code)
     files = _task_files(pack, source, request.trust_remote_code)
+    if template := chat_template_of(pack.manifest):
+        files[base_files.CHAT_TEMPLATE] = template
     if has_score_head(pack.manifest):
         tokenizer = load_tokenizer(source, plan.config, request.trust_remote_code)
         with_head = load("convert.sequence_classification:with_head")
@@ -185,6 +188,7 @@ def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:
     from mlx_lm.utils import load_config
 
     tokenizer = load_tokenizer(source, load_config(source), trust_remote_code)
+    tokenizer = with_template(tokenizer, chat_template_of(pack.manifest))
     if not (ends := unnamed_ends(tokenizer)):
         return ()
     return (tokenizer.eos_token_id, *ends)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..bases.templated import with_template
 from ..bases.turns import NO_IMAGES, image_sources, takes_images
+from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, Span
@@ -76,12 +78,7 @@ class ConversationFormat(TokenFormat):
                     f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
                 )
             raise row.conflict(fault, "unsupported", "model")
-        if not tokenizer.has_chat_template:
-            raise row.conflict(
-                "the base's tokenizer has no chat template. Use examples with 'text', or a base "
-                "that has one.",
-                "unsupported",
-            )
+        tokenizer = self._templated(row, names, tokenizer)
 
         conversation = Conversation(
             row.where,
@@ -95,6 +92,27 @@ class ConversationFormat(TokenFormat):
         )
         conversation.check_plain()
         return conversation
+
+    def is_plain(self, row: Row, names: DataConfig) -> bool:
+        """Whether a row is one text and its continuation, which need no chat template."""
+        return False
+
+    def _templated(self, row: Row, names: DataConfig, tokenizer: Any) -> Any:
+        """Return the tokenizer with the chat template that renders a row."""
+        tokenizer = with_template(tokenizer, names.chat_template)
+
+        if tokenizer.has_chat_template:
+            return tokenizer
+        if self.is_plain(row, names):
+            return with_template(tokenizer, PLAIN)
+
+        raise row.conflict(
+            "the base's tokenizer has no chat template. Use examples with 'text', or with 'prompt' "
+            "and 'completion' as texts, or name a template: --chat-template "
+            f"{', '.join(CHAT_TEMPLATES)} or a .jinja file.",
+            "unsupported",
+            "chat_template",
+        )
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
@@ -166,6 +184,12 @@ class Completion(ConversationFormat):
         columns = names.prompt_feature, names.completion_feature
         prompt, completion = prompt_and_completion(row, *columns)
         return prompt + completion
+
+    def is_plain(self, row: Row, names: DataConfig) -> bool:
+        """As TRL: texts are joined, and messages need a template."""
+        columns = (names.prompt_feature, names.completion_feature, *CONVERSATION_COLUMNS)
+        given = [optional(row, column) for column in columns]
+        return all(isinstance(row.value[name], str) for name in columns[:2]) and not any(given[2:])
 
 
 class Alpaca(ConversationFormat):

@@ -54,9 +54,11 @@ class Conversation:
     def _ended(self, text: str) -> str:
         """Add the end that a chat template leaves out after the last answer."""
         missing = answer_end(self.tokenizer).missing
-        if not missing or self.messages[-1]["role"] != "assistant":
+        if not missing or self.messages[-1]["role"] != "assistant" or text.endswith(missing):
             return text
-        return text.rstrip() + missing
+        if not text.endswith(self.messages[-1]["content"]):
+            text = text.rstrip()
+        return text + missing
 
     def prompt_tokens(self, messages: Sequence[Mapping]) -> list[int]:
         return self._rendered(messages, tokenize=True, add_generation_prompt=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bases.chat_template import unread_variables
+from ..bases.templated import with_template
 from ..bases.turns import answer_end_note
 from ..config.data import DataConfig
+from ..errors import PackError
 from .bad_rows import RowError
 from .chat_formats import CONVERSATION_COLUMNS, ConversationFormat
 from .conversations import Conversation
@@ -75,6 +77,7 @@ def template_notes(
     rows: Sequence[Row], row_format: RowFormat, names: DataConfig, tokenizer: Any
 ) -> list[str]:
     """Return `left_out_notes`, and a note on an unusual end of answers in rendered rows."""
+    tokenizer = with_template(tokenizer, names.chat_template)
     notes = left_out_notes(rows, row_format, names, tokenizer)
     if _is_rendered(row_format) and (end := answer_end_note(tokenizer)):
         notes.append(end)
@@ -129,7 +132,7 @@ def _conversations(
     row: Row, row_format: RowFormat, names: DataConfig, tokenizer: Any
 ) -> Iterator[Conversation]:
     """Yield the conversations that the chat template renders; a bad row has none."""
-    if not _is_rendered(row_format) or not tokenizer.has_chat_template:
+    if not _is_rendered(row_format):
         return
 
     try:
@@ -141,7 +144,7 @@ def _conversations(
             yield replace(prompt, messages=prompt.messages[:-1])
         elif isinstance(row_format, ConversationFormat) and row_format.matches(row, names):
             yield row_format.conversation(row, names, tokenizer)
-    except (RowError, KeyError):  # encoding names such rows
+    except (PackError, KeyError):  # encoding names such rows
         return
 
 

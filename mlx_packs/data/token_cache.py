@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..bases.chat_template import reads_clock
+from ..bases.templated import with_template
 from ..bases.turns import takes_images
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
@@ -106,6 +107,7 @@ def cache_key(
     row_format: RowFormat | None = None,
 ) -> str | None:
     """Hash all that the tokens depend on; None if a part of it cannot be seen."""
+    tokenizer = with_template(tokenizer, columns.chat_template)
     plain = tokenizer._tokenizer
     backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):

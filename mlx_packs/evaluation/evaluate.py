@@ -76,8 +76,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         data: A folder, a file, a Hugging Face dataset id, ``"tiny"``, or examples in memory.
         split: Split of a folder; if there is no ``"test"``, that is ``"valid"``.
         batch_size: Examples per batch.
-        max_seq_length: Maximum number of tokens; longer examples are truncated. None is the length
-            that the pack was trained with, or 2048.
+        max_seq_length: Length at which examples are truncated; None is the pack's, or 2048.
         loss_on: Tokens to evaluate: ``"all"``, ``"completion"`` or ``"assistant"``. None is as the
             pack was trained, or the default of the examples' format.
         limit: Maximum number of examples; -1 uses all.
@@ -113,6 +112,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     if evaluate_pack is None:
         loss_on = loss_on or trained.get("loss_on")
     columns = columns or columns_of(pack, data)
+    base = base.with_chat_template(columns.chat_template)
     settings = EvalSettings(
         columns,
         batch_size,

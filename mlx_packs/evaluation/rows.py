@@ -36,10 +36,12 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     """
     source = source_of(data)
     recipe = {}
-    if pack is not None and source != "tiny":
+    if pack is not None:
         recipe = pack._part("recipe")
 
-    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date", "on_long_row")
+    settings = ("chat_template",)
+    if source != "tiny":
+        settings += (*COLUMN_SETTINGS, "template_kwargs", "template_date", "on_long_row")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
     if recipe.get("max_pixels") is not None:
         trained["max_pixels"] = recipe["max_pixels"]

@@ -30,20 +30,32 @@ def chat_prompt(
     base: "BaseModel",
     messages: Sequence[Mapping],
     tools: Sequence[Mapping] | None = None,
+    tokenizer: Any = None,
     **variables: Any,
 ) -> list[int]:
     """Return the tokens of a conversation up to the assistant's next turn, by the chat template.
 
     Messages have ``role`` and ``content``; ``tools`` describe the functions that may be called;
-    ``variables`` are others that the template knows, such as ``enable_thinking``.
+    ``variables`` are others that the template knows, such as ``enable_thinking``. Without a
+    template the prompt is the text of a single message, as packs are trained on it.
+    ``tokenizer`` is another one than the base model's, by its chat template.
     """
-    if not base.tokenizer.has_chat_template:
+    tokenizer = tokenizer or base.tokenizer
+    if not tokenizer.has_chat_template:
+        is_text = [message.get("role") for message in messages] == ["user"]
+        if is_text and not tools and not messages[0].get("images"):
+            return text_tokens(tokenizer, messages[0]["content"])
+
         raise PackError(
-            f"{base.name}: the tokenizer has no chat template. Use --raw.", "unsupported", "raw"
+            f"{base.name}: the tokenizer has no chat template, so a prompt is one text. Send one "
+            "message of a user, or use a pack that was trained with --chat-template.",
+            "unsupported",
+            "messages",
         )
+
     options = {**base.template_kwargs, **given_variables(variables), "tools": tools}
     return render_conversation(
-        base.tokenizer, messages, tokenize=True, add_generation_prompt=True, **options
+        tokenizer, messages, tokenize=True, add_generation_prompt=True, **options
     )
 
 

@@ -12,7 +12,7 @@ from ..display import NORMAL, Display
 from ..errors import PackError
 from ..files import atomic_folder, to_json
 from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
-from ..packs.manifest import MANIFEST, template_kwargs_of
+from ..packs.manifest import MANIFEST, chat_template_of, template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.records import note_of_start
 from ..reading import read_json
@@ -182,6 +182,7 @@ def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
     if start is not None:
         adapters = {**adapters_of(start), **_quantization(start, run["model"])}
         adapters["template_kwargs"] = template_kwargs_of(start.manifest)
+        adapters["chat_template"] = chat_template_of(start.manifest)
 
     settings = {**job.settings, **adapters, **run, "task": job.task}
     settings["data"] = str(folder.candidate / DATA)

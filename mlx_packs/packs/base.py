@@ -17,6 +17,7 @@ from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model, reader_of
+from ..bases.templated import with_template
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import build
 from ..config.other_names import answers_other_names
@@ -39,7 +40,7 @@ from .compatibility import (
     quantize_for,
     quantize_options,
 )
-from .manifest import template_kwargs_of
+from .manifest import chat_template_of, template_kwargs_of
 from .pack import Pack, Packs, as_pack
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ActivePack:
     pack: Pack
     attached: "Attached"
     matmul_path: str
+    base_tokenizer: Any  # the base model's, whose chat template may be another one
 
 
 @dataclass(repr=False)
@@ -239,10 +241,13 @@ class Base(BaseModel):
         except ValueError as error:
             raise PackError(f"prompt: {error}", flag="prompt") from None
 
-        variables = {}
-        if pack is not None:
-            variables = template_kwargs_of(as_pack(pack).manifest)
-        return chat_prompt(self, messages, **variables)
+        if pack is None:
+            return chat_prompt(self, messages)
+
+        manifest = as_pack(pack).manifest
+        tokenizer = self.active.base_tokenizer if self.active else self.tokenizer
+        tokenizer = with_template(tokenizer, chat_template_of(manifest))
+        return chat_prompt(self, messages, tokenizer=tokenizer, **template_kwargs_of(manifest))
 
     def _pieces(self, tokens: list[int], pack: Pack | None, sampling: Sampling) -> Iterator[str]:
         context = nullcontext()
@@ -371,7 +376,7 @@ class Base(BaseModel):
         tensors = after.load_tensors()
         if before and before.matmul_path == matmul_path and _fits(before.attached, after):
             before.attached.load(tensors, after.name)
-            self.active = ActivePack(after, before.attached, matmul_path)
+            self._set_active(after, before.attached, matmul_path, before.base_tokenizer)
             return self
 
         self.detach()
@@ -390,6 +395,7 @@ class Base(BaseModel):
         if active is None:
             return
 
+        self.tokenizer = active.base_tokenizer
         attached = active.attached
         has_copies = attached.inference_only or attached.notes
         if has_copies or not MATMUL_PATHS[active.matmul_path].in_place:
@@ -417,7 +423,13 @@ class Base(BaseModel):
             attached.resume(pack.load_tensors(), pack.name)
             self._suspended.remove(attached)
 
-        self.active = ActivePack(pack, attached, matmul_path)
+        self._set_active(pack, attached, matmul_path, self.tokenizer)
+
+    def _set_active(
+        self, pack: Pack, attached: "Attached", matmul_path: str, base_tokenizer: Any
+    ) -> None:
+        self.active = ActivePack(pack, attached, matmul_path, base_tokenizer)
+        self.tokenizer = with_template(base_tokenizer, chat_template_of(pack.manifest))
 
 
 def _fits(attached: "Attached", pack: Pack) -> bool:

@@ -177,7 +177,7 @@ def open_classifier(
 def classifier_of(base: BaseModel, pack: Pack, head: nn.Module | None) -> OpenClassifier:
     """Return the classifier of a pack whose adapters are on a base; ``head`` is its score head."""
     recipe = pack._part("recipe")
-    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
+    settings = (*COLUMN_SETTINGS, "chat_template", "template_kwargs", "template_date")
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = recipe.get("max_seq_length") or TrainConfig.max_seq_length
     classes = Classes.of(pack.manifest)

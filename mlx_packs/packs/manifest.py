@@ -94,6 +94,7 @@ _KEYS = {
     "recipe": "a mapping?",
     "recipe.max_seq_length": "an integer above 1?",
     "recipe.train_fp16_fallback": "true or false?",
+    "recipe.chat_template": "text?",
     "recipe.template_kwargs": "a mapping?",
     "recipe.template_date": "text?",
     "recipe.max_pixels": "an integer of 0 or more?",
@@ -455,6 +456,12 @@ def recorded_keys(part: str) -> frozenset[str]:
     """The checked entries of a part of a manifest, such as ``recipe``."""
     names = (key.removeprefix(f"{part}.") for key in _KEYS if key.startswith(f"{part}."))
     return frozenset(name for name in names if "." not in name)
+
+
+def chat_template_of(manifest: dict) -> str | None:
+    """Return the chat template that a pack was trained with; None if it is the base model's."""
+    recipe = manifest.get("recipe")
+    return recipe.get("chat_template") if isinstance(recipe, dict) else None
 
 
 def template_kwargs_of(manifest: dict) -> dict:

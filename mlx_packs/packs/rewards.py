@@ -18,6 +18,7 @@ from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
 from .compatibility import unsuited
 from .making import attach_pack
+from .manifest import chat_template_of, template_kwargs_of
 from .pack import Pack
 
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
@@ -43,7 +44,11 @@ def rewards(
         raise PackError("rewards: there are no completions.", flag="completions")
 
     options = EncodingOptions("completion", _NO_LIMIT, base.vocab_size)
-    encoded = encode(rows, base.tokenizer, DataConfig(), options, COMPLETION)
+    columns = DataConfig(
+        chat_template=chat_template_of(pack.manifest),
+        template_kwargs=template_kwargs_of(pack.manifest),
+    )
+    encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
     examples = Scored(encoded, np.arange(len(encoded)))
 
     order = np.argsort(examples.lengths, kind="stable")

@@ -115,16 +115,17 @@ class Server:
         variables = {**of_pack, **self.settings.template_kwargs}
         layout = generator.registry.json_layout(body.model)
 
-        def prepare() -> tuple[list[int], Maker]:
-            prompt = self._prompts.of_chat(body, variables, images, layout)
-            return prompt, self._prompts.chat_maker(body, prompt, deadline, images, layout)
+        def prepare() -> tuple[Any, list[int], Maker]:
+            tokenizer = generator.registry.tokenizer(body.model)
+            prompt = self._prompts.of_chat(body, variables, images, layout, tokenizer)
+            maker = self._prompts.chat_maker(body, prompt, deadline, images, layout, tokenizer)
+            return tokenizer, prompt, maker
 
-        prompt, maker = await self._until(deadline, request, self._in_thread(prepare))
+        tokenizer, prompt, maker = await self._until(deadline, request, self._in_thread(prepare))
         texts = _texts(generator, body.n, maker)
 
         def answer() -> ChatAnswer:
             tools = body.usable_tools
-            tokenizer = generator.base.tokenizer
             return ChatAnswer(texts, body.model, len(prompt), tokenizer, tools)
 
         def ended(answer: ChatAnswer) -> None:

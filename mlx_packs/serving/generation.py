@@ -219,9 +219,13 @@ class Generator(Worker):
     def _insert(self, request: Request) -> None:
         entry = self.registry.lease(request.model)
         faults: list[Exception] = []
+        tokenizer = request.tokenizer or self.base.tokenizer
+        ends = request.stop_tokens
+        if ends is None and request.tokenizer is not None:
+            ends = tokenizer.eos_token_ids
         stops = self._eos
-        if request.stop_tokens is not None:
-            stops = StopSequences([(token,) for token in request.stop_tokens])
+        if ends is not None:
+            stops = StopSequences([(token,) for token in ends])
 
         try:
             prompt = request.prompt
@@ -242,9 +246,7 @@ class Generator(Worker):
 
         self.prefilled += len(prompt) - known
         self.reused += known
-        output = Output(
-            self.base.tokenizer, request.stop, request.state, request.after, request.one_call
-        )
+        output = Output(tokenizer, request.stop, request.state, request.after, request.one_call)
         self._running[uid] = _Running(request, entry, output, faults)
 
     def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:

@@ -51,20 +51,14 @@ class Prompts:
         defaults: Mapping[str, Any] | None = None,
         images: Sequence[Any] = (),
         layout: Mapping[str, Any] = _NO_LAYOUT,
+        tokenizer: Any = None,
     ) -> list[int]:
         """Return the tokens of a conversation; a PackError if the template cannot render it.
 
         ``images`` are those of `RequestImages.of_chat`. The ``opening`` of JSON in the ``layout``
-        of a pack ends the prompt of an answer that is JSON.
+        of a pack ends the prompt of an answer that is JSON. ``tokenizer`` is the model's.
         """
-        tokenizer = self._base.tokenizer
-        if not tokenizer.has_chat_template:
-            raise PackError(
-                f"{self._base.name}: its tokenizer has no chat template. Use /v1/completions.",
-                "unsupported",
-                "messages",
-            )
-
+        tokenizer = tokenizer or self._base.tokenizer
         variables = body.chat_template_kwargs or {}
         if taken := [name for name in variables if name in self._own]:
             raise PackError(
@@ -89,7 +83,7 @@ class Prompts:
                 message["images"] = [next(remaining) for _ in message["images"]]
 
         variables = {**(defaults or {}), **given_variables(variables)}
-        prompt = chat_prompt(self._base, messages, tools, **variables)
+        prompt = chat_prompt(self._base, messages, tools, tokenizer, **variables)
         if images:
             check_end(prompt)
         if body.is_json and not body.must_call and "opening" in layout:
@@ -109,8 +103,10 @@ class Prompts:
         deadline: float,
         images: Sequence[Any] = (),
         layout: Mapping[str, Any] = _NO_LAYOUT,
+        tokenizer: Any = None,
     ) -> Maker:
-        state: str | None = first_state(self._base.tokenizer, prompt)
+        tokenizer = tokenizer or self._base.tokenizer
+        state: str | None = first_state(tokenizer, prompt)
         grammar = self._tool_grammar(body, state, layout)
         if grammar is None and body.is_json:
             grammar = self._grammars.check(body.answer_schema, layout, state)
@@ -140,6 +136,7 @@ class Prompts:
                 one_call=one_call,
                 top_logprobs=top,
                 deadline=deadline,
+                tokenizer=tokenizer,
                 images=images,
             )
 

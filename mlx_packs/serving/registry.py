@@ -5,16 +5,23 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.nn as nn
 
 from ..adapters.score_head import score_head
 from ..adapters.spec import SCORE_WEIGHT
+from ..bases.templated import with_template
 from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.classify import OpenClassifier, classifier_of
 from ..packs.compatibility import check_generates, check_use
-from ..packs.manifest import has_score_head, json_layout_of, template_kwargs_of
+from ..packs.manifest import (
+    chat_template_of,
+    has_score_head,
+    json_layout_of,
+    template_kwargs_of,
+)
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
 from .slots import PackSlots
@@ -120,9 +127,7 @@ class PackRegistry:
 
     def _recorded(self, model: str, read: Callable[[dict], dict]) -> dict:
         """Return what a pack has recorded; of a weighted sum, what all of its packs agree on."""
-        packs = self.packs
-        names = [model] if model in packs else [name for name, _ in parts_of(model)]
-        records = [read(packs[name].manifest) for name in names if name in packs]
+        records = [read(pack.manifest) for pack in self._packs_of(model)]
         if not records:
             return {}
 
@@ -132,6 +137,24 @@ class PackRegistry:
             for name, value in first.items()
             if all(name in other and other[name] == value for other in others)
         }
+
+    def tokenizer(self, model: str) -> Any:
+        """Return the tokenizer of a model, which has the chat template of its packs."""
+        templates = {chat_template_of(pack.manifest) for pack in self._packs_of(model)}
+        if len(templates) > 1:
+            raise PackError(
+                f"model '{model:.200}': its packs were trained with different chat templates. Name "
+                "packs of one template.",
+                "mismatch",
+                "model",
+            )
+
+        return with_template(self.slots.base.tokenizer, *templates or {None})
+
+    def _packs_of(self, model: str) -> list[Pack]:
+        packs = self.packs
+        names = [model] if model in packs else [name for name, _ in parts_of(model)]
+        return [packs[name] for name in names if name in packs]
 
     def check_model(self, model: str) -> None:
         """Raise a PackError unless a model can be leased now for text, embeddings or ranks.

@@ -136,6 +136,7 @@ class Request:
             tokenizer's, which are not reported.
         deadline: on the clock of `time.monotonic`.
         on_event: is called by the thread that computes, and must not block.
+        tokenizer: of the model's packs, if it is not the base model's: its tokens end the text.
         images: what the tokens below zero of the prompt name; they exist while the request does.
     """
 
@@ -152,4 +153,5 @@ class Request:
     top_logprobs: int | None = None
     stop_tokens: Sequence[int] | None = None
     deadline: float = float("inf")
+    tokenizer: Any = None
     images: Sequence[Any] = ()

@@ -128,7 +128,7 @@ class CausalLMTask(TokenTask):
         self.sample = SamplePrompt(
             *row_format.prompt(row, columns, base.tokenizer),
             row_format.answer(row, columns),
-            is_raw=row_format is TEXT,
+            is_raw=row_format is TEXT or not base.tokenizer.has_chat_template,
             images=thumbnails(row_format.images(row, columns), columns.allow_urls),
         )
 

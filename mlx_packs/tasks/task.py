@@ -203,7 +203,7 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     pack = shlex.quote(str(report["pack"]))
     lines = pack_lines(report)
     if report.get("raw_prompt"):
-        start = (prompt or "").strip().partition("\n")[0][:_MOST_PASTED]
+        start = (prompt or "").lstrip().partition("\n")[0][:_MOST_PASTED]
         return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]
 
     if prompt and len(prompt) <= _MOST_PASTED and prompt.isprintable():

@@ -128,6 +128,7 @@ def write_teacher_cache(
 
     (phase,) = resolve_phases(recipe.train, recipe.data)
     columns = phase.sources[0]
+    base = base.with_chat_template(columns.chat_template)
     if columns.template_date is None and reads_clock(base.tokenizer):
         today = replace(columns, template_date=date.today().isoformat())
         phase = replace(phase, sources=(today,))

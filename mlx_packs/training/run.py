@@ -264,6 +264,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
+    base = base.with_chat_template(settings.columns.chat_template)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.last_phase.train.task]
 

@@ -303,8 +303,8 @@ def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
     for name, value in now.items():
         if then.get(name) != value:
             raise PackError(
-                f"{where}: {name} is {value!r} but the run used {then.get(name)!r}. Resume with "
-                "the original settings.",
+                f"{where}: {name} is {value!r:.200} but the run used "
+                f"{then.get(name)!r:.200}. Resume with the original settings.",
                 "mismatch",
                 name.rpartition(".")[2],
             )

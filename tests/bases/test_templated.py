@@ -1,0 +1,198 @@
+"""--chat-template, and prompts with completions for a base model that has no template."""
+
+import copy
+import json
+from unittest.mock import Mock
+
+import pytest
+
+from mlx_packs import DataConfig, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.bases.templated import with_template
+from mlx_packs.config.chat_templates import CHAT_TEMPLATES
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.row_format import Row
+from mlx_packs.evaluation.rows import columns_of
+from mlx_packs.inference.generate import chat_prompt, raw_prompt
+from mlx_packs.packs.pack import Pack
+from mlx_packs.serving.registry import Entry, PackRegistry
+from tests.helpers.bases import copy_tiny
+from tests.helpers.errors import raises
+from tests.helpers.packs import random_pack
+
+CAPITAL = {"prompt": "The capital of France is", "completion": " Paris.\n"}
+ROLES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+OWN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The embedded base without a chat template, as base models are."""
+    folder = copy_tiny(tmp_path_factory.mktemp("bare") / "base")
+    (folder / "chat_template.jinja").unlink()
+    return load_base(folder)
+
+
+def example(tokenizer, row: dict, **columns):
+    rows = [Row("rows:1", row)]
+    return encode(rows, tokenizer, DataConfig(**columns), EncodingOptions()).items[0]
+
+
+def test_a_prompt_and_its_completion_are_joined_as_trl_joins_them(bare):
+    tokenizer = bare.tokenizer
+    text = CAPITAL["prompt"] + CAPITAL["completion"] + tokenizer.eos_token
+    encoded = example(tokenizer, CAPITAL)
+    assert encoded.tokens.tolist() == tokenizer.encode(text)
+    prompt = tokenizer.encode(CAPITAL["prompt"])
+    assert encoded.target.tolist() == [i >= len(prompt) for i in range(len(encoded.tokens))]
+
+    ended = {**CAPITAL, "completion": CAPITAL["completion"] + tokenizer.eos_token}
+    assert example(tokenizer, ended).tokens.tolist() == encoded.tokens.tolist()
+    question = [{"role": "user", "content": CAPITAL["prompt"]}]
+    assert chat_prompt(bare, question) == prompt == raw_prompt(bare, CAPITAL["prompt"])
+
+
+def test_bos_begins_a_joined_text_if_the_tokenizer_writes_it():
+    tokenizer = copy.copy(load_base("tiny").tokenizer)
+    tokenizer._tokenizer = plain = copy.deepcopy(tokenizer._tokenizer)
+    plain.chat_template = None
+    plain.bos_token = "<|endoftext|>"
+    from tokenizers.processors import TemplateProcessing
+
+    special = [("<|endoftext|>", plain.bos_token_id)]
+    plain.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=special
+    )
+    plain.has_chat_template = False
+    tokens = example(tokenizer, CAPITAL).tokens.tolist()
+    assert tokens == [
+        *tokenizer.encode(CAPITAL["prompt"] + CAPITAL["completion"]),
+        tokenizer.eos_token_id,
+    ]
+    assert tokens[0] == plain.bos_token_id and tokens.count(plain.bos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [ROLES, {**CAPITAL, "system": "Short."}, {"prompt": ROLES["messages"][:1], "completion": "b"}],
+)
+def test_roles_need_a_template(bare, row):
+    with raises("unsupported", "chat_template", "rows:1", "chatml"):
+        example(bare.tokenizer, row)
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with raises("unsupported", "messages"):
+        chat_prompt(bare, turns)
+
+
+def test_a_template_by_name_by_file_and_by_its_text(bare, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text(OWN)
+    for given in (file, OWN):
+        assert DataConfig(chat_template=str(given)).chat_template == OWN
+        tokens = example(bare.tokenizer, ROLES, chat_template=str(given)).tokens.tolist()
+        assert bare.tokenizer.decode(tokens) == "[user] a\n[assistant] b" + bare.tokenizer.eos_token
+    tokens = example(bare.tokenizer, ROLES, chat_template="chatml").tokens.tolist()
+    assert tokens == example(load_base("tiny").tokenizer, ROLES).tokens.tolist()
+
+
+def test_a_template_replaces_the_one_of_the_base(shared_tiny):
+    tokens = example(shared_tiny.tokenizer, CAPITAL, chat_template="plain").tokens.tolist()
+    text = "The capital of France is Paris.\n<|im_end|>"
+    assert shared_tiny.tokenizer.decode(tokens) == text
+    with raises("data", None, "rows:1", "one prompt and one completion"):
+        example(shared_tiny.tokenizer, {**CAPITAL, "system": "Short."}, chat_template="plain")
+
+
+@pytest.mark.parametrize("value", ["absent.jinja", ".", "chatlm", ""])
+def test_what_is_no_template(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with raises("invalid", "chat_template", "--chat-template", "chatml"):
+        DataConfig(chat_template=value)
+
+
+def test_templates_that_a_base_cannot_have(bare):
+    with raises("unsupported", "chat_template", "<start_of_turn>", "chatml"):
+        with_template(bare.tokenizer, CHAT_TEMPLATES["gemma"])
+    with raises("unreadable", None, "--chat-template", "Jinja"):
+        with_template(bare.tokenizer, "{% for %}")
+
+
+def test_named_templates_are_those_of_their_families(shared_tiny):
+    """Against the published ones: Qwen2.5's ChatML, Llama 3's, Gemma 3's."""
+    plain = copy.deepcopy(shared_tiny.tokenizer._tokenizer)
+    plain.bos_token = "<|endoftext|>"
+    turns = [
+        {"role": "system", "content": "S"},
+        *ROLES["messages"],
+        {"role": "user", "content": " c "},
+    ]
+    text = plain.apply_chat_template(
+        turns, chat_template=CHAT_TEMPLATES["gemma"], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|endoftext|><start_of_turn>user\nS\n\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
+        "<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n"
+    )
+    text = plain.apply_chat_template(
+        turns[1:3], chat_template=CHAT_TEMPLATES["llama3"], tokenize=False
+    )
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert (
+        text
+        == f"<|endoftext|>{header.format('user')}a<|eot_id|>{header.format('assistant')}b<|eot_id|>"
+    )
+
+
+def with_recipe(base, **recipe) -> Pack:
+    pack = random_pack(base)
+    pack.manifest["recipe"] = recipe
+    return pack
+
+
+def test_a_pack_brings_its_template(bare):
+    own = with_recipe(bare, chat_template=OWN)
+    plain = with_recipe(bare)
+    turns = [*ROLES["messages"], {"role": "user", "content": "c"}]
+    with bare.applied(own):
+        assert bare.tokenizer.chat_template == OWN
+        with bare.applied(plain):
+            assert not bare.tokenizer.has_chat_template
+        assert bare.tokenizer.chat_template == OWN
+    assert not bare.tokenizer.has_chat_template
+
+    text = bare.tokenizer.decode(bare._prompt_tokens(turns, False, own))
+    assert text == "[user] a\n[assistant] b\n[user] c\n[assistant]"
+    assert columns_of(own, "tiny").chat_template == OWN
+
+
+def test_a_served_model_has_the_template_of_its_packs(bare):
+    slots = Mock(base=bare)
+    registry = PackRegistry(slots)
+    for name, text in (("a", OWN), ("b", OWN), ("c", None)):
+        registry._put(Entry(name, 1, with_recipe(bare, chat_template=text), 1))
+    assert registry.tokenizer("a+b:0.5").chat_template == OWN
+    assert registry.tokenizer("c") is registry.tokenizer("base") is bare.tokenizer
+    with raises("mismatch", "model", "a+c"):
+        registry.tokenizer("a+c")
+
+
+@pytest.mark.slow
+def test_a_run_records_its_template_and_resumes_with_it(bare, tmp_path):
+    few = {"batch_size": 2, "test_batches": 1}
+    for iters in (2, 3):
+        train_pack(
+            bare,
+            [ROLES] * 8,
+            columns=DataConfig(chat_template=OWN),
+            train=TrainConfig(iters=iters, **few),
+            out=tmp_path / "pack",
+            resume=iters == 3,
+        )
+    recipe = json.loads((tmp_path / "pack" / "pack.json").read_text())["recipe"]
+    assert recipe["chat_template"] == OWN and not bare.tokenizer.has_chat_template
+    options = {"columns": DataConfig(chat_template="chatml"), "train": TrainConfig(iters=4, **few)}
+    with raises("mismatch", "chat_template"):
+        train_pack(bare, [ROLES] * 8, **options, out=tmp_path / "pack", resume=True)
+    merge_pack(tmp_path / "pack", bare.path, tmp_path / "merged", max_drift=9.0)
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == OWN
+    prompt = chat_prompt(load_base(tmp_path / "merged"), ROLES["messages"][:1])
+    assert bare.tokenizer.decode(prompt) == "[user] a\n[assistant]"
