@@ -18,29 +18,17 @@ from .bad_rows import RowError
 from .chat_formats import CONVERSATION_COLUMNS, ConversationFormat
 from .conversations import Conversation
 from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat
-from .messages import THOUGHTS
 from .near_copies import compared
 from .preferences import both_completions
 from .prompts import with_placeholder
+from .rendered_parts import REMEDIES, REMEDY, parts
 from .row_format import optional
 from .sources import as_rows
 
 _LOOKED_AT = 10_000  # rows of a larger split
 _RENDERINGS = 300  # of a kind of part
-_OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
-_CLEAR = 20  # characters: a shorter text may stand elsewhere by chance
 _MOST_NAMES = 8  # of columns that a note has
-_READ_KEYS = {"role", "content", "images", "tool_calls", "tool_call_id", *THOUGHTS}
 _THINK = "<think>"
-_END_THINK = "</think>"
-_REMEDIES = {
-    "thoughts": "Use a base whose chat template keeps them (a training template), or write them "
-    "into the content without <think> tags",
-    "tools": "Use a base whose chat template has tools, or describe them in the system message",
-    "calls of tools": "Use a base whose chat template has tools, or write them into the content",
-    "documents": "Write them into the messages",
-}
-_REMEDY = "Write it into messages that the template renders, or remove it"
 
 
 def left_out_notes(
@@ -148,16 +136,6 @@ def _conversations(
         return
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a conversation, and the conversation with another part in its place."""
-
-    kind: str
-    place: str  # in the conversation
-    text: str | None  # kept if the rendered text has it; None is always rendered
-    changed: Conversation
-
-
 @dataclass
 class _Check:
     """How many parts of a kind were checked and are lost, and where the first of them is."""
@@ -170,22 +148,24 @@ class _Check:
 @dataclass
 class _Checks:
     kinds: dict[str, _Check] = field(default_factory=dict)
+    shapes: set[tuple] = field(default_factory=set)  # of the parts that were checked
 
     def add(self, conversation: Conversation) -> None:
         """Check the parts of a conversation, up to `_RENDERINGS` of each kind."""
         rendered: str | None = None
-        for part in _parts(conversation):
+        for part in parts(conversation):
             check = self.kinds.setdefault(part.kind, _Check())
-            if check.checked >= _RENDERINGS:
+            if check.checked >= _RENDERINGS and part.shape in self.shapes:
                 continue
 
             try:
                 if rendered is None:
                     rendered = conversation.render(conversation.messages)
-                is_lost = _is_lost(part, rendered)
+                is_lost = part.is_lost(conversation, rendered)
             except RowError:  # the template does not take the one or the other
                 continue
 
+            self.shapes.add(part.shape)
             check.checked += 1
             if is_lost:
                 check.lost += 1
@@ -194,7 +174,7 @@ class _Checks:
     def notes(self) -> list[str]:
         return [
             f"the chat template leaves out {kind}: {check.lost:,} of {check.checked:,} checked, "
-            f"the first in {check.first}. {_REMEDIES.get(kind, _REMEDY)}"
+            f"the first in {check.first}. {REMEDIES.get(kind, REMEDY)}"
             for kind, check in self.kinds.items()
             if check.lost
         ]
@@ -254,65 +234,3 @@ def _lacks_opened_thoughts(conversation: Conversation) -> bool:
     if not prompt.endswith(marks):
         return False
     return not conversation.render(conversation.messages).startswith(prompt)
-
-
-def _is_lost(part: _Part, rendered: str) -> bool:
-    """Whether the text of a conversation is the same without a part of it."""
-    text = (part.text or "").strip()
-    if len(text) >= _CLEAR and text in rendered:
-        return False
-    return part.changed.render(part.changed.messages) == rendered
-
-
-def _parts(conversation: Conversation) -> Iterator[_Part]:
-    for kind in ("tools", "documents"):
-        listed = getattr(conversation, kind) or []
-        for i in range(len(listed)):
-            others = [*listed[:i], *listed[i + 1 :]] or None
-            yield _Part(kind, "", None, replace(conversation, **{kind: others}))
-
-    answers = 0
-    for i, message in enumerate(conversation.messages):
-        is_answer = message["role"] == "assistant"
-        place = f", message {i + 1}"
-        if is_answer:
-            answers += 1
-            place = f", answer {answers}"
-
-        for kind, text, other in _parts_of(message, is_answer):
-            messages = [*conversation.messages]
-            messages[i] = other
-            yield _Part(kind, place, text, replace(conversation, messages=messages))
-
-
-def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | None, dict]]:
-    """Yield kind and text of each part, and the message with another in its place."""
-    content: str = message["content"]
-    before, end, visible = content.rpartition(_END_THINK) if is_answer else ("", "", content)
-    _, begin, thought = before.rpartition(_THINK)
-
-    if end and begin and thought.strip():
-        other = f"{before.removesuffix(thought)}{_OTHER}{end}{visible}"
-        yield "thoughts", None, {**message, "content": other}
-    elif is_answer and any(message.get(key) for key in THOUGHTS):
-        yield "thoughts", None, {**message, **dict.fromkeys(THOUGHTS, _OTHER)}
-
-    if visible.strip():
-        role = message["role"]
-        yield f"messages of {role}", visible, {**message, "content": f"{before}{end}{_OTHER}"}
-
-    calls = message.get("tool_calls") or []
-    for i, call in enumerate(calls):
-        others = [*calls[:i], _other_call(call), *calls[i + 1 :]]
-        yield "calls of tools", None, {**message, "tool_calls": others}
-
-    for key in message.keys() - _READ_KEYS:
-        yield f"'{key}' of messages", None, {k: v for k, v in message.items() if k != key}
-
-
-def _other_call(call: Mapping) -> dict:
-    """Change the arguments of a call, or its name if it has none."""
-    other: dict = {"name": _OTHER}
-    if call["function"]["arguments"]:
-        other = {"arguments": {_OTHER: _OTHER}}
-    return {**call, "function": {**call["function"], **other}}

@@ -10,6 +10,8 @@ from ..bases.tokenizer import text_tokens
 from ..bases.turns import given_variables, render_conversation
 from ..config.fields import build
 from ..config.sampling import Sampling
+from ..data.conversations import Conversation
+from ..data.rendered_parts import check_rendered
 from ..errors import PackError
 
 if TYPE_CHECKING:
@@ -54,9 +56,12 @@ def chat_prompt(
         )
 
     options = {**base.template_kwargs, **given_variables(variables), "tools": tools}
-    return render_conversation(
+    tokens = render_conversation(
         tokenizer, messages, tokenize=True, add_generation_prompt=True, **options
     )
+    del options["tools"]
+    check_rendered(Conversation(base.name, messages, tools, tokenizer, variables=options))
+    return tokens
 
 
 def raw_prompt(base: "BaseModel", text: str) -> list[int]:

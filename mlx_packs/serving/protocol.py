@@ -22,7 +22,7 @@ from pydantic import (
 
 from ..bases.turns import IMAGE_MARK
 from ..data.images import check_marks
-from ..data.messages import name_thoughts
+from ..data.messages import ROLES, name_thoughts
 from ..data.tool_calls import normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
@@ -217,8 +217,7 @@ class Message(Object):
 
     def to_template(self) -> dict[str, Any]:
         """Return the message as training has it: a text with a mark for each of its images."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
+        message: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": self.text}
         if images := self.images:
             message["images"] = list(images.values())
         for name in ("name", "tool_call_id", "reasoning_content"):

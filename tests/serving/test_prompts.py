@@ -40,8 +40,10 @@ def shown(prompts, small_tiny, monkeypatch):
     tokenizer = small_tiny.tokenizer
 
     def show(template: str, variables: dict, defaults: dict | None = None) -> str:
-        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
-        return tokenizer.decode(prompts.of_chat(chat(chat_template_kwargs=variables), defaults))
+        whole = template + "{{ messages[0].content }}"
+        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", whole)
+        prompt = prompts.of_chat(chat(chat_template_kwargs=variables), defaults)
+        return tokenizer.decode(prompt).removesuffix("The list")
 
     return show
 
@@ -60,7 +62,7 @@ def test_a_variable_that_is_null_is_not_given(shown, small_tiny):
     assert shown(template, {"tone": None}) == "False none"
     assert shown(template, {"tone": None}, {"tone": "kind"}) == "True kind"
     tokens = chat_prompt(small_tiny, MESSAGES, tone=None)
-    assert small_tiny.tokenizer.decode(tokens) == "False none"
+    assert small_tiny.tokenizer.decode(tokens) == "False noneThe list"
 
 
 def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):

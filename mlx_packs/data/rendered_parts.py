@@ -1,0 +1,145 @@
+"""The parts of a conversation that a chat template leaves out.
+
+A conversation is rendered with a part of it and with another in its place: the same text means
+that the part is lost.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..bases.chat_template import template_file
+from ..errors import PackError
+from .bad_rows import RowError
+from .conversations import Conversation
+from .messages import THOUGHTS
+
+_READ_KEYS = {"role", "content", "images", "tool_calls", "tool_call_id", *THOUGHTS}
+_THINK = "<think>"
+_END_THINK = "</think>"
+_OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
+_CLEAR = 20  # characters: a shorter text may stand elsewhere by chance
+_MOST_SHAPES = 1000
+_REQUIRED = ("messages of", "tools", "calls of tools", "documents")  # kinds of parts
+REMEDIES = {
+    "thoughts": "Use a base whose chat template keeps them (a training template), or write them "
+    "into the content without <think> tags",
+    "tools": "Use a base whose chat template has tools, or describe them in the system message",
+    "calls of tools": "Use a base whose chat template has tools, or write them into the content",
+    "documents": "Write them into the messages",
+}
+REMEDY = "Write it into messages that the template renders, or remove it"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a conversation, and the conversation with another part in its place."""
+
+    kind: str
+    place: str  # in the conversation
+    shape: tuple  # parts of one shape are rendered alike, or not at all
+    text: str | None  # kept if the rendered text has it; None is always rendered
+    change: Callable[[], Conversation]
+
+    def is_lost(self, conversation: Conversation, rendered: str) -> bool:
+        """Whether the text of a conversation is the same without this part."""
+        text = (self.text or "").strip()
+        if len(text) >= _CLEAR:
+            count = sum(message["content"].count(text) for message in conversation.messages)
+            if rendered.count(text) >= count:
+                return False
+
+        changed = self.change()
+        return changed.render(changed.messages) == rendered
+
+
+def check_rendered(conversation: Conversation) -> None:
+    """Raise a PackError if the chat template leaves out a message, a call or a tool.
+
+    Of each shape of parts one is checked. Thoughts of earlier answers are left out on purpose.
+    """
+    tokenizer = conversation.tokenizer
+    shapes = tokenizer.__dict__.setdefault("_rendered_shapes", set())
+    context = (str(tokenizer.chat_template), repr(conversation.variables))
+    if len(shapes) > _MOST_SHAPES:
+        shapes.clear()
+
+    rendered = None
+    for part in parts(conversation):
+        shape = (*part.shape, *context)
+        if shape in shapes or not part.kind.startswith(_REQUIRED):
+            continue
+
+        try:
+            if rendered is None:
+                rendered = conversation.render(conversation.messages)
+            is_lost = part.is_lost(conversation, rendered)
+        except RowError:  # the template takes no conversation that ends here
+            return
+        if is_lost:
+            raise PackError(
+                f"{template_file(tokenizer)}: the chat template leaves out {part.kind}"
+                f"{part.place}. {REMEDIES.get(part.kind, REMEDY)}.",
+                "data",
+                "messages",
+            )
+        shapes.add(shape)
+
+
+def parts(conversation: Conversation) -> Iterator[Part]:
+    for kind in ("tools", "documents"):
+        listed = getattr(conversation, kind) or []
+        for i in range(len(listed)):
+            others = [*listed[:i], *listed[i + 1 :]] or None
+            change = partial(replace, conversation, **{kind: others})
+            yield Part(kind, "", (kind, bool(others)), None, change)
+
+    answers = 0
+    for i, message in enumerate(conversation.messages):
+        is_answer = message["role"] == "assistant"
+        place = f", message {i + 1}"
+        if is_answer:
+            answers += 1
+            place = f", answer {answers}"
+
+        before = conversation.messages[i - 1]["role"] if i else None
+        for kind, text, other in _parts_of(message, is_answer):
+
+            def change(i: int = i, other: Mapping = other) -> Conversation:
+                messages = [*conversation.messages[:i], other, *conversation.messages[i + 1 :]]
+                return replace(conversation, messages=messages)
+
+            yield Part(kind, place, (kind, before), text, change)
+
+
+def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | None, dict]]:
+    """Yield kind and text of each part, and the message with another in its place."""
+    content: str = message["content"]
+    before, end, visible = content.rpartition(_END_THINK) if is_answer else ("", "", content)
+    _, begin, thought = before.rpartition(_THINK)
+
+    if end and begin and thought.strip():
+        other = f"{before.removesuffix(thought)}{_OTHER}{end}{visible}"
+        yield "thoughts", None, {**message, "content": other}
+    elif is_answer and any(message.get(key) for key in THOUGHTS):
+        yield "thoughts", None, {**message, **dict.fromkeys(THOUGHTS, _OTHER)}
+
+    if visible.strip():
+        role = message["role"]
+        yield f"messages of {role}", visible, {**message, "content": f"{before}{end}{_OTHER}"}
+
+    calls = message.get("tool_calls") or []
+    for i, call in enumerate(calls):
+        others = [*calls[:i], _other_call(call), *calls[i + 1 :]]
+        yield "calls of tools", None, {**message, "tool_calls": others}
+
+    for key in message.keys() - _READ_KEYS:
+        yield f"'{key}' of messages", None, {k: v for k, v in message.items() if k != key}
+
+
+def _other_call(call: Mapping) -> dict:
+    """Change the arguments of a call, or its name if it has none."""
+    other: dict = {"name": _OTHER}
+    if call["function"]["arguments"]:
+        other = {"arguments": {_OTHER: _OTHER}}
+    return {**call, "function": {**call["function"], **other}}
