@@ -158,6 +158,7 @@ OWN_READERS = {
     "sweeps/trial.py": "the log of a trial of its own",
     "sweeps/sweep.py": "a study of its own, to cut off an unfinished line",
     **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
+    "data/cells.py": "cells of rows, bounded",
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(("layers/registered.py", "training/run.py"), "files that were checked"),
 }

@@ -16,7 +16,8 @@ from ..config.tasks import tasks_of
 from ..data.encoding import encode
 from ..data.formats import PREFERENCE
 from ..data.left_out import template_notes
-from ..data.preferences import RATED, encode_preferences
+from ..data.preferences import encode_preferences
+from ..data.task_formats import RATED
 from ..data.token_store import masked
 from ..display import Display
 from ..errors import library_errors

@@ -136,8 +136,7 @@ class TaskFacts:
     # Numbers of its report, which has them with ``_before`` and ``_after``. A sweep compares trials
     # by the first that they have; without any there are no sweeps of it.
     metrics: tuple[str, ...] = ()
-    # Formats of rows that it alone trains on, a tuple, module:name. The module is imported with
-    # `data.formats`, so it imports `data.row_format` alone.
+    # Its own formats of rows, a tuple, module:name. `data.formats` imports the module.
     formats: str | None = None
     caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
     together: bool = False  # whether packs of several seeds can be trained in one batch
@@ -164,11 +163,9 @@ class MethodFacts:
     """Facts of a method, known without MLX."""
 
     code: str  # its class, module:name, imported when it is used
-    # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
-    # frozen weights.
+    # Whether it trains the base's own weights, dense and in float32, and no adapters.
     trains_base: bool = False
-    # Whether every output of an adapted projection has a magnitude, whose gradient needs the
-    # output.
+    # Whether outputs of adapted projections have a magnitude, whose gradient needs the output.
     magnitudes: bool = False
     extra: bool = False  # whether it is in `extras`, so that only ``-h --all`` lists it
 
@@ -310,6 +307,7 @@ def _preferences(
         sequences=2,
         rated=rated,
         losses=losses,
+        formats=f"mlx_packs.data.task_formats:{'RATED' if rated else 'PREFERENCE'}_FORMATS",
         metrics=("preference_accuracy", "reward_margin", "loss", "chosen_ppl"),
     )
 
@@ -373,6 +371,7 @@ TASKS = Table(
             defaults={"learning_rate": 1e-4},
             sequences=2,
             heads=("score",),
+            formats="mlx_packs.data.task_formats:PREFERENCE_FORMATS",
             pack=PackFacts(
                 described="a reward model",
                 learned="a reward model, which scores the last token",
@@ -389,6 +388,7 @@ TASKS = Table(
             described="labels of texts or chats",
             defaults={"learning_rate": 1e-4},
             heads=("score", "lm"),
+            formats="mlx_packs.data.task_formats:LABEL_FORMATS",
             metrics=tuple(
                 "label_accuracy macro_f1 log_loss calibration_error mae rmse spearman".split()
             ),
@@ -434,6 +434,7 @@ TASKS = Table(
             described="completions that maximize a reward function",
             defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
             generates=True,
+            formats="mlx_packs.data.task_formats:PROMPT_FORMATS",
             metrics=("reward",),
             functions=("reward",),
         ),
@@ -449,7 +450,6 @@ TASKS = Table(
         ),
     },
 )
-# Tasks by what they train on.
 DECODER_TASKS = tuple(
     name
     for name, facts in TASKS.items()

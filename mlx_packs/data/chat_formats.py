@@ -11,6 +11,7 @@ from ..bases.turns import NO_IMAGES, image_sources, takes_images
 from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
+from .cells import messages_of, unpacked
 from .conversations import Conversation, Span
 from .images import IMAGE_COLUMNS, column_without_place, with_row_images, without_marks
 from .messages import Turn, turns_of
@@ -220,7 +221,7 @@ class Alpaca(ConversationFormat):
         if about.strip():
             parts.append(about)
 
-        history = values["history"]
+        history = unpacked(values["history"])
         fault = "'history' must be a list of [question, answer]."
         if not isinstance(history, list):
             raise row.error(fault, "wrong type")
@@ -311,7 +312,7 @@ def prompt_and_completion(
 
 def _side(row: Row, role: str, column: str) -> list[Turn]:
     """Return the turns of a column: its messages, or its text as a message of ``role``."""
-    value = row.value[column]
+    value = messages_of(row.value[column])
     if isinstance(value, Mapping):
         return _turns(row, [value])
     if isinstance(value, list):
@@ -372,7 +373,7 @@ def _tools(row: Row) -> list | None:
 
 
 def _documents(row: Row) -> list | None:
-    documents = without_padding(optional(row, "documents"))
+    documents = without_padding(unpacked(optional(row, "documents")))
     if documents is None or documents == []:
         return None
 
@@ -385,7 +386,7 @@ def _documents(row: Row) -> list | None:
 
 def _variables(row: Row) -> Mapping[str, Any]:
     """Return variables of the chat template, from TRL's column."""
-    variables = without_padding(optional(row, "chat_template_kwargs")) or {}
+    variables = without_padding(unpacked(optional(row, "chat_template_kwargs"))) or {}
     if not isinstance(variables, Mapping):
         fault = f"'chat_template_kwargs' must be an object, but is {shown(variables)}."
         raise row.error(fault, "wrong type")
@@ -406,11 +407,12 @@ def _json_value(row: Row, value: Any, column: str) -> Any:
 
 def _listed(row: Row, column: str, of: str) -> list:
     """Return a column, which must be a list with something in it."""
-    messages = row.value[column]
+    messages = unpacked(row.value[column])
     if messages == []:
         raise _fault(row, f"'{column}' must contain at least one message.", messages)
     if not isinstance(messages, list):
-        rule = f"'{column}' must be a list of {of}, but is a {type(messages).__name__}."
+        kind = type(messages).__name__
+        rule = f"'{column}' must be a list of {of}, or its JSON text, but is a {kind}."
         raise _fault(row, rule, messages)
     return messages
 

@@ -27,7 +27,7 @@ from .row_format import Row
 from .sources import RowList
 
 TEXT_SUFFIXES = (".txt", ".md")
-_VERSION = 3  # of the copies
+_VERSION = 4  # of the copies
 _DAYS = 30  # after which an unused copy is removed
 _MOST_GROWTH = 200  # times the size of a file, which gzip may unpack
 _ALWAYS = 64 << 20  # bytes that it may unpack in addition
@@ -39,7 +39,7 @@ _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within
 
 
 class Copy(JsonLines):
-    """The JSONL copy of a table or a stream; the place of a row is ``original[number]``."""
+    """The JSONL copy of a stream; the place of a row is ``original[number]``."""
 
     def __init__(self, copy: Path, original: Path | str) -> None:
         super().__init__(copy)
@@ -56,26 +56,26 @@ class Copy(JsonLines):
         return f"{self._original}[{i}]"
 
 
-class Unpacked(Copy):
-    """A JSONL file that was packed; rows are named by the file that people have."""
+class CopiedLines(Copy):
+    """The copy of a file, each row in the line that it has there: ``original:line``."""
 
     def where(self, i: int) -> str:
         _, _, line = JsonLines.where(self, i).rpartition(":")
         return f"{self._original}:{line}"
 
 
-def gzip_rows(file: Path) -> Unpacked:
-    return Unpacked(_copy(file, "jsonl", lambda out: out.writelines(_blocks(file))), file)
+def gzip_rows(file: Path) -> CopiedLines:
+    return CopiedLines(_copy(file, "jsonl", lambda out: out.writelines(_blocks(file))), file)
 
 
-def table_rows(file: Path) -> Copy:
+def table_rows(file: Path) -> CopiedLines:
     """Read .csv or .tsv, also compressed; the first line names the columns."""
     kind = "csv"
     rows_of = _csv_rows
     if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
         kind = "tsv"
         rows_of = _tsv_rows
-    return Copy(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
+    return CopiedLines(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
 
 
 def text_rows(file: Path) -> RowList:
@@ -152,7 +152,10 @@ _Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begi
 
 
 def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
-    """Write each row of a table as a JSON object of texts; the first one names the columns."""
+    """Write each row of a table as a JSON object of texts; the first one names the columns.
+
+    Blank lines put it into the line of the table that it begins in.
+    """
     _, names = next(rows, (1, []))
     header = [name.strip() for name in names]
     if len(set(header)) != len(header) or "" in header:
@@ -160,6 +163,7 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
             f"{file}:1: must name every column, each once, but has {header!r:.80}.", "data"
         )
 
+    lines = 0  # written
     for line, cells in rows:
         if not cells:
             continue
@@ -171,7 +175,9 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
             )
 
         row = dict(zip(header, cells, strict=True))
+        out.write(b"\n" * (line - 1 - lines))
         out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        lines = line
 
 
 def _csv_rows(file: Path) -> Iterator[_Cells]:

@@ -17,7 +17,6 @@ from .bad_rows import TOO_LONG, BadRows, RowError
 from .conversations import Span, split_prompts
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .formats import (
-    PREFERENCE,
     PROMPT,
     TOKEN_FORMATS,
     Row,
@@ -28,7 +27,7 @@ from .formats import (
     check_unicode,
     first_format,
     format_of,
-    task_of,
+    tasks_of,
 )
 from .images import FEWER_BY_MAX_PIXELS
 from .sources import Fingerprint, Rows, as_rows, canonical_line
@@ -43,7 +42,7 @@ from .token_store import (
 )
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
 _CHUNK_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 19
@@ -169,20 +168,16 @@ def checked_format(
     if row_format is None:
         first, row_format = first_format(rows, columns)
 
-    if row_format is PREFERENCE:
-        raise first.conflict(
-            "the examples are preferences, which `packs train --task dpo`, orpo, simpo and cpo "
-            "train on. This needs completions, chats or texts.",
-            "conflict",
-            "task",
-        )
-
     if row_format is PROMPT:
         format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
-        task = task_of(row_format)
-        text = f"the examples are {row_format.name}, which --task {task} trains on. Pass that."
-        raise first.conflict(text, "conflict", "task")
+        tasks = any_of(tasks_of(row_format))
+        raise first.conflict(
+            f"the examples are {row_format.name}, which --task {tasks} trains on. This needs "
+            "completions, chats or texts.",
+            "conflict",
+            "task",
+        )
 
     return first, row_format
 

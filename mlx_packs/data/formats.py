@@ -4,7 +4,7 @@ To add a format, write its class and name it in `FORMATS`; one that a single tas
 in the facts of the task.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..bases.tokenizer import text_tokens
@@ -14,12 +14,13 @@ from ..errors import PackError
 from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT
 from .conversations import Span
-from .images import plain_text
 from .row_format import Row as Row
 from .row_format import RowFormat as RowFormat
 from .row_format import TokenFormat as TokenFormat
 from .row_format import check_unicode as check_unicode
-from .row_format import shown, text_of
+from .row_format import is_missing, shown, text_of
+from .task_formats import PREFERENCE as PREFERENCE
+from .task_formats import PROMPT as PROMPT
 
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
 
@@ -60,75 +61,43 @@ class Text(TokenFormat):
         return "all"
 
 
-class Preference(RowFormat):
-    """A prompt with a completion that is chosen and one that is rejected, as TRL has them.
-
-    Without a prompt both are conversations that begin with the same messages.
-    """
-
-    name = "preferences"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The prompt may be part of both, so its own column is optional."""
-        return ("chosen", "rejected")
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [
-            text
-            for column in (names.prompt_feature, *self.columns(names))
-            for text in _texts(row, column)
-        ]
-
-
-class Prompt(RowFormat):
-    """A prompt whose completions are generated; a reward function sees all columns of its row."""
-
-    name = "prompts"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.prompt_feature,)
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return _texts(row, names.prompt_feature)
-
-
-def _texts(row: Row, column: str) -> list[str]:
-    """A column has a text, or messages with one each; without the column there is none."""
-    if not isinstance(value := row.value.get(column, []), list):
-        return [text_of(row, column)]
-    contents = [plain_text(m.get("content")) for m in value if isinstance(m, Mapping)]
-    return [content for content in contents if content]
-
-
 COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
 TEXT = Text()
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), ShareGPT())
-PREFERENCE = Preference()
-PROMPT = Prompt()
 _OF_TASKS: dict[str, tuple[RowFormat, ...]] = {
     name: TASKS.resolve(name, facts.formats) for name, facts in TASKS.items() if facts.formats
 }
-FORMATS: tuple[RowFormat, ...] = (
-    *TOKEN_FORMATS,
-    PREFERENCE,
-    *(each for formats in _OF_TASKS.values() for each in formats),
-    PROMPT,
+_OTHERS = [each for formats in _OF_TASKS.values() for each in formats if each is not PROMPT]
+# Every prompt is one of `PROMPT`, too, which therefore is the last.
+FORMATS: tuple[RowFormat, ...] = tuple(
+    dict.fromkeys((*TOKEN_FORMATS, PREFERENCE, *_OTHERS, PROMPT))
 )
 
 
 def formats_of(task: str) -> tuple[RowFormat, ...]:
-    """Return the formats that rows of a task may have, its own first if a plug-in adds it."""
-    if task in _OF_TASKS or TASKS[task].formats is None:
-        return FORMATS
+    """Return the formats that rows of a task may have, its own first."""
+    own = _OF_TASKS.get(task)
+    if own is None and TASKS[task].formats is not None:
+        own = TASKS.resolve(task, TASKS[task].formats)
 
-    return (*TASKS.resolve(task, TASKS[task].formats), *FORMATS)
+    return tuple(dict.fromkeys((*(own or ()), *FORMATS)))
 
 
-def task_of(row_format: RowFormat) -> str | None:
-    """The built-in task that alone trains on rows of a format."""
-    owners = (task for task, formats in _OF_TASKS.items() if row_format in formats)
-    return next(owners, None)
+def tasks_of(row_format: RowFormat) -> list[str]:
+    """Return the built-in tasks whose own format it is."""
+    return [task for task, formats in _OF_TASKS.items() if row_format in formats]
+
+
+def suggested_tasks(row: Row, names: DataConfig, unused: Iterable[str]) -> list[str]:
+    """Return the built-in tasks that train on most columns which are ``unused`` by another one."""
+    columns = set(unused)
+    covered = {
+        each: len(columns & each.used(row, names)) for each in _OTHERS if each.resembles(row, names)
+    }
+    most = max(covered.values(), default=0)
+    suitable = [each for each, count in covered.items() if count == most > 0]
+    return list(dict.fromkeys(task for each in suitable for task in tasks_of(each)))
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
@@ -142,18 +111,30 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 
     matching = [each for each in formats if each.matches(row, names)]
     for row_format in matching:
-        if all(row.value[column] is not None for column in row_format.columns(names)):
+        values = [row.value[column] for column in row_format.columns(names)]
+        if not any(map(is_missing, values)) and any(value != "" for value in values):
             return row_format
     if matching:
         return matching[0]
 
-    columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
+    columns = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     own = shown(sorted(row.value)) if row.value else "none"
     fault = f"must have the columns {columns}, but has {own}."
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.", "missing columns")
     raise row.error(f"{fault} Other examples are for --task lm.", "missing columns", "task")
+
+
+def _least_columns(formats: Sequence[RowFormat], names: DataConfig) -> list[tuple[str, ...]]:
+    """Return the columns of each format, without formats that have more than an earlier one."""
+    least: list[tuple[str, ...]] = []
+    for row_format in formats:
+        columns = row_format.columns(names)
+        if not any(set(other) <= set(columns) for other in least):
+            least.append(columns)
+
+    return least
 
 
 def check_format(

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config.data import DataConfig
 from ..errors import PackError
+from .cells import label_names
 from .row_format import plain
 from .sources import Rows, ValueList
 from .streams import is_stream, temporary_rows
@@ -100,4 +101,5 @@ def _rows(data: Any, name: str) -> Rows:
             flag="data",
         )
 
-    return Rows([ValueList(name, values, plain)])  # with Python's own values
+    with_names = label_names(data)
+    return Rows([ValueList(name, values, lambda value: with_names(plain(value)))])

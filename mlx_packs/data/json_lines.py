@@ -15,12 +15,12 @@ import numpy as np
 
 from ..errors import PackError
 from .bad_rows import RowError
+from .cells import MOST_DEPTH, is_deep
 from .formats import Row
 from .sources import Source
 
 # Of one row: while it is encoded, its tokens take a hundred times as much.
 MOST_LINE_BYTES = 16 << 20
-MOST_DEPTH = 100  # of lists and objects within one another
 _BLOCK_BYTES = 1 << 20  # that are read at a time
 _BOM = b"\xef\xbb\xbf"  # Windows editors begin with it
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2"}
@@ -79,17 +79,6 @@ def parse_line(where: str, line: bytes) -> Any:
         raise RowError(where, fault, "too deep", "unreadable")
 
     return value
-
-
-def is_deep(value: object) -> bool:
-    """Whether lists and objects are nested more than `MOST_DEPTH` deep."""
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        values = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [v for inner in values for v in inner if isinstance(v, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 class JsonLines(Source):

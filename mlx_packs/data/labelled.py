@@ -75,7 +75,7 @@ class _Inputs(Source):
         if self.classes.head == "lm":
             answer = self.classes.labels[0]
             if self.column in row.value:
-                answer = str(row.value[self.column])
+                answer = str(read_label(row, self.column))
         about = about_conversation(row)
         return {**about, names.prompt_feature: prompt, names.completion_feature: answer}
 

@@ -4,7 +4,7 @@ A row has one label, several labels or a score besides its text or messages, as 
 Hub have them.
 """
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +15,11 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import RowError
+from .cells import list_of, number_of
 from .chat_formats import Chat
 from .formats import TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
 from .row_format import optional
+from .task_formats import LABEL_COLUMNS
 
 # What is decided; all but one are transformers' names.
 SINGLE = "single_label_classification"
@@ -25,7 +27,8 @@ MULTI = "multi_label_classification"
 REGRESSION = "regression"
 ORDINAL = "ordinal"  # one label of a scale
 
-PROBLEMS = {"label": SINGLE, "labels": MULTI, "score": REGRESSION}  # by the column of a row
+# By the column of a row.
+PROBLEMS = dict(zip(LABEL_COLUMNS, (SINGLE, MULTI, REGRESSION), strict=True))
 COLUMNS = {problem: column for column, problem in PROBLEMS.items()} | {ORDINAL: "label"}
 MOST_CLASSES = 5_000  # a head of that many rows is already as large as many an adapter
 CHAT = Chat()
@@ -204,23 +207,27 @@ def read_label(row: Row, column: str) -> Label:
     if column not in row.value:
         raise row.error(f"'{column}' is missing.", "missing columns")
 
-    value = row.value[column]
     if column == "score":
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise row.error(f"'score' must be a number, but is {shown(value)}.", "wrong type")
-        return float(value)
+        return number_of(row, column)
 
     if column == "label":
-        return _name(row, column, value)
+        return _name(row, column, row.value[column])
 
-    if not isinstance(value, list):
-        raise row.error(f"'{column}' must be a list, but is {shown(value)}.", "wrong type")
-    return tuple(dict.fromkeys(_name(row, column, each) for each in value))
+    names = [_name(row, column, each) for each in list_of(row, column, "labels")]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        fault = f"'{column}' has {shown(repeated[0])} more than once."
+        if set(names) <= {"0", "1"}:
+            fault = f"'{column}' must name the labels that apply, but has a mark for each label."
+        raise row.error(f"{fault} List each label that applies once.", "wrong type")
+
+    return tuple(names)
 
 
 def _name(row: Row, column: str, value: Any) -> str:
     """Return the name of a label: a text, or an integer as text."""
+    if isinstance(value, float) and value.is_integer():  # as pandas has integers beside NaN
+        return str(int(value))
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -261,7 +268,9 @@ class _Kinds:
 
     def check(self, row: Row, column: str) -> None:
         values = row.value[column]
-        if not isinstance(values, list):
+        if column == "labels":
+            values = list_of(row, column)
+        else:
             values = [values]
 
         for value in values:
@@ -290,6 +299,7 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
     first_format = None
     kinds = _Kinds()
     seen: dict[Any, None] = {}
+    in_all: set[Any] = set()  # labels that every row has
 
     for row in rows:
         try:
@@ -303,13 +313,23 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
                 raise
             continue
 
+        labels = _each(label)
+        in_all = in_all.intersection(labels) if seen else set(labels)
         first_format = first_format or row_format
-        seen |= dict.fromkeys(_each(label))
+        seen |= dict.fromkeys(labels)
 
     if column is None:
         raise PackError(f"--data {source}: no training example can be used.", "data", "data")
 
     _check_count(len(seen), column, source)
+    if len(in_all) == len(seen):
+        raise PackError(
+            f"--data {source}: every training example has all {len(seen)} labels, so there is "
+            "nothing to tell apart. List only the labels that apply to an example.",
+            "data",
+            "data",
+        )
+
     ordered = sorted(seen)
     if kinds.are_numbers:
         ordered = sorted(seen, key=int)

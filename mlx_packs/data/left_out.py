@@ -13,11 +13,11 @@ from ..bases.chat_template import unread_variables
 from ..bases.templated import with_template
 from ..bases.turns import answer_end_note
 from ..config.data import DataConfig
-from ..errors import PackError
+from ..errors import PackError, any_of
 from .bad_rows import RowError
-from .chat_formats import CONVERSATION_COLUMNS, ConversationFormat
+from .chat_formats import ConversationFormat
 from .conversations import Conversation
-from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat
+from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat, suggested_tasks
 from .near_copies import compared
 from .preferences import both_completions
 from .prompts import with_placeholder
@@ -40,14 +40,16 @@ def left_out_notes(
     """
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
-    used = _used_columns(row_format, names)
+    tasks: list[str] = []  # that train on columns which are not used
     checks = _Checks()
     thoughts = _OpenedThoughts()
 
     for row in _readable(rows):
-        if used is not None:
-            columns = (column for column in row.value if column not in used)
-            unused |= {c: None for c in columns if optional(row, c) is not None}
+        used = row_format.used(row, names)
+        columns = [c for c in row.value if c not in used and optional(row, c) is not None]
+        if new := [column for column in columns if column not in unused]:
+            unused |= dict.fromkeys(new)
+            tasks = tasks or suggested_tasks(row, names, columns)
 
         for conversation in _conversations(row, row_format, names, tokenizer):
             checks.add(conversation)
@@ -57,7 +59,10 @@ def left_out_notes(
     unread = {name: variables[name] for name in unread_variables(tokenizer, variables)}
     notes = [*_unread_note(unread), *checks.notes(), *thoughts.notes()]
     if unused:
-        notes.insert(0, f"columns that are not used: {_listed(list(unused))}")
+        note = f"columns that are not used: {_listed(list(unused))}"
+        if tasks:
+            note += f"; train on them with --task {any_of(tasks)}"
+        notes.insert(0, note)
     return notes
 
 
@@ -101,19 +106,6 @@ def _listed(names: list[str]) -> str:
     if more > 0:
         text += f" and {more} more"
     return text
-
-
-def _used_columns(row_format: RowFormat, names: DataConfig) -> set[str] | None:
-    """None means all: a reward function sees every column."""
-    if row_format is PROMPT:
-        return None
-
-    used = set(row_format.columns(names))
-    if isinstance(row_format, ConversationFormat):
-        used |= set(row_format.optional_columns(names))
-    if row_format is PREFERENCE:
-        used |= {names.prompt_feature, *CONVERSATION_COLUMNS}
-    return used
 
 
 def _conversations(

@@ -1,10 +1,10 @@
 """Formats of rows that embeddings are trained on."""
 
-from contextlib import suppress
 from typing import ClassVar
 
 from ..config.choices import LOSSES
 from ..config.data import DataConfig
+from .cells import number_of
 from .row_format import Row, RowFormat, check_unicode, shown, text_of
 
 _MOST_SCORE = 3e38  # of float32
@@ -53,17 +53,11 @@ class PairFormat(RowFormat):
 
         if self.score_column is None:
             return texts, None
-        return texts, self._score(row, self.score_column)
-
-    def _score(self, row: Row, column: str) -> float:
-        """In tables a score is a text."""
-        value = row.value[column]
-        is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-
-        with suppress(ValueError, OverflowError):
-            if is_number and abs(score := float(value)) <= _MOST_SCORE:  # not even NaN
-                return score
-        raise row.error(f"'{column}' must be a number, but is {shown(value)}.", "wrong type")
+        score = number_of(row, self.score_column)
+        if abs(score) > _MOST_SCORE:
+            fault = f"'{self.score_column}' must be a number, but is {shown(score)}."
+            raise row.error(fault, "wrong type")
+        return texts, score
 
 
 class ScoredPairs(PairFormat):

@@ -15,25 +15,15 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
-from .chat_formats import Completion, about_conversation, prompt_and_completion
+from .cells import messages_of, truth_of
+from .chat_formats import about_conversation, prompt_and_completion
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
 from .messages import Turn, last_turn_start
-from .row_format import RowFormat, shown
+from .row_format import RowFormat, optional
 from .sources import Rows, Source, as_rows
+from .task_formats import RATED
 from .token_cache import encode_cached
-
-
-class RatedCompletion(Completion):
-    """A prompt, a completion, and whether that is desirable."""
-
-    name = "rated completions"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (*super().columns(names), "label")
-
-
-RATED = RatedCompletion()
 
 
 @dataclass
@@ -131,7 +121,7 @@ def encode_tokens(
     row_format: RowFormat,
 ) -> Examples:
     """Encode rows of any format except pairs; preferences have both completions."""
-    encoded = encode_preferences if row_format is PREFERENCE else encode
+    encoded = encode_preferences if row_format in (PREFERENCE, RATED) else encode
     return encoded(rows, tokenizer, columns, options, row_format)
 
 
@@ -148,7 +138,8 @@ def _checked(
             check_format(row, row_format, rows.where(0), columns, (row_format,))
             label = True
             if row_format is RATED:
-                label = _label(row, columns)
+                _split_turns(row, columns.completion_feature, columns)
+                label = truth_of(row, "label")
             else:
                 _check_sides(row, columns)
         except RowError as error:
@@ -160,14 +151,6 @@ def _checked(
 
     bad.check_some_left(len(rows))
     return np.array(used), np.array(labels, np.float32), bad
-
-
-def _label(row: Row, names: DataConfig) -> bool:
-    """Whether the completion of a row is desirable; it may not be empty."""
-    _split_turns(row, names.completion_feature, names)
-    if not isinstance(label := row.value["label"], bool):
-        raise row.error(f"'label' must be true or false, but is {shown(label)}.", "wrong type")
-    return label
 
 
 def _check_sides(row: Row, names: DataConfig) -> None:
@@ -202,9 +185,9 @@ def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], 
 
 def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
     """Without a prompt the last turn is the completion."""
-    value = row.value[column]
-    if row.value.get(names.prompt_feature) is not None:
-        return row.value[names.prompt_feature], value
+    value = messages_of(row.value[column])
+    if (prompt := optional(row, names.prompt_feature)) is not None:
+        return prompt, value
 
     start = 0
     if isinstance(value, list):

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import NamedTuple
 
 from ..config.data import DataConfig
+from .cells import as_number, as_truth, list_of, unpacked
 from .row_format import Row, RowFormat, check_unicode, plain, shown, text_of
 
 _MOST_LABEL = 1e6
@@ -50,12 +51,8 @@ class PositiveAndNegatives(RankingFormat):
         return ("query", "positive", "negatives")
 
     def _ranking(self, row: Row) -> Ranking:
-        positives = row.value["positive"]
-        if isinstance(positives, str):
-            positives = [positives]
-
-        positives = _list_of_texts(row, "positive", positives)
-        negatives = _list_of_texts(row, "negatives", row.value["negatives"])
+        positives = _list_of_texts(row, "positive")
+        negatives = _list_of_texts(row, "negatives")
         labels = [1.0] * len(positives) + [0.0] * len(negatives)
         return Ranking(text_of(row, "query"), positives + negatives, labels)
 
@@ -69,22 +66,36 @@ class LabelledDocuments(RankingFormat):
         return ("query", "documents", "labels")
 
     def _ranking(self, row: Row) -> Ranking:
-        documents = _list_of_texts(row, "documents", row.value["documents"])
-        labels = plain(row.value["labels"])
-        if not isinstance(labels, list) or not all(
-            type(label) in (int, float) and 0 <= label <= _MOST_LABEL for label in labels
-        ):
-            fault = f"'labels' must be numbers of 0 or more, but is {shown(labels)}."
+        documents = _list_of_texts(row, "documents")
+        values = list_of(row, "labels", "numbers")
+        labels = [number for value in values if (number := relevance(value)) is not None]
+        if len(labels) != len(values):
+            fault = f"'labels' must be numbers of 0 or more, but is {shown(values)}."
             raise row.error(fault, "wrong type")
 
         if len(labels) != len(documents):
             fault = f"has {len(documents)} documents, but {len(labels)} labels."
             raise row.error(fault, "wrong type")
-        return Ranking(text_of(row, "query"), documents, [float(label) for label in labels])
+        return Ranking(text_of(row, "query"), documents, labels)
 
 
-def _list_of_texts(row: Row, column: str, values: object) -> list[str]:
-    values = plain(values)
+def relevance(value: object) -> float | None:
+    """Return how well a document answers a query; None if a value does not say that."""
+    number = as_number(value)
+    if number is None:
+        truth = as_truth(value)
+        return None if truth is None else float(truth)
+
+    if 0 <= number <= _MOST_LABEL:
+        return number
+    return None
+
+
+def _list_of_texts(row: Row, column: str) -> list[str]:
+    """A text is a list of one, unless the column has the name of several."""
+    values = plain(unpacked(row.value[column]))
+    if isinstance(values, str) and column not in ("documents", "negatives"):
+        values = [values]
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         fault = f"'{column}' must be a list of texts, but is {shown(values)}."
         raise row.error(fault, "wrong type")

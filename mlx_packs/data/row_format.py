@@ -59,8 +59,20 @@ class RowFormat(ABC):
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return every text of a row, for what needs texts of whatever kind."""
 
+    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return other columns that are read if a row has them."""
+        return ()
+
+    def used(self, row: Row, names: DataConfig) -> set[str]:
+        """Return the columns that are read; a row need not have all of them."""
+        return {*self.columns(names), *self.optional_columns(names)}
+
     def matches(self, row: Row, names: DataConfig) -> bool:
         return all(column in row.value for column in self.columns(names))
+
+    def resembles(self, row: Row, names: DataConfig) -> bool:
+        """Return whether a row of another task may be meant to have this format."""
+        return self.matches(row, names)
 
 
 class TokenFormat(RowFormat):
@@ -109,10 +121,14 @@ def text_of(row: Row, column: str) -> str:
 def optional(row: Row, column: str) -> Any:
     """Return the value of a column; None where it is missing or empty, as NaN is in pandas."""
     value = row.value.get(column)
-    is_nan = isinstance(value, float) and math.isnan(value)
-    if is_nan or value == "":
+    if is_missing(value) or (isinstance(value, str) and not value):
         return None
     return value
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null, or NaN, as pandas has it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def short_text(value: Any) -> str:

@@ -14,10 +14,11 @@ from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
+from .cells import MOST_DEPTH, is_deep, label_names
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .formats import FORMATS, Row, RowFormat, check_format, first_format
 from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
-from .json_lines import MOST_DEPTH, JsonLines, is_deep
+from .json_lines import JsonLines
 from .near_copies import hold_out, without
 from .shards import matching_files, numbered_shards
 from .sources import Parquet, Rows, Source, ValueList
@@ -379,7 +380,7 @@ def _hf_dataset(name: str) -> dict[str, Rows]:
 
     rows = {split: Rows() for split in SPLITS}
     for split, values in splits.items():
-        rows[split] = Rows([ValueList(f"{name}/{split}", values, dict)])
+        rows[split] = Rows([ValueList(f"{name}/{split}", values, label_names(values))])
     return rows
 
 
@@ -414,11 +415,13 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
 
         for split, share in shares.items():
             loaded = _hf_load(path, split=share, **arguments)
-            renamed = partial(_renamed, renames)
+            renamed = partial(_renamed, renames, label_names(loaded))
             sources[split].append(ValueList(f"{path}/{split}", loaded, renamed))
 
     return {split: Rows(of_split) for split, of_split in sources.items()}, ", ".join(paths)
 
 
-def _renamed(names: Mapping[str, str], value: Mapping) -> dict:
-    return {names.get(name, name): column for name, column in value.items()}
+def _renamed(
+    names: Mapping[str, str], with_names: Callable[[Mapping], Mapping], value: Mapping
+) -> dict:
+    return {names.get(name, name): column for name, column in with_names(value).items()}

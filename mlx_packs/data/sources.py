@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import PackError
 from ..reading import sha256
+from .cells import label_names, parquet_features
 from .formats import Row
 from .images import hashed_text
 
@@ -305,6 +306,7 @@ class Parquet(Source):
             groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
             self._edges = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
             self._bytes = sum(group.total_byte_size for group in groups)
+            self._with_names = label_names(parquet_features(table.metadata.metadata))
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -341,7 +343,7 @@ class Parquet(Source):
                 if low < high:
                     values = batch.slice(low, high - low).to_pylist()
                     for i, value in enumerate(values, number + low):
-                        yield Row(self.where(i), value, self.file.parent)
+                        yield Row(self.where(i), self._with_names(value), self.file.parent)
                 number += batch.num_rows
 
     def where(self, i: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ..errors import PackError, library_errors
 from ..files import cache_folder, remove_unused, replace_file, write_errors
 from ..leftovers import temporary
+from .cells import label_names
 from .converted import Copy
 from .images import stored_text
 from .row_format import plain
@@ -27,6 +28,7 @@ from .sources import Rows
 
 STREAMED = "hf:"
 _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\])?", re.ASCII)
+_VERSION = 2  # of the copies
 _DAYS = 30  # after which an unused copy is removed
 
 
@@ -45,7 +47,7 @@ def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
         descriptor, path = tempfile.mkstemp(".jsonl", "stream-", folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                _write(name, values, file)
+                _write(name, map(label_names(values), values), file)
             copy = Copy(Path(path), name)
         except BaseException:
             os.unlink(path)
@@ -90,11 +92,13 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
     if present["train"] is None:
         raise PackError(f"--data {data}: has no train split, only {', '.join(streams)}.", "data")
 
-    return {
-        split: _kept(f"{data}/{split}", str(revision), itertools.islice(streams[name], count))
-        for split, name in present.items()
-        if name is not None
-    }
+    rows = {}
+    for split, name in present.items():
+        if name is not None:
+            with_names = label_names(streams[name])
+            values = map(with_names, itertools.islice(streams[name], count))
+            rows[split] = _kept(f"{data}/{split}", str(revision), values)
+    return rows
 
 
 def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
@@ -103,7 +107,10 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
     if folder is None:
         return temporary_rows(name, values)
 
-    copy = folder / f"{hashlib.sha256(f'{name} {revision}'.encode()).hexdigest()}-stream.jsonl"
+    copy = (
+        folder
+        / f"{hashlib.sha256(f'{name} {revision} {_VERSION}'.encode()).hexdigest()}-stream.jsonl"
+    )
     if copy.is_file():
         os.utime(copy)
         return Rows([Copy(copy, name)])

@@ -11,7 +11,6 @@ from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
-from ..config.schema import TrainConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import EncodingOptions
@@ -109,7 +108,7 @@ class ClassifyTask(TokenTask):
             if phase.name:
                 self.display.line("phase", f"{phase.name}: {phase.train.iters:,} batches")
             encoded.append(self._encoded(phase, read))
-            self._describe(phase.train, read, encoded[-1])
+            self._describe(phase, read, encoded[-1])
 
         data = self._phase_data(phases, encoded)
         check_best(self.train.best, validated_numbers(self.classes.problem))
@@ -164,18 +163,18 @@ class ClassifyTask(TokenTask):
         return encode_each(read, encode, self.display)
 
     def _describe(
-        self, train: TrainConfig, read: Splits, encoded: Mapping[str, LabelledExamples]
+        self, phase: RunPhase, read: Splits, encoded: Mapping[str, LabelledExamples]
     ) -> None:
         display = self.display
         line = f"{read.source} · {counted(encoded)} examples · {self._labels_line()}"
         display.line("data", line)
 
-        limit = train.max_seq_length
+        limit = phase.train.max_seq_length
         show_cut(encoded, limit, "texts", display)
         if dropped := sum(part.dropped for part in encoded.values()):
             text = f"longer than {limit} tokens (--max-seq-length): {dropped} chats dropped"
             display.line("data", text)
-        show_notes(read, display)
+        show_notes(read, phase.sources[0], self.base.tokenizer, display)
 
     def _labels_line(self) -> str:
         classes = self.classes

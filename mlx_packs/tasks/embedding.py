@@ -9,7 +9,6 @@ from ..adapters.trainable import Trainable
 from ..bases.encoder import Embedder, Encoder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
 from ..data.dataset import Batch, Dataset
-from ..data.left_out import left_out_notes
 from ..data.pair_formats import PairFormat
 from ..data.pairs import (
     PairCollate,
@@ -120,8 +119,7 @@ class EmbeddingTask(TextsTask):
         if self.query_prompt:
             display.line("data", f"before every anchor: {self.query_prompt!r}")
         show_cut(pairs, limit, "texts", display)
-        lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], embedder.tokenizer)
-        show_notes(read, display, lost)
+        show_notes(read, phase.sources[0], embedder.tokenizer, display)
 
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))

@@ -15,9 +15,8 @@ from ..adapters.trainable import Trainable
 from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.encoding import Example
-from ..data.formats import COMPLETION, PROMPT
+from ..data.formats import COMPLETION
 from ..data.images import plain_text
-from ..data.left_out import template_notes
 from ..data.prompts import (
     PromptCollate,
     Prompts,
@@ -126,8 +125,7 @@ class GRPOTask(Task):
 
             counts = counted(of_phase)
             display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")
-            lost = template_notes(read.rows["train"], PROMPT, columns, base.tokenizer)
-            show_notes(read, display, lost)
+            show_notes(read, columns, base.tokenizer, display)
 
             t = phase.train
             prompts = of_phase["train"]

@@ -9,17 +9,14 @@ from ..adapters.trainable import Trainable
 from ..bases.turns import takes_images
 from ..config.choices import TASKS
 from ..config.data import DataConfig
-from ..config.schema import TrainConfig
 from ..data.dataset import Dataset, Layout
 from ..data.encoding import EncodingOptions
 from ..data.formats import COMPLETION, PREFERENCE, Row, RowFormat
-from ..data.left_out import template_notes
 from ..data.preference_batches import (
     preference_evaluation,
     preference_set,
 )
 from ..data.preferences import (
-    RATED,
     PreferenceExamples,
     both_completions,
     encode_preferences,
@@ -28,6 +25,7 @@ from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
+from ..data.task_formats import RATED
 from ..display import VERBOSE
 from ..errors import PackError
 from ..evaluation.images import advance_of
@@ -87,8 +85,7 @@ class PreferenceTask(TokenTask):
                     if left := done + count - bar.done:
                         bar.advance(steps=left)
 
-            lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
-            self._describe(read, of_phase, t, lost)
+            self._describe(phase, read, of_phase)
             encoded.append(of_phase)
 
         data = self._phase_data(phases, encoded)
@@ -152,13 +149,10 @@ class PreferenceTask(TokenTask):
         return PREFERENCE
 
     def _describe(
-        self,
-        read: Splits,
-        examples: dict[str, PreferenceExamples],
-        train: TrainConfig,
-        lost: Sequence[str],
+        self, phase: RunPhase, read: Splits, examples: dict[str, PreferenceExamples]
     ) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
+        train = phase.train
         first = examples["train"]
         display = self.display
         counts = counted(examples)
@@ -170,7 +164,7 @@ class PreferenceTask(TokenTask):
         dropped = sum(e.dropped for e in examples.values())
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
-        show_notes(read, display, lost)
+        show_notes(read, phase.sources[0], self.base.tokenizer, display)
 
         longest = int((first.row_lengths.sum(axis=1) - 2).max())
         if train.packing and longest > sequence_inputs(train.max_seq_length):

@@ -73,7 +73,7 @@ class RerankTask(TextsTask):
             graded = any(label not in (0, 1) for labels in first.labels for label in labels)
             self.loss = "listnet" if graded else "infonce"
 
-        self._describe(read, rankings)
+        self._describe(phase, read, rankings)
 
         collate = RankingCollate(train.batch_size, train.max_seq_length, runtime.COMPILES)
         sampler = Sampler(first.lengths, train.batch_size, train.max_seq_length, train.seed)
@@ -83,7 +83,7 @@ class RerankTask(TextsTask):
     def instruction(self) -> str:
         return self.train.rerank_instruction or INSTRUCTION
 
-    def _describe(self, read: Splits, rankings: dict[str, Rankings]) -> None:
+    def _describe(self, phase: RunPhase, read: Splits, rankings: dict[str, Rankings]) -> None:
         first = rankings["train"]
         counts = counted(rankings)
         documents = first.documents.mean()
@@ -94,7 +94,7 @@ class RerankTask(TextsTask):
         )
 
         show_cut(rankings, self.train.max_seq_length, "documents", self.display)
-        show_notes(read, self.display)
+        show_notes(read, phase.sources[0], self.base.tokenizer, self.display)
 
     def evaluation(self, phase: RunPhase, examples: Rankings, chosen: np.ndarray) -> Dataset:
         chosen = np.sort(chosen)

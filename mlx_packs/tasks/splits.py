@@ -1,10 +1,12 @@
 """The splits of a phase: encoding them, and what a run says about it."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
+from ..config.data import DataConfig
 from ..data.bad_rows import BadRows
 from ..data.dataset import ExampleSet
+from ..data.left_out import template_notes
 from ..data.rows import Splits
 from ..data.sources import Rows
 from ..display import Display
@@ -44,7 +46,8 @@ def show_cut(splits: Mapping[str, EncodedSplit], limit: int, what: str, display:
         display.line("data", text)
 
 
-def show_notes(read: Splits, display: Display, lost: Iterable[str] = ()) -> None:
-    """Show what was decided about rows, what of them is ``lost``, and which were left out."""
+def show_notes(read: Splits, columns: DataConfig, tokenizer: Any, display: Display) -> None:
+    """Show what was decided about rows, what of them is not used, and which were left out."""
+    lost = template_notes(read.rows["train"], read.format, columns, tokenizer)
     for note in (*read.notes, *lost, *read.bad_lines()):
         display.line("data", note)

@@ -15,7 +15,6 @@ from ..data.encoding import EncodingOptions, Examples
 from ..data.fim import FillInTheMiddle
 from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
-from ..data.left_out import template_notes
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.sharing import draws_at_random, plan_groups, plan_trees
@@ -217,8 +216,7 @@ def encode_splits(
     if cut := _cut(examples, train):
         display.line("data", cut)
 
-    lost = template_notes(splits.rows["train"], splits.format, columns, base.tokenizer)
-    show_notes(splits, display, lost)
+    show_notes(splits, columns, base.tokenizer, display)
     return examples
 
 

@@ -246,7 +246,7 @@ def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
     assert "⟦A lime.<|im_end|>" in shown and "⟦A stone.<|im_end|>" in shown
     assert "Hello" not in shown and "A text" not in shown and "--loss-on" not in shown
 
-    file.write_text(json.dumps({"prompt": "Name a fruit.", "completion": "A lime.", "label": 1}))
+    file.write_text(json.dumps({"prompt": "Name a fruit.", "completion": "A lime.", "label": 2}))
     rejected = invoke("train", "--data", file, "--task", "kto", "--show-mask")
     assert rejected.exit_code == 2 and "rows.jsonl:1" in rejected.stderr
 

@@ -163,7 +163,18 @@ def test_each_tool_document_and_call_is_checked(with_template):
     ("row", "row_format", "unused"),
     [
         (chat("a", "b") | {"id": 7, "source": "web", "system": "c"}, None, "id, source"),
-        ({"prompt": "a", "completion": "b", "label": True}, None, "label"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            None,
+            "label; train on them with --task kto",
+        ),
+        ({"prompt": "a", "completion": "b", "label": "web"}, None, "label"),
+        ({"text": "a", "label": "b"}, None, "label; train on them with --task classify"),
+        (
+            {"text": "a", "query": "b", "documents": ["c", "d"], "labels": [0, 1], "id": 1},
+            None,
+            "query, documents, labels, id; train on them with --task rerank",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, PREFERENCE, "score"),
         ({"anchor": "a", "positive": "b", "id": 1}, None, "id"),
         ({"prompt": "a", "answer": "b"}, PROMPT, None),

@@ -123,7 +123,9 @@ class ParquetFile:
         edges = [(0, 3), (3, 5)]
         self.groups = [self.values[start:stop] for start, stop in edges]
         facts = [types.SimpleNamespace(num_rows=len(g), total_byte_size=9) for g in self.groups]
-        self.metadata = types.SimpleNamespace(num_row_groups=2, row_group=facts.__getitem__)
+        self.metadata = types.SimpleNamespace(
+            num_row_groups=2, row_group=facts.__getitem__, metadata=None
+        )
 
     def __enter__(self):
         return self

@@ -5,7 +5,7 @@ import pytest
 from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.schema import TrainConfig
-from mlx_packs.data.formats import FORMATS, formats_of, task_of
+from mlx_packs.data.formats import FORMATS, PREFERENCE, formats_of, tasks_of
 from mlx_packs.data.pair_formats import PAIR_FORMATS
 from mlx_packs.data.ranking_formats import RANKING_FORMATS
 from mlx_packs.data.row_format import Row, RowFormat
@@ -37,11 +37,16 @@ def sum_task(monkeypatch) -> str:
     return "sum"
 
 
-def test_a_format_of_one_task_tells_which():
-    assert {task_of(each) for each in PAIR_FORMATS} == {"embedding"}
-    assert {task_of(each) for each in RANKING_FORMATS} == {"rerank"}
-    assert task_of(FORMATS[0]) is None
-    assert formats_of("rerank") == formats_of("lm") == FORMATS
+def test_a_format_of_a_task_tells_which():
+    assert {tuple(tasks_of(each)) for each in PAIR_FORMATS} == {("embedding",)}
+    assert {tuple(tasks_of(each)) for each in RANKING_FORMATS} == {("rerank",)}
+    assert tasks_of(FORMATS[0]) == [] and "dpo" in tasks_of(PREFERENCE)
+
+
+def test_a_task_looks_for_its_own_formats_first():
+    assert formats_of("lm") == FORMATS
+    assert formats_of("rerank")[: len(RANKING_FORMATS)] == RANKING_FORMATS
+    assert set(formats_of("rerank")) == set(FORMATS)
 
 
 def test_rows_of_a_task_of_a_package_have_its_format_first(sum_task, tmp_path):
