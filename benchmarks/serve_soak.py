@@ -248,7 +248,7 @@ def served(
         port = free_port()
         command = [sys.executable, "-c", _PROGRAM, "serve", "--model", options.model]
         command += ["--packs", folder, "--port", str(port), "--queue", str(QUEUE)]
-        command += ["--batch-size", "16", *more]
+        command += ["--batch-size", "16", "--no-key", *more]
         log = tempfile.TemporaryFile()
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:

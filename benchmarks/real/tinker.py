@@ -41,7 +41,7 @@ def served(model: str, states: Path) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlx_packs", "serve", "--model", model]
-    command += ["--train", str(states), "--port", str(port)]
+    command += ["--no-key", "--train", str(states), "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         _wait_for(url, server)

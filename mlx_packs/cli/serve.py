@@ -1,20 +1,16 @@
 """`packs serve`: many packs over one base, for clients of the OpenAI API."""
 
-import asyncio
 import logging
-import math
+import secrets
 import socket
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .. import signals
 from ..bases.sentence_config import MODULES
 from ..config.choices import TASKS
 from ..errors import PackError, flag_of
@@ -23,8 +19,6 @@ from . import options
 from .options import option
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from ..learning.folder import LearningFolder
     from ..packs.base import Base
     from ..packs.pack import Pack
@@ -84,6 +78,13 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     metavar="KEY",
     help="Key that clients must send; better set as MLX_PACKS_API_KEY, which other users cannot "
     "see.",
+)
+@option(
+    "--no-key",
+    section="Server",
+    is_flag=True,
+    help="Ask for no token. Without it and without --api-key, requests that change the server "
+    "(packs, feedback, training) must send the token that is printed at the start.",
 )
 @option(
     "--batch-size",
@@ -207,6 +208,12 @@ def serve(
     text_options = [name for name in _OF_TEXT if source_of(name) is not default]
     if settings["train"] is not None:
         _check_training(settings["train"], settings["api_key"])
+    if settings["no_key"] and settings["api_key"]:
+        raise PackError(
+            "--no-key: cannot be combined with --api-key or MLX_PACKS_API_KEY. Leave one out.",
+            "conflict",
+            "no_key",
+        )
 
     listening = _listen(host, port)
 
@@ -390,16 +397,14 @@ def _run(
     listening: socket.socket,
     given: dict,
 ) -> None:
-    import uvicorn
-
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
     from ..serving.feedback import Learning
     from ..serving.generation import Generator
-    from ..serving.http import HEADER_BYTES, BoundedHeaders
     from ..serving.library import Library
     from ..serving.metrics import Metrics
+    from ..serving.running import run, started
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
@@ -413,17 +418,21 @@ def _run(
         worker = Generator(base, _limits(base, given), path)
 
     library = Library(worker, folder)
+    token = ""
+    if not given["api_key"] and not given["no_key"]:
+        token = _TINKER_KEY + secrets.token_urlsafe(24)
     settings = ServerSettings(
         max_pixels=_max_pixels(given["max_pixels"], packs),
         allow_urls=given["allow_urls"],
         api_key=given["api_key"] or "",
+        token=token,
         max_tokens=given["max_tokens"],
         template_kwargs=given["template_kwargs"],
         request_seconds=given["timeout"],
         host=given["host"],
     )
 
-    with memory_limits(), _started(worker), ExitStack() as stack:
+    with memory_limits(), started(worker), ExitStack() as stack:
         for name, pack in packs.items():
             library.load(name, pack.path)
         if folder is not None:
@@ -442,20 +451,7 @@ def _run(
         training = _training(worker, given["train"], settings)
 
         app = make_app(Server(worker, library, settings, Metrics(), training, learning))
-        config = uvicorn.Config(
-            app,
-            http=BoundedHeaders,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=math.ceil(given["grace"]) + 1,
-            server_header=False,
-        )
-        server = uvicorn.Server(config)
-        shutdown = partial(_end, worker, training, given["grace"], server.shutdown)
-        server.shutdown = shutdown  # type: ignore[method-assign]
-        _run_until_signalled(server, listening)
+        run(app, worker, training, given["grace"], listening)
 
 
 @contextmanager
@@ -500,48 +496,6 @@ def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:
     return DataConfig.max_pixels
 
 
-@contextmanager
-def _started(worker: "Worker") -> Iterator[None]:
-    """Let a worker compute inside the block."""
-    worker.start()
-    try:
-        yield
-    finally:
-        worker.close(0.0)
-
-
-def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> None:
-    """Serve; the first signal lets the server end in order, and is raised then."""
-    caught: list[int] = []
-
-    def end(number: int, _: object = None) -> None:
-        caught.append(number)
-        server.should_exit = True
-
-    server.handle_exit = end  # type: ignore[method-assign]  # of uvicorn, which knows no SIGHUP
-    with signals.forwarded(end):
-        server.run(sockets=[listening])
-
-    if caught:
-        raise signals.Signalled(caught[0])
-
-
-async def _end(
-    worker: "Worker",
-    training: "TrainingService | None",
-    grace: float,
-    shutdown: Callable[..., Awaitable[None]],
-    **options: Any,
-) -> None:
-    """Give requests ``grace`` seconds to end, and abort the others before connections close."""
-    end = time.monotonic() + grace
-    if training is not None:  # while the port is open, so that its clients can ask for results
-        await training.end(grace)
-
-    left = max(0.0, end - time.monotonic())
-    await asyncio.gather(asyncio.to_thread(worker.close, left), shutdown(**options))
-
-
 class _Log(logging.Handler):
     """Writes log records to standard error, those of errors with their tracebacks."""
 
@@ -582,10 +536,17 @@ def _announce(names: list[str], listening: socket.socket, settings: "ServerSetti
     address = f"[{host}]" if ":" in host else host
 
     echo(f"serving   {', '.join(names)}")
-    echo(f"at        http://{address}:{port}/v1 · page http://{address}:{port}/")
+    page = f"http://{address}:{port}/"
+    if settings.token:
+        page += f"#token={settings.token}"  # which browsers do not send
+    echo(f"at        http://{address}:{port}/v1 · page {page}")
+    if settings.token:
+        echo(f"token     {settings.token} · needed to add packs, rate answers and train")
 
     if not is_loopback(host):
         key = "no key is needed"
+        if settings.token:
+            key = "only changes need the token"
         if settings.api_key:
             key = "a key is needed"
         echo(

@@ -52,6 +52,10 @@ _KINDS = {
 # The folders of an absolute path in a message, which are no business of clients; routes stay.
 _FOLDERS = re.compile(r"(?<![^\s'\"(])/(?!v1/)(?:[^/\s:'\"]+/)+")
 _OPEN = ("/", "/health")  # without a key
+# What a token is not asked for: requests that only read, and those that only compute.
+_READ = ("GET", "HEAD", "OPTIONS")
+_COMPUTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
+_COMPUTED += ("/v1/classify",)
 _BODY_SECONDS = 60.0
 
 
@@ -61,6 +65,8 @@ class ServerSettings:
 
     Attributes:
         api_key: that clients must send; empty lets all in.
+        token: that clients must send with requests that change the server's state, such as its
+            packs, if there is no key; empty asks for none.
         max_tokens: of an answer, where a request does not say.
         template_kwargs: variables of the chat template, where a request has none of its own.
         body_bytes: the largest body of a request.
@@ -71,6 +77,7 @@ class ServerSettings:
     """
 
     api_key: str = ""
+    token: str = ""
     max_tokens: int = 512
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     body_bytes: int = 10_000_000
@@ -102,7 +109,7 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        rejection = self._rejection(scope["path"], Headers(scope=scope))
+        rejection = self._rejection(scope["method"], scope["path"], Headers(scope=scope))
         try:
             await (rejection or self._app)(scope, receive, send_counted)
         finally:
@@ -110,7 +117,7 @@ class Guard:
             path = route.path if route else "other"
             self._metrics.count(path, status, time.monotonic() - began)
 
-    def _rejection(self, path: str, headers: Headers) -> Response | None:
+    def _rejection(self, method: str, path: str, headers: Headers) -> Response | None:
         size = len(path) + sum(len(name) + len(value) for name, value in headers.raw)
         if len(headers.raw) > _HEADERS or size > HEADER_BYTES:
             return failure(431, f"A request has at most {_HEADERS} headers and 64 KB of them.")
@@ -122,16 +129,29 @@ class Guard:
         if is_loopback(self._settings.host) and not is_loopback(name):
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
 
-        key = self._settings.api_key
-        scheme, _, token = headers.get("authorization", "").partition(" ")
+        secret, reason = self._secret(method, path)
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            token = headers.get("x-api-key", "")
-        known = hmac.compare_digest(token.strip().encode("latin-1"), key.encode())
-        if key and path not in _OPEN and not known:
-            response = failure(401, "The API key is missing or wrong. Send it as a bearer token.")
+            sent = headers.get("x-api-key", "")
+        known = hmac.compare_digest(sent.strip().encode("latin-1"), secret.encode())
+        if secret and not known:
+            response = failure(401, reason)
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
         return None
+
+    def _secret(self, method: str, path: str) -> tuple[str, str]:
+        """Return what a request must send, empty for nothing, and what to say if it is missing."""
+        if self._settings.api_key:
+            key = "" if path in _OPEN else self._settings.api_key
+            return key, "The API key is missing or wrong. Send it as a bearer token."
+
+        if method in _READ or path in _COMPUTED:
+            return "", ""
+        return self._settings.token, (
+            "This request changes the server, which needs the token that packs serve printed at "
+            "its start. Send it as a bearer token."
+        )
 
 
 def is_loopback(name: str) -> bool:

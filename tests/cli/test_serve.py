@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.cli import serve
+from mlx_packs.serving import running
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import edit_manifest, random_pack
 
@@ -68,6 +69,24 @@ def test_it_announces_its_address_and_answers_until_ctrl_c(folder, run, monkeypa
     (rejected, _), (status, answer) = answers
     assert (rejected, status) == (401, 200) and answer["usage"]["completion_tokens"] <= 3
     assert code == 130 and err.splitlines()[-1].startswith("packs: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "key"), [((), ""), (("--no-key",), ""), ((), "tml-a")], ids=["token", "none", "key"]
+)
+def test_a_token_is_made_and_printed_without_a_key(folder, run, monkeypatch, args, key):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MLX_PACKS_API_KEY", key)
+    monkeypatch.setattr(running, "run", lambda *_: None)
+    code, out, err = run("serve", "--port", 0, "--packs", "packs", *args)
+    assert code == 0, err
+
+    tokens = re.findall(r"tml-[\w-]{32}", out)
+    if args or key:
+        assert tokens == [] and "#" not in out
+    else:
+        of_page, alone = tokens
+        assert of_page == alone and f"/#token={alone}\n" in out
 
 
 class Process:
@@ -153,6 +172,7 @@ def inside(folder, monkeypatch):
         ("--pack packs/notes --kv-memory 0", "invalid", "kv_memory"),
         ("--pack packs/notes --host 192.0.2.1", "busy", "port"),
         ("--queue -1", "invalid", "queue"),
+        ("--api-key a --no-key", "conflict", "no_key"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(inside, rejected, folder, args, code, flag):

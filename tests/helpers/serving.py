@@ -17,10 +17,11 @@ from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.feedback import Learning
 from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.http import HEADER_BYTES, BoundedHeaders, ServerSettings
+from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
 from mlx_packs.serving.metrics import Metrics
 from mlx_packs.serving.request import Failed, Finished, Progress, Request
+from mlx_packs.serving.running import config_of
 
 SECONDS = 60
 
@@ -65,14 +66,7 @@ class Running:
         )
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        config = uvicorn.Config(
-            make_app(self.server),
-            http=BoundedHeaders,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            log_level="error",
-            access_log=False,
-        )
-        self._uvicorn = PromptServer(config)
+        self._uvicorn = PromptServer(config_of(make_app(self.server), log_level="error"))
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._listening]}
         )

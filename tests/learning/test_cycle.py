@@ -22,7 +22,7 @@ class Server:
     """A process of `packs serve`, and requests to it."""
 
     def __init__(self, folder: Path, *args: str) -> None:
-        command = [*PACKS, "serve", "--port", "0", "--grace", "1", *args]
+        command = [*PACKS, "serve", "--port", "0", "--grace", "1", "--no-key", *args]
         self.process = subprocess.Popen(
             command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
         )

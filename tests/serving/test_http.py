@@ -289,6 +289,31 @@ def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch)
             assert server.request("GET", "/v1/models", None, headers)[0] == 200
 
 
+def test_a_token_is_asked_for_where_the_server_is_changed(shared_server):
+    training = ("create_session", "create_model", "asample", "telemetry", "a-later-route")
+    changes = [("POST", f"/api/v1/{name}") for name in training]
+    changes += [("DELETE", "/v1/packs/nowhere"), ("POST", "/v1/packs"), ("POST", "/v1/feedback")]
+    changes += [
+        ("POST", "/v1/packs/"),
+        ("PUT", "/v1/models"),
+        ("DELETE", "/api/v1/training_runs/a"),
+    ]
+
+    with Running(shared_server.worker, token="tml-secret") as server:
+        assert server.json("GET", "/v1/packs")[0] == server.request("GET", "/metrics")[0] == 200
+        assert server.chat("base", "a")["choices"]
+
+        for sent in (None, "Bearer any", "Bearer tml-secre", "tml-secret", "Basic tml-secret"):
+            headers = {} if sent is None else {"Authorization": sent}
+            for method, path in changes:
+                status, _, body = server.request(method, path, {}, headers)
+                assert status == 401 and b"token" in body, (method, path, sent)
+
+        for headers in ({"Authorization": "Bearer tml-secret"}, {"X-API-Key": "tml-secret"}):
+            for method, path in changes:
+                assert server.request(method, path, {}, headers)[0] in (400, 404, 405)
+
+
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8080"]
 )

@@ -373,6 +373,19 @@ def test_key_is_asked_for_and_kept_in_this_tab_only(generator, shelf, opened, ex
         ]
 
 
+def test_the_token_of_the_address_is_sent_and_leaves_it(generator, shelf, opened, expect):
+    with Running(generator, shelf, token="tml-secret") as server:
+        page = opened(server)
+        expect(page.locator("#chat")).to_be_visible()
+        page.goto(f"{server.url}/#token=tml-secret")
+        page.wait_for_function("location.hash === ''")
+        assert page.evaluate("sessionStorage.getItem('mlx-packs-key')") == "tml-secret"
+        sent = "call('v1/feedback', {id: 'a'}).catch((error) => error.message)"
+        assert "--learn" in page.evaluate(sent)  # it was let in
+        page.evaluate("sessionStorage.clear()")
+        assert "token" in page.evaluate(sent) and page.locator("#access").is_visible()
+
+
 def test_packs_are_listed_and_followed(server, opened, expect):
     page = opened(server)
     facts = {pack["name"]: pack for pack in server.json("GET", "/v1/packs")[1]["data"]}

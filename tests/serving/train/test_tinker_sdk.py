@@ -177,7 +177,7 @@ class ServerProcess:
     def __init__(self, folder: Path, port: int | None = None) -> None:
         self._port = port or free_port()
         command = [sys.executable, "-m", "mlx_packs", "serve", "--model", "tiny", "--grace", "0.5"]
-        command += ["--port", str(self._port), "--train", str(folder)]
+        command += ["--no-key", "--port", str(self._port), "--train", str(folder)]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         self.url = f"http://127.0.0.1:{self._port}"
 
