@@ -19,7 +19,7 @@ from .dataset import Batch, Shape, edges_of
 from .formats import Row, check_format, first_format
 from .pair_formats import PAIR_FORMATS, PairFormat
 from .sampler import Sampler
-from .shapes import padded_length
+from .shapes import PairShape, padded_length
 from .sources import Fingerprint, as_rows
 from .token_store import StoredExamples, TokenStore
 
@@ -81,13 +81,18 @@ class Pairs:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest text of each pair, [N]."""
+        return self.column_lengths.max(axis=0)
+
+    @property
+    def column_lengths(self) -> np.ndarray:
+        """Tokens of each text, [C, N]."""
         lengths = []
         for column in self.tokens:
             if isinstance(column, TextColumn):
                 lengths.append(column.texts.lengths[column.numbers])
             else:
                 lengths.append([len(text) for text in column])
-        return np.array(lengths).max(axis=0)
+        return np.array(lengths)
 
 
 def encode_pairs(
@@ -264,10 +269,15 @@ class PairCollate:
         return Batch(inputs, count, count, tuple(int(i) for i in order), pairs)
 
     def shapes(self, pairs: Pairs, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """A shape is the tokens of the widest column, and the number of columns."""
-        columns = len(pairs.tokens)
-        lengths = pairs.lengths
-        return {(self._width(int(lengths[list(order)].max())), columns) for order in orders}
+        """Return the widths of columns; of those with the same widest column, the widest batch."""
+        lengths = pairs.column_lengths
+        largest: dict[int, PairShape] = {}
+        for order in orders:
+            longest = lengths[:, list(order)].max(axis=1)
+            shape = PairShape.of(self._width(int(tokens)) for tokens in longest)
+            before = largest.get(shape.inputs, shape)
+            largest[shape.inputs] = max(before, shape, key=lambda each: sum(each.widths))
+        return set(largest.values())
 
     def _width(self, longest: int) -> int:
         if self.powers:

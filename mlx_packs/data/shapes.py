@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,35 @@ class TreeShape(NamedTuple):
         groups = self.groups(sequences)
         saved = (self.rows(sequences) - groups) * self.prefix + (groups - 1) * self.root
         return sequences * self.inputs - saved
+
+
+class PairShape(NamedTuple):
+    """The shape of a batch of rows with a text in each column; the first two fields are a `Shape`.
+
+    Attributes:
+        inputs: Tokens of the widest column.
+        columns: Number of columns.
+        widths: Tokens of each column, which is computed in a pass of its own.
+    """
+
+    inputs: int
+    columns: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, widths: Iterable[int]) -> "PairShape":
+        widths = tuple(widths)
+        return cls(max(widths), len(widths), widths)
+
+    def cut(self, longest: int) -> "PairShape":
+        return self.of(min(width, longest) for width in self.widths)
+
+
+def widths_of(shape: Shape) -> tuple[int, ...]:
+    """Return the tokens of each column of texts of a batch of pairs."""
+    if isinstance(shape, PairShape):
+        return shape.widths
+    return (shape[0],) * shape[1]
 
 
 def sequence_inputs(max_seq_length: int) -> int:

@@ -12,15 +12,17 @@ from .. import runtime
 from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
-from ..config.choices import (
-    LOSSES,
-    MATMUL_PATHS,
-    POLICIES,
-    TASKS,
-)
+from ..config.choices import MATMUL_PATHS, POLICIES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.shapes import TreeShape, padded_length, padded_targets, sequence_inputs
+from ..data.shapes import (
+    PairShape,
+    TreeShape,
+    padded_length,
+    padded_targets,
+    sequence_inputs,
+    widths_of,
+)
 from ..errors import PackError
 from ..late import load
 from ..ops.profile import profile
@@ -30,12 +32,13 @@ from .plan import (
     MemoryPlan,
     Shape,
     accumulates,
+    embedding_loss,
     has_logits,
     has_score_head,
     recompute_policies,
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
-from .step import WHOLE_LOGITS, Level, Step, passes_of
+from .step import WHOLE_LOGITS, Level, Pass, Step, passes_of
 
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
@@ -143,9 +146,13 @@ def plan_step(
     if is_tree and shape.computed(sequences) > profile().tree_inputs:
         at_once = False
 
+    passes = passes_of(shape, sequences, at_once)
+    if TASKS[train.task].in_batch and not _by_parts(train):
+        passes = tuple(Pass((Level(train.batch_size, width),)) for width in widths_of(shape))
+
     step = step_class(
         sizes,
-        passes=passes_of(shape, sequences, at_once),
+        passes=passes,
         apart=apart,
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
@@ -203,13 +210,21 @@ def _sequences(train: TrainConfig, shape: Shape) -> int:
 
 
 def _by_parts(train: TrainConfig) -> bool:
-    return train.loss in LOSSES and LOSSES[train.loss].by_parts
+    return TASKS[train.task].in_batch and embedding_loss(train).by_parts
+
+
+def _texts(train: TrainConfig) -> int:
+    """Return the texts of a row of a task `by_text`."""
+    facts = TASKS[train.task]
+    if facts.in_batch:
+        return embedding_loss(train).texts
+    return facts.sequences
 
 
 def largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
     if TASKS[train.task].by_text:
-        return length, TASKS[train.task].sequences
+        return length, _texts(train)
     if not has_logits(train):  # packed ones may hold many completions
         if not train.packing:
             return length, train.sequences
@@ -219,12 +234,15 @@ def largest_shape(train: TrainConfig) -> Shape:
 def smallest_shape(train: TrainConfig) -> Shape:
     length = padded_length(1, sequence_inputs(train.max_seq_length))
     if TASKS[train.task].by_text:
-        return length, TASKS[train.task].sequences
+        return length, _texts(train)
     return length, padded_targets(1, train.sequences * length)
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """Return the shape that a batch has after a change of its batch size or maximal length."""
+    if isinstance(shape, PairShape):
+        return shape.cut(after.max_seq_length)
+
     length, targets = shape[:2]
     cut = min(length, sequence_inputs(after.max_seq_length))
     if TASKS[after.task].by_text:

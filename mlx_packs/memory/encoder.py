@@ -12,14 +12,21 @@ from pathlib import Path
 
 from ..bases.encoder import check_config, encoder_class, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
-from ..config.choices import LOSSES, POLICIES, LossFacts, PolicyFacts
+from ..config.choices import POLICIES, PolicyFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.shapes import padded_length
+from ..data.shapes import PairShape, padded_length, widths_of
 from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
-from .plan import MemoryPlan, Shape, accumulates, moment_parts, recompute_policies
+from .plan import (
+    MemoryPlan,
+    Shape,
+    accumulates,
+    embedding_loss,
+    moment_parts,
+    recompute_policies,
+)
 from .planned_adapters import Places, optimizer_bytes, plan_adapters
 
 ASSUMED = (
@@ -82,38 +89,48 @@ class _Step:
     """A training step of adapters.
 
     Attributes:
-        tokens: Of a column of the batch, or of what is computed of it at once.
-        columns: Columns whose activations are there at once.
-        scores: Attention probabilities of a token: heads x T.
+        texts: Of a column that are computed at once.
+        widths: Tokens of a text, of each column whose activations are there at once.
         kept: Numbers per token that the adapters of each block keep, from the first adapted one.
         all_blocks: Whether that is the first block of the base.
     """
 
     hidden: int
     ffn: int
-    tokens: int
-    columns: int
-    scores: int
+    heads: int
+    texts: int
+    widths: tuple[int, ...]
     kept: list[int]
     all_blocks: bool
     policy: PolicyFacts
 
     def saved(self) -> int:
+        """Return the numbers that are kept for the backward pass."""
+        tokens = self.texts * sum(self.widths)
+        if self.policy.blocks:
+            inputs = self.hidden * len(self.kept)
+            widest = max(self.widths)
+            recomputed = self.texts * widest * self._block(widest, max(self.kept))
+            return tokens * inputs + _AHEAD * recomputed
+
+        saved = 0
+        for width in self.widths:
+            blocks = [self._block(width, kept) for kept in self.kept]
+            # the forward of blocks below the adapters is in flight, one block's worth
+            below = max(blocks) * (not self.all_blocks)
+            saved += self.texts * width * (sum(blocks) + below)
+        return saved
+
+    def _block(self, width: int, kept: int) -> int:
+        """Return the numbers per token that a block keeps, in texts of so many tokens."""
         # The input, q, k and v, what attention gave, what both norms read and gave; what went into
         # GELU and what came out; and the probabilities.
-        block = 9 * self.hidden + 2 * self.ffn + self.scores
-        blocks = [block + kept for kept in self.kept]
-
-        if self.policy.blocks:
-            inputs = self.columns * self.hidden * len(blocks)
-            return self.tokens * (inputs + _AHEAD * max(blocks))
-
-        # the forward of blocks below the adapters is in flight, one block's worth
-        below = max(blocks) * (not self.all_blocks)
-        return self.columns * self.tokens * (sum(blocks) + below)
+        return 9 * self.hidden + 2 * self.ffn + self.heads * width + kept
 
     def flying(self) -> int:
-        return self.tokens * (_FLYING_FFN * self.ffn + _FLYING_SCORES * self.scores)
+        widest = max(self.widths)
+        scores = self.heads * widest
+        return self.texts * widest * (_FLYING_FFN * self.ffn + _FLYING_SCORES * scores)
 
 
 def estimate(
@@ -140,21 +157,21 @@ def estimate(
         method = "lora"
 
     adapters = plan_adapters(Places(projections, blocks), lora, method)
-    loss = _loss_of(train)
-    length, columns = shape or (train.max_seq_length, loss.texts)
-    length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
+    loss = embedding_loss(train)
+    longest = config.get("max_position_embeddings") or train.max_seq_length
+    columns = widths_of(shape or (train.max_seq_length, loss.texts))
+    widths = tuple(min(width, longest) for width in columns)
     texts = train.batch_size
-    at_once = columns
     if loss.by_parts:
         texts = min(texts, train.mini_batch_size)
-        at_once = _AHEAD
+        widths = _AHEAD * (max(widths),)
 
     step = _Step(
         hidden,
         ffn,
-        tokens=texts * length,
-        columns=at_once,
-        scores=heads * length,
+        heads,
+        texts,
+        widths,
         kept=[sum(kept.values()) for kept in adapters.kept],
         all_blocks=len(adapters.kept) == blocks,
         policy=POLICIES[recompute_policies(train)[0]],
@@ -162,7 +179,7 @@ def estimate(
 
     logits = 0
     if loss.compares_all:
-        logits = 6 * train.batch_size**2 * max(1, columns - 1)
+        logits = 6 * train.batch_size**2 * max(1, len(columns) - 1)
 
     backward = moment_parts(
         adapters.waiting(train), 4 * step.saved(), 4 * logits, 4 * step.flying()
@@ -175,22 +192,17 @@ def estimate(
     return plan
 
 
-def _loss_of(train: TrainConfig) -> LossFacts:
-    return LOSSES.get(train.loss, LOSSES["mnrl"])
-
-
 def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
     return [tuple(t["shape"]) for name, t in headers.tensors.items() if tensor_name(name)]
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
-    return padded_length(1, train.max_seq_length - 1), _loss_of(train).texts
+    return padded_length(1, train.max_seq_length - 1), embedding_loss(train).texts
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """A batch keeps its columns; only the length changes."""
-    length, columns = shape
-    return min(length, after.max_seq_length), columns
+    return PairShape.of(widths_of(shape)).cut(after.max_seq_length)
 
 
 def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.choices import POLICIES, TASKS
+from ..config.choices import LOSSES, POLICIES, TASKS, LossFacts
 
 if TYPE_CHECKING:
     from ..config.schema import TrainConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ERROR = 0.15  # the largest error seen in benchmarks/plan_accuracy.py is below this
 PARTS = "base adapters gradients optimizer activations logits working".split()
 
-# Of a batch. Decoder: (inputs of a row, target slots of the batch); encoder: (tokens of a text,
+# Of a batch: (inputs of a row, target slots of the batch). Of a task `by_text`: (tokens of a text,
 # texts of a row).
 Shape = tuple[int, int]
 
@@ -116,6 +116,11 @@ def has_logits(train: "TrainConfig") -> bool:
     if all(each.by_text for each in facts):
         return False
     return any(train.head_of(task) != "score" for task in train.tasks)
+
+
+def embedding_loss(train: "TrainConfig") -> LossFacts:
+    """Return the facts of the loss of embeddings; before the rows are known, that of pairs."""
+    return LOSSES.get(train.loss, LOSSES["mnrl"])
 
 
 def accumulates(train: "TrainConfig") -> bool:

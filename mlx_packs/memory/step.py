@@ -100,7 +100,8 @@ def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass
 class Step:
     """A training step of adapters on a batch; its blocks are those of the Llama family.
 
-    A tree takes one pass, or one for each of its levels (nn/prefix.py).
+    A tree takes one pass, or one for each of its levels (nn/prefix.py), and each column of texts of
+    a batch of pairs takes one.
     """
 
     trees_at_once = True  # whether its attention is grouped
@@ -149,8 +150,10 @@ class Step:
 
     def _before(self) -> Iterator[tuple[Pass, float]]:
         """Yield each pass, and the numbers that are kept when its backward pass begins."""
-        of_block = 2 * self.sizes.keys * sum(own.tokens for own in self.passes[:-1])
-        read = len(self.kept) * of_block  # keys and values of prefixes
+        read = 0  # keys and values of prefixes
+        if not self.independent:
+            prefixes = sum(own.tokens for own in self.passes[:-1])
+            read = len(self.kept) * 2 * self.sizes.keys * prefixes
         kept = [sum(self._kept(own)) for own in self.passes]
         if self.policy.blocks:
             kept = [len(self.kept) * self.sizes.hidden * own.tokens for own in self.passes]
@@ -162,6 +165,11 @@ class Step:
                 yield own, of_pass + 3 * read
             else:
                 yield own, of_pass + read
+
+    @property
+    def independent(self) -> bool:
+        """Whether no pass reads another: they are columns of texts."""
+        return not self.passes[-1].repeated
 
     @property
     def recomputes(self) -> bool:
@@ -257,13 +265,18 @@ class Step:
             mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
             pieces = 0
 
+        # no column waits for another, so that a block of each is computed again at the same time
+        tokens = own.tokens
+        if self.independent and self.policy.blocks:
+            tokens = sum(each.tokens for each in self.passes)
+
         attention = 2 * (q + self.sizes.keys)
         joined = 2 * self.sizes.keys * own.repeated
         most = max(level.tokens * level.keys for level in own.levels)
         scores = 9 * min(_scores_at_once(), most * self.sizes.heads)
 
-        in_mlp = itemsize * (own.tokens * mlp + self.dense_slices() + pieces)
-        in_attention = itemsize * (own.tokens * attention + joined + scores)
+        in_mlp = itemsize * (tokens * mlp + self.dense_slices() + pieces)
+        in_attention = itemsize * (tokens * attention + joined + scores)
         return {
             "mlp": (in_mlp + self.rounding, 0),
             "attention": (in_attention + self.rounding, f),  # gate or up

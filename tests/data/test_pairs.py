@@ -116,8 +116,8 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
 
     for collate in (PairCollate(4, 48), PairCollate(2, 100, powers=True)):
         for order in ([0], [1], [1, 0]):
-            widest = max(inputs.shape[1] for inputs in tokens_of(collate(pairs, order)))
-            assert collate.shapes(pairs, iter([order])) == {(widest, 2)}
+            widths = tuple(inputs.shape[1] for inputs in tokens_of(collate(pairs, order)))
+            assert collate.shapes(pairs, iter([order])) == {(max(widths), 2, widths)}
 
     powers = PairCollate(2, 100, powers=True)(pairs, [1, 0]).inputs
     assert [powers[name].shape[1] for name in ("first", "second")] == [32, 64]
