@@ -147,7 +147,7 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
     if not isinstance(config.lr_schedule, dict):
         return None
     first = float(config.lr_schedule["arguments"][0])
-    if config.learning_rate in (TrainConfig.learning_rate, first):
+    if config.learning_rate == first or not config.changed(["learning_rate"]):
         return None
 
     return (

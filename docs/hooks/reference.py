@@ -7,17 +7,20 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import click
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import Files
-from mkdocs.structure.pages import Page
 
 from mlx_packs.cli.main import COMMANDS, packs
-from mlx_packs.config.fields import SECTIONS, facts_of, flags_of, valid_range
+from mlx_packs.config.fields import SECTIONS, default_in_words, facts_of, flags_of, valid_range
 from mlx_packs.config.phase import Phase
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][\w-]*)")
 _DEFAULT = re.compile(r"\s*\[([^\[\]]*)\]$")
@@ -115,14 +118,8 @@ def _notes(field: dataclasses.Field) -> Iterator[str]:
         yield f"One of {_listed(facts.choices)}."
     if (facts.at_least, facts.above) != (None, None):
         yield f"Valid: {valid_range(facts)}."
-    default = None if field.default is dataclasses.MISSING else field.default
-    if facts.shown_default or default not in (None, ()):
-        text = str(default).lower() if isinstance(default, bool) else default
-        yield (
-            f"Default: {_prose(facts.shown_default)}."
-            if facts.shown_default
-            else (f"Default: `{text}`.")
-        )
+    if default := default_in_words(field):
+        yield f"Default: {_prose(default) if ' ' in default else f'`{default}`'}."
     if flags := flags_of(field):
         yield f"Flag: {_listed(flags)}."
     else:
@@ -136,7 +133,7 @@ def _listed(names: Iterable[str]) -> str:
 GENERATED = {"commands": commands, "settings": settings}
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Return a page with its generated parts."""
     for name, generate in GENERATED.items():
         marker = f"<!-- generated: {name} -->"

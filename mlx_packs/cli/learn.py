@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ..learning.folder import LearningFolder
 
 _TASKS = ("auto", "kto", "dpo", "lm")
+_SETTINGS = (
+    *("epochs", "iters", "learning_rate", "batch_size", "max_seq_length"),
+    *("rank", "beta", "seed", "awake"),
+)
+_DEFAULTS = {"epochs": "3", "iters": None, "rank": "16; a version that is continued keeps its rank"}
 _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use have no other setting
 
 
@@ -34,18 +39,8 @@ _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use ha
 @options.setting("model", "the base model of the server", default=None)
 @options.add(
     *(
-        options.setting(name, default_text)
-        for name, default_text in (
-            ("epochs", "3"),
-            ("iters", None),
-            ("learning_rate", "2e-4 with --task lm, otherwise 2e-5"),
-            ("batch_size", options.shown_default("batch_size")),
-            ("max_seq_length", options.shown_default("max_seq_length")),
-            ("rank", "16; a version that is continued keeps its rank"),
-            ("beta", options.shown_default("beta")),
-            ("seed", options.shown_default("seed")),
-            ("awake", options.shown_default("awake")),
-        )
+        options.setting(name, _DEFAULTS.get(name, options.shown_default(name, *_TASKS[1:])))
+        for name in _SETTINGS
     )
 )
 @option("--list", "lists", is_flag=True, help="List the versions with their figures, and exit.")

@@ -23,7 +23,7 @@ _SETTINGS = [name for name in (*fields_where(DataConfig), *_ENCODING) if name in
     "model", "tiny", help="Teacher: a folder, a GGUF file, a Hugging Face id or 'tiny'."
 )
 @options.packs("Pack of the teacher; PACK=0.5 applies half of its delta. Repeatable.")
-@options.add(*(options.setting(name, options.shown_default(name)) for name in _SETTINGS))
+@options.add(*(options.setting(name, options.shown_default(name, "distill")) for name in _SETTINGS))
 @option(
     "--top-k",
     section="Model and data",

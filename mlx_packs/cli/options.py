@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..config.choices import MATMUL_PATHS, without_extras
+from ..config.choices import MATMUL_PATHS, TASKS, without_extras
 from ..config.data import DataConfig
-from ..config.fields import SECTIONS, build, facts_of, flags_of
+from ..config.fields import SECTIONS, build, default_in_words, facts_of, flags_of
 from ..config.lora import LoRAConfig
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _PATHS = ("DIR", "FILE", "DATA", "MODEL", "PACK", "PACK=WEIGHT")  # metavars
 ARGUMENTS = "mlx_packs.arguments"  # in `click.Context.meta`
+HELP_TOPIC = "mlx_packs.help_topic"  # likewise; all where help is not asked for by a flag
+DefaultText = str | Callable[[str | None], str | None] | None
 
 # The settings of a run by name, in the order of the help; without those that only files specify.
 SETTINGS = {
@@ -42,7 +44,8 @@ class Option(click.Option):
     Args:
         names: its flags.
         section: of help.
-        default_text: the default in words.
+        default_text: the default in words, or a function that returns it for a task, which is None
+            in help that is not of one.
         common: whether short help has it, or what it says there in place of ``help``.
         common_metavar: the value in short help, where it differs.
         tasks: the tasks that it belongs to; empty where all have it.
@@ -54,7 +57,7 @@ class Option(click.Option):
         self,
         names: Sequence[str],
         section: str = "Output",
-        default_text: str | None = None,
+        default_text: DefaultText = None,
         common: bool | str = False,
         common_metavar: str | None = None,
         tasks: Sequence[str] = (),
@@ -86,8 +89,12 @@ class Option(click.Option):
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         extra = super().get_help_extra(ctx)
-        if self.default_text:
-            extra["default"] = self.default_text
+        text = self.default_text
+        if callable(text):
+            topic = ctx.meta.get(HELP_TOPIC)
+            text = text(topic if topic in TASKS else None)
+        if text:
+            extra["default"] = text
         return extra
 
 
@@ -153,7 +160,7 @@ def add(*decorators: Callable) -> Callable:
     return decorate
 
 
-def setting(name: str, default_text: str | None = None, **overrides) -> Callable:
+def setting(name: str, default_text: DefaultText = None, **overrides) -> Callable:
     """Add the option of a setting of a run, as its field describes it but for ``overrides``.
 
     Without a ``type`` its value is a text, which `config.fields.build` converts.
@@ -161,7 +168,7 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
     return _of_field(SETTINGS[name], default_text, tasks=tasks_of(name), **overrides)
 
 
-def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
+def _of_field(field: dataclasses.Field, default_text: DefaultText, **overrides) -> Callable:
     facts = facts_of(field)
     flags = flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
@@ -185,16 +192,13 @@ def one_of(values: Iterable[str]) -> str:
     return "{" + ",".join(values) + "}"
 
 
-def shown_default(name: str) -> str | None:
+def shown_default(name: str, *tasks: str) -> str | None:
     """Return the default of a setting as help shows it; None if it goes without saying."""
     field = SETTINGS[name]
-    default = field.default
-    shown = facts_of(field).shown_default
-    if shown is not None or default is False or default in (None, (), dataclasses.MISSING):
-        return shown
-    if default is True:
+    shown = default_in_words(field, *tasks)
+    if shown == "true":
         return flags_of(field)[0][2:]
-    return str(default)
+    return None if shown in ("", "false") else shown
 
 
 recipes = option(

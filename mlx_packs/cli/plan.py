@@ -5,6 +5,7 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -47,9 +48,9 @@ _SETTINGS = [
 ]
 
 
-def _default_text(name: str) -> str:
-    """Return the default of a setting, and what the search does with it."""
-    return _SEARCHED.get(name, "{}").format(options.shown_default(name) or "")
+def _default_text(name: str, task: str | None = None) -> str:
+    tasks = () if task is None else (task,)
+    return _SEARCHED.get(name, "{}").format(options.shown_default(name, *tasks) or "")
 
 
 def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, list[str]]:
@@ -126,7 +127,9 @@ def _size(flag: str, text: str) -> int:
 )
 @options.recipes
 @options.setting("model", _default_text("model"))
-@options.add(*(options.setting(name, _default_text(name), common=False) for name in _SETTINGS))
+@options.add(
+    *(options.setting(name, partial(_default_text, name), common=False) for name in _SETTINGS)
+)
 @options.as_json
 def plan(
     memory: str | None,

@@ -5,17 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.choices import METHODS, TASKS
 from ..config.external import translate
 from ..config.fields import build, read_settings
 from ..config.recipe import (
-    ADAPTER_SETTINGS,
     Recipe,
     RunOptions,
+    base_defaults,
     check_method,
     merged,
     resolve,
-    tiny_recipe,
 )
 from ..config.schema import TrainConfig
 from ..errors import PackError
@@ -66,7 +64,10 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     specified = merged(settings, flags)
     run = build(RunOptions, {k: v for k, v in specified.items() if k in _RUN})
     if not run.resume or run.out is None:
-        return resolve(flags, under=[settings], defaults=_defaults(run.model, specified))
+        task = str(specified.get("task", TrainConfig.task))
+        method = str(specified.get("method", TrainConfig.method))
+        defaults = base_defaults(run.model, task, method)
+        return resolve(flags, under=[settings], defaults=defaults)
 
     # the run has begun, so that its first adapters are a name and a hash
     out = Path(run.out).expanduser()
@@ -83,22 +84,6 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     except PackError:
         resolve(earlier, str(folder / CONFIG))  # raises if the fault is there
         raise
-
-
-def _defaults(model: str, specified: Mapping) -> dict:
-    """Return the settings below flags and files: those of the task, or of the bundled base."""
-    task = TASKS.get(str(specified.get("task", TrainConfig.task)))
-    method = METHODS.get(str(specified.get("method", TrainConfig.method)))
-    defaults: dict = {}
-    if task is not None and task.defaults:
-        defaults = dict(task.defaults)
-    elif model == RunOptions.model:
-        defaults = tiny_recipe()
-
-    unused = ()
-    if method is not None and method.trains_base:
-        unused = ADAPTER_SETTINGS
-    return {name: value for name, value in defaults.items() if name not in unused}
 
 
 def _fault_of_a_file(flags: Mapping, files: RecipeFiles) -> PackError | None:

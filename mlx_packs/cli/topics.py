@@ -10,12 +10,10 @@ import click
 from ..config.choices import TASKS
 from ..errors import PackError, did_you_mean
 from ..terminal import echo
-from .options import ARGUMENTS, Option, SectionedCommand
+from .options import ARGUMENTS, HELP_TOPIC, Option, SectionedCommand
 
 COMMON = "common"
 ALL = "all"
-# In `click.Context.meta`; all where help is not asked for by a flag.
-_TOPIC = "mlx_packs.help_topic"
 
 
 class TopicCommand(SectionedCommand):
@@ -95,13 +93,13 @@ class TopicCommand(SectionedCommand):
 
 
 def _topic(ctx: click.Context) -> str:
-    return ctx.meta.get(_TOPIC, ALL)
+    return ctx.meta.get(HELP_TOPIC, ALL)
 
 
 def _show(ctx: click.Context, param: click.Parameter, shown: bool) -> None:
     """Print the help that the arguments ask for and exit."""
     if shown and not ctx.resilient_parsing:
-        ctx.meta[_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS], param.opts)
+        ctx.meta[HELP_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS], param.opts)
         echo(ctx.get_help())
         ctx.exit()
 

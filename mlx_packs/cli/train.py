@@ -2,13 +2,15 @@
 
 import shlex
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from ..config.choices import TASKS
-from ..config.recipe import Recipe, tiny_recipe
+from ..config.recipe import Recipe, RunOptions, base_defaults
+from ..config.schema import TrainConfig
 from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError, RunStopped
 from ..gates import failures
@@ -22,23 +24,24 @@ from .topics import TopicCommand
 if TYPE_CHECKING:
     from ..training.settings import Request
 
-_TINY = tiny_recipe()
 _OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
 
 
-def _default_text(name: str) -> str:
+def _default_text(name: str, task: str | None) -> str:
     """Return the default of a setting, and that for the bundled model where it is another one."""
+    tasks = () if task is None else (task,)
+    texts = [options.shown_default(name, *tasks)]
+
     default = options.SETTINGS[name].default
-    tiny = _TINY.get(name, default)
-    texts = [options.shown_default(name)]
-    if tiny != default:
-        texts.append(f"tiny: {tiny}")
+    tiny = base_defaults(RunOptions.model, task or TrainConfig.task, TrainConfig.method)
+    if tiny.get(name, default) != default:
+        texts.append(f"tiny: {tiny[name]}")
     return "; ".join(text for text in texts if text)
 
 
 @click.command(cls=TopicCommand)
 @options.recipes
-@options.add(*(options.setting(name, _default_text(name)) for name in options.SETTINGS))
+@options.add(*(options.setting(name, partial(_default_text, name)) for name in options.SETTINGS))
 @option(
     "--mask-prompt",
     section="Model and data",

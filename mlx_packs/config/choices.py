@@ -120,7 +120,8 @@ class TaskFacts:
     architecture: str  # of the bases that it trains
     also: str | None = None  # another architecture that it trains
     described: str = ""  # what it trains, in the help of --task
-    defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
+    # Settings of `TrainConfig` that have another default in this task.
+    defaults: Mapping[str, object] = field(default_factory=dict)
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
     sequences: int = 1  # that an example becomes
@@ -533,14 +534,11 @@ def answer_metric_of(entry: str | None) -> str | None:
     return metrics.get(entry or "")
 
 
-def default_in_words(setting: str, default: str) -> str:
-    """Return the default of a setting in words, with those of the tasks that have another."""
-    others = [
-        f"{facts.defaults[setting]:g} with --task {name}"
-        for name, facts in TASKS.items()
-        if setting in facts.defaults
-    ]
-    return f"{default}; {', '.join(others)}"
+def task_defaults(task: Any) -> Mapping[str, Any]:
+    """Return the settings that have another default in a task; none for what is no task."""
+    if isinstance(task, str) and task in TASKS:
+        return TASKS[task].defaults
+    return {}
 
 
 def is_lower_better(metric: str) -> bool:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import any_of
-from .choices import (
-    MATMUL_PATHS,
-    METHODS,
-    POLICIES,
-    TASKS,
-    WEIGHT_FORMATS,
-    default_in_words,
-)
+from .choices import MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
 from .fields import Fault, Settings, facts_of, option
 
 _data = partial(option, section="Model and data")
@@ -78,7 +71,6 @@ class CommonConfig(Settings):
     batch_size: int = _optimization(
         4,
         "Examples per batch.",
-        shown_default=default_in_words("batch_size", "4"),
         at_least=1,
         memory=True,
         common=True,

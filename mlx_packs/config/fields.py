@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import Code, PackError, did_you_mean, flag_of
+from ..errors import Code, PackError, any_of, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
-from .choices import Table
+from .choices import TASKS, Table, task_defaults
 from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS, ours_for
 from .values import typed_value
 
@@ -83,6 +83,34 @@ def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
     """Return the flags of a setting; none if only files can specify it."""
     flags = facts_of(field).flags
     return (flag_of(field.name),) if flags is None else flags
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    if callable(field.default_factory):
+        return field.default_factory()
+    return field.default
+
+
+def default_in_words(field: dataclasses.Field, *tasks: str) -> str:
+    """Return the default of a setting for some tasks, by default all; empty for no value."""
+    text = facts_of(field).shown_default or _in_words(default_of(field))
+    others: dict[str, list[str]] = {}
+    for task in tasks or TASKS:
+        own = task_defaults(task)
+        if field.name in own:
+            others.setdefault(_in_words(own[field.name]), []).append(task)
+
+    if len(tasks) == 1:
+        return next(iter(others), text)
+
+    of_tasks = [f"{value} with --task {any_of(names)}" for value, names in others.items()]
+    return "; ".join(part for part in (text, *of_tasks) if part)
+
+
+def _in_words(value: Any) -> str:
+    if value is None or value in ((), {}):
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Fault(NamedTuple):
@@ -169,15 +197,12 @@ class Settings:
         """Faults of settings of this class that exclude or require each other."""
         yield from ()
 
+    def defaults(self) -> dict[str, Any]:
+        return {field.name: default_of(field) for field in dataclasses.fields(self)}
+
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return the settings among ``names`` that differ from their defaults, in that order."""
-        defaults = {}
-        for field in dataclasses.fields(self):
-            default = field.default
-            if default is dataclasses.MISSING:
-                default = field.default_factory()
-            defaults[field.name] = default
-
+        defaults = self.defaults()
         return [
             name for name in names if name in defaults and getattr(self, name) != defaults[name]
         ]

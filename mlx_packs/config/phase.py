@@ -12,9 +12,9 @@ _phase = partial(option, section="Optimization", flags=())
 
 @dataclass(frozen=True, repr=False)
 class Phase(Settings):
-    """One of the ``phases`` of a run; omitted settings come from the run's `TrainConfig`.
+    """One of the ``phases`` of a run, which trains them in order, with the same adapters.
 
-    A run trains its phases one after the other, with the same adapters.
+    Omitted settings are those that the run's `TrainConfig` specifies, else the task's defaults.
     """
 
     name: str | None = _phase(None, "Name of the phase.", shown_default="phase-1, phase-2, ...")

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
+from .choices import METHODS, task_defaults
 from .data import DataConfig
 from .external import from_mlx_lm
 from .fields import Settings, build, fields_where, option, read_settings, unknown_setting
@@ -202,22 +203,25 @@ def from_configs(
     train: TrainConfig | Mapping[str, Any] | None,
     run: dict,
 ) -> Recipe:
-    """Return the recipe of configurations from Python; what is None suits the base.
+    """Return the recipe of configurations from Python; what they do not specify suits the base.
 
     ``run`` has settings of `RunOptions`, the model among them.
 
     Raises:
         PackError: a setting is wrong, settings exclude each other, or an argument is no such thing.
     """
-    settings = {}
-    if run["model"] == RunOptions.model:
-        settings = tiny_recipe()
-    defaults = resolve(settings)
+    train = _config(TrainConfig, train, "train") or TrainConfig()
+    lora = _config(LoRAConfig, lora, "lora")
 
-    train = _config(TrainConfig, train, "train") or defaults.train
-    if train.trains_base:
-        defaults = Recipe()
-    lora = _config(LoRAConfig, lora, "lora") or defaults.lora
+    specified = {k: v for k, v in vars(train).items() if k in train.specified and v != ()}
+    defaults = base_defaults(run["model"], train.task, train.method)
+    of_base = merged(defaults, specified)
+
+    own = {name: of_base[name] for name in defaults if name in of_base.keys() - train.specified}
+    train = dataclasses.replace(train, **{k: v for k, v in own.items() if _OWNERS[k] == "train"})
+
+    if lora is None:
+        lora = build(LoRAConfig, {k: v for k, v in own.items() if _OWNERS[k] == "lora"})
 
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)
@@ -237,9 +241,21 @@ def _config(cls: type[S], value: S | Mapping[str, Any] | None, argument: str) ->
     )
 
 
+@cache
 def tiny_recipe() -> dict:
     """Return the defaults of the bundled base."""
     return read_settings(TINY_FOLDER / "recipe.yaml")
+
+
+def base_defaults(model: str, task: str, method: str) -> dict:
+    """Return the settings that the bundled base has other defaults of, if the task has none."""
+    if model != RunOptions.model or task_defaults(task):
+        return {}
+
+    unused = ()
+    if method in METHODS and METHODS[method].trains_base:
+        unused = ADAPTER_SETTINGS
+    return {name: value for name, value in tiny_recipe().items() if name not in unused}
 
 
 def check_method(recipe: Recipe) -> None:

@@ -3,14 +3,14 @@
 Command line, checks and error messages are made from the facts at each field (`Facts`).
 """
 
-import dataclasses
+import inspect
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from ..errors import any_of
 from ..gates import MEANING
-from .choices import PREFERENCE_TASKS, TASKS, answer_metric_of
+from .choices import PREFERENCE_TASKS, TASKS, answer_metric_of, task_defaults
 from .common import CommonConfig
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
@@ -44,12 +44,52 @@ teacher_top_k on_policy ce_weight jsd_beta rerank_instruction rank_margin task_c
 class _Ordered(Settings):
     # The order of `TrainConfig`, as its last base; editors, which do not run this, have the common
     # settings first too, since `CommonConfig` comes before it. All are given by name.
-    __annotations__ = dict.fromkeys(ORDER, Any)
+    __slots__ = ("specified",)  # names of settings that the caller specified; not in `vars`
+    __annotations__ = {"_specified": InitVar[Any], **dict.fromkeys(ORDER, Any)}
+
+    def __new__(cls, *args: Any, **settings: Any) -> "Settings":
+        specified = list(settings)
+        if "_specified" in settings:
+            # `replace` passes what it changes, then all other fields in order, this one first
+            place = specified.index("_specified")
+            specified = [*settings.pop("_specified"), *specified[:place]]
+
+        config = super().__new__(cls, *args, **settings)
+        object.__setattr__(config, "specified", frozenset(specified))
+        return config
+
+    def __getstate__(self) -> tuple[dict[str, Any], frozenset[str]]:
+        return vars(self), self.specified
+
+    def __setstate__(self, state: tuple[dict[str, Any], frozenset[str]]) -> None:
+        vars(self).update(state[0])
+        object.__setattr__(self, "specified", state[1])
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
-    """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
+    """Settings of the training; ``iters`` counts batches, as in mlx-lm.
+
+    Settings that are not specified have the defaults of the task, also in a copy by
+    `dataclasses.replace`.
+    """
+
+    # `dataclasses.replace` passes it on, as the default of an InitVar is an attribute
+    _specified: InitVar[Any] = property(lambda self: self.specified)
+
+    def __post_init__(self, _: Any) -> None:
+        for name, default in self.defaults().items():
+            if name not in self.specified:
+                object.__setattr__(self, name, default)
+        super().__post_init__()
+
+    def defaults(self) -> dict[str, Any]:
+        defaults = super().defaults()
+        own = task_defaults(self.task)
+        if unknown := sorted(own.keys() - defaults.keys()):
+            fault = f"has a default for {unknown[0]}, which is no setting of TrainConfig"
+            raise TASKS.plugin(self.task).fault(fault)
+        return {**defaults, **own}
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -74,8 +114,8 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
 
     def of_other_tasks(self, task: str) -> dict[str, object]:
         """Return the defaults of the changed settings that a task does not have."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        others = [name for name in self.changed(vars(self)) if not _has_setting(task, name)]
+        defaults = self.defaults()
+        others = [name for name in self.changed(defaults) if not _has_setting(task, name)]
         own_config = {} if task == self.task else {"task_config": {}}
         return {name: defaults[name] for name in others} | own_config
 
@@ -106,6 +146,11 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
     def _conflicts(self) -> Iterator[Fault]:
         for faults in _CONFLICTS:
             yield from faults(self)
+
+
+# `_specified` is no argument for callers.
+_PARAMETERS = inspect.signature(TrainConfig).parameters
+TrainConfig.__signature__ = inspect.Signature([_PARAMETERS[name] for name in list(_PARAMETERS)[1:]])
 
 
 def _has_setting(task: str, name: str) -> bool:
@@ -217,7 +262,8 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
     if train.cache_frozen == "on" and not any(TASKS[task].caches for task in train.tasks):
         owners = [name for name, facts in TASKS.items() if facts.caches]
         yield Fault("cache_frozen", f"on needs --task {any_of(owners)}.", "conflict")
-    if train.beta == 0 and (tasks := [task for task in train.tasks if task in PREFERENCE_TASKS]):
+    tasks = [task for task in train.tasks if task in PREFERENCE_TASKS]
+    if tasks and train.beta == 0 and train.changed(["beta"]):
         yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
 
 

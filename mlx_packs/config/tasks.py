@@ -16,7 +16,6 @@ from .choices import (
     PREFERENCE_TASKS,
     TASKS,
     WEIGHT_FORMATS,
-    default_in_words,
     registered,
 )
 from .data import TextConfig
@@ -139,7 +138,6 @@ class Beta(Settings):
         0.1,
         "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or "
         "scale of the log-probabilities (cpo, simpo).",
-        shown_default=default_in_words("beta", "0.1"),
         metavar="BETA",
         at_least=0,
     )

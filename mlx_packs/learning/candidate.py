@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..config.choices import TASKS
 from ..config.recipe import Recipe, resolve
 from ..display import NORMAL, Display
 from ..errors import PackError
@@ -26,7 +25,7 @@ from .rows import Split
 DATA = "data"
 _JOB = "job.json"
 START = "start.safetensors"
-_EPOCHS = 3
+_DEFAULTS = {"epochs": 3, "on_bad_row": "skip"}
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,7 @@ def _check_settings(folder: LearningFolder, task: str, settings: Mapping[str, An
             "conflict",
             "rank",
         )
-    resolve({**settings, "task": task}, defaults=_defaults(task))
-
-
-def _defaults(task: str) -> dict[str, Any]:
-    return {**(TASKS[task].defaults or {}), "epochs": _EPOCHS, "on_bad_row": "skip"}
+    resolve({**settings, "task": task}, defaults=_DEFAULTS)
 
 
 def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
@@ -186,7 +181,7 @@ def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
 
     settings = {**job.settings, **adapters, **run, "task": job.task}
     settings["data"] = str(folder.candidate / DATA)
-    return resolve(settings, defaults=_defaults(job.task))
+    return resolve(settings, defaults=_DEFAULTS)
 
 
 def _quantization(pack: Pack, model: str) -> dict[str, Any]:

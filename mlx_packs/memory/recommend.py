@@ -17,7 +17,7 @@ from .. import runtime
 from ..bases.families import check_task, tasks_of
 from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
 from ..bases.weight_formats import named_format
-from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
+from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, architecture_of
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
@@ -180,7 +180,7 @@ def recommend(
         raise PackError(f"--memory {memory / 1e9:g}: must be above 0 GB.")
 
     estimator = estimator_of(headers.config)
-    train = _of_task(headers, train or TrainConfig(), specified)
+    train = _of_task(headers, train or TrainConfig())
     train = estimator.run_settings(headers, train)
     headers.check_quantize(train)
     request = PlanRequest(headers, memory, lora or LoRAConfig(), train, specified, shapes_of)
@@ -236,16 +236,13 @@ def larger_batch(
     ]
 
 
-def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
-    """Return the settings with the task that trains a base, and with the defaults of that task."""
+def _of_task(headers: Headers, train: TrainConfig) -> TrainConfig:
+    """Return the settings with the task that trains a base."""
     model_type = headers.config.get("model_type")
     if train.changed(["task"]):
         check_task(train.task, headers.name, model_type)
-    else:
-        train = replace(train, task=tasks_of(model_type)[0])
-
-    own = {k: v for k, v in TASKS[train.task].defaults.items() if k not in specified}
-    return replace(train, **own)
+        return train
+    return replace(train, task=tasks_of(model_type)[0])
 
 
 def _harm(option: Option, headers: Headers, small: bool) -> tuple:

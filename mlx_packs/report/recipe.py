@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from ..config.choices import task_defaults
 from ..config.data import DataConfig
-from ..config.fields import SECTIONS, facts_of, flags_of
+from ..config.fields import SECTIONS, default_of, facts_of, flags_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..config.tasks import tasks_of
@@ -39,6 +40,7 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
     phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)]
     named = (recipe.get("task", TrainConfig.task), *(phase.get("task") for phase in phases))
     recipe_tasks = {task for task in named if isinstance(task, str)}
+    of_task = task_defaults(named[0])
 
     for config in (DataConfig, LoRAConfig, TrainConfig):
         for field in dataclasses.fields(config):
@@ -51,20 +53,14 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
                 continue
 
             flag = next(iter(flags_of(field)), field.name).lstrip("-")
-            differs = field.name == "data" or value != _default(field)
+            default = of_task.get(field.name, default_of(field))
+            if isinstance(default, tuple):
+                default = list(default)
+            differs = field.name == "data" or value != default
             section = facts_of(field).section
             sections[section].append((flag, _shown(field.name, value), differs))
 
     return [(name, settings) for name, settings in sections.items() if settings]
-
-
-def _default(field: dataclasses.Field) -> object:
-    default = field.default
-    if default is dataclasses.MISSING:
-        default = field.default_factory() if callable(field.default_factory) else None
-    elif isinstance(default, tuple):
-        default = list(default)
-    return default
 
 
 def _shown(name: str, value: object) -> str:

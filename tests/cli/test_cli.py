@@ -36,7 +36,8 @@ def answers(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     rows = [chat(f"What is {n}?", f"It is {n} and {n}.") for n in ("one", "two", "three", "four")]
     write_rows(folder / "rows", train=rows, valid=rows[:2], test=rows[2:])
-    train = TrainConfig(iters=3, batch_size=4, learning_rate=5e-3, matmul_path="dense")
+    settings = {"iters": 3, "batch_size": 4, "learning_rate": 5e-3, "matmul_path": "dense"}
+    train = TrainConfig(**settings, warmup_steps=0)
     train_pack("tiny", folder / "rows", LoRAConfig(rank=4), train, folder / "pack")
     return folder
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -411,7 +412,7 @@ def test_help_shows_what_the_tiny_base_changes():
 
 
 @pytest.mark.parametrize("passed", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
-def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_path, passed):
+def test_train_pack_takes_what_is_not_specified_from_the_tiny_recipe(monkeypatch, tmp_path, passed):
     tiny, built = resolve(tiny_recipe()), {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -421,7 +422,10 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_p
     )
     with pytest.raises(ZeroDivisionError):
         training.train_pack("tiny", **passed)
-    assert built == {"lora": tiny.lora, "train": tiny.train} | passed
+    expected = {"lora": tiny.lora, "train": tiny.train} | passed
+    if "train" in passed:
+        expected["train"] = replace(tiny.train, iters=7)
+    assert built == expected
 
 
 @pytest.mark.parametrize(("pattern", "warns"), [({}, False), ({"down_proj": 2}, True)])

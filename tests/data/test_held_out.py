@@ -48,7 +48,8 @@ def many_rows(tmp_path, monkeypatch):
 
 
 def _run(data, out, *, resume=False, **settings):
-    train = {"iters": 1, "batch_size": 2, "matmul_path": "dense", "val_batches": 0, **settings}
+    train = {"iters": 1, "batch_size": 2, "matmul_path": "dense", "val_batches": 0}
+    train |= {"warmup_steps": 0, "test_batches": None, **settings}  # not the bundled recipe's
     return train_pack("tiny", str(data), LORA, train, out, resume=resume)
 
 
