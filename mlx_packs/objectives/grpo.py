@@ -48,6 +48,8 @@ class Generator(Protocol):
     def __call__(self, batch: Batch) -> tuple[Batch, np.ndarray]:
         """Return prompts with completions, and rewards float32 [prompts, completions of one].
 
+        A reward is NaN where a completion has none.
+
         The same batch gives the same completions with the model as it is; they are the targets.
         """
 
@@ -55,11 +57,16 @@ class Generator(Protocol):
 def advantages(rewards: np.ndarray) -> np.ndarray:
     """Return how much better each completion is than the others of its prompt.
 
-    Semantics: (r - mean of its group) / (standard deviation of its group + 1e-4), as in TRL.
+    Semantics: (r - mean of its group) / (standard deviation of its group + 1e-4), as in TRL. NaN
+    is of no group, and its advantage is 0.
     """
-    mean = rewards.mean(1, keepdims=True)
-    spread = rewards.std(1, ddof=1, keepdims=True)
-    return (rewards - mean) / (spread + _LEAST_SPREAD)
+    is_scored = ~np.isnan(rewards)
+    counts = is_scored.sum(1, keepdims=True)
+    mean = np.nansum(rewards, 1, keepdims=True) / np.maximum(counts, 1)
+
+    differences = np.where(is_scored, rewards - mean, 0)
+    variance = (differences**2).sum(1, keepdims=True) / np.maximum(counts - 1, 1)
+    return differences / (np.sqrt(variance) + _LEAST_SPREAD)
 
 
 def policy_loss(
@@ -160,7 +167,13 @@ class GRPO(Objective):
             return {}
         rewards = np.concatenate(self._rewards)
         self._rewards = []
-        return {"reward": float(rewards.mean()), "reward_std": float(rewards.std(1).mean())}
+
+        groups = [own[~np.isnan(own)] for own in rewards]
+        spreads = [own.std() for own in groups if len(own)]
+
+        if not spreads:
+            return {}
+        return {"reward": float(np.nanmean(rewards)), "reward_std": float(np.mean(spreads))}
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         return self._score(data, advance)

@@ -29,6 +29,7 @@ from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
+from ..errors import PackError
 from ..evaluation.images import advance_of
 from ..inference.generate import text_of
 from ..memory.memory_choice import MemoryChoice
@@ -88,6 +89,7 @@ class GRPOTask(Task):
 
     base: Base
     reward: Reward
+    notes_none = False  # whether the run has said that a batch has no reward
     sample: SamplePrompt
     shared: SharedPrompts | None = None  # how the prompt of several completions is computed once
 
@@ -203,6 +205,10 @@ class GRPOTask(Task):
         indices = [i for i in batch.examples for _ in range(train.num_generations)]
         generated = self._completed(prompts, indices, random_sampler(train, batch.number))
         rewards = self._rewards(prompts, indices, generated)
+        if np.isnan(rewards).all() and not self.notes_none:
+            self.notes_none = True
+            text = f"--reward {self.reward.name}: returned None for every completion of a batch"
+            self.display.line("note", f"{text}, from which the run learns nothing")
 
         examples = []
         for i, tokens in zip(indices, generated, strict=True):
@@ -251,8 +257,17 @@ class GRPOTask(Task):
                 for _ in part:
                     advance()
 
-        mean = float(np.concatenate(rewards).mean())
-        return RewardScore(mean, len(indices))
+        scored = np.concatenate(rewards)
+        scored = scored[~np.isnan(scored)]
+
+        if not len(scored):
+            raise PackError(
+                f"--reward {self.reward.name}: returned None for all {len(indices)} completions of "
+                "an evaluation. Return a number for some of them.",
+                "data",
+                "reward",
+            )
+        return RewardScore(float(scored.mean()), len(scored))
 
     def summary(
         self,

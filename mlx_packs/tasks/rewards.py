@@ -14,8 +14,9 @@ from ..data.prompts import Prompts, wanted_text
 from ..errors import PackError, reason_of
 from ..evaluation.metrics import METRICS
 
-# Takes prompts, completions and the other columns of the rows, a list each; returns a number each.
-RewardFunction = Callable[..., Sequence[float]]
+# Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
+# or None for a completion that it does not score.
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -54,7 +55,7 @@ def load_reward(name: str) -> RewardFunction:
 
 
 class Reward:
-    """The rewards of completions, each a finite number.
+    """The rewards of completions, each a finite number, or NaN where the function returns None.
 
     Args:
         function: the user's own, or the name of a metric of answers.
@@ -89,7 +90,7 @@ class Reward:
         """Return the reward of each completion of the prompts at ``indices``, float32 [N].
 
         Raises:
-            PackError: the function raises, or returns other than as many finite numbers.
+            PackError: the function raises, or returns other than as many finite numbers or None.
         """
         rows = [prompts.row(i) for i in indices]
         names = dict.fromkeys(name for row in rows for name in row.value)
@@ -117,13 +118,15 @@ class Reward:
         if len(values) != len(rows):
             raise _fault(place, f"returned {len(values)} values", len(rows))
         for i, value in zip(indices, values, strict=True):
+            if value is None:
+                continue
             if not isinstance(value, numbers.Real) or not np.isfinite(float(value)):
                 where = prompts.where(i)
                 raise _fault(
                     place, f"returned {value!r:.40} for a completion of {where}", len(rows)
                 )
 
-        return np.array([float(value) for value in values], np.float32)
+        return np.array([np.nan if value is None else float(value) for value in values], np.float32)
 
 
 def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
@@ -146,7 +149,7 @@ def _metric_reward(name: str) -> RewardFunction:
 def _fault(place: str, fault: str, count: int) -> PackError:
     return PackError(
         f"{place}: {fault}, but must return a list of {count} finite numbers, one for each "
-        "completion.",
+        "completion, or None for those that it does not score.",
         "data",
         "reward",
     )

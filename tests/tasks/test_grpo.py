@@ -7,7 +7,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.data import DataConfig
 from mlx_packs.data.formats import Row
 from mlx_packs.data.prompts import encode_prompts
-from mlx_packs.objectives.grpo import advantages, policy_loss
+from mlx_packs.objectives.grpo import GRPO, advantages, policy_loss
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.rewards import Reward, load_reward
 from tests.helpers.bases import small_base
@@ -60,6 +60,10 @@ def test_advantages_and_losses_are_those_of_the_paper():
     expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std(ddof=1) + 1e-4)
     np.testing.assert_allclose(gains[0], expected, rtol=1e-5)
     assert gains[1].tolist() == [0, 0, 0]
+
+    partly = advantages(np.array([[1, np.nan, 2, 4], [np.nan, 3, np.nan, np.nan]], np.float32))
+    np.testing.assert_allclose(partly[0], [gains[0][0], 0, *gains[0][1:]], rtol=1e-5)
+    assert partly[1].tolist() == [0, 0, 0, 0]
 
     log_probs, reference = mx.array([-1.0, -2.0, -3.0, -9.0]), mx.array([-1.5, -2.0, -2.0, 0.0])
     owners, of_two = mx.array([0, 0, 1, -1]), mx.array([2.0, -1.0])
@@ -145,6 +149,8 @@ def test_a_completion_has_the_form_of_its_prompt(prompts):
 
     Reward(reward, DataConfig())(prompts, [0, 1], ["a", "b"])
     assert seen == [("Say 1.", "a"), (TURNS, [{"role": "assistant", "content": "b"}])]
+    partly = Reward(lambda **_: [None, 2], DataConfig())(prompts, [0, 1], ["a", "b"])
+    assert np.isnan(partly[0]) and partly[1] == 2
     exact = Reward("exact", DataConfig())
     exact.check(prompts)
     assert exact(prompts, [0, 1, 1], ["1.", "2.", "3."]).tolist() == [1, 1, 0]
@@ -164,6 +170,33 @@ def test_a_reward_that_is_none_is_named_in_one_line(prompts, reward, fault):
     with raises("data", "reward", fault) as error:
         Reward(reward, DataConfig())(prompts, [0, 1], ["a", "b"])
     assert "\n" not in error.value.message
+
+
+def test_the_mean_reward_is_of_the_completions_that_are_scored():
+    objective = GRPO(None, None, TrainConfig(task="grpo"), None)
+    assert objective.facts() == {}
+    objective._rewards = [np.full((1, 2), np.nan), np.array([[1, np.nan], [2, 4]])]
+    assert objective.facts() == {"reward": pytest.approx(7 / 3), "reward_std": 0.5}
+    objective._rewards = [np.full((1, 2), np.nan)]
+    assert objective.facts() == {}
+
+
+@pytest.mark.slow
+def test_a_reward_may_score_some_completions_only(tmp_path, data):
+    def some(completions, prompts, **_):
+        first = prompts[0]
+        pairs = zip(completions, prompts, strict=True)
+        return [None if prompt == first else -len(text) / 20 for text, prompt in pairs]
+
+    run = train_pack(small_base(), data, LORA, settings(), tmp_path / "p", reward=some)
+    results = run.pack.manifest["eval"]
+    assert results["rows"] == 3 and np.isfinite(results["reward_after"])
+    with raises("data", "reward", "returned None for all 4 completions of an evaluation"):
+        none = [None] * 4
+        train_pack(
+            *(small_base(), data, LORA, settings(), tmp_path / "q"),
+            reward=lambda completions, **_: none[: len(completions)],
+        )
 
 
 @pytest.mark.parametrize(
