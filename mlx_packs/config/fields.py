@@ -221,11 +221,11 @@ def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]
         value = getattr(settings, field.name)
         facts = facts_of(field)
         if facts.choices and isinstance(value, str) and value not in facts.choices:
-            names = facts.choices
-            if isinstance(names, Table):
-                names = (*names, *names.added())
-            valid = ", ".join(names)
-            yield Fault(field.name, f"must be one of {valid}, but is '{value}'.", "unknown")
+            valid = facts.choices
+            if isinstance(valid, Table):
+                valid = (*valid, *valid.added())
+            text = f"must be one of {', '.join(valid)}, but is '{value}'."
+            yield Fault(field.name, text, "unknown")
 
         values = [value]
         every = ""

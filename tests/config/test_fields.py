@@ -105,6 +105,14 @@ def test_settings_out_of_bounds_are_errors(values, setting):
         Bounded(**values)
 
 
+def test_every_wrong_value_is_reported_whatever_is_wrong_before_it():
+    wrong = {"optimizer": "adamm", "task": "sft_", "seed": -1, "batch_size": 0, "betas": (2,)}
+    with raises("unknown", "task") as error:
+        TrainConfig(**wrong)
+    for flag in ("--task:", "--optimizer:", "--seed:", "--batch-size:", "--betas:"):
+        assert error.value.message.count(flag) == (flag != "--betas:"), flag  # of an optimizer
+
+
 def test_settings_within_bounds_are_accepted_and_those_without_a_flag_named_by_their_key():
     Bounded(share=0.0, rate=1e-9, norm=float("inf"), ranks={"a": 1})
     with raises("invalid", "ranks") as error:
