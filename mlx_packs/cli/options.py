@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PATHS = ("DIR", "FILE", "DATA", "MODEL", "PACK", "PACK=WEIGHT")  # metavars
 ARGUMENTS = "mlx_packs.arguments"  # in `click.Context.meta`
 HELP_TOPIC = "mlx_packs.help_topic"  # likewise; all where help is not asked for by a flag
-DefaultText = str | Callable[[str | None], str | None] | None
+DefaultText = str | Callable[..., str | None] | None
 
 # The settings of a run by name, in the order of the help; without those that only files specify.
 SETTINGS = {
@@ -44,8 +44,7 @@ class Option(click.Option):
     Args:
         names: its flags.
         section: of help.
-        default_text: the default in words, or a function that returns it for a task, which is None
-            in help that is not of one.
+        default_text: the default in words, or a function that returns it, for a task in its help.
         common: whether short help has it, or what it says there in place of ``help``.
         common_metavar: the value in short help, where it differs.
         tasks: the tasks that it belongs to; empty where all have it.
@@ -91,8 +90,7 @@ class Option(click.Option):
         extra = super().get_help_extra(ctx)
         text = self.default_text
         if callable(text):
-            topic = ctx.meta.get(HELP_TOPIC)
-            text = text(topic if topic in TASKS else None)
+            text = text(*filter(TASKS.__contains__, [ctx.meta.get(HELP_TOPIC)]))
         if text:
             extra["default"] = text
         return extra
@@ -198,7 +196,9 @@ def shown_default(name: str, *tasks: str) -> str | None:
     shown = default_in_words(field, *tasks)
     if shown == "true":
         return flags_of(field)[0][2:]
-    return None if shown in ("", "false") else shown
+    if shown in ("", "false"):
+        return None
+    return shown
 
 
 recipes = option(

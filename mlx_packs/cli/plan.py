@@ -48,9 +48,8 @@ _SETTINGS = [
 ]
 
 
-def _default_text(name: str, task: str | None = None) -> str:
-    tasks = () if task is None else (task,)
-    return _SEARCHED.get(name, "{}").format(options.shown_default(name, *tasks) or "")
+def _default_text(name: str, *task: str) -> str:
+    return _SEARCHED.get(name, "{}").format(options.shown_default(name, *task) or "")
 
 
 def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, list[str]]:

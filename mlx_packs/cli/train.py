@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 _OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
 
 
-def _default_text(name: str, task: str | None) -> str:
+def _default_text(name: str, *task: str) -> str:
     """Return the default of a setting, and that for the bundled model where it is another one."""
-    tasks = () if task is None else (task,)
-    texts = [options.shown_default(name, *tasks)]
+    texts = [options.shown_default(name, *task)]
 
     default = options.SETTINGS[name].default
-    tiny = base_defaults(RunOptions.model, task or TrainConfig.task, TrainConfig.method)
+    tiny = base_defaults(RunOptions.model, *task or [TrainConfig.task], TrainConfig.method)
     if tiny.get(name, default) != default:
         texts.append(f"tiny: {tiny[name]}")
     return "; ".join(text for text in texts if text)

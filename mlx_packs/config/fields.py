@@ -110,7 +110,9 @@ def default_in_words(field: dataclasses.Field, *tasks: str) -> str:
 def _in_words(value: Any) -> str:
     if value is None or value in ((), {}):
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 class Fault(NamedTuple):

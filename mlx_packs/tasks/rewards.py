@@ -126,7 +126,7 @@ class Reward:
                     place, f"returned {value!r:.40} for a completion of {where}", len(rows)
                 )
 
-        return np.array([np.nan if value is None else float(value) for value in values], np.float32)
+        return np.array(list(values), np.float32)  # NaN for None
 
 
 def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
