@@ -14,7 +14,7 @@ from ..errors import PackError
 from .cells import messages_of, unpacked
 from .conversations import Conversation, Span
 from .images import IMAGE_COLUMNS, column_without_place, with_row_images, without_marks
-from .messages import Turn, turns_of
+from .messages import THOUGHTS, Turn, turns_of
 from .row_format import Row, TokenFormat, optional, shown, text_of
 from .tool_calls import is_given, json_value, normal_tools, without_padding
 
@@ -134,6 +134,11 @@ class ConversationFormat(TokenFormat):
         turns = self.turns(row, names)
         asked = self._asked(turns)
         return _answer_of(turns[asked]) if asked < len(turns) else None
+
+    def thoughts(self, row: Row, names: DataConfig) -> str:
+        turns = self.turns(row, names)
+        asked = self._asked(turns)
+        return turns[asked].message.get(THOUGHTS[0], "") if asked < len(turns) else ""
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         texts = [without_marks(turn.message) for turn in self.turns(row, names)]

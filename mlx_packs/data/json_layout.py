@@ -49,7 +49,9 @@ def _answers(splits: Splits, columns: DataConfig) -> Iterable[str]:
 
     if isinstance(row_format, TokenFormat):
         for row in rows:
-            yield row_format.answer(row, columns) or ""
+            thoughts = row_format.thoughts(row, columns)
+            answer = row_format.answer(row, columns) or ""
+            yield f"{thoughts}</think>{answer}" if thoughts else answer
 
 
 def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> None:

@@ -99,6 +99,10 @@ class TokenFormat(RowFormat):
         """Return the text of the row after its `prompt`; None where that is no answer."""
         return None
 
+    def thoughts(self, row: Row, names: DataConfig) -> str:
+        """Return the thoughts before the `answer` that the row has under a key of their own."""
+        return ""
+
     def resolve_loss_on(self, loss_on: str | None) -> str:
         return loss_on or self.loss_on
 

@@ -1,12 +1,12 @@
 """The share of held-out prompts that are answered as wanted, with its error, and some answers."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..bases.thoughts import opens_thoughts, split_thoughts, thought_marks
 from ..bases.tokenizer import tokenizer_errors
 from ..config.data import DataConfig
 from ..data.formats import Row, TokenFormat
@@ -22,7 +22,6 @@ from .metrics import METRICS
 _SAMPLES = 3
 _MOST_AT_ONCE = 64
 _TIMES_AT_ONCE = 4
-_THOUGHTS = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Question:
     text: str
     tokens: list[int]
     wanted: str
+    thoughts: int = 0  # tokens of the thoughts that its example has before the answer
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Exam:
         self._tokens_at_once = tokens_at_once
 
         with tokenizer_errors(base.tokenizer):
-            longest = max(len(base.tokenizer.encode(q.wanted)) for q in questions)
+            longest = max(q.thoughts + len(base.tokenizer.encode(q.wanted)) for q in questions)
 
         self._limit = longest + METRICS[metric].spare_tokens
         one = self._limit + max(len(q.tokens) for q in questions)
@@ -146,8 +146,11 @@ class Exam:
         if begun:
             advance(begun)
 
-        texts = (text_of_tokens(self._base, each) for each in tokens)
-        return [_THOUGHTS.sub("", text).strip() for text in texts]
+        answers = []
+        for question, generated in zip(self.questions, tokens, strict=True):
+            text = text_of_tokens(self._base, generated)
+            answers.append(answer_of(self._base, question.tokens, text).strip())
+        return answers
 
     def validated(self, score: Score) -> AnsweredScore:
         """Return a score with the share of the questions that the base answers right now."""
@@ -202,6 +205,31 @@ class Exam:
         return Accuracy(share, math.sqrt(share * (1 - share) / count), valid, only)
 
 
+def answer_of(base: Base, prompt: Sequence[int], text: str) -> str:
+    """Return the part of a generated text after its thoughts, which the prompt may have opened."""
+    is_open = opens_thoughts(base.tokenizer, prompt)
+    return split_thoughts(base.tokenizer, text, is_open)[1]
+
+
+def expected_answer(
+    row: Row, row_format: TokenFormat, columns: DataConfig, base: Base, prompt: Sequence[int]
+) -> tuple[str | None, int]:
+    """Return the answer of an example after its thoughts, and how many tokens these are."""
+    text = row_format.answer(row, columns)
+    if text is None:
+        return None, 0
+
+    opening, end = thought_marks(base.tokenizer)
+    is_open = end in text and opens_thoughts(base.tokenizer, prompt)
+    written, answer = split_thoughts(base.tokenizer, text, is_open)
+    thoughts = row_format.thoughts(row, columns) or written
+    if not thoughts:
+        return answer, 0
+
+    with tokenizer_errors(base.tokenizer):
+        return answer, len(base.tokenizer.encode(f"{opening}\n{thoughts}\n{end}\n\n"))
+
+
 def questions_of(
     rows: Iterable[Row],
     row_format: TokenFormat,
@@ -222,8 +250,11 @@ def questions_of(
     for row in rows:
         if len(questions) == most:
             break
-        expected = row_format.answer(row, columns)
-        if expected is None or not expected.strip():
+        if not row_format.answer(row, columns):
+            continue
+        text, tokens = row_format.prompt(row, columns, base.tokenizer)
+        expected, thoughts = expected_answer(row, row_format, columns, base, tokens)
+        if not expected or not expected.strip():
             continue
 
         has_answers = True
@@ -235,11 +266,10 @@ def questions_of(
                 "metric",
             )
 
-        text, tokens = row_format.prompt(row, columns, base.tokenizer)
         with tokenizer_errors(base.tokenizer):
-            length = len(tokens) + len(base.tokenizer.encode(expected))
+            length = len(tokens) + thoughts + len(base.tokenizer.encode(expected))
         if length <= longest:
-            questions.append(Question(text, tokens, expected))
+            questions.append(Question(text, tokens, expected, thoughts))
 
     if not questions:
         reason = (

@@ -4,8 +4,10 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..bases.thoughts import opens_thoughts, split_thoughts, thought_marks
 from ..bases.turns import IMAGE_MARK
 from ..config.sampling import Sampling
+from ..data.messages import THOUGHTS
 from ..vision.pictures import ImageSource
 from .generate import PENALIZED_TOKENS, chat_prompt, reads_at_once, responses
 
@@ -68,7 +70,8 @@ class Chat:
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yield pieces of the answer to a message; both are part of the conversation then.
 
-        An answer that is not taken to its end counts as far as it was taken.
+        An answer that is not taken to its end counts as far as it was taken. Its thoughts, whose
+        opening mark comes first, are not part of its content.
 
         Raises a PackError if the chat template fails; the conversation stays as it was.
         """
@@ -78,16 +81,23 @@ class Chat:
         prompt = chat_prompt(self.base, messages, **self._variables)
         new = self._not_cached(prompt)
 
+        tokenizer = self.base.tokenizer
+        is_open = opens_thoughts(tokenizer, prompt)
         answer: list[str] = []
         try:
+            if is_open:
+                yield f"{thought_marks(tokenizer)[0]}\n"
             for response in responses(self.base, new, self.sampling, self._cache):
                 self._tokens.append(response.token)
                 answer.append(response.text)
                 yield response.text
         finally:
             if answer:
-                content = "".join(answer)
-                self.messages = [*messages, {"role": "assistant", "content": content}]
+                thoughts, content = split_thoughts(tokenizer, "".join(answer), is_open)
+                message = {"role": "assistant", "content": content}
+                if thoughts:
+                    message |= dict.fromkeys(THOUGHTS, thoughts)
+                self.messages = [*messages, message]
 
     def _not_cached(self, prompt: list[int]) -> list[int]:
         """Return the tokens of a prompt that the cache lacks, and take others out of it."""

@@ -7,23 +7,7 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from ..bases.tokenizer import readable_text
-
-_TAIL = 64  # tokens at the end of a prompt, more than any mark and the white space after it
-
-
-def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Return whether what follows a prompt begins in the thoughts.
-
-    Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
-    that is a text of the conversation: of a question, a tool, or an earlier answer. ``prompt`` is
-    as of `render_chat` with ``add_generation_prompt``.
-    """
-    if not tokenizer.has_thinking:
-        return False
-    end = readable_text(tokenizer, prompt[-_TAIL:])
-    return end.rstrip().endswith(tokenizer.think_start)
-
+from ..bases.thoughts import opens_thoughts
 
 Kind = Literal["content", "reasoning", "tool_call"]
 _KINDS: dict[str | None, Kind] = {"reasoning": "reasoning", "tool": "tool_call"}
@@ -137,4 +121,6 @@ def first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
     """Return where the answer to a prompt begins: in the thoughts that the template has opened?"""
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
-    return "reasoning" if opens_thoughts(tokenizer, prompt) else "normal"
+    if tokenizer.has_thinking and opens_thoughts(tokenizer, prompt):
+        return "reasoning"
+    return "normal"

@@ -20,7 +20,7 @@ from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_groups, plan_trees, training_batches
 from ..errors import PackError
-from ..evaluation.answers import Exam, answer_line, questions_of
+from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
@@ -59,11 +59,13 @@ class SamplePrompt:
     wanted: str | None = None  # the answer that the examples have
     is_raw: bool = False  # whether it is the beginning of a text, rather than a question
     images: tuple[str, ...] = ()  # of the prompt, as `thumbnails`
+    thoughts: int = 0  # tokens of the thoughts before the answer
 
     def complete(self, base: Base) -> str:
-        """Return the base's completion as it is now: greedy, as `packs generate` gives it."""
-        text = complete(base, self.tokens, SAMPLE_TOKENS)
-        return " ".join(text.split())
+        """Return the base's answer as it is now: greedy, as `packs generate` gives it."""
+        text = complete(base, self.tokens, self.thoughts + SAMPLE_TOKENS)
+        answer = answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
+        return " ".join(answer.split())
 
     def report(self, start: PhaseStart, base: Base) -> dict[str, Any]:
         """Return it with the completions of what the run started from, and of the base as it is."""
@@ -125,9 +127,13 @@ class CausalLMTask(TokenTask):
         row = splits[-1].first_usable(split)
         columns = phases[-1].sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
+        text, tokens = row_format.prompt(row, columns, base.tokenizer)
+        wanted, thoughts = expected_answer(row, row_format, columns, base, tokens)
         self.sample = SamplePrompt(
-            *row_format.prompt(row, columns, base.tokenizer),
-            row_format.answer(row, columns),
+            text,
+            tokens,
+            wanted,
+            thoughts=thoughts,
             is_raw=row_format is TEXT or not base.tokenizer.has_chat_template,
             images=thumbnails(row_format.images(row, columns), columns.allow_urls),
         )

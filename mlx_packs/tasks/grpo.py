@@ -30,6 +30,7 @@ from ..data.sampler import Sampler
 from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..errors import PackError
+from ..evaluation.answers import answer_of
 from ..evaluation.images import advance_of
 from ..inference.generate import text_of
 from ..memory.memory_choice import MemoryChoice
@@ -240,9 +241,11 @@ class GRPOTask(Task):
         """Reward each completion, whose text is without the token that ends it."""
         ends = set(self.base.tokenizer.eos_token_ids)
         texts = []
-        for tokens in completions:
-            without_end = [t for t in tokens if t not in ends]
-            texts.append(text_of(self.base, without_end))
+        for i, tokens in zip(indices, completions, strict=True):
+            text = text_of(self.base, [t for t in tokens if t not in ends])
+            if self.reward.is_metric:
+                text = answer_of(self.base, prompts.tokens[i], text)
+            texts.append(text)
         return self.reward(prompts, indices, texts)
 
     def _score(self, data: Dataset, advance: Callable[[], None] | None = None) -> RewardScore:

@@ -28,6 +28,7 @@ from ..data.sharing import plan_trees
 from ..data.task_formats import RATED
 from ..display import VERBOSE
 from ..errors import PackError
+from ..evaluation.answers import expected_answer
 from ..evaluation.images import advance_of
 from ..evaluation.preferences import PairScore, score_preferences
 from ..memory.memory_choice import MemoryChoice
@@ -198,9 +199,10 @@ class PreferenceTask(TokenTask):
         columns = data.phase.sources[0]
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
-        prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
+        text, tokens = COMPLETION.prompt(row, columns, self.base.tokenizer)
         images = thumbnails(COMPLETION.images(row, columns), columns.allow_urls)
-        self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns), images=images)
+        wanted, thoughts = expected_answer(row, COMPLETION, columns, self.base, tokens)
+        self.sample = SamplePrompt(text, tokens, wanted, images=images, thoughts=thoughts)
 
     def bind(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bases.thoughts import split_thoughts
 from ..config.data import DataConfig
 from ..data.prompts import Prompts, wanted_text
 from ..errors import PackError, reason_of
@@ -71,9 +72,14 @@ class Reward:
             self.name = function.__name__
             self._function = function
 
+    @property
+    def is_metric(self) -> bool:
+        """Whether it compares answers, without their thoughts, with the expected ones."""
+        return self.name in METRICS
+
     def check(self, prompts: Prompts) -> None:
         """Check that the rows have what a metric needs."""
-        if self.name not in METRICS:
+        if not self.is_metric:
             return
         for i in range(len(prompts)):
             if wanted_text(prompts.row(i), self._columns) is None:
@@ -100,7 +106,7 @@ class Reward:
 
         place = f"--reward {self.name}"
         passed: list = list(completions)
-        if self.name not in METRICS:
+        if not self.is_metric:
             passed = [_like(p, c) for p, c in zip(prompt, completions, strict=True)]
 
         try:
@@ -141,7 +147,8 @@ def _metric_reward(name: str) -> RewardFunction:
     is_right = METRICS[name].is_right
 
     def reward(completions: Sequence[str], expected: Sequence[str], **_: Any) -> list[float]:
-        return [float(is_right(c, e)) for c, e in zip(completions, expected, strict=True)]
+        answers = [split_thoughts(None, text)[1] for text in expected]
+        return [float(is_right(c, a)) for c, a in zip(completions, answers, strict=True)]
 
     return reward
 

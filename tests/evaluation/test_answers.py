@@ -11,7 +11,13 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.formats import TOKEN_FORMATS, format_of
 from mlx_packs.data.rows import read_rows
 from mlx_packs.evaluation import answers
-from mlx_packs.evaluation.answers import Exam, Question, answer_line, questions_of
+from mlx_packs.evaluation.answers import (
+    Exam,
+    Question,
+    answer_line,
+    answer_of,
+    questions_of,
+)
 from mlx_packs.evaluation.metrics import METRICS, metric_of
 from mlx_packs.packs.facts import changes_of
 from mlx_packs.tasks.causal_lm import CausalLMTask
@@ -121,6 +127,52 @@ def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypa
     tokens = shared_tiny.tokenizer.encode("<think>\nso\n</think>\n\n7 \n")
     monkeypatch.setattr(answers, "stream_batch", lambda *_: ((0, token) for token in tokens))
     assert exam(shared_tiny, "exact", "7").answers() == ["7"]
+
+
+MARKS = {"<think>": "</think>", "<longcat_think>": "</longcat_think>"}
+
+
+@pytest.mark.parametrize("opening", MARKS)
+@pytest.mark.parametrize(
+    ("prompt", "text", "answer"),
+    [
+        ("Red?{open}\n", "A colour.{end}red", "red"),
+        ("Red?{open}\n", "{open}A colour.{end}\n\nred", "red"),
+        ("Red?{open}\n", "A colour, and another", ""),
+        ("Red?", "{open}A colour.{end}red", "red"),
+        ("Red?", "{open}A colour", ""),
+        ("Red?", "What does {end} do?", "What does {end} do?"),
+        ("{open} {end}", "red", "red"),
+    ],
+)
+def test_thoughts_end_at_their_mark(shared_tiny, monkeypatch, opening, prompt, text, answer):
+    tokenizer = shared_tiny.tokenizer
+    monkeypatch.setattr(tokenizer, "_think_start", opening)
+    monkeypatch.setattr(tokenizer, "_think_end", MARKS[opening])
+    marks = {"open": opening, "end": MARKS[opening]}
+    tokens = tokenizer.encode(prompt.format(**marks))
+    assert answer_of(shared_tiny, tokens, text.format(**marks)) == answer.format(**marks)
+
+
+THOUGHT = "It is a colour, and I am asked to say its name."
+WRITTEN = [
+    {"content": "red", "reasoning_content": THOUGHT},
+    {"content": f"<think>{THOUGHT}</think>\n\nred"},
+]
+
+
+@pytest.mark.parametrize("answer", WRITTEN, ids=["key", "content"])
+def test_expected_answers_are_without_thoughts_whose_tokens_count(
+    shared_tiny, tmp_path, monkeypatch, answer
+):
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}
+    questions = asked(shared_tiny, [row], folder=tmp_path)
+    assert [q.wanted for q in questions] == ["red"]
+
+    limits = []
+    monkeypatch.setattr(answers, "stream_batch", lambda *a: limits.append(a[2]) or iter(()))
+    Exam(shared_tiny, "exact", questions, 1000).answers()
+    assert limits[0] >= len(shared_tiny.tokenizer.encode(f"<think>{THOUGHT}</think>\n\nred")) + 8
 
 
 def test_answers_that_begin_together_are_counted_together(shared_tiny, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,22 @@ def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch):
     assert computed[0] > computed[1] and len(prompt) > 2 * computed[2]
     conversation.clear()
     assert conversation.messages == [{"role": "system", "content": "Be short."}]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("A colour.</think>red", "red"), ("A colour.", "")],
+    ids=["ends", "goes on"],
+)
+def test_thoughts_that_the_prompt_opens_are_no_content(small_tiny, monkeypatch, text, content):
+    template = small_tiny.tokenizer.chat_template
+    monkeypatch.setattr(small_tiny.tokenizer._tokenizer, "chat_template", template + "<think>\n")
+    pieces = [SimpleNamespace(token=7, text=text)]
+    monkeypatch.setattr(chat, "responses", lambda *_: iter(pieces))
+    conversation = Chat(small_tiny, sampling=SHORT)
+    assert "".join(conversation.reply("?")) == f"<think>\n{text}"
+    answer = conversation.messages[-1]
+    assert (answer["content"], answer["reasoning_content"]) == (content, "A colour.")
 
 
 def test_a_penalty_looks_back_on_earlier_turns(small_tiny):

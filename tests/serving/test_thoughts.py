@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from mlx_packs.bases.thoughts import opens_thoughts
 from mlx_packs.inference.generate import chat_prompt
-from mlx_packs.serving.output import Output, first_state, opens_thoughts
+from mlx_packs.serving.output import Output, first_state
 
 ENDS = {  # of the prompt, after the mark of the assistant
     "": False,
@@ -63,4 +64,4 @@ def test_only_the_end_of_the_prompt_counts(small_tiny, monkeypatch, turns, end):
 
 def test_tokenizers_without_thoughts_open_none(small_tiny, monkeypatch):
     monkeypatch.setattr(small_tiny.tokenizer, "_think_start", None)
-    assert not opens_thoughts(small_tiny.tokenizer, [4092])
+    assert first_state(small_tiny.tokenizer, [4092]) == "normal"

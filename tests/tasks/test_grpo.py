@@ -1,5 +1,8 @@
 """Runs on rewards: the model generates, learns from the better completions, and can be resumed."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.objectives.grpo import GRPO, advantages, policy_loss
 from mlx_packs.runtime import mx
+from mlx_packs.tasks.grpo import GRPOTask
 from mlx_packs.tasks.rewards import Reward, load_reward
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -154,6 +158,18 @@ def test_a_completion_has_the_form_of_its_prompt(prompts):
     exact = Reward("exact", DataConfig())
     exact.check(prompts)
     assert exact(prompts, [0, 1, 1], ["1.", "2.", "3."]).tolist() == [1, 1, 0]
+
+
+def test_a_metric_compares_answers_without_thoughts(small_tiny, prompts):
+    """Functions see completions with their thoughts, as in TRL."""
+    seen = []
+    tokens = small_tiny.tokenizer.encode("A number.</think>1.")
+    opened = replace(prompts, tokens=[[4092], [4092]])
+    for reward in ("exact", lambda completions, **_: seen.extend(completions) or [0.0]):
+        task = SimpleNamespace(base=small_tiny, reward=Reward(reward, DataConfig()))
+        rewards = GRPOTask._rewards(task, opened, [0], [tokens])
+        assert rewards.tolist() == [float(reward == "exact")]
+    assert seen == ["A number.</think>1."]
 
 
 @pytest.mark.parametrize(
