@@ -383,10 +383,14 @@ class Encoder:
 
             if self.in_pieces:
                 self.pieces.add(row, text, tokens, places)
-            elif self.loss_on == "all":
-                self._append(row, tokens, np.ones(len(tokens), dtype=bool))
-            else:
-                self._append(row, tokens, _targets(places, tokens, spans, self.ends))
+                continue
+
+            target = np.ones(len(tokens), dtype=bool)
+            if self.loss_on != "all":
+                target = _targets(places, tokens, spans, self.ends)
+            if images:
+                target &= ~self.images.inside(tokens, images)
+            self._append(row, tokens, target)
 
         for row, tokens in self.pieces.encoded():
             self._append(row, tokens, np.ones(len(tokens), dtype=bool))

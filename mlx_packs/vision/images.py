@@ -378,6 +378,17 @@ class Images:
             numbered[place] = token
         return numbered
 
+    def inside(self, tokens: Sequence[int], images: Sequence[Image]) -> np.ndarray:
+        """Return which `numbered` tokens stand for images, with those between its own, bool [L]."""
+        inside = np.zeros(len(tokens), bool)
+        places = np.flatnonzero(np.array(tokens) <= FIRST_IMAGE)
+        start = 0
+        for image in images:
+            stop = start + len(image.tokens)
+            inside[places[start] : places[stop - 1] + 1] = True
+            start = stop
+        return inside
+
     def prompt(self, tokenizer: Any, text: str, sources: Sequence[ImageSource]) -> list[int]:
         """Return the tokens of a rendered prompt."""
         images = [self.add(source) for source in sources]

@@ -1,0 +1,82 @@
+"""Tokens of images are targets of no loss, wherever the image is."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.bases.vision_families import VisionFamily
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.preferences import encode_preferences
+from mlx_packs.data.rows import Row
+from mlx_packs.nn.image_tokens import FIRST_IMAGE
+from mlx_packs.vision.images import Image, Images
+
+PLACEHOLDER = "<|endoftext|>"
+FEATURES = 6
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    + PLACEHOLDER
+    + "{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IMAGE = {"type": "image", "image": "a.png"}
+USER = {"role": "user", "content": [IMAGE, {"type": "text", "text": " Which colour?"}]}
+ANSWER = {"role": "assistant", "content": "Red."}
+
+
+class FakeImages(Images):
+    """Each image is two lines of three features."""
+
+    def __init__(self, token: int) -> None:
+        self.family = VisionFamily(PLACEHOLDER)
+        self.token = token
+
+    def limit(self, *_) -> None:
+        pass
+
+    def add(self, _) -> Image:
+        text = f"{PLACEHOLDER * 3}\n{PLACEHOLDER * 3}"
+        return Image("a", self, 0, (8, 8), text, FEATURES, None, 0, None)
+
+
+@pytest.fixture
+def tokenizer(shared_tiny, monkeypatch):
+    tokenizer = shared_tiny.tokenizer
+    images = FakeImages(tokenizer.encode(PLACEHOLDER)[-1])
+    monkeypatch.setattr(tokenizer, "_images", images, raising=False)
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", TEMPLATE)
+    return tokenizer
+
+
+def image_mask(tokens: np.ndarray) -> np.ndarray:
+    """Return what is inside of images, bool [L]: their tokens, and the line break of each."""
+    own = np.flatnonzero(tokens <= FIRST_IMAGE)
+    assert len(own) and len(own) % FEATURES == 0
+    inside = np.zeros(len(tokens), bool)
+    for places in own.reshape(-1, FEATURES):
+        inside[places[0] : places[-1] + 1] = True
+    return inside
+
+
+@pytest.mark.parametrize("loss_on", ["all", "assistant", "completion"])
+def test_images_are_no_targets(tokenizer, loss_on):
+    turns = {"messages": [USER, ANSWER, USER, ANSWER]}
+    row = Row("a:1", turns)
+    examples = encode([row], tokenizer, DataConfig(), EncodingOptions(loss_on))
+    tokens, target = examples[0].tokens, examples[0].target
+    inside = image_mask(tokens)
+    assert not target[inside].any() and target.any()
+    assert examples.targets == target.sum()
+    if loss_on == "all":
+        assert (target == ~inside)[1:].all()
+
+
+def test_images_of_preferences_are_no_targets(tokenizer):
+    values = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}
+    options = EncodingOptions()
+    examples = encode_preferences([Row("a:1", values)], tokenizer, DataConfig(), options)
+    for example in examples.items:
+        assert example.target.any()
+        assert not example.target[image_mask(example.tokens)].any()
