@@ -160,7 +160,9 @@ OWN_READERS = {
     **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
     "data/cells.py": "cells of rows, bounded",
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
-    **dict.fromkeys(("layers/registered.py", "training/run.py"), "files that were checked"),
+    **dict.fromkeys(
+        ("layers/registered.py", "training/start_adapters.py"), "files that were checked"
+    ),
 }
 READS = {"open", "read_text", "read_bytes", "safe_open"}
 PARSERS = {

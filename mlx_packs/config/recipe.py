@@ -45,7 +45,10 @@ class RunOptions(Settings):
         common=True,
     )
     resume_adapter_file: str | None = option(
-        None, "Start from the adapters in FILE.", section="Adapter", metavar="FILE"
+        None,
+        "Start from the adapters of a pack, or of a file with mlx-lm's names.",
+        section="Adapter",
+        metavar="PACK",
     )
     report_to: str | None = _output(
         None,

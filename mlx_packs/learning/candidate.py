@@ -19,6 +19,7 @@ from ..tensors import save_tensors
 from ..training.run import train_request
 from ..training.run_folder import latest_checkpoint, run_folder
 from ..training.settings import Request
+from ..training.start_adapters import adapter_settings
 from .folder import FIGURES, PACK, LearningFolder
 from .rows import Split
 
@@ -175,7 +176,7 @@ def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
     adapters: dict[str, Any] = {}
     start = folder.pack_of(job.start)
     if start is not None:
-        adapters = {**adapters_of(start), **_quantization(start, run["model"])}
+        adapters = {**adapter_settings(start), **_quantization(start, run["model"])}
         adapters["template_kwargs"] = template_kwargs_of(start.manifest)
         adapters["chat_template"] = chat_template_of(start.manifest)
 
@@ -195,23 +196,3 @@ def _quantization(pack: Pack, model: str) -> dict[str, Any]:
     if quantize != "nf4":  # others have none
         del settings["double_quant"]
     return settings
-
-
-def adapters_of(pack: Pack) -> dict[str, Any]:
-    """Return settings that make the adapters of a pack, module by module."""
-    ranks = {}
-    alphas = {}
-    for path, spec in pack.specs.items():
-        for part in spec.slices:
-            name = path
-            if len(spec.slices) > 1:
-                name = f"{path}.{part.name}"
-
-            if part.rank:
-                ranks[name] = part.rank
-                alphas[name] = part.alpha
-
-    settings: dict[str, Any] = {"target_modules": tuple(ranks)}
-    if len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1:
-        return {**settings, "rank_pattern": ranks, "alpha_pattern": alphas}
-    return {**settings, "rank": max(ranks.values()), "alpha": max(alphas.values())}

@@ -27,7 +27,7 @@ TRAINING_ONLY = {
     "recipe": frozenset(("quantize", "on_long_row", "template_date", *COLUMN_SETTINGS)),
 }
 # Packs that differ in these compute different things.
-_SAME = ("task", "classifier", "pooling", "normalize", "head")
+_SAME = ("task", "classifier", "pooling", "normalize", "head", "chat_template")
 # What a sum of packs that differ records; other entries are left out, so that the base's hold.
 _SUMMED: Mapping[str, Callable[[Iterable], Any]] = {
     "max_seq_length": min,

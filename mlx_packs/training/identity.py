@@ -18,43 +18,11 @@ from ..display import Display
 from ..errors import PackError
 from ..late import load
 from ..packs.base import Base
-from ..packs.manifest import MANIFEST, read_manifest
-from ..packs.pack import Pack
-from ..packs.records import note_of_start
-from ..reading import sha256
 from .run_folder import PACKAGES, check_unchanged
 from .settings import Run, RunSettings
 
 # What older runs did that do not have an option whose default is something else.
 _BEFORE = {"share_prefix": "off"}
-
-
-def start_of(file: str | None, earlier: dict | None) -> dict | None:
-    """Return name and hash of adapters to start from, of ``earlier`` if resumed; None if fresh."""
-    if earlier is not None:
-        if file is not None:
-            raise PackError(
-                "--resume and --resume-adapter-file: a resumed run continues from its checkpoint. "
-                "Leave one of them out.",
-                "conflict",
-                "resume_adapter_file",
-            )
-        return earlier["recipe"].get("resume_adapter_file")
-
-    if file is None:
-        return None
-    if not Path(file).is_file():
-        raise PackError(f"--resume-adapter-file {file}: no such file.", "not-found")
-    return {"name": Path(file).name, "sha256": sha256(Path(file))}
-
-
-def compare_with_start(run: Run, pack: Pack) -> None:
-    """Say where a pack records another use than the pack that its run started from."""
-    file = run.request.option("resume_adapter_file")
-    if file is None or not (manifest := Path(file).parent / MANIFEST).is_file():
-        return
-    if note := note_of_start(read_manifest(manifest), pack.manifest):
-        run.display.line("note", note)
 
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:

@@ -25,7 +25,7 @@ from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.in_memory import Data
 from ..data.rows import Splits
 from ..display import VERBOSE, Display, display_of, shown_count
-from ..errors import Float16Overflow, PackError, library_errors
+from ..errors import Float16Overflow, PackError
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..late import load
@@ -38,19 +38,15 @@ from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
 from ..packs.making import pack_of
 from ..packs.pack import Pack
-from ..reading import read_header
 from ..run_clock import RunClock
-from ..runtime import mx
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Summary, Task, make_tasks
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
 from .identity import (
     check_resume,
-    compare_with_start,
     public_recipe,
     run_identity,
-    start_of,
     with_template_date,
 )
 from .observer import Observer
@@ -62,6 +58,7 @@ from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of, measured
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
 from .settings import Place, Request, Run, RunSettings, recipe_of, with_batches
+from .start_adapters import compare_with_start, load_adapters, start_of, with_start_template
 from .step import Steps, take_alone
 from .stopping import resumable
 from .unattended import unattended
@@ -111,7 +108,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         overwrite: Whether to replace the pack and the run of ``out`` if they exist.
         resume: Whether to continue the run of ``out`` from its last checkpoint; the result is the
             same as of an uninterrupted run. All other arguments must be the original ones.
-        resume_adapter_file: File with adapters in mlx-lm's names, to start from.
+        resume_adapter_file: Pack to start from, its Hub id, or a file in mlx-lm's names.
         report_to: Services to log to, separated by commas: tensorboard, trackio, wandb, swanlab.
         project_name: Name of the project for ``report_to``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
@@ -264,6 +261,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
+    settings = with_start_template(settings, request.option("resume_adapter_file"))
     base = base.with_chat_template(settings.columns.chat_template)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.last_phase.train.task]
@@ -363,7 +361,7 @@ def _attached(
         paths = matmul_paths_by_name(trainable, memory.choice)
 
         if (file := run.request.option("resume_adapter_file")) is not None:
-            _load_adapters(trainable, Path(file))
+            load_adapters(trainable, file)
         trainable.recompute(memory.recompute)
         if run.train.pipeline:
             trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
@@ -477,20 +475,6 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     for group in trainable.groups:
         for geometry in group.members:
             display.line("", geometry.describe(), VERBOSE)
-
-
-def _load_adapters(trainable: Trainable, file: Path) -> None:
-    """Set the trainable parameters from a file of exactly these tensors."""
-    try:
-        read_header(file)
-    except PackError as error:
-        raise PackError(f"--resume-adapter-file {error.message}", error.code) from error
-
-    with library_errors(
-        lambda reason: PackError(f"--resume-adapter-file {file}: {reason}.", "unreadable")
-    ):
-        tensors = mx.load(str(file))
-    trainable.load(tensors, str(file))
 
 
 def _train(

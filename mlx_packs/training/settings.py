@@ -154,8 +154,9 @@ class RunSettings:
         earlier_columns = {}
         if not self.columns.changed(["hold_out"]):
             earlier_columns["hold_out"] = earlier["recipe"]["hold_out"]
-        if self.columns.template_date is None:
-            earlier_columns["template_date"] = earlier["recipe"].get("template_date")
+        for name in ("template_date", "chat_template"):
+            if getattr(self.columns, name) is None:
+                earlier_columns[name] = earlier["recipe"].get(name)
 
         earlier_defaults = {
             name: earlier["recipe"][name]

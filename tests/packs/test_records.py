@@ -55,7 +55,7 @@ def test_every_checked_entry_is_compared_unless_it_is_known_to_be_of_training(pa
         assert name not in use_records(pair[0].manifest)
         return
 
-    if name in ("pooling", "normalize", "head"):
+    if name in ("pooling", "normalize", "head", "chat_template"):
         for packs in permutations(pair):
             with raises("mismatch", None, f'{name} is "x" in 1 x and "y" in 1 y'):
                 check_same_use(packs)

@@ -235,7 +235,7 @@ def test_read_metrics_keeps_what_happened(tmp_path):
 
 def test_start_from_adapters_is_recorded_and_resumable(small, trained, tmp_path):
     start = trained / "o" / "adapters.safetensors"
-    arguments = {"resume_adapter_file": str(start)}
+    arguments = {"resume_adapter_file": str(trained / "o")}  # a pack, or its file
     run = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
     recorded = {"name": "adapters.safetensors", "sha256": sha256(start)}
     assert run.pack.manifest["recipe"]["resume_adapter_file"] == recorded
