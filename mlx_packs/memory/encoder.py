@@ -1,7 +1,7 @@
 """Estimate the peak memory of training an encoder, and explain why it is not quantized for that.
 
 The count follows a step as that of `decoder` does: all columns of a batch go forward before the
-loss, and what their backward pass needs is there then. What is in flight was read off
+loss, and what their backward pass needs is there then. The numbers of arrays were read off
 `mx.get_peak_memory` on a CPU (benchmarks/LOG.md).
 """
 
@@ -29,16 +29,25 @@ from .plan import (
 )
 from .planned_adapters import Places, optimizer_bytes, plan_adapters
 
-ASSUMED = (
-    "Every text is taken as long as it may be. Blocks that are recomputed for small batches took "
-    "up to twice the estimate."
-)
+ASSUMED = "Every text is taken as long as it may be."
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
-# In flight while a block goes back: the inputs of GELU's gradient, and of the gradient of the
-# probabilities.
-_FLYING_FFN = 20
-_FLYING_SCORES = 4
-_AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
+# Arrays that a block keeps for the backward pass, of the hidden and of the feed-forward size.
+_KEPT = {
+    # its input, q, k, v, what attention gave, what both norms read, what the first one gave, and a
+    # copy of some; what went into GELU and what came out
+    "bert": (8.5, 2),
+    # the same, q and k before their rotation, and what both norms gave; both halves of the first
+    # product, what came out of GELU, and its product with the other half
+    "modernbert": (12, 4),
+}
+# The probabilities of attention, of the size of the scores: at the peak not every block has them.
+_KEPT_SCORES = 0.6
+# In flight while the last block goes back, as MLX allocates some hundred operations ahead: the
+# gradient of GELU; or the scores and their gradient, and those of q, k and v.
+_FLYING_FFN = 21
+_FLYING_SCORES = 6.6
+_FLYING_STATES = 3
+_AHEAD = 2  # recomputed blocks that are in memory together: MLX allocates ahead
 
 
 def describe(config: Mapping) -> Tensors:
@@ -89,48 +98,42 @@ class _Step:
     """A training step of adapters.
 
     Attributes:
+        arrays: As of ``_KEPT``.
         texts: Of a column that are computed at once.
         widths: Tokens of a text, of each column whose activations are there at once.
-        kept: Numbers per token that the adapters of each block keep, from the first adapted one.
-        all_blocks: Whether that is the first block of the base.
+        adapters: Numbers per token that they keep in each block, from the first adapted one.
     """
 
     hidden: int
     ffn: int
     heads: int
+    arrays: tuple[float, float]
     texts: int
     widths: tuple[int, ...]
-    kept: list[int]
-    all_blocks: bool
+    adapters: list[int]
     policy: PolicyFacts
 
-    def saved(self) -> int:
+    def kept(self) -> float:
         """Return the numbers that are kept for the backward pass."""
-        tokens = self.texts * sum(self.widths)
-        if self.policy.blocks:
-            inputs = self.hidden * len(self.kept)
-            widest = max(self.widths)
-            recomputed = self.texts * widest * self._block(widest, max(self.kept))
-            return tokens * inputs + _AHEAD * recomputed
+        if not self.policy.blocks:
+            return sum(self._block(width, own) for width in self.widths for own in self.adapters)
 
-        saved = 0
-        for width in self.widths:
-            blocks = [self._block(width, kept) for kept in self.kept]
-            # the forward of blocks below the adapters is in flight, one block's worth
-            below = max(blocks) * (not self.all_blocks)
-            saved += self.texts * width * (sum(blocks) + below)
-        return saved
+        inputs = self.texts * sum(self.widths) * self.hidden * len(self.adapters)
+        return inputs + _AHEAD * self._block(max(self.widths), max(self.adapters))
 
-    def _block(self, width: int, kept: int) -> int:
-        """Return the numbers per token that a block keeps, in texts of so many tokens."""
-        # The input, q, k and v, what attention gave, what both norms read and gave; what went into
-        # GELU and what came out; and the probabilities.
-        return 9 * self.hidden + 2 * self.ffn + self.heads * width + kept
+    def _block(self, width: int, adapters: int) -> float:
+        """Return the numbers that a block keeps of a column."""
+        of_hidden, of_ffn = self.arrays
+        states = of_hidden * self.hidden + of_ffn * self.ffn
+        scores = _KEPT_SCORES * self.heads * width
+        return self.texts * width * (states + scores + adapters)
 
-    def flying(self) -> int:
+    def flying(self) -> float:
+        """Return the numbers in flight in one column at the worse of two moments."""
         widest = max(self.widths)
-        scores = self.heads * widest
-        return self.texts * widest * (_FLYING_FFN * self.ffn + _FLYING_SCORES * scores)
+        feed_forward = _FLYING_FFN * self.ffn
+        attention = _FLYING_SCORES * self.heads * widest + _FLYING_STATES * self.hidden
+        return self.texts * widest * max(feed_forward, attention)
 
 
 def estimate(
@@ -164,16 +167,16 @@ def estimate(
     texts = train.batch_size
     if loss.by_parts:
         texts = min(texts, train.mini_batch_size)
-        widths = _AHEAD * (max(widths),)
+        widths = (max(widths),)
 
     step = _Step(
         hidden,
         ffn,
         heads,
-        texts,
-        widths,
-        kept=[sum(kept.values()) for kept in adapters.kept],
-        all_blocks=len(adapters.kept) == blocks,
+        arrays=_KEPT[config.get("model_type", "bert")],
+        texts=texts,
+        widths=widths,
+        adapters=[sum(kept.values()) for kept in adapters.kept],
         policy=POLICIES[recompute_policies(train)[0]],
     )
 
@@ -181,9 +184,7 @@ def estimate(
     if loss.compares_all:
         logits = 6 * train.batch_size**2 * max(1, len(columns) - 1)
 
-    backward = moment_parts(
-        adapters.waiting(train), 4 * step.saved(), 4 * logits, 4 * step.flying()
-    )
+    backward = moment_parts(adapters.waiting(train), 4 * step.kept(), 4 * logits, 4 * step.flying())
 
     base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = adapters.plan(train, 4 * base_weights, base_weights, {"backward": backward})

@@ -96,15 +96,31 @@ def test_plan_is_close_to_the_measured_peak(decoder, tmp_path, kind):
     assert planned == pytest.approx(max(peaks), rel=ERROR)
 
 
+WIDE = {"hidden_size": 192, "num_hidden_layers": 4, "intermediate_size": 768}
+MODERN_WIDE = {**MODERN, **WIDE, "intermediate_size": 512}
+PARTS = {"batch_size": 16, "loss": "cached-mnrl", "mini_batch_size": 8}
+ENCODERS = {
+    "4 pairs": (WIDE, 128, {}, {}),
+    "pairs of long texts": (WIDE, 256, {}, {}),
+    "pairs by parts": (WIDE, 64, PARTS, {}),
+    "recomputed blocks": (WIDE, 64, {"recompute": "block"}, {}),
+    "two blocks of four": (WIDE, 128, {}, {"num_layers": 2}),
+    "ModernBERT": (MODERN_WIDE, 64, {}, {}),
+    "ModernBERT by parts": (MODERN_WIDE, 64, PARTS, {}),
+}
+
+
 @pytest.mark.slow  # seconds
-def test_plan_of_modernbert_is_close_to_the_measured_peak(tmp_path):
-    changes = {**SIZES, "num_attention_heads": 4, "max_position_embeddings": 512}
-    del changes["head_dim"]
-    folder = write_encoder(tmp_path / "base", max_seq_length=128, **(MODERN | changes))
-    data = write_pairs(tmp_path / "rows", longer(all_pairs(), 20))
-    train = TrainConfig(task="embedding", **(BOUNDS | {"batch_size": 8}))
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_plan_of_an_encoder_is_close_to_the_measured_peak(tmp_path, kind):
+    sizes, length, changes, of_lora = ENCODERS[kind]
+    sizes = sizes | {"num_attention_heads": 6, "max_position_embeddings": 512}
+    folder = write_encoder(tmp_path / "base", max_seq_length=length, **sizes)
+    data = write_pairs(tmp_path / "rows", longer(all_pairs(), 60))
+    train = TrainConfig(task="embedding", **(BOUNDS | {"max_seq_length": length} | changes))
     held = active_bytes() / 1e9
-    report = train_pack(folder, str(data), LoRAConfig(rank=8), train, tmp_path / "p").report
+    lora = LoRAConfig(rank=8, **of_lora)
+    report = train_pack(folder, str(data), lora, train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
 
 
