@@ -1,14 +1,17 @@
 """Selection of the examples on which a base and its packs are evaluated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
+from ..data.bad_rows import RowError
 from ..data.formats import Row
 from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
+from ..data.sources import Rows
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..packs.pack import Pack
@@ -54,8 +57,27 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
     """Return the rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
 
-    ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none.
+    ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none. Rows may
+    have the standard names of columns instead of those of ``columns``, which they then get.
     """
+    rows = _rows_of(columns, split, limit)
+    others = {getattr(DataConfig, name): getattr(columns, name) for name in COLUMN_SETTINGS}
+    others = {standard: name for standard, name in others.items() if standard != name}
+    if not others:
+        return rows
+    return [_renamed(row, others) for row in rows]
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+    """Return a row with other names of columns, where it has no column of that name."""
+    with suppress(RowError):  # who uses a bad row names it
+        if isinstance(row.value, Mapping):
+            new = {old: name for old, name in names.items() if name not in row.value}
+            return row.with_value({new.get(key, key): value for key, value in row.value.items()})
+    return row
+
+
+def _rows_of(columns: DataConfig, split: str, limit: int) -> list[Row]:
     first = slice(limit) if limit >= 0 else slice(None)
     if isinstance(columns.data, InMemoryRows):
         splits = columns.data.splits
@@ -67,12 +89,26 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
     if Path(columns.data).is_file():
         return read_rows(Path(columns.data))[first]
 
-    rows = load_rows(columns).rows
+    rows = _loaded(columns)
     if split == "test" and not rows["test"]:
         split = "valid"
     if not rows.get(split):
         raise PackError(f"--data {columns.data}: has no {split} examples.", "data", "split")
     return rows[split][first]
+
+
+def _loaded(columns: DataConfig) -> Mapping[str, Rows]:
+    """Return the rows of each split, in which columns may have their standard names."""
+    try:
+        return load_rows(columns).rows
+    except RowError as error:
+        standard = {name: getattr(DataConfig, name) for name in COLUMN_SETTINGS}
+        if error.reason != "missing columns" or not columns.changed(COLUMN_SETTINGS):
+            raise
+        try:
+            return load_rows(replace(columns, **standard)).rows
+        except PackError:
+            raise error from None
 
 
 def check_limit(limit: int) -> None:
