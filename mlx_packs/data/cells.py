@@ -63,6 +63,24 @@ def list_of(row: Row, column: str, of: str = "values") -> list:
     return value
 
 
+def texts_of(row: Row, column: str) -> list[str]:
+    """Return a list of texts with something in it; a text is one, unless the column is plural."""
+    values = plain(unpacked(row.value[column]))
+    if isinstance(values, str) and (column in ("pos", "docs") or not column.endswith("s")):
+        values = [values]
+
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        fault = f"'{column}' must be a list of texts, but is {shown(values)}."
+        if not isinstance(values, list):
+            fault = f"'{column}' must be a text or a list of texts, but is {shown(values)}."
+        raise row.error(fault, "wrong type")
+
+    if not values:
+        raise row.error(f"'{column}' is empty.", "empty")
+
+    return values
+
+
 def number_of(row: Row, column: str) -> float:
     """Return a finite number, or raise a RowError."""
     number = as_number(row.value[column])

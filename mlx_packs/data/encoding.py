@@ -27,6 +27,7 @@ from .formats import (
     check_unicode,
     first_format,
     format_of,
+    suggested_tasks,
     tasks_of,
 )
 from .images import FEWER_BY_MAX_PIXELS
@@ -171,7 +172,7 @@ def checked_format(
     if row_format is PROMPT:
         format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
-        tasks = any_of(tasks_of(row_format))
+        tasks = any_of(suggested_tasks(first, columns, first.value) or tasks_of(row_format))
         raise first.conflict(
             f"the examples are {row_format.name}, which --task {tasks} trains on. This needs "
             "completions, chats or texts.",

@@ -10,7 +10,7 @@ from typing import Any
 from ..bases.tokenizer import text_tokens
 from ..config.choices import TASKS
 from ..config.data import DataConfig
-from ..errors import PackError
+from ..errors import PackError, any_of
 from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT
 from .conversations import Span
@@ -111,7 +111,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 
     matching = [each for each in formats if each.matches(row, names)]
     for row_format in matching:
-        values = [row.value[column] for column in row_format.columns(names)]
+        values = row_format.values(row, names)
         if not any(map(is_missing, values)) and any(value != "" for value in values):
             return row_format
     if matching:
@@ -123,7 +123,10 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.", "missing columns")
-    raise row.error(f"{fault} Other examples are for --task lm.", "missing columns", "task")
+    advice = "Other examples are for --task lm."
+    if tasks := suggested_tasks(row, names, row.value):
+        advice = f"Pass --task {any_of(tasks)}, which trains on these."
+    raise row.error(f"{fault} {advice}", "missing columns", "task")
 
 
 def _least_columns(formats: Sequence[RowFormat], names: DataConfig) -> list[tuple[str, ...]]:

@@ -137,7 +137,8 @@ def _characters(
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns)
-            lengths.append(max(map(len, row_format.usable(row, columns)[0])))
+            pairs = row_format.usable(row)
+            lengths.append(max(len(text) for pair in pairs for text in pair.texts))
         except RowError as error:
             bad.add(i, error)
 

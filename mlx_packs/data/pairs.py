@@ -17,14 +17,15 @@ from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
 from .dataset import Batch, Shape, edges_of
 from .formats import Row, check_format, first_format
-from .pair_formats import PAIR_FORMATS, PairFormat
+from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .sampler import Sampler
 from .shapes import PairShape, padded_length
 from .sources import Fingerprint, as_rows
 from .token_store import StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
-COLUMNS = ("first", "second", "third")  # arrays of a batch
+# Arrays of a batch, one for each text of an example.
+COLUMNS = ("first", "second", "third", *(f"text_{i}" for i in range(4, MOST_NEGATIVES + 3)))
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 
@@ -123,25 +124,27 @@ def encode_pairs(
     texts = _Texts(tokenizer, limit)
     used = array("q")
     numbers = array("q")
+    widths = array("q")  # texts of each pair
     scores = array("f")
 
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
-            texts_of_row, score = row_format.usable(row, _COLUMNS)
+            pairs = list(row_format.usable(row))
         except RowError as error:
             bad.add(i, error)
             continue
 
         fingerprint.add(row)
-        if score is not None:
-            scores.append(score)
-        used.append(i)
-        texts_of_row = [query_prompt + texts_of_row[0], *texts_of_row[1:]]
-        numbers.extend(map(texts.number, texts_of_row))
+        for (anchor, *others), score in pairs:
+            if score is not None:
+                scores.append(score)
+            used.append(i)
+            widths.append(1 + len(others))
+            numbers.extend(map(texts.number, (query_prompt + anchor, *others)))
 
     bad.check_some_left(len(rows))
-    by_pair = np.array(numbers).reshape(-1, len(row_format.text_columns))
+    by_pair = _of_equal_width(np.array(numbers), np.array(widths))
     stored, is_cut = texts.stored()
     return Pairs(
         row_format,
@@ -153,6 +156,14 @@ def encode_pairs(
         lambda pair: where(used[pair]),
         fingerprint.hexdigest(),
     )
+
+
+def _of_equal_width(numbers: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return int [N, C] of pairs with ``widths`` texts; a pair repeats its negatives up to C."""
+    columns = np.arange(widths.max())
+    repeated = 2 + (columns - 2) % np.maximum(1, widths - 2)[:, None]
+    starts = np.cumsum(widths) - widths
+    return numbers[starts[:, None] + np.where(columns < widths[:, None], columns, repeated)]
 
 
 class _Texts:

@@ -1,13 +1,25 @@
 """Formats of rows that rerankers are trained on."""
 
 from abc import abstractmethod
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import ClassVar, NamedTuple
 
 from ..config.data import DataConfig
-from .cells import as_number, as_truth, list_of, unpacked
-from .row_format import Row, RowFormat, check_unicode, plain, shown, text_of
+from .bad_rows import RowError
+from .cells import as_number, as_truth, list_of, texts_of
+from .row_format import Row, RowFormat, check_unicode, shown, text_of
+from .task_formats import (
+    NEGATIVE_NAMES,
+    POSITIVE_NAMES,
+    RELEVANCE_NAMES,
+    negative_columns,
+    negatives_of,
+)
 
 _MOST_LABEL = 1e6
+_NAMES = DataConfig()  # rankings have names of their own
+_QUERY_NAMES = ("anchor",)
 
 
 class Ranking(NamedTuple):
@@ -46,37 +58,96 @@ class PositiveAndNegatives(RankingFormat):
     """A query, one document or several that answer it, and others that do not."""
 
     name = "queries with negatives"
+    other_names: ClassVar = {
+        "query": _QUERY_NAMES,
+        "positive": POSITIVE_NAMES,
+        "negatives": NEGATIVE_NAMES,
+    }
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return ("query", "positive", "negatives")
 
+    def used(self, row: Row, names: DataConfig) -> set[str]:
+        return super().used(row, names) | set(negative_columns(row, self.column(row, "negatives")))
+
     def _ranking(self, row: Row) -> Ranking:
-        positives = _list_of_texts(row, "positive")
-        negatives = _list_of_texts(row, "negatives")
+        positives = texts_of(row, self.column(row, "positive"))
+        negatives = negatives_of(row, self.column(row, "negatives"))
         labels = [1.0] * len(positives) + [0.0] * len(negatives)
-        return Ranking(text_of(row, "query"), positives + negatives, labels)
+        return Ranking(text_of(row, self.column(row, "query")), positives + negatives, labels)
 
 
 class LabelledDocuments(RankingFormat):
-    """A query, documents, and a label of each: the higher, the better it answers."""
+    """A query, documents, and a label of each: the higher, the better it answers.
+
+    A row may have one document with its label; `grouped` joins those of a query.
+    """
 
     name = "labelled documents"
+    other_names: ClassVar = {
+        "query": _QUERY_NAMES,
+        "documents": ("document", "docs", "passage", "passages"),
+        "labels": RELEVANCE_NAMES,
+    }
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return ("query", "documents", "labels")
 
+    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
+        groups: dict[str, Row] = {}
+        joined: list[Row] = []
+
+        for row in rows:
+            query = self._query_of_one(row)
+            if query is None:
+                joined.append(row)
+                continue
+
+            if query not in groups:
+                groups[query] = self._group_of(row)
+                joined.append(groups[query])
+
+            group = groups[query].value
+            group["documents"].append(row.value[self.column(row, "documents")])
+            group["labels"].append(row.value[self.column(row, "labels")])
+
+        return joined if groups else rows
+
+    def _query_of_one(self, row: Row) -> str | None:
+        """Return the query of a row that has a single document with a label, else None."""
+        with suppress(RowError):  # encoding names such rows
+            if isinstance(row.value, Mapping) and self.matches(row, _NAMES):
+                label = row.value[self.column(row, "labels")]
+                texts = [row.value[self.column(row, name)] for name in ("query", "documents")]
+                if relevance(label) is not None and all(isinstance(t, str) for t in texts):
+                    return texts[0]
+
+        return None
+
+    def _group_of(self, row: Row) -> Row:
+        """Return a row without documents; its other columns are those of the first row."""
+        columns = {self.column(row, name): name for name in self.columns(_NAMES)}
+        others = {name: value for name, value in row.value.items() if name not in columns}
+        query = row.value[self.column(row, "query")]
+        return row.with_value({**others, "query": query, "documents": [], "labels": []})
+
     def _ranking(self, row: Row) -> Ranking:
-        documents = _list_of_texts(row, "documents")
-        values = list_of(row, "labels", "numbers")
+        column = self.column(row, "labels")
+        values = [row.value[column]]
+        if relevance(values[0]) is None:
+            values = list_of(row, column, "numbers")
+
         labels = [number for value in values if (number := relevance(value)) is not None]
         if len(labels) != len(values):
-            fault = f"'labels' must be numbers of 0 or more, but is {shown(values)}."
+            fault = f"'{column}' must be numbers of 0 or more, but is {shown(values)}."
             raise row.error(fault, "wrong type")
 
+        documents = texts_of(row, self.column(row, "documents"))
         if len(labels) != len(documents):
             fault = f"has {len(documents)} documents, but {len(labels)} labels."
             raise row.error(fault, "wrong type")
-        return Ranking(text_of(row, "query"), documents, labels)
+
+        return Ranking(text_of(row, self.column(row, "query")), documents, labels)
 
 
 def relevance(value: object) -> float | None:
@@ -89,20 +160,6 @@ def relevance(value: object) -> float | None:
     if 0 <= number <= _MOST_LABEL:
         return number
     return None
-
-
-def _list_of_texts(row: Row, column: str) -> list[str]:
-    """A text is a list of one, unless the column has the name of several."""
-    values = plain(unpacked(row.value[column]))
-    if isinstance(values, str) and column not in ("documents", "negatives"):
-        values = [values]
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        fault = f"'{column}' must be a list of texts, but is {shown(values)}."
-        raise row.error(fault, "wrong type")
-
-    if not values:
-        raise row.error(f"'{column}' is empty: a query needs documents.", "empty")
-    return values
 
 
 RANKING_FORMATS: tuple[RankingFormat, ...] = (PositiveAndNegatives(), LabelledDocuments())

@@ -3,7 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,7 @@ class RowFormat(ABC):
     """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
 
     name: ClassVar[str]
+    other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # that a column may have
 
     @abstractmethod
     def columns(self, names: DataConfig) -> tuple[str, ...]:
@@ -63,12 +64,27 @@ class RowFormat(ABC):
         """Return other columns that are read if a row has them."""
         return ()
 
+    def column(self, row: Row, name: str) -> str:
+        """Return the name that a column has in a row; without such a column its own."""
+        present = [each for each in (name, *self.other_names.get(name, ())) if each in row.value]
+        filled = (each for each in present if optional(row, each) is not None)
+        return next(filled, next(iter(present), name))
+
+    def values(self, row: Row, names: DataConfig) -> list[Any]:
+        """Return the values of the columns of a row that `matches`."""
+        return [row.value[self.column(row, name)] for name in self.columns(names)]
+
     def used(self, row: Row, names: DataConfig) -> set[str]:
         """Return the columns that are read; a row need not have all of them."""
-        return {*self.columns(names), *self.optional_columns(names)}
+        columns = {self.column(row, name) for name in self.columns(names)}
+        return columns | set(self.optional_columns(names))
 
     def matches(self, row: Row, names: DataConfig) -> bool:
-        return all(column in row.value for column in self.columns(names))
+        return all(self.column(row, name) in row.value for name in self.columns(names))
+
+    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return rows with those joined that are one example."""
+        return rows
 
     def resembles(self, row: Row, names: DataConfig) -> bool:
         """Return whether a row of another task may be meant to have this format."""

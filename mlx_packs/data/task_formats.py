@@ -1,13 +1,20 @@
 """Formats of preferences, rated completions, prompts, and of labelled texts and chats."""
 
+import re
 from collections.abc import Mapping
 
 from ..config.data import DataConfig
-from .cells import as_truth, messages_of
+from .cells import as_truth, messages_of, texts_of
 from .chat_formats import CONVERSATION_COLUMNS, Chat, Completion
 from .images import plain_text
 from .row_format import Row, RowFormat, optional, text_of
 
+# Other names of the columns of embedders and rerankers: those of sentence-transformers, and of
+# FlagEmbedding.
+POSITIVE_NAMES = ("positives", "pos")
+NEGATIVE_NAMES = ("negative", "negatives", "neg", "negative_1")
+RELEVANCE_NAMES = ("labels", "label", "scores", "score", "relevance")
+_NUMBERED = re.compile(r"negative_\d+")
 LABEL_COLUMNS = ("label", "labels", "score")  # a row has one of them
 
 
@@ -102,6 +109,25 @@ class LabelledChat(Chat):
 
 def _is_labelled(row: Row) -> bool:
     return any(optional(row, column) is not None for column in LABEL_COLUMNS)
+
+
+def negative_columns(row: Row, column: str) -> list[str]:
+    """Return the columns with the negatives of a row: one, or all that are numbered."""
+    if not _NUMBERED.fullmatch(column):
+        return [column]
+
+    numbered = [each for each in row.value if _NUMBERED.fullmatch(str(each))]
+    return [each for each in numbered if optional(row, each) is not None] or [column]
+
+
+def negatives_of(row: Row, column: str, most: int | None = None) -> list[str]:
+    """Return the texts of `negative_columns`; more than ``most`` are an error."""
+    texts = [text for each in negative_columns(row, column) for text in texts_of(row, each)]
+    if most is not None and len(texts) > most:
+        fault = f"has {len(texts)} negatives, but at most {most} are read. Leave others out."
+        raise row.error(fault, "wrong type")
+
+    return texts
 
 
 PREFERENCE = Preference()

@@ -106,9 +106,10 @@ def score_pairs(model: Vectors, pairs: Pairs, batch_size: int) -> Metrics:
 
     metrics = retrieval(vectors, at[:, 0], at[:, 1])
     if pairs.format.has_negatives:
-        anchor, positive, negative = (vectors[column] for column in at.T)
-        nearer = (anchor * positive).sum(axis=1) > (anchor * negative).sum(axis=1)
-        return {"triplet_accuracy": float(nearer.mean()), **metrics}
+        anchor, positive, *negatives = (vectors[column] for column in at.T)
+        right = (anchor * positive).sum(axis=1)
+        nearer = [right > (anchor * negative).sum(axis=1) for negative in negatives]
+        return {"triplet_accuracy": float(np.mean(nearer)), **metrics}
     return metrics
 
 

@@ -65,6 +65,7 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
     others = {standard: name for standard, name in others.items() if standard != name}
     if not others:
         return rows
+
     return [_renamed(row, others) for row in rows]
 
 
@@ -74,6 +75,7 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
         if isinstance(row.value, Mapping):
             new = {old: name for old, name in names.items() if name not in row.value}
             return row.with_value({new.get(key, key): value for key, value in row.value.items()})
+
     return row
 
 
@@ -105,6 +107,7 @@ def _loaded(columns: DataConfig) -> Mapping[str, Rows]:
         standard = {name: getattr(DataConfig, name) for name in COLUMN_SETTINGS}
         if error.reason != "missing columns" or not columns.changed(COLUMN_SETTINGS):
             raise
+
         try:
             return load_rows(replace(columns, **standard)).rows
         except PackError:

@@ -66,11 +66,15 @@ def triplet_loss(
     triplet_margin: float,
     triplet_distance: str,
 ) -> mx.array:
-    """Semantics: sum(weights * max(0, d(anchor, positive) - d(anchor, negative) + margin))."""
-    anchor, positive, negative = embeddings
+    """Semantics: sum(weights * max(0, d(anchor, positive) - d(anchor, negative) + margin)).
+
+    Of several negatives it is the mean.
+    """
+    anchor, positive, *negatives = embeddings
     distance = _DISTANCES[triplet_distance]
-    difference = distance(anchor, positive) - distance(anchor, negative)
-    return (weights * mx.maximum(difference + triplet_margin, 0)).sum()
+    near = distance(anchor, positive)
+    losses = [mx.maximum(near - distance(anchor, far) + triplet_margin, 0) for far in negatives]
+    return (weights * sum(losses)).sum() / len(losses)
 
 
 def cosines(a: mx.array, b: mx.array) -> mx.array:

@@ -69,7 +69,7 @@ def test_cosent_loss_compares_pairs_in_the_order_of_their_scores():
     )
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 5])
 def test_ranking_loss_is_the_cross_entropy_over_the_batch(count):
     result = columns(count)
     candidates = np.concatenate(result[1:])
@@ -90,13 +90,16 @@ FAR = {
 
 
 @pytest.mark.parametrize("distance", FAR)
-def test_triplet_loss_is_a_hinge_of_distances(distance):
-    a, p, n = columns(3)
+@pytest.mark.parametrize("negatives", [1, 3])
+def test_triplet_loss_is_a_hinge_of_distances(distance, negatives):
+    """Of several negatives it is the mean."""
+    a, p, *others = columns(2 + negatives)
     far = FAR[distance]
-    wanted = sum(max(0.0, far(a[i], p[i]) - far(a[i], n[i]) + 0.5) for i in range(B))
-    arrays = [mx.array(c) for c in (a, p, n)]
+    hinges = [max(0.0, far(a[i], p[i]) - far(a[i], n[i]) + 0.5) for i in range(B) for n in others]
+    wanted = sum(hinges) / negatives
+    arrays = [mx.array(c) for c in (a, p, *others)]
     assert triplet_loss(arrays, ONES, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
-    result = padded([a, p, n])
+    result = padded([a, p, *others])
     assert triplet_loss(result, WEIGHTS, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
 
 
