@@ -33,6 +33,7 @@ STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
 # Keys that are absent in early versions.
 _ADDED_LATER = {
+    "peak_gb",
     "grad_norm",
     "window",
     "valid_loss",

@@ -163,7 +163,7 @@ class Fit:
             "train_s": state.train_s,
             f"{self.unit}_per_s": state.trained_tokens / state.train_s,
             **self._computed(),
-            "peak_gb": mx.get_peak_memory() / 1e9,
+            "peak_gb": max(state.peak_gb, mx.get_peak_memory() / 1e9),
         }
         if self.float16 and optimizer:
             self.measured |= scale_facts(optimizer)

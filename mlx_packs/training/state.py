@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from ..data.dataset import Batch
 from ..objectives.score import REWARD, Score, StoredScore
 from ..run_clock import COMPUTED_PER_S
+from ..runtime import mx
 
 
 @dataclass
@@ -61,6 +62,7 @@ class TrainingState:
     updates: int = 0
     trained_tokens: int = 0  # targets in those batches; pairs with ``--task embedding``
     train_s: float = 0.0  # spent in steps
+    peak_gb: float = 0.0  # of MLX's memory, over the processes that the run was resumed in
     grad_norm: float = 0.0  # of the last update
     window: Window = field(default_factory=Window)  # for the next report
     # of exactly these weights; None if it was not measured
@@ -81,6 +83,7 @@ class TrainingState:
         if self.computed_tokens is not None:
             self.computed_tokens += batch.computed
         self.train_s += seconds
+        self.peak_gb = max(self.peak_gb, mx.get_peak_memory() / 1e9)
         self.window.add(loss, batch, seconds)
 
     def score(self, best_by: str | None = None) -> StoredScore | None:

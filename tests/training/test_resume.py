@@ -210,6 +210,14 @@ def test_resume_keeps_no_gradient_norm_off(small, trained, tmp_path):
     assert packs_train("--out", tmp_path / "p", "--resume", "-q", "--iters", "2") is None
 
 
+def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed):
+    file = latest_checkpoint(Path("o-run")) / "state.json"
+    state = json.loads(file.read_text())
+    assert state["peak_gb"] > 0
+    file.write_text(json.dumps(sealed(state | {"peak_gb": 5.0})))
+    assert resumed().report["peak_gb"] == 5.0
+
+
 def test_resume_drops_what_was_logged_beyond_the_checkpoint(trained_copy, resumed):
     metrics = trained_copy / "o-run" / "metrics.jsonl"
     with metrics.open("a") as f:
