@@ -37,6 +37,13 @@ _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use ha
     "if they are enough.",
 )
 @options.setting("model", "the base model of the server", default=None)
+@option(
+    "--data",
+    section="Model and data",
+    metavar="DIR",
+    help="Examples that no rater wrote, such as the data of the pack: a candidate that is worse on "
+    "their validation split by more than two standard errors is not served.",
+)
 @options.add(
     *(
         options.setting(name, _DEFAULTS.get(name, options.shown_default(name, *_TASKS[1:])))
@@ -56,6 +63,7 @@ def learn(
     folder: Path,
     task: str,
     model: str | None,
+    data: str | None,
     lists: bool,
     use: int | None,
     trust_remote_code: bool,
@@ -90,7 +98,7 @@ def learn(
         settings["trust_remote_code"] = True
     display = Display(QUIET if quiet else NORMAL)
     try:
-        result = learn_from(opened, task, settings, model, display)
+        result = learn_from(opened, task, settings, model, display, data)
     except RunStopped as stopped:
         command = click.get_current_context().command_path.split()
         command += options.arguments_without(())

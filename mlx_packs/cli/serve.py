@@ -185,6 +185,14 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     "missing, and serve the version of the first pack that packs learn DIR chose. Without a pack, "
     "the versions of the base are served as learned. README.txt in the folder lists the data.",
 )
+@option(
+    "--ratings-per-hour",
+    section="Server",
+    default=60,
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --learn: maximum number of ratings and corrections per hour from one address.",
+)
 @options.trust_remote_code
 @options.backend
 def serve(
@@ -430,6 +438,7 @@ def _run(
         template_kwargs=given["template_kwargs"],
         request_seconds=given["timeout"],
         host=given["host"],
+        ratings_per_hour=given["ratings_per_hour"],
     )
 
     with memory_limits(), started(worker), ExitStack() as stack:

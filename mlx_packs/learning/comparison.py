@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..data.batches import evaluation_batches
+from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION
 from ..data.preferences import both_completions
-from ..evaluation.perplexity import ExampleScores, Scorer, mean_and_error
+from ..display import QUIET, Display
+from ..evaluation.images import encode_shown
+from ..evaluation.perplexity import Difference, ExampleScores, Scorer, mean_and_error
 from ..evaluation.preferences import standard_error
 from ..evaluation.rows import columns_of, evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
@@ -39,6 +42,13 @@ class Comparison:
         if self.error is None or self.held_out < LEAST_HELD_OUT:
             return False
         return self.gain > WINS_BY * self.error
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the candidate is worse by more than `WINS_BY` standard errors, or may be."""
+        if self.error is None or self.held_out < LEAST_HELD_OUT:
+            return True
+        return self.gain < -WINS_BY * self.error
 
     @property
     def text(self) -> str:
@@ -72,6 +82,33 @@ def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: P
     examples = encode(completions, base.tokenizer, columns, options, COMPLETION)
     batches = evaluation_batches(examples, recipe["batch_size"], length)
 
+    scores = _scores(base, served, candidate, batches)
+    owners = examples.items.parts["rows"]
+    before, after = (_of_rows(each, owners, len(completions)) for each in scores)
+    return GAINS[task](before, after, labels, prompts)
+
+
+def compare_on(base: Base, served: Pack | None, candidate: Pack, data: str) -> Comparison:
+    """Compare as `compare` does, on the rows ``valid`` of a folder that no rater wrote."""
+    columns = columns_of(served, data)
+    length = candidate._part("recipe")["max_seq_length"]
+
+    loss_on = served and served._part("objective").get("loss_on")
+    options = EncodingOptions(loss_on, length, base.vocab_size)
+    rows = evaluation_rows(columns, "valid")
+
+    examples = encode_shown(rows, base, columns, options, Display(QUIET))
+    batches = evaluation_batches(examples, candidate._part("recipe")["batch_size"], length)
+
+    scores = _scores(base, served, candidate, batches)
+    difference = Difference.between(*scores)
+
+    return Comparison("nats per token", -difference.nll, difference.nll_se, scores[0].score.rows)
+
+
+def _scores(
+    base: Base, served: Pack | None, candidate: Pack, batches: list[Batch]
+) -> list[ExampleScores]:
     tokens = batches[-1].inputs["tokens"].size
     path = choose_matmul_path(base.model, tokens, steps=2 * len(batches)).matmul_path
 
@@ -79,10 +116,7 @@ def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: P
     for pack in (served, candidate):
         with activated(base, pack, path):
             scores.append(Scorer(base.model, split_head(base.model)).examples(batches))
-
-    owners = examples.items.parts["rows"]
-    before, after = (_of_rows(each, owners, len(completions)) for each in scores)
-    return GAINS[task](before, after, labels, prompts)
+    return scores
 
 
 def _of_rows(scores: ExampleScores, owners: np.ndarray, count: int) -> ExampleScores:

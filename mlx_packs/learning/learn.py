@@ -12,14 +12,15 @@ from ..bases.files import resolve_checkpoint
 from ..bases.fingerprint import fingerprint
 from ..display import QUIET, Display
 from ..errors import PackError
+from ..evaluation.rows import columns_of, evaluation_rows
 from ..files import atomic_write, exclusive_writer, to_json
 from ..packs.base import load_base_for
 from ..reading import read_json
 from ..training.run_folder import run_folder
 from .candidate import DATA, START, Job, begin_job, train_candidate, unfinished_job
-from .comparison import WINS_BY, Comparison, compare
+from .comparison import WINS_BY, Comparison, compare, compare_on
 from .folder import FIGURES, PACK, LearningFolder
-from .rows import FILES, read_rows
+from .rows import FILES, LEAST_HELD_OUT, read_rows
 
 AUTO = "auto"
 
@@ -42,10 +43,10 @@ class Learned:
     def lines(self) -> list[str]:
         if self.is_swapped:
             return [f"swapped   version {self.version} is served from now on: {self.pack}"]
-        return [
-            f"not swapped: the candidate is not better by more than {WINS_BY:g} standard errors. "
-            f"Version {self.version} is still served."
-        ]
+        reason = f"not better by more than {WINS_BY:g} standard errors"
+        if self.figures.get("worse_on_data"):
+            reason = f"worse on --data, or it has fewer than {LEAST_HELD_OUT} rows"
+        return [f"not swapped: the candidate is {reason}. Version {self.version} is still served."]
 
 
 @contextmanager
@@ -65,12 +66,13 @@ def learn(
     settings: Mapping[str, Any],
     model: str | None = None,
     display: Display | None = None,
+    data: str | None = None,
 ) -> Learned:
     """Train a candidate on the rated answers of a folder, and serve it if it is better.
 
     An interrupted training with the same settings is continued, on its rows. ``task`` is of `FILES`
     or `AUTO`, that with the most rows of those with enough; ``model`` None is the base that the
-    answers are of.
+    answers are of. On ``data``, which no rater wrote, a candidate must not be worse.
     """
     display = display or Display(QUIET)
     model = model or folder.model
@@ -78,6 +80,8 @@ def learn(
 
     with versions_locked(folder):
         _check_base(folder, model)
+        if data is not None:
+            evaluation_rows(columns_of(folder.pack_of(folder.current), data), "valid")
         if _has_won(folder):
             folder.add_version()  # of an earlier call that was interrupted here
         if folder.unserved is not None:
@@ -98,9 +102,14 @@ def learn(
         served = folder.pack_of(job.start)
         comparison = compare(base, served, pack, job.task, folder.candidate / DATA)
         display.line("gain", comparison.text)
-        _write_figures(folder, job, comparison)
 
-        if comparison.is_won:
+        others = None
+        if data is not None:
+            others = compare_on(base, served, pack, data)
+            display.line("data", others.text)
+        _write_figures(folder, job, comparison, others)
+
+        if _figures(folder)["won"]:
             return _serve(folder, folder.add_version())
         return Learned(_figures(folder), folder.current, folder.candidate / PACK)
 
@@ -124,14 +133,18 @@ def _new_job(folder: LearningFolder, task: str, settings: Mapping[str, Any]) -> 
     return begin_job(folder, most, splits[most], settings)
 
 
-def _write_figures(folder: LearningFolder, job: Job, comparison: Comparison) -> None:
+def _write_figures(
+    folder: LearningFolder, job: Job, comparison: Comparison, others: Comparison | None
+) -> None:
     """Write what came of a candidate, and remove its copies of the rows."""
+    is_worse = others is not None and others.is_lost
     figures = {
         "task": job.task,
         "continues": job.start,
         "rows": job.train,
         **comparison.to_json(),
-        "won": comparison.is_won,
+        "won": comparison.is_won and not is_worse,
+        "worse_on_data": is_worse,
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
     atomic_write(folder.candidate / FIGURES, to_json(figures))

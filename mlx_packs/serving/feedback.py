@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,8 @@ _ANSWERS = 1000  # that are remembered
 _BYTES = 64 << 20  # of them
 _CHARACTERS = 100_000  # of a correction
 _WATCH_SECONDS = 1.0
+_HOUR = 3600.0
+_CLIENTS = 1024  # whose ratings of the last hour are counted
 
 
 class FeedbackBody(Object):
@@ -76,6 +79,7 @@ class Learning:
         self._bytes = 0
         self._numbers: dict[str | None, int] = {}  # versions that were served, by their adapters
         self._writing = asyncio.Lock()
+        self._rating_times: OrderedDict[str, list[float]] = OrderedDict()  # by address
 
     # Versions
 
@@ -155,10 +159,11 @@ class Learning:
 
     # Feedback
 
-    async def rate(self, _: Request, body: FeedbackBody) -> Response:
+    async def rate(self, request: Request, body: FeedbackBody) -> Response:
         """Answer ``POST /v1/feedback``: keep the answer with what is said of it."""
         async with self._writing:
             remembered, answer = self._rated(body)
+            self._count_rating(request.client.host if request.client else "")
             identity = secrets.token_hex(16)
             rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
             await run_in_threadpool(self._files.write, rows, remembered.row)
@@ -167,6 +172,25 @@ class Learning:
 
         facts = {"id": body.id, "index": body.index, "kept": sorted(rows), "replaces": replaces}
         return JSONResponse({"object": "feedback", **facts})
+
+    def _count_rating(self, client: str) -> None:
+        """Raise a PackError if an address has rated enough answers for an hour."""
+        most = self._settings.ratings_per_hour
+        now = time.monotonic()
+        times = [each for each in self._rating_times.pop(client, []) if now - each < _HOUR]
+        self._rating_times[client] = times
+
+        if len(times) >= most:
+            raise PackError(
+                f"id: this address has rated {most} answers within an hour, and more are not kept. "
+                "Try again later, or start the server with a larger --ratings-per-hour.",
+                "busy",
+                "id",
+            )
+
+        times.append(now)
+        if len(self._rating_times) > _CLIENTS:
+            self._rating_times.popitem(last=False)
 
     def _rated(self, body: FeedbackBody) -> tuple[_Remembered, Answer]:
         """Return the answer that feedback is about; a PackError if it says nothing of one."""

@@ -23,6 +23,7 @@ UNSUPPORTED = "is not supported here. Leave it out."
 def _check_json(value: Any) -> Any:
     """Return JSON that is passed on; a ValueError if it has too many values."""
     waiting = [value]
+
     for count, item in enumerate(waiting):
         if count > _VALUES:
             raise ValueError(f"has more than {_VALUES:,} values")
@@ -30,6 +31,7 @@ def _check_json(value: Any) -> Any:
             waiting += item.values()
         elif isinstance(item, list):
             waiting += item
+
     return value
 
 

@@ -73,6 +73,7 @@ class ServerSettings:
         request_seconds: how long a request may take.
         host: the address that it listens on; on this machine's own, other names are rejected.
         max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
+        ratings_per_hour: of one address, which a server that learns keeps.
         allow_urls: whether images that a request names by an HTTP URL are fetched.
     """
 
@@ -85,6 +86,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     max_pixels: int = DataConfig.max_pixels
     allow_urls: bool = False
+    ratings_per_hour: int = 60
 
 
 class Guard:
@@ -130,9 +132,11 @@ class Guard:
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
 
         secret, reason = self._secret(method, path)
+
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             sent = headers.get("x-api-key", "")
+
         known = hmac.compare_digest(sent.strip().encode("latin-1"), secret.encode())
         if secret and not known:
             response = failure(401, reason)

@@ -56,6 +56,7 @@ def run(
         timeout_graceful_shutdown=math.ceil(grace) + 1,
         server_header=False,
     )
+
     server = uvicorn.Server(config)
     shutdown = partial(_end, worker, training, grace, server.shutdown)
     server.shutdown = shutdown  # type: ignore[method-assign]

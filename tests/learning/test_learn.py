@@ -53,6 +53,14 @@ def stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize(
+    ("gain", "error", "rows", "is_lost"),
+    [(-0.1, 0.06, 8, False), (-0.1, 0.04, 8, True), (0.5, 0.1, 7, True), (0.5, None, 8, True)],
+)
+def test_a_candidate_must_not_be_worse_on_rows_of_nobody_else(gain, error, rows, is_lost):
+    assert Comparison("nats", gain, error, rows).is_lost is is_lost
+
+
 @pytest.mark.parametrize("task", GAINS)
 def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejected, monkeypatch):
     flags = ("--task", task, "--iters", 4, "--learning-rate", "1e-3", "--max-seq-length", 64)
@@ -115,6 +123,32 @@ def test_a_candidate_that_does_not_win_changes_nothing(folder, run, rejected, mo
     figures = json.loads((folder.candidate / "figures.json").read_text())
     assert figures["rows"] + figures["held_out"] == ROWS - 2
     check(rejected("learn", folder.path, *flags), "data", None, "candidate", "same rows")
+
+
+@pytest.mark.slow  # three trainings: 3 s
+def test_a_candidate_that_is_worse_on_rows_of_nobody_else_is_not_served(
+    folder, run, rejected, tmp_path
+):
+    rows = [{"prompt": f"Say {i}.", "completion": "Why not? " * 8} for i in range(12)]
+    for name, count in (("few", 4), ("own", 12)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row) + "\n" for row in rows[:count]]
+        (tmp_path / name / "valid.jsonl").write_text("".join(lines))
+        (tmp_path / name / "train.jsonl").write_text(lines[0])
+
+    flags = ("--task", "lm", "--learning-rate", "1e-2", "--max-seq-length", 64, "--iters")
+    check(rejected("learn", folder.path, *flags, 8, "--data", tmp_path / "none"), "not-found")
+    assert not folder.candidate.exists()
+
+    for name, iters in (("own", 20), ("few", 21)):
+        code, out, err = run("learn", folder.path, *flags, iters, "--data", tmp_path / name)
+        assert code == 0 and "worse on --data" in out, (out, err)
+        figures = json.loads((folder.candidate / "figures.json").read_text())
+        assert figures["gain"] > 2 * figures["error"] and not figures["won"]
+    assert folder.current == 0
+
+    code, out, _ = run("learn", folder.path, *flags, 22)  # by rows of the raters alone
+    assert code == 0 and out.startswith("swapped"), out
 
 
 def test_a_candidate_that_won_against_another_version_is_not_served(folder, monkeypatch):

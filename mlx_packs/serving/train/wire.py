@@ -184,6 +184,7 @@ def _check_bounds(message: Any, where: str) -> None:
     for name, (_, kind) in _MESSAGES[message.DESCRIPTOR.name].items():
         item, bracket, bound = _parts(kind)
         value = getattr(message, name)
+
         if bound is not None and len(value) > bound:
             raise PackError(
                 f"{where}{name}: has a length of {len(value)}, and {bound} is the most."
