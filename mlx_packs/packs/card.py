@@ -1,5 +1,6 @@
 """The manifest for readers: the model card, and lines about results and phases."""
 
+import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,6 @@ def model_card(manifest: dict, name: str) -> str:
         kind = f"LoRA {kind}"
 
     lines = [
-        *_card_metadata(manifest),
         "",
         f"# {name}",
         "",
@@ -71,14 +71,17 @@ def model_card(manifest: dict, name: str) -> str:
 
     lines += [f"{line}\n" for line in graph_lines(manifest.get("objective") or {})]
     lines += ["```", card_command(manifest), "```", ""]
-    lines += [*_card_samples(manifest), *_card_curve(manifest), *_card_recipe(manifest)]
+    samples = len(lines)
+    lines += [*_card_curve(manifest), *_card_recipe(manifest)]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
 
     if license := manifest.get("license"):
         lines += ["", f"Licence: {license}"]
 
     lines += _card_data(manifest.get("data") or {})
-    return printable_text("\n".join(lines) + "\n")
+    lines = [line.replace("<", "&lt;") for line in lines]  # no name or value is a tag
+    lines[samples:samples] = _card_samples(manifest)
+    return printable_text("\n".join([*_card_metadata(manifest), *lines]) + "\n")
 
 
 def _full_tensors(manifest: dict) -> str:
@@ -149,18 +152,11 @@ def _card_samples(manifest: Mapping) -> list[str]:
 
         for name, content in parts.items():
             if content:
-                lines += [f"{name}:", "", *_fenced(content), ""]
+                lines += [f"{name}:", "", f"<pre>{html.escape(content, quote=False)}</pre>", ""]
 
     if not lines:
         return []
     return ["## Sample", "", *lines]
-
-
-def _fenced(content: str) -> list[str]:
-    """A block that Markdown shows as it is, whatever is in it."""
-    longest = max((len(run) for run in re.findall("`+", content)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}text", content, fence]
 
 
 def _card_curve(manifest: Mapping) -> list[str]:

@@ -4,7 +4,6 @@ A sum of low-rank deltas is one of higher rank: the packs' A are concatenated, a
 weight and scale, one below the other. The result is a pack like any other, with scale 1.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,9 @@ from .manifest import spec_json
 from .pack import Pack
 from .records import agreed_records, check_same_use
 
+LEAST_WEIGHT = 1e-6
+MOST_WEIGHT = 100.0
+
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
     """A pack and its weight from ``DIR`` or ``DIR=0.7``."""
@@ -35,14 +37,17 @@ def open_weighted(text: str | Path) -> tuple[Pack, float]:
             f"--pack {text}: the weight must be a number, as in {folder}=0.7, but got '{weight}'."
         ) from None
 
-    _check_weight(value, folder)
+    check_weight(value, f"--pack {folder}={weight}")
     return Pack.open(folder), value
 
 
-def _check_weight(weight: float, name: str | Path) -> None:
-    if not math.isfinite(weight) or weight == 0:
+def check_weight(weight: float, where: str, flag: str | None = None) -> None:
+    """Raise a PackError for a weight that makes nothing or garbage of a pack, also a NaN."""
+    if not LEAST_WEIGHT <= abs(weight) <= MOST_WEIGHT:
         raise PackError(
-            f"--pack {name}={weight:g}: the weight must be a finite number other than 0."
+            f"{where}: the weight must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, or "
+            "its negative.",
+            flag=flag,
         )
 
 
@@ -70,7 +75,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     if not packs:
         raise PackError("--pack: there is no pack to add up.")
     for pack, weight in packs:
-        _check_weight(weight, pack.name)
+        check_weight(weight, f"--pack {pack.name}={weight:g}")
 
     parts = [_Part(pack, float(weight), pack.specs) for pack, weight in packs]
     check_distinct([part.pack for part in parts])

@@ -23,7 +23,7 @@ from ..packs.manifest import (
     template_kwargs_of,
 )
 from ..packs.pack import Pack
-from ..packs.weighted_sum import weighted_sum
+from ..packs.weighted_sum import check_weight, weighted_sum
 from .slots import PackSlots
 
 BASE_NAME = "base"
@@ -287,12 +287,7 @@ def parts_of(model: str) -> list[tuple[str, float]]:
             value = float(weight) if colon else 1.0
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value == 0:
-            raise PackError(
-                f"model '{model:.140}': the weight of {name:.140} must be a number other than 0, "
-                "as in notes:0.3.",
-                flag="model",
-            )
+        check_weight(value, f"model '{model:.140}'", "model")
         parts.append((name.strip(), value))
 
     if len(parts) > _PARTS:

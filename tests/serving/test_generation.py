@@ -119,7 +119,10 @@ def shared_generator(shared_server):
         ("other", "not-found"),
         ("notes+other:0.5", "not-found"),
         ("base+notes", "invalid"),
-        *((f"notes+law:{weight}", "invalid") for weight in ("", "x", "nan", "1e999", "0.5:1")),
+        *(
+            (f"notes+law:{weight}", "invalid")
+            for weight in ("", "x", "nan", "1e999", "0.5:1", "1e39", "101", "1e-9")
+        ),
         ("notes:0", "invalid"),
         ("notes+notes", "conflict"),
         ("+".join(["notes"] * 9), "invalid"),

@@ -344,6 +344,16 @@ def study_of(file: Path) -> optuna.Study:
     return optuna.load_study(study_name="sweep", storage=storage)
 
 
+def test_a_study_that_was_copied_twice_has_each_trial_once(trained, tmp_path):
+    write_sweep(tmp_path, RANKS)
+    assert run_sweep().exit_code == 0
+    rows = leaderboard(tmp_path)["rows"]
+    study = tmp_path / "s" / "study.jsonl"
+    study.write_bytes(study.read_bytes() * 2)
+    assert run_sweep().exit_code == 0
+    assert leaderboard(tmp_path)["rows"] == rows and len(rows) == len(trained) == 3
+
+
 def test_a_damaged_study_is_one_line(trained, tmp_path):
     write_sweep(tmp_path, RANKS)
     assert run_sweep().exit_code == 0

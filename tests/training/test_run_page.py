@@ -189,9 +189,11 @@ def test_the_card_has_sample_curve_and_recipe(small, trained, tmp_path, monkeypa
     pack = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p").pack
     card = (tmp_path / "p" / "README.md").read_text(encoding="utf-8")
     wanted = CHATS[0]["messages"][1]["content"]
-    assert f"```text\n{wanted}\n```" in card and "```text\ncompleted\n```" in card
+    assert f"<pre>{wanted}</pre>" in card and "<pre>completed</pre>" in card
     for row in ("| 1 | ", "| 2 | ", "| batch-size | `2` |", "| learning-rate | `0.001` |"):
         assert row in card
     assert [b for b, _ in pack.manifest["measured"]["curve"]["loss"]] == [1, 2]
     hostile = {**pack.manifest, "samples": [{"prompt": "```\n<script>", "after": "````"}]}
-    assert "````text\n```\n<script>\n````\n" in model_card(hostile, "p")
+    card = model_card(hostile, "<img src=x>")
+    assert "<pre>```\n&lt;script&gt;</pre>" in card and "# &lt;img src=x>" in card
+    assert "<" not in card.replace("<pre>", "").replace("</pre>", "")
