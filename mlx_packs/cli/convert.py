@@ -27,7 +27,9 @@ _fidelity = options.add(
         help="Gate: write nothing and exit with code 1 if the mean KL divergence is above KL.",
         default_text="a tenth of the pack's own, and 0.02 at most",
     ),
-    options.data("Examples to compare on"),
+    options.data(
+        "Examples to compare on", default=None, default_text="the data of the pack, or the bundled"
+    ),
     option("--rows", default=32, type=click.IntRange(1), help="Number of examples to compare on."),
 )
 
@@ -67,7 +69,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     report = merge_pack(pack, model, out, **settings, progress=Display())
     requantize = settings["requantize"]
 
-    lines = _fidelity_lines(report)
+    lines = [f"data    {report['compared_on']}", *_fidelity_lines(report)]
     if report["passed"]:
         lines.append(
             f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s)): "
@@ -121,7 +123,7 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, model: str, 
 
     pairs = [_weighted(text) for text in weighted_packs]
     report = combine_packs(pairs, out, method, **settings, base=model, progress=Display())
-    lines = _fidelity_lines(report)
+    lines = [f"data    {report['compared_on']}", *_fidelity_lines(report)]
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
 

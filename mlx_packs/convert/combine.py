@@ -19,9 +19,10 @@ from ..bases import files as base_files
 from ..bases.families import check_architecture
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
+from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError
-from ..evaluation.rows import columns_of
+from ..evaluation.rows import comparison_data
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
 from ..packs.base import Base, check_no_pack, loaded_base
@@ -114,7 +115,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     seed: int = 0,
     base: Base | str | Path | None = None,
     max_drift: float | None = None,
-    data: str | Path = "tiny",
+    data: Data | None = None,
     rows: int = ROWS,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -136,7 +137,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         base: Their base model, loaded or by its name; None is the one that the first names.
         max_drift: Maximum mean KL divergence of the pack from the deltas at full rank, in nats per
             token; None is as in `merge_pack`.
-        data: Examples to compare on.
+        data: Examples to compare on; None is the data of the first pack whose data is here.
         rows: Maximum number of these examples.
         overwrite: Whether to replace a pack at ``out``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
@@ -156,12 +157,11 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     check_output(out, overwrite)
     opened = _open(packs)
 
-    first = opened[0][0]
-    loaded = loaded_base(base, first, trust_remote_code)
+    loaded = loaded_base(base, opened[0][0], trust_remote_code)
     combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
-    columns = columns or columns_of(combined, data)
-    meter = FidelityMeter(loaded, combined, columns, rows, display_of(progress))
+    chosen, compared_on = comparison_data(combined, [pack for pack, _ in opened], data)
+    meter = FidelityMeter(loaded, combined, columns or chosen, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())
     fidelity = meter.compare(dense, meter.with_pack(combined))
 
@@ -180,6 +180,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         "passed": passes == setting,
         "passes": int(passes) if passes and passes != "all" else passes,
         "tried": tried,
+        "compared_on": compared_on,
     }
     if report["passed"]:
         combined.save(out, overwrite)

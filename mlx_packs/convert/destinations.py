@@ -83,7 +83,8 @@ class LMStudio:
                 "unsupported",
             )
 
-        return {"requantize": requantize, "notes": [*notes, "LM Studio lists it in My Models"]}
+        notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
+        return {"requantize": requantize, "notes": notes}
 
 
 class Ollama:

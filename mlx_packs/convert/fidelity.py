@@ -26,8 +26,9 @@ from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
-from ..data.formats import TOKEN_FORMATS, format_of
+from ..data.formats import PREFERENCE, TOKEN_FORMATS, format_of
 from ..data.pair_formats import PAIR_FORMATS
+from ..data.preferences import both_completions
 from ..data.ranking_formats import RANKING_FORMATS
 from ..display import Display
 from ..errors import PackError
@@ -148,8 +149,11 @@ class FidelityMeter:
         loss_on = None
         if columns.data != "tiny":
             loss_on = pack._part("objective").get("loss_on")
+        chosen = evaluation_rows(columns, "test", rows)
+        if format_of(chosen[0], columns) is PREFERENCE:
+            chosen = list(both_completions(chosen, columns))[::2]
         examples = encode(
-            evaluation_rows(columns, "test", rows),
+            chosen,
             base.tokenizer,
             columns,
             EncodingOptions(loss_on, length, base.vocab_size),

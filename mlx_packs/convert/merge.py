@@ -19,9 +19,10 @@ from ..bases.write_plan import WritePlan
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
+from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError
-from ..evaluation.rows import columns_of
+from ..evaluation.rows import comparison_data
 from ..late import load
 from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
@@ -44,7 +45,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     requantize: str = "none",
     dtype: str = "auto",
     max_drift: float | None = None,
-    data: str | Path = "tiny",
+    data: Data | None = None,
     rows: int = ROWS,
     max_shard_gb: float = 1.0,
     overwrite: bool = False,
@@ -67,7 +68,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         max_drift: Maximum mean KL divergence of the merged model from the attached pack, in nats
             per token (of a reranker per document). None is a tenth of the KL divergence that the
             pack itself makes, and 0.02 at most. An embedder's is 1 - cosine, and 0.001 at most.
-        data: Examples to compare on.
+        data: Examples to compare on; None is the data of the pack, or the bundled if it has gone.
         rows: Maximum number of these examples.
         max_shard_gb: Maximum size of a file of weights, in 10^9 bytes.
         overwrite: Whether to replace a folder that this function wrote.
@@ -85,13 +86,14 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     """
     started = time.monotonic()
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
+    chosen, compared_on = comparison_data(pack, [pack], data)
     request = MergeRequest(
         pack=pack,
         model=name_of(base),
         requantize=requantize,
         dtype=dtype,
         max_drift=max_drift,
-        columns=columns or columns_of(pack, data),
+        columns=columns or chosen,
         rows=rows,
         max_shard_gb=max_shard_gb,
         trust_remote_code=trust_remote_code,
@@ -101,9 +103,8 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     _check(request)
     source, _ = check_checkpoint(pack, request.model)
     writer.output_folder(str(out), source, overwrite)
-
     outcome = _comparison(pack)(request)
-    report = _report(request, outcome, out)
+    report = {**_report(request, outcome, out), "compared_on": compared_on}
     if not report["passed"]:
         return report
 

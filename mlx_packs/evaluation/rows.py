@@ -1,20 +1,23 @@
 """Selection of the examples on which a base and its packs are evaluated."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..bases.files import CONFIG, public_name
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.bad_rows import RowError
-from ..data.formats import Row
+from ..data.formats import PROMPT, Row
 from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
 from ..data.sources import Rows
 from ..display import QUIET, Display
 from ..errors import PackError
+from ..files import is_hub_id
 from ..packs.pack import Pack
+from ..reading import read_json
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,80 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     if variables := specified.get("template_kwargs"):
         specified["template_kwargs"] = {**trained.get("template_kwargs", {}), **variables}
     return DataConfig(data=source, **{**trained, **specified})
+
+
+def comparison_data(
+    result: Pack, packs: Sequence[Pack], data: Data | None
+) -> tuple[DataConfig, str]:
+    """Return examples to compare variants of a result on, and what they are, in a line.
+
+    None is the data that one of the packs it is made of was trained on, or the embedded data set
+    if it has gone.
+    """
+    if data is not None:
+        columns = columns_of(result, data)
+        return columns, public_name(columns.data)
+
+    for pack in packs:
+        if (columns := trained_data(pack)) is not None:
+            names = {name: getattr(columns, name) for name in (*COLUMN_SETTINGS, "hold_out")}
+            shown = f"{public_name(columns.data)}, which {pack.name} was trained on"
+            return columns_of(result, columns.data, **names), shown
+
+    trained = packs[0]._part("data").get("source") or "not recorded"
+    reason = f"the data of {packs[0].name} ({trained}) is not here, has changed or has no answers"
+    return columns_of(result, "tiny"), f"the bundled examples: {reason}. Pass --data"
+
+
+def trained_data(pack: Pack) -> DataConfig | None:
+    """Return the data that a pack was trained on, by fingerprint; None if it has gone.
+
+    A manifest has no paths: the names tried are its own, and that of the run folder.
+    """
+    if pack.examples is not None:
+        return columns_of(pack, pack.examples)
+
+    recipe = pack._part("recipe")
+    named = _data_of(recipe)
+    if named == "tiny":
+        return columns_of(pack, named)
+
+    fingerprints = (pack._part("data").get("fingerprint") or {}).values()
+    named_by_run = _data_of(_recipe_of_run(pack))
+    for source in filter(None, dict.fromkeys((named, named_by_run))):
+        # the pack of a stranger is no reason to ask the Hub
+        is_of_hub = source == named == named_by_run and is_hub_id(source)
+        if not is_of_hub and not Path(source).expanduser().exists():
+            continue
+
+        with suppress(PackError, OSError):
+            columns = columns_of(pack, source, hold_out=recipe.get("hold_out") or "sample")
+            splits = load_rows(columns)
+            same = any(splits.fingerprint(split) in fingerprints for split in splits.present())
+            if same and splits.format is not PROMPT:
+                return columns
+    return None
+
+
+def _data_of(recipe: Any) -> str:
+    """Return the data of the last phase of a recipe; empty if it is not one name."""
+    if not isinstance(recipe, Mapping) or recipe.get("hf_dataset"):
+        return ""
+
+    named = recipe.get("data")
+    phases = recipe.get("phases")
+    if isinstance(phases, list) and phases and isinstance(phases[-1], Mapping):
+        named = phases[-1].get("data") or named
+    return named if isinstance(named, str) else ""
+
+
+def _recipe_of_run(pack: Pack) -> Any:
+    """Return the recipe in the run folder next to a pack, which has paths; None without it."""
+    if pack.path is None:
+        return None
+    with suppress(PackError, OSError, ValueError):
+        return read_json(pack.path.with_name(f"{pack.path.name}-run") / CONFIG).get("recipe")
+    return None
 
 
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:

@@ -48,12 +48,14 @@ class Pack:
         tensors: The adapters by name; None until `load_tensors` reads them.
         path: The folder of a pack that was saved or opened, otherwise None.
         parts: The packs and weights of a `weighted_sum` that was not saved.
+        examples: The examples in memory that it was trained on, until it is opened again.
     """
 
     manifest: dict
     tensors: Mapping[str, mx.array] | None = None
     path: Path | None = None
     parts: tuple = ()
+    examples: Any = None
 
     def __repr__(self) -> str:
         base = self.manifest["base"]["id"]

@@ -22,7 +22,7 @@ from ..config.other_names import answers_other_names
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
-from ..data.in_memory import Data
+from ..data.in_memory import Data, InMemoryRows
 from ..data.rows import Splits
 from ..display import VERBOSE, Display, display_of, shown_count
 from ..errors import Float16Overflow, PackError
@@ -401,6 +401,9 @@ def _save(
         eval=summary.eval,
         measured={"compute_dtype": start.dtype.to_json(), **measured(fit, memory)},
     )
+    if isinstance(source := run.last_phase.sources[0].data, InMemoryRows):
+        pack.examples = source
+
     replace = run.request.option("overwrite") or run.place.resume
     return pack.save(run.pack, overwrite=replace)
 
