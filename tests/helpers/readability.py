@@ -31,12 +31,10 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
     docstrings = sum(map(docstring_lines, trees))
     code = (code_lines(lines) - docstrings) / 1000
 
-    blank = sum(line == "" for body in bodies for line in body)
     dense = [body for body in bodies if len(body) >= LONG_BODY and "" not in body]
     statements = [node for nodes in trees for node in nodes]
     choices = [node for node in statements if isinstance(node, ast.IfExp)]
     return {
-        "least_blank_lines_percent": round(100 * blank / sum(map(len, bodies)), 2),
         "long_bodies_without_blank_line": len(dense),
         "conditional_expressions_per_1000_lines": round(len(choices) / code, 2),
         "nested_conditional_expressions": sum(map(has_inner_choice, choices)),
