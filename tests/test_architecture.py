@@ -14,7 +14,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors plugins signals fork late runtime kinds reading filesystem leftovers files tensors run_clock
+terminal errors sandbox plugins signals fork late runtime kinds reading filesystem leftovers files tensors run_clock
 display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
 tasks training sweeps learning
@@ -134,6 +134,8 @@ OWN_READERS = {
     "packs/hub.py": "what it downloads, to append to it",
     "ops/_backend.py": "the program's own kernels",
     "runtime.py": "/proc and /sys",
+    "sandbox/child.py": "/proc",
+    "sandbox/process.py": "/proc, and results of processes that it starts",
     "tensors.py": "mx.load, of a file whose header was checked",
     "cpu/elf.py": "libraries of this process",
     "__init__.py": "the program's own stub",

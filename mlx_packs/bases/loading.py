@@ -42,6 +42,7 @@ from .model import BaseModel, Source, weight_map
 from .model_classes import classes_of
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
+from .sandboxed_tokenizer import read_ahead
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from .unsupported import unreadable
 from .weight_formats import named_format
@@ -98,6 +99,7 @@ def load_base_model(
 def _load_decoder(request: _Request) -> BaseModel:
     """Load a causal language model; if it is to be quantized, while it is read."""
     path = request.path
+    ahead = read_ahead(path)
     stored = request.config
     quantize = request.quantize
     keep = request.keep
@@ -144,7 +146,7 @@ def _load_decoder(request: _Request) -> BaseModel:
         if names and dtype == mx.float16:
             _check_range(model, names)
 
-    tokenizer = load_tokenizer(path, config, request.trust_remote_code)
+    tokenizer = load_tokenizer(path, config, request.trust_remote_code, ahead)
     if not request.lazy:
         take_images(tokenizer, request.name, path, config, model)
 
@@ -363,9 +365,10 @@ def _load_encoder(request: _Request) -> BaseModel:
 
     path = request.path
     config = request.config
+    ahead = read_ahead(path)
     model = late.load(_LOAD_ENCODER)(path, config)
     lower_case = model.sentence_config.lower_case
-    tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code)
+    tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code, ahead)
     return BaseModel(name, path, model, tokenizer, config, fingerprint(path))
 
 

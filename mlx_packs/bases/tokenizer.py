@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,25 @@ from .. import late
 from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..terminal import guarded_native
+from .sandboxed_tokenizer import confine, read_ahead
 from .templated import tool_parser_of
 from .turns import stop_at_answer_end
 from .unsupported import unreadable_tokenizer
 from .vision_families import has_vision_tower
 
 
-def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
-    """The tokenizer of a decoder, as mlx-lm wraps it."""
+def load_tokenizer(
+    path: Path,
+    config: dict,
+    trust_remote_code: bool,
+    ahead: "Future[int | None] | None" = None,
+) -> Any:
+    """Return the tokenizer of a decoder, as mlx-lm wraps it; ``ahead`` is of `read_ahead`."""
+    ahead = ahead or read_ahead(path)
     from mlx_lm.utils import load_tokenizer
     from transformers.utils import logging as transformers_logging
 
+    key = ahead.result()  # a file that takes too much is not read in this process
     verbosity = transformers_logging.get_verbosity()
     try:
         if not (path / "tokenizer.json").is_file():  # it then logs each thing that it tries
@@ -37,6 +46,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
                 options["tool_parser_type"] = parser
                 tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
 
+            confine(tokenizer._tokenizer, path, key)
             tokens = tokenizer.encode("a b", add_special_tokens=False)
             tokenizer.decode(tokens)
     finally:
@@ -182,15 +192,25 @@ def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
 
 
 def load_encoder_tokenizer(
-    path: Path, config: dict, lower_case: bool, trust_remote_code: bool
+    path: Path,
+    config: dict,
+    lower_case: bool,
+    trust_remote_code: bool,
+    ahead: "Future[int | None] | None" = None,
 ) -> Any:
+    """Return the tokenizer of an encoder; ``ahead`` is of `read_ahead`."""
+    ahead = ahead or read_ahead(path)
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():
         raise PackError(f"{path}: has neither tokenizer.json nor vocab.txt.", "not-found")
 
+    key = ahead.result()
     with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if tokenizer.is_fast and lower_case:
+            _lower(tokenizer.backend_tokenizer)
+        confine(tokenizer, path, key)
         works = tokenizer.is_fast and tokenizer.encode("a")
 
     if not works:
@@ -205,16 +225,17 @@ def load_encoder_tokenizer(
             "mismatch",
         )
 
-    if lower_case:
-        from tokenizers.normalizers import Lowercase, Sequence
-
-        backend = tokenizer.backend_tokenizer
-        steps = [Lowercase()]
-        if backend.normalizer:
-            steps.append(backend.normalizer)
-        backend.normalizer = Sequence(steps)
-
     return tokenizer
+
+
+def _lower(backend: Any) -> None:
+    """Let a tokenizer make its texts lower case before all else."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    steps = [Lowercase()]
+    if backend.normalizer:
+        steps.append(backend.normalizer)
+    backend.normalizer = Sequence(steps)
 
 
 def beginning(text: str, limit: int) -> str:

@@ -12,10 +12,10 @@ from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .cells import messages_of, unpacked
-from .conversations import Conversation, Span
+from .conversations import Conversation, Span, render_ahead
 from .images import IMAGE_COLUMNS, column_without_place, with_row_images, without_marks
 from .messages import THOUGHTS, Turn, turns_of
-from .row_format import Row, TokenFormat, optional, shown, text_of
+from .row_format import Row, TokenFormat, optional, or_error, shown, text_of
 from .tool_calls import is_given, json_value, normal_tools, without_padding
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -119,6 +119,18 @@ class ConversationFormat(TokenFormat):
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
         return self.conversation(row, names, tokenizer).supervised(loss_on)
+
+    def render_all(
+        self, rows: Sequence[Row], names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> list[tuple[str, list[Span]] | PackError]:
+        """The template renders all rows in one call of its sandbox."""
+        conversations = [or_error(self.conversation, row, names, tokenizer) for row in rows]
+        usable = [each for each in conversations if isinstance(each, Conversation)]
+        render_ahead(usable, loss_on)
+        return [
+            or_error(each.supervised, loss_on) if isinstance(each, Conversation) else each
+            for each in conversations
+        ]
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """The prompt is what comes before the answer that is asked for."""

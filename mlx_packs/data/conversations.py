@@ -6,12 +6,19 @@ are one text whose token " Yes" is half prompt and half answer.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
-from ..bases.turns import SENTINEL, answer_end, render_conversation, turn_style
+from ..bases.turns import (
+    SENTINEL,
+    Prefixes,
+    answer_end,
+    render_conversation,
+    render_prefixes,
+    turn_style,
+)
 from ..errors import PackError
 from .bad_rows import Reason, RowError
 
@@ -30,6 +37,10 @@ class Conversation:
     context: frozenset[int] = frozenset()  # numbers of messages that are no targets
     variables: Mapping[str, Any] = field(default_factory=dict)  # others that the template knows
     template_date: str | None = None  # at which the template's clock stands; None for the present
+    # the renderings of its first N messages, by N and whether the header of an answer follows
+    _prefixes: dict[tuple[int, bool], str | PackError] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
         return RowError(self.where, fault, reason, flag=flag)
@@ -66,20 +77,37 @@ class Conversation:
     def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
         """An error of the chat template that is about this row names it."""
         try:
-            if self.documents is not None:
-                options["documents"] = self.documents
-            options = {**self.variables, **options, "tools": self.tools}
+            options = {**self._variables(), **options}
             return render_conversation(
                 self.tokenizer, messages, template_date=self.template_date, **options
             )
         except PackError as error:
-            if error.code != "data":
-                raise
-            raise self._error(error.message, "rejected by the chat template") from error
+            raise self._named(error) from error
+
+    def _variables(self) -> dict[str, Any]:
+        variables = {**self.variables, "tools": self.tools}
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        return variables
+
+    def _named(self, error: PackError) -> PackError:
+        """Return the error of a rendering, with the row if it is about the row."""
+        if error.code != "data":
+            return error
+        return self._error(error.message, "rejected by the chat template")
+
+    def _prefix(self, count: int, asked: bool = False) -> str:
+        """Return the first messages as they are rendered, with the header of an answer or not."""
+        text = self._prefixes.get((count, asked))
+        if text is None:
+            return self.render(self.messages[:count], add_generation_prompt=asked)
+        if isinstance(text, PackError):
+            raise self._named(text)
+        return text
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""
-        text = self._ended(self.render(self.messages))
+        text = self._ended(self._prefix(len(self.messages)))
         if loss_on == "all":
             self._check_all_targets()
             return text, []
@@ -99,6 +127,20 @@ class Conversation:
 
         self._check_not_empty(answers, targets)
         return text, [self._answer_span(i, text) for i in targets]
+
+    def _prefixes_of(self, loss_on: str) -> Prefixes:
+        """Return what `supervised` renders, unless the template is an unusual one."""
+        count = len(self.messages)
+        places = [(count, False)]
+        if loss_on == "completion":
+            places.append((count - 1, self.messages[-1]["role"] == "assistant"))
+        elif loss_on != "all":
+            targets = (i for i in range(count) if i not in self.context)
+            answers = [i for i in targets if self.messages[i]["role"] == "assistant"]
+            places += [place for i in answers for place in ((i, True), (i + 1, False))]
+
+        places = [place for place in dict.fromkeys(places) if place[0]]
+        return Prefixes(self.messages, places, self.template_date, self._variables())
 
     def _check_all_targets(self) -> None:
         if self.context:
@@ -126,7 +168,7 @@ class Conversation:
         if answers == [0] == [last]:  # there is no prompt but the header of the answer
             return self._answer_span(0, text)[0]
 
-        prompt = self.render(self.messages[:-1], add_generation_prompt=last in answers)
+        prompt = self._prefix(last, last in answers)
         if not text.startswith(prompt):
             # the prompt ends with what no conversation has, such as an empty thought
             if last in answers and (span := self._find_answer(last, text)):
@@ -157,25 +199,25 @@ class Conversation:
         thoughts of earlier turns), the answer is found by rendering another one in its place.
         """
 
-        def attempt(messages: Sequence[Mapping], **options: bool) -> str | None:
+        def attempt(render: Callable[..., str], *arguments: Any) -> str | None:
             try:
-                return self.render(messages, **options)
+                return render(*arguments)
             except RowError:  # some templates reject a part of a conversation
                 return None
 
         messages = self.messages
         if i > 0:  # without a message before it, the header of the answer cannot be rendered
-            before = attempt(messages[:i], add_generation_prompt=True)
+            before = attempt(self._prefix, i, True)
             through = text
             if i + 1 < len(messages):
-                through = attempt(messages[: i + 1])
+                through = attempt(self._prefix, i + 1)
             if before and through and text.startswith(before) and text.startswith(through):
                 if len(through) > len(before):
                     return len(before), len(before) + len(through[len(before) :].rstrip())
 
         bare = {"role": "assistant", "content": SENTINEL}
         for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
-            changed = attempt([*messages[:i], other, *messages[i + 1 :]]) or ""
+            changed = attempt(self.render, [*messages[:i], other, *messages[i + 1 :]]) or ""
             changed = self._ended(changed)
 
             start, sentinel, rest = changed.partition(SENTINEL)
@@ -184,6 +226,16 @@ class Conversation:
                     return len(start), len(text) - len(rest)
 
         return None
+
+
+def render_ahead(conversations: Sequence[Conversation], loss_on: str) -> None:
+    """Render what `Conversation.supervised` reads, in one call for all of one tokenizer."""
+    for _, neighbours in groupby(conversations, key=lambda each: id(each.tokenizer)):
+        group = list(neighbours)
+        prefixes = [conversation._prefixes_of(loss_on) for conversation in group]
+        results = render_prefixes(group[0].tokenizer, prefixes)
+        for conversation, each, texts in zip(group, prefixes, results, strict=True):
+            conversation._prefixes.update(zip(each.places, texts, strict=True))
 
 
 _MARK = "\n"  # after it, a part of a text is encoded as one that follows another
@@ -243,8 +295,10 @@ def _encoded(tokenizer: Any, piece: str, follows: bool) -> tuple[list[int], Offs
 
 def _adds_space(tokenizer: Any) -> bool:
     """Whether a tokenizer puts a space before a text, as sentencepiece does."""
-    head, letter, both = (_plain(tokenizer, text)[0] for text in (_MARK, "a", _MARK + "a"))
-    return both[len(head) :] != letter
+    if (adds := getattr(tokenizer, "_adds_space", None)) is None:
+        head, letter, both = (_plain(tokenizer, text)[0] for text in (_MARK, "a", _MARK + "a"))
+        adds = tokenizer._adds_space = both[len(head) :] != letter
+    return adds
 
 
 def _plain(tokenizer: Any, text: str) -> tuple[list[int], Offsets]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..bases.sandboxed_tokenizer import with_offsets
 from ..bases.tokenizer import images_of, starts_twice, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
@@ -31,6 +32,7 @@ from .formats import (
     tasks_of,
 )
 from .images import FEWER_BY_MAX_PIXELS
+from .row_format import or_error
 from .sources import Fingerprint, Rows, as_rows, canonical_line
 from .token_store import (
     DTYPES,
@@ -47,6 +49,7 @@ ENCODING_VERSION = 4
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
 _CHUNK_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 19
+_RENDERED_ROWS = 64  # of one call of the chat template's sandbox
 # The arrays of some of the rows, encoded; row numbers are those among all.
 PART = {
     **DTYPES,
@@ -300,10 +303,11 @@ class Encoder:
     ) -> Iterator[list[_Rendered]]:
         chunk: list[_Rendered] = []
         size = 0  # characters
-        for i, row in enumerate(self.rows[start:stop], start):
+        for i, row, result in self._rendered(start, stop):
             try:
-                check_format(row, self.format, self.first, self.columns)
-                text, spans = self.format.render(row, self.columns, self.loss_on, self.tokenizer)
+                if isinstance(result, PackError):
+                    raise result
+                text, spans = result
                 check_unicode(row, text)
                 rendered = self._with_images(row, _Rendered(i, text, spans))
                 self._note(canonical_line(row))
@@ -322,6 +326,33 @@ class Encoder:
 
         if chunk:
             yield chunk
+
+    def _rendered(self, start: int, stop: int) -> Iterator[tuple[int, Row, Any]]:
+        """Yield each row with its text and targets, or its error, while the next are rendered."""
+        with ThreadPoolExecutor(1, "renderer") as thread:
+            ahead: Future | None = None
+            for begin in range(start, stop, _RENDERED_ROWS):
+                rows = list(self.rows[begin : min(begin + _RENDERED_ROWS, stop)])
+                before = ahead
+                ahead = thread.submit(self._render, begin, rows)
+                if before is not None:
+                    yield from before.result()
+
+            if ahead is not None:
+                yield from ahead.result()
+
+    def _render(self, begin: int, rows: Sequence[Row]) -> list[tuple[int, Row, Any]]:
+        faults = [
+            or_error(check_format, row, self.format, self.first, self.columns) for row in rows
+        ]
+        usable = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+        texts = self.format.render_all(usable, self.columns, self.loss_on, self.tokenizer)
+
+        rendered = iter(texts)
+        return [
+            (number, row, next(rendered) if fault is None else fault)
+            for number, (row, fault) in enumerate(zip(rows, faults, strict=True), begin)
+        ]
 
     def _with_images(self, row: Row, rendered: _Rendered) -> _Rendered:
         """Return a text in which each placeholder of an image is what the image becomes."""
@@ -345,13 +376,14 @@ class Encoder:
     def _encodings(self, texts: list[str]) -> dict[str, list]:
         """Return the tokens of texts, and the position of each if targets depend on it."""
         fim = self.options.fim
+        needs_places = self.loss_on != "all" or fim is not None
 
-        with tokenizer_errors(self.tokenizer):
+        with tokenizer_errors(self.tokenizer), with_offsets(needs_places):
             try:
                 return self.tokenizer._tokenizer(
                     texts,
                     add_special_tokens=self.format.special_tokens,
-                    return_offsets_mapping=self.loss_on != "all" or fim is not None,
+                    return_offsets_mapping=needs_places,
                     return_attention_mask=False,
                     verbose=False,  # of rows that are longer than it was made for
                 )

@@ -3,7 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,6 +103,12 @@ class TokenFormat(RowFormat):
     ) -> tuple[str, list[Span]]:
         """Return the text of a row and the spans of it that are targets (none for ``all``)."""
 
+    def render_all(
+        self, rows: Sequence[Row], names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> "list[tuple[str, list[Span]] | PackError]":
+        """Return what `render` returns or raises for each row."""
+        return [or_error(self.render, row, names, loss_on, tokenizer) for row in rows]
+
     @abstractmethod
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """Return the prompt of a row: as people see it, and its tokens."""
@@ -121,6 +127,14 @@ class TokenFormat(RowFormat):
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
         return loss_on or self.loss_on
+
+
+def or_error(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a result, or the PackError that is raised instead."""
+    try:
+        return function(*arguments)
+    except PackError as error:
+        return error
 
 
 def check_unicode(row: Row, text: str) -> None:

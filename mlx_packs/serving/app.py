@@ -33,6 +33,7 @@ from ..errors import PackError
 from ..objectives.rerank import rerank_prompt
 from ..packs.classify import Prediction, input_row
 from ..packs.manifest import specs_of
+from ..sandbox.process import deadline as sandbox_deadline
 from .answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -426,7 +427,7 @@ class Server:
 
     async def _until(self, deadline: float, request: Request, work: Awaitable[T]) -> T:
         """Return what is waited for; raise when it is too late, or the client goes before."""
-        with anyio.fail_after(deadline - time.monotonic()):
+        with sandbox_deadline(deadline), anyio.fail_after(deadline - time.monotonic()):
             return await unless_gone(request, work)
 
 

@@ -6,13 +6,10 @@ a ValueError of one line that names the image.
 
 import base64
 import hashlib
-import importlib
 import io
 import re
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,34 +17,16 @@ from urllib.parse import unquote
 
 from ..errors import PackError, library_errors
 from ..reading import open_regular
+from ..sandbox.images import as_rgb
+from ..sandbox.process import IMAGES, Fault, LimitExceeded
 
-MOST_SIDE = 16_384  # pixels
-MOST_PIXELS = 64_000_000
-MOST_BYTES = 256 << 20  # of a file: 64 million pixels of four bytes each have a little less
+MOST_BYTES = 128 << 20  # of a file: 16 million pixels of four bytes each have half of it
 MOST_URL_BYTES = 20_000_000
 URL_SECONDS = 30
 THUMBNAIL_URL = "data:image/jpeg;base64,"
 _THUMBNAIL = 160  # pixels of its longer side
 _MOST_THUMBNAILS = 4
 _SHOWN = 120  # characters of a path
-_KINDS = {  # the first bytes of a file, the plug-in of pillow that reads it, and its name there
-    b"\xff\xd8\xff": ("Jpeg", "JPEG"),
-    b"\x89PNG\r\n\x1a\n": ("Png", "PNG"),
-    b"RIFF....WEBP": ("WebP", "WEBP"),
-    b"BM": ("Bmp", "BMP"),
-    b"GIF8": ("Gif", "GIF"),
-    rb"II[*+]\0|MM\0[*+]": ("Tiff", "TIFF"),
-}
-_OTHER_KINDS = {
-    b"version https://git-lfs": "a Git LFS pointer. Run `git lfs pull` in its folder",
-    rb"....ftyp(avif|avis)": "AVIF",
-    rb"....ftyp(hei|hev|mif1|msf1)": "HEIC",
-    b"%PDF": "a PDF",
-    rb"\s*(<\?xml|<svg)": "an SVG or other XML",
-    rb"\s*<(!doctype|html)": "a web page, as a failed download leaves it",
-}
-_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "YCbCr")
 
 
 @dataclass(frozen=True)
@@ -102,17 +81,36 @@ def open_picture(source: ImageSource, allow_urls: bool = False) -> Picture:
     _check_pillow()
     try:
         content = _content(source.value, source.folder, allow_urls)
-        with _decoding():
-            opened = content
-            if isinstance(content, bytes):
-                opened = _opened(content)
-            image = _as_rgb(opened)
-    except PackError as error:
-        raise ValueError(f"image {_name_of(source.value)}: {error.message}") from None
+        if isinstance(content, bytes):
+            image = _decoded(content)
+        else:
+            with library_errors(_damaged):  # a program has decoded it before
+                image = as_rgb(content, in_place=False)
+            content = f"{image.width} {image.height} {image.mode} ".encode() + image.tobytes()
+    except (PackError, ValueError) as error:
+        reason = error.message if isinstance(error, PackError) else str(error)
+        raise ValueError(f"image {_name_of(source.value)}: {reason}") from None
 
-    if not isinstance(content, bytes):
-        content = f"{image.width} {image.height} {image.mode} ".encode() + image.tobytes()
     return Picture(hashlib.sha256(content).hexdigest()[:32], image)
+
+
+def _decoded(content: bytes) -> Any:
+    """Return the image of a file, which the sandbox decodes."""
+    from PIL import Image
+
+    try:
+        size, pixels = IMAGES.call("decode", content)
+    except LimitExceeded as error:
+        raise PackError(f"{error} to decode. Save it again, or make it smaller.") from None
+    except Fault as error:
+        if error.kind == "ValueError" and str(error).endswith("."):
+            raise ValueError(str(error)) from None
+        raise _damaged(str(error).rstrip(".")) from None
+    return Image.frombytes("RGB", tuple(size), pixels)
+
+
+def _damaged(reason: str) -> PackError:
+    return PackError(f"is truncated or damaged ({reason}). Copy or download it again.")
 
 
 def _check_pillow() -> None:
@@ -157,7 +155,7 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> Any:
         value = _of_mapping(value)
 
     if isinstance(value, Image.Image):
-        return value
+        return _file_of(value) or value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if not isinstance(value, (str, Path)):
@@ -175,6 +173,16 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> Any:
         return _fetched(text)
 
     return _read(text, folder)
+
+
+def _file_of(image: Any) -> bytes | None:
+    """Return the file of an image that is open but not decoded, as `datasets` gives it."""
+    file = getattr(image, "fp", None)
+    if file is None or not getattr(image, "tile", None) or getattr(image, "is_animated", False):
+        return None
+
+    file.seek(0)
+    return file.read(MOST_BYTES)
 
 
 def _of_mapping(value: Mapping) -> Any:
@@ -266,78 +274,6 @@ def _path_of(text: str) -> str:
     return text
 
 
-@contextmanager
-def _decoding() -> Iterator[None]:
-    """Turn what pillow raises into an error, and leave out what it warns of."""
-    from PIL import Image
-
-    with (
-        warnings.catch_warnings(),
-        library_errors(
-            lambda reason: PackError(
-                f"is truncated or damaged ({reason}). Copy or download it again."
-            )
-        ),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except Image.DecompressionBombError:
-            raise _too_many_pixels("has") from None
-
-
-def _opened(content: bytes) -> Any:
-    """Return a PIL image of which only the header was read; `Image.open` would check its size."""
-    from PIL import Image
-
-    if not content:
-        raise PackError("has 0 bytes. Copy or download it again.")
-
-    start = content[:64]
-    for signature, (plugin, name) in _KINDS.items():
-        if re.match(signature, start, re.DOTALL):
-            importlib.import_module(f"PIL.{plugin}ImagePlugin")
-            return Image.OPEN[name][0](io.BytesIO(content), "")
-
-    allowed = "JPEG, PNG, WebP, BMP, GIF or TIFF"
-    for signature, name in _OTHER_KINDS.items():
-        if re.match(signature, start, re.DOTALL | re.IGNORECASE):
-            raise PackError(f"must be {allowed}, but is {name}.")
-    raise PackError(f"must be {allowed}, but is none of them.")
-
-
-def _as_rgb(image: Any) -> Any:
-    """Check a PIL image, decode it, and return it upright and without transparency."""
-    from PIL import Image
-
-    _check_size(image)
-    # a photo may have a small one of itself behind it
-    if getattr(image, "is_animated", False) and image.format != "MPO":
-        raise PackError("has several frames. Save one of them as an image.")
-    _check_mode(image)
-
-    image.load()
-    _check_size(image)  # a frame may be larger than its header says
-    upright = _upright(image)
-
-    if not upright.has_transparency_data:
-        return upright.convert("RGB")
-    colors = upright.convert("RGBA")
-    white = Image.new("RGBA", colors.size, "white")
-    return Image.alpha_composite(white, colors).convert("RGB")
-
-
-def _check_size(image: Any) -> None:
-    width, height = image.size
-    if max(width, height) > MOST_SIDE:
-        raise PackError(
-            f"is {width:,} x {height:,} pixels, but a side may have at most {MOST_SIDE:,}. Make it "
-            "smaller."
-        )
-    if width * height > MOST_PIXELS:
-        raise _too_many_pixels(f"is {width:,} x {height:,} pixels, which is")
-
-
 def thumbnails(sources: Sequence[ImageSource], allow_urls: bool = False) -> tuple[str, ...]:
     """Return the first images as small JPEGs, data URLs that a page shows."""
     urls = []
@@ -349,31 +285,3 @@ def thumbnails(sources: Sequence[ImageSource], allow_urls: bool = False) -> tupl
         image.save(file, "JPEG", quality=80)
         urls.append(THUMBNAIL_URL + base64.b64encode(file.getvalue()).decode())
     return tuple(urls)
-
-
-def _too_many_pixels(verb: str) -> PackError:
-    return PackError(
-        f"{verb} more than {MOST_PIXELS // 1_000_000} million pixels. Make it smaller."
-    )
-
-
-def _check_mode(image: Any) -> None:
-    """Raise a PackError for numbers that are not of 8 bits, and for colors that are not RGB."""
-    raw = str(getattr(image, "tile", ""))  # how its file has the numbers, until they are decoded
-    is_deep = image.format in ("PNG", "TIFF") and ";16" in raw
-    if is_deep or image.mode in _DEEP_MODES:
-        raise PackError("has more than 8 bits per channel. Save it with 8.")
-    if image.mode == "F":
-        raise PackError("has floating-point numbers. Save it with 8 bits per channel.")
-    if image.mode not in _MODES:
-        raise PackError(f"is {image.mode}. Convert it to RGB.")
-
-
-def _upright(image: Any) -> Any:
-    """Return the image as its EXIF data turn it; damaged ones turn nothing."""
-    from PIL import ImageOps
-
-    try:
-        return ImageOps.exif_transpose(image)
-    except (SyntaxError, ValueError, TypeError, KeyError, OSError):
-        return image

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_packs.bases import chat_template
 from mlx_packs.bases.chat_template import render_chat
 from mlx_packs.data.conversations import Conversation
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
+from mlx_packs.sandbox import process
 from tests.helpers.bases import copy_tiny
 from tests.helpers.errors import check, raises
 
@@ -56,17 +56,17 @@ ENDLESS = {
     "slice": "{{ [1] | slice(1000000000) | list }}",
     "keys": "{{ dict.fromkeys(range(99999), 'a' * 100000) }}",
     "lorem": "{{ lipsum(n=1000000) }}",
+    "list that has itself": "{% set ns = namespace(a=1) %}{% set l = [ns] %}{% set ns.a = l %}{{ l * 2 }}",
+    "bytes": "{{ ('a'.encode() * 3000000000) | length }}",
+    "integer as bytes": "{{ (1).to_bytes(3000000000, 'big') | length }}",
+    "replaced bytes": "{{ ('a' * 4000000).encode().replace('a'.encode(), ('b' * 700).encode()) | length }}",
+    "many places": "{{ ('{0:>999999}' * 1000).format(1) | length }}",
+    "sum": "{{ range(99999) | map('string') | list | sum(start='') }}",
+    "sorted": "{% for i in range(999) %}{{ range(99999) | sort | length }}{% endfor %}",
+    "compiled": "{{ " + "+".join(["1"] * 40_000) + " }}",
+    "compiled branches": "{% if a %}" * 300 + "{% endif %}" * 300,
 }
-
-
-class Clock:
-    """CPU time that passes by being read: a second each time."""
-
-    readings = 0
-
-    def thread_time(self) -> int:
-        self.readings += 1
-        return self.readings
+FIRST = ("loops", "text", "doubled", "list that has itself", "bytes", "compiled")
 
 
 @pytest.fixture
@@ -81,15 +81,19 @@ def with_template(tokenizer, monkeypatch):
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(chat_template, "CHARACTERS", 1 << 18)
-    monkeypatch.setattr(chat_template, "time", clock)
-    return clock
+def small_limits(monkeypatch):
+    monkeypatch.setattr(process, "CPU_S", 0.15)
+    monkeypatch.setattr(process, "MEMORY_BYTES", 64 << 20)
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in ENDLESS.items()])
-def test_a_template_without_end_or_measure_is_stopped(with_template, clock, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=name, marks=[] if name in FIRST else [pytest.mark.slow])
+        for name, text in ENDLESS.items()
+    ],
+)
+def test_a_template_without_end_or_measure_is_stopped(with_template, small_limits, text):
     try:
         shown = render_chat(with_template(text), CONVERSATION, tokenize=False)
     except PackError as error:
@@ -97,8 +101,7 @@ def test_a_template_without_end_or_measure_is_stopped(with_template, clock, text
         assert "chat_template.jinja: the chat template" in error.message
         assert "\n" not in error.message and len(error.message) < 400
     else:
-        assert shown == "x"  # what is in no branch that is taken
-    assert clock.readings <= chat_template.SECONDS + 2
+        assert len(shown) < 1 << 22
 
 
 FAULTS = {
@@ -135,7 +138,8 @@ def test_a_template_that_is_no_text_is_one_line(with_template):
 
 def test_limits_change_no_rendered_byte(tokenizer):
     template = tokenizer._tokenizer.chat_template
-    for messages in (CONVERSATION, CONVERSATION * 50, CONVERSATION[:1]):
+    thoughts = [CONVERSATION[0], {**CONVERSATION[1], "reasoning": "Hm.", "tool_calls": None}]
+    for messages in (CONVERSATION, CONVERSATION * 50, CONVERSATION[:1], thoughts):
         for options in ({}, {"add_generation_prompt": True}, {"tools": [{"name": "a"}]}):
             for tokenize in (False, True):
                 plain = tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
@@ -176,20 +180,13 @@ def test_a_long_conversation_is_within_the_limits(with_template):
     assert len(render_chat(tokenizer, messages, tokenize=False)) == 10**7
 
 
-def test_others_who_render_are_not_limited(with_template):
-    tokenizer = with_template("{{ 'a' * 9000000 }}")
-    with raises("unreadable"):
-        render_chat(tokenizer, CONVERSATION, tokenize=False)
-    assert len(tokenizer.apply_chat_template(CONVERSATION, tokenize=False)) == 9_000_000
-
-
 def test_a_row_that_the_template_rejects_is_named(with_template):
     tokenizer = with_template("{{ raise_exception('no') }}")
     with raises("data", None, "d.jsonl:3: ", "chat_template.jinja", "no"):
         Conversation("d.jsonl:3", CONVERSATION, None, tokenizer).supervised("all")
 
 
-def test_an_answer_is_not_looked_for_with_a_template_that_does_not_end(with_template, clock):
+def test_an_answer_is_not_looked_for_with_a_template_that_does_not_end(with_template, small_limits):
     """Where an answer stands is found by several renderings; the first that is stopped is the last."""
     tokenizer = with_template(
         "{% if add_generation_prompt %}" + ENDLESS["loops"] + "{% endif %}{{ messages | length }}"

@@ -185,8 +185,8 @@ BAD = {
     "pages": (stored(kind="TIFF", **FRAMES), "several frames"),
     "wide": (png(20_000, 1), "20,000 x 1 pixels, but a side may have at most 16,384"),
     "high": (png(1, 20_000), "1 x 20,000"),
-    "large": (png(10_000, 10_000), "10,000 x 10,000 pixels, which is more than 64 million"),
-    "bomb": (png(16_384, 16_384), "more than 64 million pixels"),
+    "large": (png(10_000, 10_000), "10,000 x 10,000 pixels, which is more than 16 million"),
+    "bomb": (png(16_384, 16_384), "more than 16 million pixels"),
     "bomb of a gif": (
         b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0, 0, 0) + b"," + struct.pack("<HHHHB", 0, 0, 65_535, 65_535, 0) + b"\2\1\0\0;",
         "pixels",

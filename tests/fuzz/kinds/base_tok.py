@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mlx_packs.bases import chat_template
 from mlx_packs.bases.files import check_files
 from mlx_packs.bases.tokenizer import load_tokenizer
+from mlx_packs.sandbox import process
 from tests.fuzz.kind import SUBJECT, Kind, command, library
 from tests.fuzz.kinds.checkpoints import GENERATE
 from tests.fuzz.subjects import ORDINARY, write_base, write_chats
@@ -72,10 +72,10 @@ class BaseTok(Kind):
         write_base(folder)
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{ORDINARY + 2}]}}')
         write_chats(folder.with_name("data"))
-        self.seconds, chat_template.SECONDS = chat_template.SECONDS, 0.5
+        self.seconds, process.CPU_S = process.CPU_S, 0.5
 
     def close(self):
-        chat_template.SECONDS = self.seconds
+        process.CPU_S = self.seconds
 
     def change(self, case, name):
         if name == CONFIG:

@@ -1,0 +1,1 @@
+"""Processes with limits, for work on templates, tokenizers and images of strangers."""
