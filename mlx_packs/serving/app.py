@@ -53,6 +53,7 @@ from .http import (
     answering,
     error_response,
     failure,
+    no_route,
     unless_gone,
 )
 from .images import RequestImages
@@ -493,7 +494,9 @@ def make_app(server: Server) -> Starlette:
             if server.training is not None:
                 server.training.abort()
 
-    async def on_error(_: Request, error: Exception) -> Response:
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            return no_route(request.url.path, post, server.worker.route)
         running, waiting = server.worker.counts
         pace = server.metrics.seconds_per_request()
         return error_response(error, pace * waiting / max(1, running))

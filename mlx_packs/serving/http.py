@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
@@ -189,6 +189,15 @@ def error_response(error: BaseException, retry_after: float = 1.0) -> JSONRespon
     if status in (429, 503):
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     return response
+
+
+def no_route(path: str, routes: Iterable[str], usual: str) -> JSONResponse:
+    """Return the error of a path without a handler, with the route of that name or the usual one.
+
+    Clients have paths of their own (OpenAI's ``/v1/responses``), or a base URL without ``/v1``.
+    """
+    route = next((r for r in routes if r == f"/v1{path}" or path.endswith(r)), usual)
+    return failure(404, f"{path[:100]}: this server has no such route. Use {route}.", "not-found")
 
 
 def public_message(error: PackError) -> str:

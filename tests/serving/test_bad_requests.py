@@ -199,6 +199,22 @@ def test_wrong_paths(shared_server):
         check(body)
 
 
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/responses", CHAT),  # client.responses.create
+        ("/v1/messages", CHAT),
+        ("/api/chat", CHAT),
+        ("/chat/completions", CHAT),  # a base URL without /v1
+        ("/v1/v1/embeddings", "/v1/embeddings"),
+        ("/completions", "/v1/completions"),
+    ],
+)
+def test_paths_of_other_apis_name_the_route_to_use(shared_server, path, route):
+    error = rejected(shared_server, path, {}, 404)
+    assert error["message"] == f"{path}: this server has no such route. Use {route}."
+
+
 def head(path: str, *lines: str) -> bytes:
     text = "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *lines))
     return f"{text}\r\nContent-Type: application/json\r\n\r\n".encode()
