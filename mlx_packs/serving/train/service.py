@@ -148,7 +148,7 @@ class TrainingService:
 
     async def capabilities(self, _: Request) -> Response:
         model = {
-            "model_name": self._generator.base.public_name,
+            "model_name": self._sdk_name,
             "max_context_length": self._generator.limits.context,
             "trainable": True,
             "sampleable": True,
@@ -212,17 +212,14 @@ class TrainingService:
         model = self._models.find(body.model_id)
 
         base = self._generator.base
-        tokenizer_id = base.public_name
-        if is_loopback(self._settings.host):
-            tokenizer_id = str(base.path)  # the client is on this machine
-
-        data = {"arch": base.config["model_type"], "tokenizer_id": tokenizer_id}
+        name = self._sdk_name
+        data = {"arch": base.config["model_type"], "tokenizer_id": name}
         return JSONResponse(
             {
                 "type": "get_info",
                 "model_id": model.id,
                 "model_name": base.public_name,
-                "model_data": {"model_name": base.public_name, **data},
+                "model_data": {"model_name": name, **data},
                 "is_lora": True,
                 "lora_rank": model.trained.rank,
             }
@@ -372,7 +369,7 @@ class TrainingService:
     async def sampling_session(self, request: Request) -> Response:
         session_id = request.path_params["id"]
         session = self._samplers.find(session_id)
-        facts = {"sampler_id": session_id, "base_model": self._generator.base.public_name}
+        facts = {"sampler_id": session_id, "base_model": self._sdk_name}
         return JSONResponse({**facts, "model_path": session.uri})
 
     async def sample(self, _: Request, body: SampleBody) -> Response:
@@ -437,6 +434,18 @@ class TrainingService:
 
     # Parts
 
+    @property
+    def _sdk_name(self) -> str:
+        """The name of the base by which the SDK opens its tokenizer: on this machine its folder.
+
+        Of a name with two slashes the SDK leaves out the last part, and of any what follows a ":".
+        """
+        base = self._generator.base
+        path = str(base.path.resolve())
+        if ":" in path or not is_loopback(self._settings.host):
+            return base.public_name
+        return path if path.count("/") != 2 else f"{path}/."
+
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._sessions:
             raise PackError(
@@ -448,7 +457,7 @@ class TrainingService:
 
     def _check_base(self, name: str) -> None:
         base = self._generator.base
-        if name not in (BASE_NAME, base.name, base.public_name):
+        if name not in (BASE_NAME, base.name, base.public_name, self._sdk_name):
             raise PackError(
                 f"base_model '{name:.140}': is not the base of this server, which is "
                 f"{base.public_name}.",

@@ -5,12 +5,13 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 
 import pytest
 
 from mlx_packs.serving.train import results, service
 from tests.helpers.serving import SECONDS, Running
-from tests.helpers.tinker import PROTO, forward_request, sample_body
+from tests.helpers.tinker import PROTO, TinkerClient, forward_request, sample_body
 from tests.serving.train.conftest import Training
 
 
@@ -106,7 +107,7 @@ def test_what_a_client_asks_first(client, server):
     assert server.json("GET", "/api/v1/healthz") == (200, {"status": "ok"})
     status, answer = server.json("GET", "/api/v1/get_server_capabilities")
     (model,) = answer["supported_models"]
-    assert model["model_name"] == server.worker.base.public_name
+    assert Path(model["model_name"]) == server.worker.base.path.resolve()
     assert model["max_context_length"] == 2048
     assert client.post("telemetry", {"events": []}) == {"status": "accepted"}
     assert client.post("client/dynamic_config", {"sdk_version": "0"})["sample_cancel_enabled"]
@@ -115,3 +116,33 @@ def test_what_a_client_asks_first(client, server):
 def test_a_server_without_training_has_no_such_routes(generator):
     with Running(generator) as server:
         assert server.json("GET", "/api/v1/healthz")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("folder", "host", "name"),
+    [
+        ("/models/a/b", "127.0.0.1", "/models/a/b"),
+        ("/models/b", "127.0.0.1", "/models/b/."),
+        ("/models/a:b", "127.0.0.1", "tiny"),
+        ("/models/a/b", "0.0.0.0", "tiny"),
+    ],
+)
+def test_every_client_has_a_name_that_opens_the_tokenizer(
+    generator, tmp_path, monkeypatch, folder, host, name
+):
+    with Training(generator, tmp_path, host=host) as server:
+        client = TinkerClient(server)
+        session = client.session_on()
+        model_id = client.create()
+        monkeypatch.setattr(generator.base, "path", Path(folder))
+
+        info = client.post("get_info", {"model_id": model_id})
+        _, sampler = server.json("GET", f"/api/v1/samplers/{session}")
+        _, facts = server.json("GET", "/api/v1/get_server_capabilities")
+        names = {info["model_data"]["model_name"], sampler["base_model"]}
+        names |= {info["model_data"]["tokenizer_id"]}
+        names |= {model["model_name"] for model in facts["supported_models"]}
+        assert names == {name}
+
+        body = {"session_id": client.session, "base_model": name}
+        assert client.post("create_sampling_session", body)["sampling_session_id"]
