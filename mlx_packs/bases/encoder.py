@@ -310,9 +310,9 @@ class Embedder:
             return ""
         return config.prompt(QUERY)
 
-    def encode(self, texts: Sequence[str], batch_size: int) -> np.ndarray:
-        """Return the vectors of texts, float32 [N, D]."""
-        tokens = tokens_of(self.tokenizer, texts, self.vectors.longest)
+    def encode(self, texts: Sequence[str], batch_size: int, limit: int) -> np.ndarray:
+        """Return the vectors of texts, float32 [N, D], of which ``limit`` tokens are read."""
+        tokens = tokens_of(self.tokenizer, texts, min(limit, self.vectors.longest))
 
         return embedded(self.vectors, tokens, batch_size)
 

@@ -391,6 +391,12 @@ def text_config(config: dict) -> dict:
     return config
 
 
+def context_of(config: dict) -> int:
+    """The tokens that a base reads at most, as its config.json says; 32,768 if it does not."""
+    text = text_config(config)
+    return text.get("max_position_embeddings") or text.get("n_positions") or 1 << 15
+
+
 def vocab_size_of(config: dict, where: str | Path) -> int:
     """``where`` is the base, for errors."""
     size = text_config(config).get("vocab_size", config.get("vocab_size"))

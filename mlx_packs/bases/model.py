@@ -15,7 +15,14 @@ from ..errors import PackError
 from ..late import load
 from ..runtime import mx
 from .families import check_architecture
-from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
+from .files import (
+    context_of,
+    public_name,
+    quantization_name,
+    text_config,
+    vocab_size_of,
+    weight_files,
+)
 from .templated import with_template
 
 if TYPE_CHECKING:
@@ -159,7 +166,12 @@ class BaseModel:
             prompt = self.prompt(prompt_name)
             texts = [prompt + text for text in texts]
 
-        return self.embedder.encode(texts, batch_size)
+        return self.embedder.encode(texts, batch_size, self.text_limit)
+
+    @property
+    def text_limit(self) -> int:
+        """The tokens that are read of a text that is embedded or ranked."""
+        return context_of(self.config)
 
     def prompt(self, name: str) -> str:
         """Return the text that is put before texts of a kind, by its name."""

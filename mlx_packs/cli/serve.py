@@ -514,7 +514,7 @@ class _Log(logging.Handler):
 
 
 def _limits(base: "Base", given: dict) -> "Limits":
-    from ..bases.files import text_config
+    from ..bases.files import context_of
     from ..config.values import bytes_of
     from ..runtime import mx, total_memory
     from ..serving.request import Limits
@@ -525,15 +525,12 @@ def _limits(base: "Base", given: dict) -> "Limits":
         if kv_bytes <= 0:
             raise PackError(f"--kv-memory: '{size}' must be a size, such as 4GB.")
 
-    stated = text_config(base.config)
-    context = stated.get("max_position_embeddings") or stated.get("n_positions") or 1 << 15
-
     return Limits(
         batch_size=given["batch_size"],
         waiting=given["queue"],
         kv_bytes=kv_bytes,
         prefill_chunk=given["prefill_chunk"],
-        context=context,
+        context=context_of(base.config),
         kv_bits=int(given["kv_bits"]) if given["kv_bits"] else None,
     )
 

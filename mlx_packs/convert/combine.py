@@ -259,9 +259,9 @@ class _Combination:
 def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
     opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
     check_distinct([pack for pack, _ in opened])
-    check_addable([pack for pack, _ in opened])
     base = opened[0][0].manifest["base"]
     check_architecture("combine", "decoder", base["id"], base["model_type"])
+    check_addable([pack for pack, _ in opened])
     return opened
 
 

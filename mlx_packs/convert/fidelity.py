@@ -41,6 +41,7 @@ from ..nn.surgery import replace_modules
 from ..objectives.causal_lm import forward, part_of, split_head
 from ..ops.profile import profile
 from ..packs.base import Base, activated, load_base_for
+from ..packs.compatibility import text_limit
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -365,13 +366,14 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
     texts = texts_of(request)
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
     with request.display.working("drift", f"{len(texts)} texts"):
-        plain = base.encode(texts, TEXTS_AT_ONCE)
+        longest = min(text_limit(request.pack.manifest, base.config), base.model.longest)
+        plain = base.embedder.encode(texts, TEXTS_AT_ONCE, longest)
         with base.applied(request.pack):
             attached = base.encode(texts, TEXTS_AT_ONCE)
 
         def distance_of(dtype: str) -> float:
             model = _as_written(plan_merge(dataclasses.replace(request, dtype=dtype)), base)
-            tokens = tokens_of(base.tokenizer, texts, model.longest)
+            tokens = tokens_of(base.tokenizer, texts, longest)
             return angle_between(attached, embedded(model, tokens, TEXTS_AT_ONCE))
 
         moved = angle_between(plain, attached)

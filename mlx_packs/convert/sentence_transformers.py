@@ -9,6 +9,7 @@ from ..bases.shapes import Heads
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
 from ..objectives.decoder_embedding import with_eos
+from ..packs.compatibility import text_limit
 from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..reading import read_json
@@ -31,7 +32,10 @@ _TEMPLATE = """{{%- if messages | selectattr("role", "equalto", "query") | list 
 def embedder_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> dict[str, str]:
     """The pooling of a decoder without modules, its end token, and the prompt before queries."""
     sentence_config = read_sentence_config(source, tokenizer is not None)
-    files = {}
+    limit = text_limit(pack.manifest, config)
+    settings = read_json(source / SETTINGS) if (source / SETTINGS).is_file() else {}
+    settings["max_seq_length"] = min(limit, sentence_config.max_seq_length or limit)
+    files = {SETTINGS: to_json(settings)}
 
     if sentence_config.adds_eos:
         dims = Heads.of(config).hidden
@@ -69,28 +73,29 @@ def reranker_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> di
         PROMPTS: to_json({"model_type": "CrossEncoder", "activation_fn": _SIGMOID}),
         "chat_template.jinja": template,
     }
+    limit = text_limit(pack.manifest, config)
     if has_score_head(pack.manifest):
-        return files | _by_score_head(source, tokenizer)
-    return files | _by_logits(tokenizer)
+        return files | _by_score_head(source, tokenizer, limit)
+    return files | _by_logits(tokenizer, limit)
 
 
-def _by_logits(tokenizer: Any) -> dict[str, str]:
+def _by_logits(tokenizer: Any, limit: int) -> dict[str, str]:
     yes, no = answer_tokens(tokenizer)
     scores = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
     modules = {_TRANSFORMER: "", "cross_encoder.modules.logit_score.LogitScore": _SCORE}
 
     return {
         MODULES: _modules(modules),
-        SETTINGS: _settings("text-generation", "causal_logits"),
+        SETTINGS: _settings("text-generation", "causal_logits", limit),
         f"{_SCORE}/config.json": to_json(scores),
     }
 
 
-def _by_score_head(source: Path, tokenizer: Any) -> dict[str, str]:
+def _by_score_head(source: Path, tokenizer: Any, limit: int) -> dict[str, str]:
     """The module of a classifier, and a token for padding, which the classifier needs."""
     files = {
         MODULES: _modules({_TRANSFORMER: ""}),
-        SETTINGS: _settings("sequence-classification", "scores"),
+        SETTINGS: _settings("sequence-classification", "scores", limit),
     }
 
     if tokenizer.pad_token_id is None:
@@ -99,10 +104,11 @@ def _by_score_head(source: Path, tokenizer: Any) -> dict[str, str]:
     return files
 
 
-def _settings(task: str, output: str) -> str:
+def _settings(task: str, output: str, limit: int) -> str:
     method = {"method": "forward", "method_output_name": "logits"}
     return to_json(
         {
+            "max_seq_length": limit,
             "transformer_task": task,
             "modality_config": {"text": method, "message": {**method, "format": "flat"}},
             "module_output_name": output,

@@ -20,6 +20,7 @@ from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import generation_path
 from ..objectives.rerank import rerank_rows, scorer_of
 from ..packs.base import Base, activated, load_base_for
+from ..packs.compatibility import text_limit
 from ..packs.manifest import has_score_head
 from .fidelity import (
     ANGLE_NOISE,
@@ -55,9 +56,10 @@ def compare_vectors(request: MergeRequest) -> Outcome:
     """Return the mean of 1 - cosine of embeddings, and the cheapest setting within the limit."""
     texts = texts_of(request)
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
+    longest = text_limit(request.pack.manifest, base.config)
 
     def vectors(_: nn.Linear | None) -> np.ndarray:
-        return base.encode(texts, TEXTS_AT_ONCE)
+        return base.embedder.encode(texts, TEXTS_AT_ONCE, longest)
 
     measure = _Measure(vectors, angle_between, LARGEST_ANGLE, ANGLE_NOISE)
     with request.display.working("drift", f"{len(texts)} texts"):
@@ -72,10 +74,11 @@ def compare_scores(request: MergeRequest) -> Outcome:
     """
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
     instruction = request.pack._part("objective").get("instruction")
+    limit = text_limit(request.pack.manifest, base.config)
     rows = [
         tokens
         for query, documents in _queries(request)
-        for tokens in rerank_rows(base, query, documents, instruction)
+        for tokens in rerank_rows(base, query, documents, instruction, limit)
     ]
 
     def scores(head: nn.Linear | None) -> np.ndarray:

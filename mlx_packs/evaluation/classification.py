@@ -365,7 +365,7 @@ def evaluate_classifier(
     """
     check_no_text_settings(settings, "a classifier")
     classes = Classes.of(pack.manifest)
-    length = settings.max_seq_length
+    length = min(settings.max_seq_length, base.text_limit)
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
     encoded = encode_labelled(rows, base.tokenizer, settings.columns, options, classes)
     examples = fitted(encoded, base.tokenizer, classes, length)

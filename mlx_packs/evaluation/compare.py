@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.files import text_config
+from ..bases.files import context_of
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
@@ -268,9 +268,8 @@ def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_
     trained = [n for pack in packs if (n := pack._part("recipe").get("max_seq_length"))]
     length = wanted or max(trained, default=TrainConfig.max_seq_length)
 
-    text = text_config(base.config)
-    positions = text.get("n_positions", text.get("max_position_embeddings"))
-    if positions and length + max_tokens > positions:
+    positions = context_of(base.config)
+    if length + max_tokens > positions:
         if wanted:
             raise PackError(
                 f"--sequence-length {wanted}: with --max-tokens {max_tokens} it is "

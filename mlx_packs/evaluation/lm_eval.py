@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.files import text_config
+from ..bases.files import context_of
 from ..bases.turns import render_conversation
 from ..config.other_names import answers_other_names
 from ..data.batches import evaluation_batches
@@ -156,8 +156,7 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     tokenizer = base.tokenizer
-    text = text_config(base.config)
-    longest = min(_LONGEST, text.get("n_positions", text.get("max_position_embeddings", _LONGEST)))
+    longest = min(_LONGEST, context_of(base.config))
     scorer = Scorer(base.model, split_head(base.model))
 
     class BaseLM(TemplateLM):

@@ -225,7 +225,7 @@ def evaluate_reward_model(
     Raises a PackError if a setting has no meaning for it, or a row cannot be used.
     """
     check_no_text_settings(settings, "a reward model, which scores completions")
-    length = settings.max_seq_length
+    length = min(settings.max_seq_length, base.text_limit)
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
     with encoding_progress(2 * len(rows), base, settings.display) as advance:
         examples = encode_scored(rows, base.tokenizer, settings.columns, options, advance=advance)

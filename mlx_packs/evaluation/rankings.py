@@ -146,7 +146,8 @@ class RerankEvaluator:
             self.matmul_path = "quantized"
 
         instruction = settings.trained.get("instruction") or INSTRUCTION
-        prompt = RerankPrompt(base.tokenizer, instruction, settings.max_seq_length)
+        limit = min(settings.max_seq_length, base.text_limit)
+        prompt = RerankPrompt(base.tokenizer, instruction, limit)
         self._base = base
         self._display = settings.display
         self._documents = settings.batch_size * TASKS["rerank"].sequences

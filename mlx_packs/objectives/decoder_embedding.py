@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..bases.encoder import Embedder, pooled
-from ..bases.files import text_config
+from ..bases.files import context_of
 from ..bases.model import BaseModel
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..bases.shapes import Heads
@@ -20,8 +20,6 @@ from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward
 from .reward_model import hidden_states
-
-_POSITIONS = 1 << 15  # of a base whose config states none
 
 
 class DecoderVectors(nn.Module):
@@ -39,11 +37,8 @@ class DecoderVectors(nn.Module):
         self.sentence_config = sentence_config
         self.dims = Heads.of(config).hidden  # width of a vector
 
-        stated = text_config(config)
-        positions = stated.get("max_position_embeddings") or stated.get("n_positions")
-        positions = positions or _POSITIONS
-
         # tokens of a text at most
+        positions = context_of(config)
         self.longest = min(sentence_config.max_seq_length or positions, positions)
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:

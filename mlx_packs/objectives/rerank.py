@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 import numpy as np
 
-from ..bases.files import text_config
 from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..config.choices import RANKING_LOSSES, registered
@@ -29,7 +28,6 @@ from .reward_model import hidden_states
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
-_POSITIONS = 1 << 15  # tokens of a document with its query at most, unless a run says fewer
 
 
 class Scorer(ABC):
@@ -131,23 +129,22 @@ def rerank(
         if not isinstance(text, str) or not text.strip():
             raise PackError(f"rerank: {name} must be a text, but is {text!r:.60}.")
 
-    rows = rerank_rows(base, query, documents, instruction)
+    rows = rerank_rows(base, query, documents, instruction, base.text_limit)
     scores = scorer_of(base, head).of_rows(rows, batch_size)
     return 1 / (1 + np.exp(-scores))
 
 
 def rerank_rows(
-    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None
+    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None, limit: int
 ) -> list[np.ndarray]:
-    """Return the tokens by which a base is asked about each document, int32 [L]."""
-    prompt = rerank_prompt(base, query, instruction)
+    """Return at most ``limit`` tokens by which a base is asked about each document, int32 [L]."""
+    prompt = rerank_prompt(base, query, instruction, limit)
     return [prompt.tokens(query, document)[0] for document in documents]
 
 
-def rerank_prompt(base: BaseModel, query: str, instruction: str | None) -> RerankPrompt:
+def rerank_prompt(base: BaseModel, query: str, instruction: str | None, limit: int) -> RerankPrompt:
     """Return what makes the tokens of a query with each document; the query is checked."""
-    stated = text_config(base.config).get("max_position_embeddings") or _POSITIONS
-    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, stated)
+    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, limit)
     prompt.check_query(query)
     return prompt
 

@@ -39,6 +39,7 @@ from .compatibility import (
     check_use,
     quantize_for,
     quantize_options,
+    text_limit,
 )
 from .manifest import chat_template_of, template_kwargs_of
 from .pack import Pack, Packs, as_pack
@@ -98,6 +99,11 @@ class Base(BaseModel):
         if self.active is None:
             return {}
         return template_kwargs_of(self.active.pack.manifest)
+
+    @property
+    def text_limit(self) -> int:
+        manifest = self.active.pack.manifest if self.active else {}
+        return text_limit(manifest, self.config)
 
     def prompt(self, name: str) -> str:
         """Return the text before texts of a kind, by its name; ``query`` may be the pack's."""

@@ -11,7 +11,6 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..config.schema import TrainConfig
 from ..data.batches import TokenCollate
 from ..data.dataset import by_length
 from ..data.encoding import EncodingOptions
@@ -29,7 +28,7 @@ from ..errors import PackError
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import LabelNames, ScoreHead
 from ..objectives.reward_model import hidden_states
-from .compatibility import unsuited
+from .compatibility import text_limit, unsuited
 from .making import attach_pack
 from .pack import Pack
 
@@ -179,7 +178,7 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module | None) -> OpenCl
     recipe = pack._part("recipe")
     settings = (*COLUMN_SETTINGS, "chat_template", "template_kwargs", "template_date")
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
-    limit = recipe.get("max_seq_length") or TrainConfig.max_seq_length
+    limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
     return OpenClassifier(base, classes, names, limit, objective_of(base, classes, names, head))
 

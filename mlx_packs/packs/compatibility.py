@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, check_shapes
-from ..bases.files import check_files, quantization_name, resolve_checkpoint, weight_files
+from ..bases.files import (
+    check_files,
+    context_of,
+    quantization_name,
+    resolve_checkpoint,
+    weight_files,
+)
 from ..bases.fingerprint import (
     changed_texts,
     fingerprint,
@@ -135,6 +141,15 @@ def is_converted_on_loading(config: dict) -> bool:
     text = config.get("text_config")
     configs = (config, text if isinstance(text, dict) else {})
     return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
+
+
+def text_limit(manifest: Mapping, config: dict) -> int:
+    """The tokens that a pack reads of a text: as in training, within the context of its base.
+
+    ``manifest`` may be empty, for a base without a pack; ``config`` is the base's config.json.
+    """
+    context = context_of(config)
+    return min((manifest.get("recipe") or {}).get("max_seq_length") or context, context)
 
 
 def check_generates(pack: Pack) -> None:

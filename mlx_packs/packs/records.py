@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 from ..config.choices import TASKS
@@ -26,8 +26,9 @@ TRAINING_ONLY = {
     # `base.quantization` is compared instead of the option
     "recipe": frozenset(("quantize", "on_long_row", "template_date", *COLUMN_SETTINGS)),
 }
-# Packs that differ in these compute different things.
+# Packs that differ in these compute different things; one that records no pooling has its base's.
 _SAME = ("task", "classifier", "pooling", "normalize", "head", "chat_template")
+_OF_BASE = ("pooling", "normalize")
 # What a sum of packs that differ records; other entries are left out, so that the base's hold.
 _SUMMED: Mapping[str, Callable[[Iterable], Any]] = {
     "max_seq_length": min,
@@ -60,7 +61,7 @@ def differing_records(all_records: Sequence[Mapping]) -> list[str]:
     return sorted(n for n in names if any(r.get(n) != first.get(n) for r in all_records))
 
 
-def check_same_use(packs: Sequence["Pack"]) -> None:
+def check_same_use(packs: Sequence["Pack"], flag: str | None = None) -> None:
     """Raise a PackError if packs are for different uses, and log once where else they differ."""
     all_records = [use_records(pack.manifest) for pack in packs]
     differing = differing_records(all_records)
@@ -68,11 +69,13 @@ def check_same_use(packs: Sequence["Pack"]) -> None:
     where = ", ".join(sorted(pack.name for pack in packs))
 
     for name in _SAME:
-        if name in differing:
+        is_unknown = name in _OF_BASE and not all(name in records for records in all_records)
+        if name in differing and not is_unknown:
             raise PackError(
                 f"{where}: {_values(name, packs, all_records)}. Use packs together only if they "
                 "agree in it.",
                 "mismatch",
+                flag,
             )
 
     if differing:
@@ -83,8 +86,7 @@ def agreed_records(packs: Sequence["Pack"]) -> dict[str, dict]:
     """The recipe and objective of the sum of packs: what they have in common."""
     parts = {}
     for part in TRAINING_ONLY:
-        first, *others = (pack._part(part) for pack in packs)
-        common = {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
+        common = reduce(_common, (pack._part(part) for pack in packs))
 
         for name, choose in _SUMMED.items():
             values = [v for p in packs if (v := p._part(part).get(name)) is not None]
@@ -92,6 +94,17 @@ def agreed_records(packs: Sequence["Pack"]) -> dict[str, dict]:
                 common[name] = choose(values)
         parts[part] = common
     return parts
+
+
+def _common(one: Mapping, other: Mapping) -> dict:
+    """The entries that both have, of mappings inside of them too."""
+    common = {}
+    for name, value in one.items():
+        if name in other and value == other[name]:
+            common[name] = value
+        elif isinstance(value, Mapping) and isinstance(other.get(name), Mapping):
+            common[name] = _common(value, other[name])
+    return common
 
 
 def note_of_start(start: Mapping, manifest: Mapping) -> str:

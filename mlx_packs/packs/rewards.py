@@ -9,14 +9,14 @@ from ..adapters.lora import Attached
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..data.batches import TokenCollate
-from ..data.encoding import EncodingOptions, encode
+from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import COMPLETION
 from ..data.in_memory import Data, source_of
 from ..data.preferences import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
-from .compatibility import unsuited
+from .compatibility import text_limit, unsuited
 from .making import attach_pack
 from .manifest import chat_template_of, template_kwargs_of
 from .pack import Pack
@@ -50,6 +50,7 @@ def rewards(
     )
     encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
     examples = Scored(encoded, np.arange(len(encoded)))
+    _check_lengths(encoded, text_limit(pack.manifest, base.config))
 
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
@@ -63,6 +64,20 @@ def rewards(
             result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
 
     return result
+
+
+def _check_lengths(examples: Examples, limit: int) -> None:
+    """Raise a PackError for a completion that training would have dropped for its length."""
+    too_long = np.flatnonzero(examples.lengths >= limit)
+    if len(too_long):
+        first = int(too_long[0])
+        raise PackError(
+            f"{examples.items[first].where}: has {examples.lengths[first]:,} tokens with its "
+            f"prompt, but the pack scores completions of fewer than {limit:,}, as in its training. "
+            "Shorten it.",
+            "data",
+            "completions",
+        )
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from ..bases.turns import takes_images
 from ..errors import PackError
 from ..objectives.rerank import rerank_prompt
 from ..packs.classify import Prediction, input_row
+from ..packs.compatibility import text_limit
 from ..packs.manifest import specs_of
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import (
@@ -206,18 +207,19 @@ class Server:
         worker.registry.check_model(body.model)
         texts = body.input
         embedder = worker.base.embedder
+        recorded = worker.registry.recorded(body.model)
         if body.dimensions not in (None, embedder.vectors.dims):
             raise PackError(
                 f"dimensions: this base has {embedder.vectors.dims}.", flag="dimensions"
             )
 
         if body.prompt_name is not None:
-            prompt = self._trained(body.model).get(f"{body.prompt_name}_prompt")
+            prompt = recorded.get("objective", {}).get(f"{body.prompt_name}_prompt")
             if prompt is None:
                 prompt = worker.base.prompt(body.prompt_name)
             texts = [prompt + text for text in texts]
 
-        longest = embedder.vectors.longest
+        longest = min(embedder.vectors.longest, text_limit(recorded, worker.base.config))
 
         def tokenize(part: list[str]) -> list[np.ndarray]:
             return tokens_of(embedder.tokenizer, part, longest)
@@ -232,15 +234,15 @@ class Server:
         if not body.query.strip():
             raise PackError("query: is empty.", flag="query")
 
-        instruction = body.instruction or self._trained(body.model).get("instruction")
-        work = self._ranked(worker, body, instruction)
+        work = self._ranked(worker, body)
         scores, tokens = await self._until(self._deadline(), request, work)
         return JSONResponse(rerank_answer(body, scores, tokens))
 
-    async def _ranked(
-        self, worker: Reranker, body: RerankBody, instruction: str | None
-    ) -> tuple[np.ndarray, int]:
-        make = functools.partial(rerank_prompt, worker.base, body.query, instruction)
+    async def _ranked(self, worker: Reranker, body: RerankBody) -> tuple[np.ndarray, int]:
+        recorded = worker.registry.recorded(body.model)
+        instruction = body.instruction or recorded.get("objective", {}).get("instruction")
+        limit = text_limit(recorded, worker.base.config)
+        make = functools.partial(rerank_prompt, worker.base, body.query, instruction, limit)
         prompt = await self._in_thread(make)
 
         def tokenize(part: list[str]) -> list[np.ndarray]:
@@ -269,11 +271,6 @@ class Server:
             return await asyncio.wrap_future(future), sum(map(len, rows))
         finally:
             future.cancel()
-
-    def _trained(self, model: str) -> dict[str, Any]:
-        """Return what a served pack was trained for; empty for the base and for sums of packs."""
-        pack = self.worker.registry.packs.get(model)
-        return {} if pack is None else pack._part("objective")
 
     def _worker(self, kind: type[W]) -> W:
         """Return the worker of a route, which a server has one of."""

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..packs.manifest import (
     template_kwargs_of,
 )
 from ..packs.pack import Pack
+from ..packs.records import agreed_records, check_same_use
 from ..packs.weighted_sum import check_weight, weighted_sum
 from .slots import PackSlots
 
@@ -119,37 +119,23 @@ class PackRegistry:
 
     def template_kwargs(self, model: str) -> dict:
         """Return the variables of the chat template that the packs of a model were trained with."""
-        return self._recorded(model, template_kwargs_of)
+        return template_kwargs_of(self.recorded(model))
 
     def json_layout(self, model: str) -> dict:
         """Return the layout of JSON in the rows that the packs of a model were trained on."""
-        return self._recorded(model, json_layout_of)
+        return json_layout_of(self.recorded(model))
 
-    def _recorded(self, model: str, read: Callable[[dict], dict]) -> dict:
-        """Return what a pack has recorded; of a weighted sum, what all of its packs agree on."""
-        records = [read(pack.manifest) for pack in self._packs_of(model)]
-        if not records:
-            return {}
+    def recorded(self, model: str) -> dict:
+        """Return recipe and objective of a pack; of a weighted sum, what all its packs agree on.
 
-        first, *others = records
-        return {
-            name: value
-            for name, value in first.items()
-            if all(name in other and other[name] == value for other in others)
-        }
+        Any thread may call it.
+        """
+        packs = self._packs_of(model)
+        return agreed_records(packs) if packs else {}
 
     def tokenizer(self, model: str) -> Any:
         """Return the tokenizer of a model, which has the chat template of its packs."""
-        templates = {chat_template_of(pack.manifest) for pack in self._packs_of(model)}
-        if len(templates) > 1:
-            raise PackError(
-                f"model '{model:.200}': its packs were trained with different chat templates. Name "
-                "packs of one template.",
-                "mismatch",
-                "model",
-            )
-
-        return with_template(self.slots.base.tokenizer, *templates or {None})
+        return with_template(self.slots.base.tokenizer, chat_template_of(self.recorded(model)))
 
     def _packs_of(self, model: str) -> list[Pack]:
         packs = self.packs
@@ -168,6 +154,8 @@ class PackRegistry:
             pack = self._entry(name).pack
             if pack is not None and self.task == "lm":
                 check_generates(pack)
+        if len(names) > 1 and (packs := self._packs_of(model)):
+            check_same_use(packs, "model")
 
     def lease(self, model: str) -> Entry:
         """Return what a request for a model computes with, until `release`.

@@ -158,7 +158,8 @@ class ClassifyTask(TokenTask):
             examples = encode_labelled(
                 rows, tokenizer, columns, options, self.classes, train.num_proc
             )
-            return fitted(examples, tokenizer, self.classes, train.max_seq_length)
+            limit = min(train.max_seq_length, self.base.text_limit)
+            return fitted(examples, tokenizer, self.classes, limit)
 
         return encode_each(read, encode, self.display)
 

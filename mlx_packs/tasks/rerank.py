@@ -60,7 +60,8 @@ class RerankTask(TextsTask):
         train = self.train
         if self.head_name == "lm":
             answer_tokens(base.tokenizer)
-        prompt = RerankPrompt(base.tokenizer, self.instruction, train.max_seq_length)
+        limit = min(train.max_seq_length, base.text_limit)
+        prompt = RerankPrompt(base.tokenizer, self.instruction, limit)
 
         def encode(rows: Rows) -> Rankings:
             return encode_rankings(rows, prompt, phase.sources[0].on_bad_row)

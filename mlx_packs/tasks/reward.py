@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
@@ -41,6 +42,8 @@ class RewardTask(PreferenceTask):
         advance: Callable[[], None] | None,
     ) -> PreferenceExamples:
         num_proc = self.train.num_proc
+        limit = min(options.max_seq_length, self.base.text_limit)
+        options = replace(options, max_seq_length=limit)
         return encode_scored(rows, self.base.tokenizer, columns, options, num_proc, advance)
 
     def _targets_line(self, examples: PreferenceExamples) -> str:

@@ -66,6 +66,17 @@ def test_every_checked_entry_is_compared_unless_it_is_known_to_be_of_training(pa
     assert agreed_records(pair) == agreed_records(pair[::-1])
 
 
+def test_mappings_agree_entry_by_entry():
+    parts = [_pack(template_kwargs={"a": 1, "b": n}) for n in (2, 3)]
+    assert agreed_records(parts)["recipe"] == {"template_kwargs": {"a": 1}}
+
+
+def test_a_pack_that_records_no_pooling_has_its_bases():
+    check_same_use([_pack("objective", pooling="mean"), _pack("objective")])
+    with raises("mismatch", None, "chat_template"):
+        check_same_use([_pack(chat_template="x"), _pack()])
+
+
 def test_packs_of_different_tasks_are_rejected_in_any_order():
     kinds = {None, "dpo", "embedding", "rerank", "another"}
     packs = {kind: _pack("objective", **({"task": kind} if kind else {})) for kind in kinds}
@@ -88,7 +99,7 @@ def test_a_sum_has_the_smaller_length_and_no_variable_that_differs(caplog):
     b = _pack(max_seq_length=256, template_kwargs={})
     for packs in permutations((a, b)):
         recipe = agreed_records(packs)["recipe"]
-        assert recipe == {"max_seq_length": 256, "max_pixels": 100}
+        assert recipe == {"max_seq_length": 256, "max_pixels": 100, "template_kwargs": {}}
 
     check_same_use([a, b])
     assert "template_kwargs is" in caplog.text and "not recorded" in caplog.text

@@ -52,6 +52,15 @@ def saved(base, tmp_path_factory):
     return reward_pack(base).save(tmp_path_factory.mktemp("packs") / "reward")
 
 
+def test_a_completion_longer_than_in_training_has_no_reward(base):
+    pack = reward_pack(base)
+    pack.manifest["recipe"] = {"max_seq_length": 64}
+    rows = [COMPLETIONS[0], {**COMPLETIONS[0], "completion": "filler " * 100}]
+    assert len(base.rewards(rows[:1], pack)) == 1
+    with raises("data", "completions", "tokens", "fewer than 64"):
+        base.rewards(rows, pack)
+
+
 def test_a_saved_pack_gives_the_same_scores(base, saved):
     scores = scores_of(base, reward_pack(base))
     assert scores.shape == (12,) and scores.dtype == np.float32 and scores.std() > 0.01

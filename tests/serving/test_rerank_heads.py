@@ -53,7 +53,7 @@ def worker(folder):
 
 def test_each_document_is_scored_by_the_head_of_its_pack(worker, folder, packs):
     base = load_base(folder)
-    rows = rerank_rows(base, QUERY, DOCUMENTS, None)
+    rows = rerank_rows(base, QUERY, DOCUMENTS, None, base.text_limit)
     names = ["one", "base", "other", "lm"]
     for name in names:
         if name != "base":
