@@ -1,23 +1,31 @@
 """`packs data`: what a data set is, before an hour is spent on it."""
 
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ..config.choices import TASKS
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..config.schema import TrainConfig
 from ..display import Display
-from ..errors import PackError, flag_of
+from ..errors import PackError, any_of, flag_of
 from . import options
 from .options import option
 from .output import print_report, wants_json
 
 if TYPE_CHECKING:
     from ..data.overview import SplitOverview
+    from ..data.row_format import Row
+    from ..data.rows import Splits
+    from ..data.sources import Rows
+    from ..data.split_facts import Reader
 
+_MOST_LABELS = 8  # in a line
 _BAR = 40  # characters of the longest bar of a histogram
 
 
@@ -26,6 +34,7 @@ _BAR = 40  # characters of the longest bar of a histogram
 @options.setting(
     "model", default="tiny", help="Base model whose tokenizer and chat template are used."
 )
+@options.setting("task", "by the format", default=None, help="Task whose run reads the examples.")
 @options.setting("max_seq_length", default=TrainConfig.max_seq_length, type=click.IntRange(2))
 @options.setting("loss_on", "by the format of the examples", default=None)
 @options.setting("hold_out", default=DataConfig.hold_out)
@@ -44,6 +53,7 @@ _BAR = 40  # characters of the longest bar of a histogram
 def data(
     path: str,
     model: str,
+    task: str | None,
     max_seq_length: int,
     samples: int,
     out: str | None,
@@ -56,52 +66,43 @@ def data(
     PATH is a folder, a file, or a dataset of the Hub, as for packs train --data. The output shows
     the format, the splits, the lengths of the examples and how many are truncated, the examples
     that cannot be used, near-duplicates within and between splits, and the trained tokens of some
-    examples.
+    examples. With --task, examples are read as by a run of the task with default settings.
     """
+    from ..data.formats import tasks_of
     from ..data.left_out import template_notes
     from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
-    from ..data.pair_formats import PairFormat
-    from ..data.preferences import encode_tokens
-    from ..data.rows import load_rows
-    from ..data.token_store import masked
-    from ..tasks.tokens import encoding_options
     from . import mask
 
     if overwrite and out is None:
         raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
 
-    train = TrainConfig(max_seq_length=max_seq_length, loss_on=settings.pop("loss_on"))
+    loss_on = settings.pop("loss_on")
+    train = TrainConfig(
+        task=task or TrainConfig.task, max_seq_length=max_seq_length, loss_on=loss_on
+    )
     columns = DataConfig(data=path, on_bad_row="skip", **settings)
-    tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
-    splits = load_rows(columns)
+    splits, readers = _readers(train, task, columns, model, trust_remote_code)
     looks = {}
 
-    encoding = {
-        split: encoding_options(train, split, splits.format, vocab_size)
-        for split in splits.present()
-    }
-    for split, encoded_so in encoding.items():
+    for split, reader in readers.items():
         with Display().working("data", f"reading {split}"):
-            looks[split] = look_at(
-                splits.rows[split], splits.format, columns, tokenizer, encoded_so
-            )
+            try:
+                looks[split] = look_at(splits.rows[split], reader)
+            except PackError as error:
+                raise _with_task(error, splits.rows[split][0], columns, task) from None
 
+    tokenizer = readers["train"].tokenizer
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
     notes += template_notes(splits.rows["train"], splits.format, columns, tokenizer)
 
-    shown = []
-    if samples and not isinstance(splits.format, PairFormat):
-        split = splits.present()[0]
-        rows = splits.rows[split][:samples]
-        with suppress(PackError):  # the overview says why none of these can be used
-            examples = encode_tokens(rows, tokenizer, columns, encoding[split], splits.format)
-            shown = [masked(example, tokenizer) for example in examples.items]
-
+    shown = _masked(splits.rows["train"][:samples], readers["train"])
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
         "data": path,
         "format": splits.format.name,
+        "task": task,
+        "trained_by": tasks_of(splits.format),
         "model": model,
         "max_seq_length": max_seq_length,
         "splits": {split: look.to_json() for split, look in looks.items()},
@@ -110,25 +111,118 @@ def data(
         "written": written,
     }
 
-    lines = [f"data    {path} · {splits.format.name}"]
+    described = f"{path} · {splits.format.name}"
+    if task is None and report["trained_by"]:
+        described += f", for --task {any_of(report['trained_by'])}"
+    lines = [f"data    {described}"]
     for split, look in looks.items():
         lines += _lines(split, look, model, max_seq_length)
     lines += [f"note    {note}" for note in notes]
     if written is not None:
-        lines.append(_written_line(out, written, columns))
+        lines.append(_written_line(out, written, columns, task))
 
     print_report(report, lines)
     if not wants_json():
         mask.print_masked(shown)
 
 
-def _written_line(out: str, written: dict[str, int], columns: DataConfig) -> str:
+def _readers(
+    train: TrainConfig, task: str | None, columns: DataConfig, model: str, trust_remote_code: bool
+) -> tuple["Splits", dict[str, "Reader"]]:
+    """Return the rows of each split, and what reads them as a run of the task, or by their format.
+
+    Raises a PackError for rows that the task does not train on.
+    """
+    from ..data.formats import FORMATS, first_format, formats_of, own_formats
+    from ..data.labels import find_classes
+    from ..data.pair_formats import PairFormat
+    from ..data.rows import load_rows
+    from ..data.split_facts import Reader
+    from ..data.task_formats import LABEL_FORMATS
+    from ..tasks.tokens import encoding_options
+    from . import mask
+
+    formats = FORMATS
+    if task is not None:
+        formats = formats_of(task)
+    splits = load_rows(columns, formats)
+    rows = splits.rows["train"]
+    classes = None
+    if task is not None and own_formats(task) is LABEL_FORMATS:
+        classes = find_classes(rows, columns, train.head_of(task), splits.source)
+    elif task is not None:
+        first_format(rows, columns, own_formats(task))
+
+    if task is not None and isinstance(splits.format, PairFormat):
+        tokenizer, longest = mask.text_tokenizer_of(model, trust_remote_code)
+        train = replace(train, max_seq_length=min(train.max_seq_length, longest))
+        vocab_size = len(tokenizer)
+    else:
+        tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
+
+    is_scored = task is not None and TASKS[task].sequences == 2 and TASKS[task].heads == ("score",)
+    return splits, {
+        split: Reader(
+            splits.format,
+            columns,
+            tokenizer,
+            encoding_options(train, split, splits.format, vocab_size),
+            classes,
+            by_characters=task is None,
+            scores_whole=is_scored,
+        )
+        for split in splits.present()
+    }
+
+
+def _masked(rows: "Rows", reader: "Reader") -> list[dict]:
+    """Return the first examples with their targets; none of a task without any."""
+    from ..data.preferences import encode_tokens
+    from ..data.token_store import masked
+
+    if not rows or not reader.has_targets:
+        return []
+
+    with suppress(PackError):  # the overview says why none of these can be used
+        settings = reader.columns, reader.options, reader.format
+        examples = encode_tokens(rows, reader.tokenizer, *settings)
+        return [masked(example, reader.tokenizer) for example in examples.items]
+    return []
+
+
+def _with_task(error: PackError, row: "Row", columns: DataConfig, task: str | None) -> PackError:
+    """Return an error on all rows of a split with the task that would train on them."""
+    from ..data.formats import format_of, suggested_tasks
+
+    tasks: list[str] = []
+    with suppress(PackError):  # a row that cannot be read
+        unused = set(row.value) - format_of(row, columns).used(row, columns)
+        tasks = suggested_tasks(row, columns, unused)
+    if task is not None or not tasks:
+        return error
+
+    advice = f"Their other columns are for --task {any_of(tasks)}."
+    return PackError(f"{error.message} {advice}", error.code, "task")
+
+
+def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: str | None) -> str:
     """Return what was written, with the command that trains on it."""
     counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
     command = ["packs", "train", "--data", out]
+    if task is not None:
+        command += ["--task", task]
     for name in columns.changed(COLUMN_SETTINGS):
         command += [flag_of(name), getattr(columns, name)]
     return f"wrote   {out}: {counts}    try: {shlex.join(command)}"
+
+
+def _labels(labels: Mapping[str, int]) -> str:
+    """Return the counts of the commonest labels for people."""
+    commonest = sorted(labels.items(), key=lambda each: -each[1])
+    text = ", ".join(f"{label} {count:,}" for label, count in commonest[:_MOST_LABELS])
+    if len(labels) > _MOST_LABELS:
+        text += ", …"
+    return f"labels: {text}"
 
 
 def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -> list[str]:
@@ -138,8 +232,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
     of = ""
     if look.looked_at != look.rows:
         of = f" ({look.looked_at:,} of them looked at)"
+    read = look.facts
     counted_by = "characters"
-    if look.unit == "tokens":
+    if read.unit == "tokens":
         counted_by = f"tokens of {model}"
 
     q = look.quantiles()
@@ -148,36 +243,12 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         f"{q['p5']:,} to {q['p95']:,}, longest {q['longest']:,}"
     ]
 
-    facts = []
-    if look.cut:
-        dropped = ""
-        if look.dropped:
-            dropped = f", {look.dropped:,} of them without any target left"
-        facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
-    if look.beyond:
-        facts.append(
-            f"{look.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
-            "(--on-long-row drop leaves them out)"
-        )
-    if look.learned is not None:
-        facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
-    if look.repeats is not None and split == "train":
-        facts += look.repeats.lines()
-    elif look.common:
-        share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
-        facts.append(
-            f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "
-            "computes them once a batch"
-        )
-    if look.near_copies:
-        facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
-
-    if facts:
+    if facts := _facts(split, look, max_seq_length):
         lines.append(f"{'':<8}{' · '.join(facts)}")
-    if look.bad:
-        first = look.bad.errors[0][1]
+    if read.bad:
+        first = read.bad.errors[0][1]
         lines.append(
-            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; "
+            f"{'':<8}{len(read.bad):,} cannot be used: {shown_counts(read.bad.counts())}; "
             f"the first is {first.message}"
         )
 
@@ -190,3 +261,37 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         lines.append(f"{'':<8}{f'{low:,} to {high:,}':>16} {bar} {count:,}")
 
     return lines
+
+
+def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
+    """Return what is cut, trained on and repeated in a split, for people."""
+    read = look.facts
+    facts = []
+    if read.cut:
+        outcome = "cut"
+        if read.dropped == read.cut:
+            outcome = "dropped"
+        elif read.dropped:
+            outcome += f", {read.dropped:,} of them without any target left"
+        facts.append(f"{read.cut:,} longer than {max_seq_length:,}, {outcome}")
+    if read.beyond:
+        facts.append(
+            f"{read.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
+            "(--on-long-row drop leaves them out)"
+        )
+    if read.learned is not None:
+        facts.append(f"{100 * read.learned:.0f} % of the tokens are trained")
+    if read.repeats is not None and split == "train":
+        facts += read.repeats.lines()
+    elif read.common:
+        share = read.common * look.looked_at / max(1, int(read.lengths.sum()))
+        facts.append(
+            f"{read.common} tokens begin every example, {share:.0%} of all: --share-prefix "
+            "computes them once a batch"
+        )
+    if look.near_copies:
+        facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
+
+    if read.labels:
+        facts.append(_labels(read.labels))
+    return facts

@@ -3,24 +3,27 @@
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint, vocab_size_of
+from ..bases.sentence_config import read_sentence_config
 from ..bases.templated import with_template
-from ..bases.tokenizer import load_tokenizer, take_images
+from ..bases.tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from ..bases.unsupported import unreadable
-from ..config.choices import TASKS
+from ..config.choices import TASKS, architecture_of
 from ..config.recipe import Recipe
 from ..config.tasks import tasks_of
 from ..data.encoding import encode
 from ..data.formats import PREFERENCE
+from ..data.labelled import NO_LIMIT
 from ..data.left_out import template_notes
 from ..data.preferences import encode_preferences
 from ..data.task_formats import RATED
 from ..data.token_store import masked
 from ..display import Display
 from ..errors import library_errors
+from ..objectives.decoder_embedding import with_eos
 from ..tasks.phases import resolve_phases
 from ..tasks.tokens import encoding_options
 from .output import print_report, print_spans, wants_json
@@ -86,6 +89,23 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
     if any(phase.train.task in tasks_of("loss_on") for phase in phases):
         loss_on += "; --loss-on all, completion or assistant"
     return shown, loss_on, list(dict.fromkeys(notes))
+
+
+def text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
+    """Return the tokenizer with which a base embeds texts, and the most tokens that it reads."""
+    path = resolve_checkpoint(model)
+    config = check_files(path)
+    is_decoder = architecture_of(config["model_type"]) == "decoder"
+    sentences = read_sentence_config(path, is_decoder)
+
+    if not is_decoder:
+        lower_case = sentences.lower_case
+        tokenizer = load_encoder_tokenizer(path, config, lower_case, trust_remote_code)
+    else:
+        tokenizer = tokenizer_of(model, trust_remote_code)[0]._tokenizer
+        if sentences.adds_eos:
+            tokenizer = with_eos(tokenizer, path)
+    return tokenizer, sentences.max_seq_length or NO_LIMIT
 
 
 def tokenizer_of(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper", int]:

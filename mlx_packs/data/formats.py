@@ -75,13 +75,16 @@ FORMATS: tuple[RowFormat, ...] = tuple(
 )
 
 
-def formats_of(task: str) -> tuple[RowFormat, ...]:
-    """Return the formats that rows of a task may have, its own first."""
-    own = _OF_TASKS.get(task)
-    if own is None and TASKS[task].formats is not None:
-        own = TASKS.resolve(task, TASKS[task].formats)
+def own_formats(task: str) -> tuple[RowFormat, ...]:
+    """Return the formats of rows that a task trains on."""
+    if TASKS[task].formats is None:
+        return TOKEN_FORMATS
+    return _OF_TASKS.get(task) or TASKS.resolve(task, TASKS[task].formats)
 
-    return tuple(dict.fromkeys((*(own or ()), *FORMATS)))
+
+def formats_of(task: str) -> tuple[RowFormat, ...]:
+    """Return the formats that rows may have, those of the task first."""
+    return tuple(dict.fromkeys((*own_formats(task), *FORMATS)))
 
 
 def tasks_of(row_format: RowFormat) -> list[str]:
@@ -120,13 +123,14 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     columns = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     own = shown(sorted(row.value)) if row.value else "none"
     fault = f"must have the columns {columns}, but has {own}."
+    if tasks := suggested_tasks(row, names, row.value):
+        advice = f"Pass --task {any_of(tasks)}, which trains on these."
+        raise row.error(f"{fault} {advice}", "missing columns", "task")
+
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.", "missing columns")
-    advice = "Other examples are for --task lm."
-    if tasks := suggested_tasks(row, names, row.value):
-        advice = f"Pass --task {any_of(tasks)}, which trains on these."
-    raise row.error(f"{fault} {advice}", "missing columns", "task")
+    raise row.error(f"{fault} Other examples are for --task lm.", "missing columns", "task")
 
 
 def _least_columns(formats: Sequence[RowFormat], names: DataConfig) -> list[tuple[str, ...]]:

@@ -297,6 +297,7 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
     """
     column = None
     first_format = None
+    first_error = None
     kinds = _Kinds()
     seen: dict[Any, None] = {}
     in_all: set[Any] = set()  # labels that every row has
@@ -308,9 +309,10 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
             label = read_label(row, column)
             if column != "score":
                 kinds.check(row, column)
-        except RowError:
+        except RowError as error:
             if names.on_bad_row == "stop":
                 raise
+            first_error = first_error or error
             continue
 
         labels = _each(label)
@@ -319,7 +321,10 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
         seen |= dict.fromkeys(labels)
 
     if column is None:
-        raise PackError(f"--data {source}: no training example can be used.", "data", "data")
+        fault = f"--data {source}: no training example can be used."
+        if first_error is not None:
+            fault += f" The first: {first_error.message}"
+        raise PackError(fault, "data", "data")
 
     _check_count(len(seen), column, source)
     if len(in_all) == len(seen):

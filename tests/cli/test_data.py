@@ -5,11 +5,14 @@ import shutil
 
 import pytest
 
+from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.rows import load_rows
+from tests.helpers.bases import small_base
 from tests.helpers.errors import check
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.tasks import EncodedTask
 
 
 @pytest.fixture
@@ -190,3 +193,56 @@ def test_a_template_without_an_end_is_named(here, report_of):
     write_rows(here, only=[chat("a", "b")] * 4)
     notes = report_of("only.jsonl", "--model", base)["notes"]
     assert any("<|im_end|> is put behind it" in note for note in notes)
+
+
+ROWS_OF_TASKS = {
+    "classify": lambda i: {"text": "a note " * (i + 1), "label": "abc"[i % 3]},
+    "kto": lambda i: {"prompt": f"Say {i}.", "completion": "x " * i + "y", "label": i % 3 == 0},
+    "embedding": lambda i: {"anchor": f"n {i}", "positive": "p " * (i + 1), "negative_1": "z"},
+    "rerank": lambda i: {"query": f"q {i % 8}", "document": f"d {i}", "label": i // 8},
+    "grpo": lambda i: {"prompt": f"Say {i}.", "answer": f"{i}"},
+    "dpo": lambda i: {"prompt": f"Say {i}.", "chosen": "x " * i + "y", "rejected": "no"},
+    "reward": lambda i: {"prompt": f"Say {i}.", "chosen": "x " * i + "y", "rejected": "no"},
+}
+LABELS = {
+    "classify": {"a": 8, "b": 8, "c": 8},
+    "kto": {"false": 16, "true": 8},
+    "rerank": {"0": 8, "1": 8, "2": 8},
+}
+
+
+@pytest.mark.parametrize("task", ROWS_OF_TASKS)
+def test_rows_are_read_as_the_task_reads_them(here, report_of, task):
+    """As its run encodes them: how many examples there are, and how many are cut or dropped."""
+    rows = [ROWS_OF_TASKS[task](i) for i in range(24)]
+    write_rows(here / "d", train=rows, valid=rows)
+    train = TrainConfig(task=task, max_seq_length=24)
+    run = EncodedTask(small_base(), here / "d", train, LoRAConfig(), lambda **_: [0.0])
+    encoded = run.data[0].splits["train"]
+
+    report = report_of("d", "--task", task, "--max-seq-length", 24, "--samples", 0)
+    split = report["splits"]["train"]
+    assert (split["unit"], split["labels"]) == ("tokens", LABELS.get(task, {}))
+    assert split["cut"] - split["dropped"] == getattr(encoded, "cut", 0)
+    assert split["dropped"] == getattr(encoded, "dropped", 0)
+    assert not split["bad_rows"] and report["task"] == task
+    assert not any("not used" in note for note in report["notes"])
+
+
+def test_without_a_task_the_columns_suggest_one(here, run, report_of):
+    write_rows(here / "t", train=[ROWS_OF_TASKS["classify"](i) for i in range(6)])
+    write_rows(here / "p", train=[ROWS_OF_TASKS["dpo"](i) for i in range(6)])
+    write_rows(here / "c", train=[{**chat("a"), "label": "b"}] * 6)
+    assert any("--task classify" in note for note in report_of("t")["notes"])
+    assert "preferences, for --task dpo, orpo" in run("data", "p")[1]
+    code, _, err = run("data", "c")
+    assert code == 2 and "--task classify" in err
+
+
+def test_rows_of_another_task_are_rejected(here, run):
+    write_rows(here / "p", train=[ROWS_OF_TASKS["dpo"](i) for i in range(6)])
+    for task in ("lm", "classify", "kto", "rerank"):
+        code, _, err = run("data", "p", "--task", task)
+        assert code == 2 and "train.jsonl:1" in err, task
+    code, _, err = run("data", "p", "--task", "nothing")
+    assert code == 2 and "--task" in err and "nothing" in err
