@@ -22,6 +22,14 @@ def with_template(tokenizer: Any, text: str | None) -> Any:
     return templated[text]
 
 
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether a tokenizer begins a text with BOS."""
+    if (adds := getattr(tokenizer, "_adds_bos", None)) is None:
+        bos = tokenizer.bos_token_id
+        adds = tokenizer._adds_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    return adds
+
+
 def tool_parser_of(tokenizer: Any, template: str | None) -> str | None:
     """Return the name of mlx-lm's parser for the calls that a template writes."""
     from mlx_lm import tokenizer_utils
@@ -42,7 +50,7 @@ def _with_template(tokenizer: Any, text: str) -> Any:
     plain = copy.copy(own)
     plain.chat_template = text
 
-    if text == PLAIN and own.bos_token_id is not None and own("a").input_ids[0] == own.bos_token_id:
+    if text == PLAIN and adds_bos(tokenizer):
         plain.chat_template = "{{- bos_token }}" + text
 
     tools = {}

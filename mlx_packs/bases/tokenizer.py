@@ -15,7 +15,7 @@ from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..terminal import guarded_native
 from .sandboxed_tokenizer import confine, read_ahead
-from .templated import tool_parser_of
+from .templated import adds_bos, tool_parser_of
 from .turns import stop_at_answer_end
 from .unsupported import unreadable_tokenizer
 from .vision_families import has_vision_tower
@@ -178,11 +178,7 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
 def starts_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
     """Whether a text begins with BOS, and the tokenizer has put another one before it."""
     bos = tokenizer.bos_token_id
-    if bos is None or list(tokens[:2]) != [bos, bos]:
-        return False
-    if (adds := getattr(tokenizer, "_adds_bos", None)) is None:
-        adds = tokenizer._adds_bos = tokenizer.encode("a")[:1] == [bos]
-    return adds
+    return bos is not None and list(tokens[:2]) == [bos, bos] and adds_bos(tokenizer)
 
 
 def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:

@@ -106,7 +106,8 @@ class Ollama:
         create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
         if template_kwargs_of(pack.manifest).get("enable_thinking") is False:
             create += " --think=false"
-        return {**report, "notes": [create]}
+        notes = [note for note in report["notes"] if note.startswith("Ollama")]
+        return {**report, "notes": [create, *notes]}
 
 
 class Swift:

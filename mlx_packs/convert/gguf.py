@@ -20,8 +20,8 @@ from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from ..terminal import printable
 from .external import Delta, Tensors, low_rank_delta, verify_numerically
+from .modelfile import modelfile
 
 ALPHA = "adapter.lora.alpha"
 _SUFFIXES = (".weight.lora_a", ".weight.lora_b")
@@ -85,17 +85,18 @@ class Gguf:
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
         layout = layout_of(pack)
-        tensors, alpha = gguf_tensors(pack, layout)
         name = f"{out.name}.gguf"
+        text, base, notes = modelfile(pack, name, start)
+        tensors, alpha = gguf_tensors(pack, layout)
 
         with atomic_folder(out) as partial:
             save_gguf(partial / name, tensors, layout.architecture, alpha)
             verify_gguf(pack, partial / name, layout)
-            (partial / "Modelfile").write_text(modelfile(pack, name, start), encoding="utf-8")
+            (partial / "Modelfile").write_text(text, encoding="utf-8")
 
         return {
             "tensors": len(tensors),
-            "notes": _commands(pack.manifest["base"]["id"], layout, out / name),
+            "notes": [*_commands(base, layout, out / name), *notes],
         }
 
 
@@ -232,13 +233,3 @@ def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
         deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
 
     verify_numerically(pack.specs, pack.load_tensors(), deltas, file)
-
-
-def modelfile(pack: Pack, adapter: str, start: str | None) -> str:
-    """Return a Modelfile for Ollama; without ``start``, FROM is a GGUF for the user to add."""
-    name = printable(pack.name)
-    base = printable(pack.manifest["base"]["id"])
-    lines = [f"# {name}: an adapter of {base}. FROM must be that model."]
-    if start is None:
-        lines.append("# Put its GGUF here as base.gguf, or name the model that you pulled.")
-    return "\n".join([*lines, f"FROM {start or './base.gguf'}", f"ADAPTER ./{adapter}", ""])

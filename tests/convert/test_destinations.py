@@ -1,5 +1,6 @@
 """packs export --to gguf, ollama, lmstudio, swift: files, numbers read back, what is rejected."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -210,6 +211,44 @@ def test_a_pack_of_a_model_of_ollama_starts_from_it(pack_of_gguf, tmp_path):
     pack_of_gguf.manifest["base"]["id"] = "ollama:it\nFROM http://x"
     with raises("invalid", "from"):
         export_pack(pack_of_gguf, "ollama", tmp_path / "other")
+
+
+@pytest.mark.parametrize("to", ["gguf", "ollama"])
+def test_from_is_a_path_that_ollama_finds(pack_of_gguf, tmp_path, monkeypatch, to):
+    monkeypatch.chdir(tmp_path)
+    report = export_pack(pack_of_gguf, to, Path("out"), "./llama.gguf")
+    lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
+    assert f"FROM {tmp_path / 'llama.gguf'}" in lines and "ADAPTER ./out.gguf" in lines
+    expected = {"gguf": f"llama-server -m {tmp_path / 'llama.gguf'} --lora out/out.gguf"}
+    expected["ollama"] = "(cd out && ollama create out) && ollama run out"
+    assert report["notes"][0] == expected[to]
+
+
+def test_from_must_be_the_model_of_the_pack(pack_of_gguf, llama, tmp_path, monkeypatch):
+    pack = pack_of(load_base(llama), tmp_path / "q", rank=2)
+    out = tmp_path / "out"
+    write_tiny(tmp_path / "other.gguf", kind="Q8_0")
+    write_tiny(tmp_path / "qwen.gguf", "qwen3")
+    for start, code in (("./absent.gguf", "not-found"), ("a\nTEMPLATE b", "invalid")):
+        with raises(code, "from", "--from"):
+            export_pack(pack_of_gguf, "ollama", out, start)
+    with raises("mismatch", "from", "other.gguf", "fingerprint"):
+        export_pack(pack_of_gguf, "ollama", out, str(tmp_path / "other.gguf"))
+    with raises("mismatch", "from", "another model"):  # of a pack of safetensors: its family
+        export_pack(pack, "ollama", out, str(tmp_path / "qwen.gguf"))
+
+    models = tmp_path / "models"
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{'1' * 64}"}
+    manifest = models / "manifests/registry.ollama.ai/library/it/latest"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    (models / "blobs").mkdir()
+    (tmp_path / "other.gguf").rename(models / "blobs" / f"sha256-{'1' * 64}")
+    monkeypatch.setenv("OLLAMA_MODELS", str(models))
+    with raises("mismatch", "from", "fingerprint"):
+        export_pack(pack_of_gguf, "ollama", out, "it")
+    assert not out.exists()
+    assert "not compared" in export_pack(pack_of_gguf, "ollama", out, "that")["notes"][1]
 
 
 def test_lm_studio_gets_a_merged_model_and_needs_no_out(pack, llama, tmp_path, monkeypatch):
