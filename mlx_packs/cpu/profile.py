@@ -151,9 +151,6 @@ class CPUProfile(Profile):
         """Return whether T x T scores of all heads (of all rows) are several blocks."""
         return 4 * heads * length**2 > self.streams * self.score_bytes
 
-    def elements_at_once(self, count: int) -> int:
-        return min(self.streams * self.elements, count)
-
     def exp(self, x: mx.array) -> mx.array:
         """Return `mx.exp` within 4e-7 relative for -44 <= x <= 88, clipped to that in float32."""
         if x.dtype != mx.float32:

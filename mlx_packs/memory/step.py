@@ -32,13 +32,14 @@ class Factors:
     two_slices: float  # the same, of two: one for each stream, and no later one ahead
     states: float  # hidden states of the targets, in float32
     swiglu: float  # pieces of SwiGLU's gradient, where it is computed by pieces
+    two_pieces: float  # the same, where two are almost all: no later one is ahead
 
 
 # Of a CPU read off measured peaks (benchmarks/LOG.md), which `benchmarks/plan_accuracy.py` checks;
 # of a GPU counted, and not measured there.
 _FACTORS = {
-    "cpu": Factors(logits=10.5, two_slices=8.5, states=3, swiglu=13),
-    "gpu": Factors(logits=3, two_slices=3, states=6, swiglu=0),
+    "cpu": Factors(logits=10.5, two_slices=8.5, states=3, swiglu=13, two_pieces=10),
+    "gpu": Factors(logits=3, two_slices=3, states=6, swiglu=0, two_pieces=0),
 }
 
 
@@ -207,10 +208,22 @@ class Step:
         """Return the dense weights in flight while products dequantize theirs."""
         if not self.unpacks or self.recomputes:  # what is recomputed waits for each
             return 0
-        in_blocks = sum(map(math.prod, self.sizes.projections.values()))
-        block_weights = in_blocks // self.sizes.blocks
+        at_once = profile().slice_weights
+        weights = [math.prod(shape) for shape in self.sizes.projections.values()]
         slices = 10 if self.custom else 5
-        return min(slices * profile().slice_weights, block_weights)
+        if runtime.on_cpu():  # a weight of one slice is not dequantized ahead
+            weights = [count for count in weights if count > at_once]
+            slices = 6 if self.custom else 3
+        return min(slices * at_once, sum(weights) // self.sizes.blocks)
+
+    def _swiglu_pieces(self, count: int) -> float:
+        """Return the numbers in flight in SwiGLU's gradient of so many elements."""
+        elements = profile().elements
+        streams = profile().streams
+        arrays = factors().swiglu
+        if streams == 2 and 1 < count / elements < 3:
+            arrays = factors().two_pieces
+        return arrays * min(count, streams * elements)
 
     def _kept(self, own: Pass) -> list[float]:
         """Return the numbers that each adapted block keeps of a pass."""
@@ -260,7 +273,7 @@ class Step:
             mlp = 4 * d + 4 * f + 2 * q
             if self.recomputes:
                 mlp = 4 * d + 5 * f
-            pieces = factors().swiglu * profile().elements_at_once(own.tokens * f)
+            pieces = self._swiglu_pieces(own.tokens * f)
         else:
             mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
             pieces = 0

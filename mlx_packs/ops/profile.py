@@ -31,6 +31,7 @@ class Profile:
     dtype: mx.Dtype | None = None  # of all activations; None: of the base's
     has_fused_kernels: bool = True  # MLX may fuse attention with its gradient, and cross-entropy
     saves_passes: bool = True  # over activations, by more work on the factors of adapters
+    elements: float = math.inf  # of a piece of an array of single elements
     tree_inputs: float = math.inf  # of a tree that is computed in one pass (nn/prefix.py)
     attention: type | None = None  # the class that computes it by blocks, if not `BlockAttention`
 
@@ -57,10 +58,6 @@ class Profile:
     def cuts_scores(self, heads: int, length: int) -> bool:
         """Return whether `ops.attention` replaces MLX's outside training, for T x T scores."""
         return False
-
-    def elements_at_once(self, count: int) -> int:
-        """Return how many elements `swiglu` computes at a time."""
-        return count
 
     def exp(self, x: mx.array) -> mx.array:
         """Return e to the power of x, without a gradient: callers know theirs."""

@@ -59,15 +59,24 @@ def measured(monkeypatch) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "method"), [("block", "lora"), ("none", "dora")])
+@pytest.mark.parametrize(
+    ("recompute", "method", "path", "blocks"),
+    [
+        ("block", "lora", "dense", -1),
+        ("none", "dora", "dense", -1),
+        ("none", "lora", "dense", 4),
+        ("none", "lora", "transient", -1),
+        ("none", "lora", "transient", 1),
+    ],
+)
 def test_the_estimate_is_within_its_error_of_the_measured_peak(
-    recompute, method, tiny, long_chats, tmp_path
+    recompute, method, path, blocks, tiny, long_chats, tmp_path
 ):
     train = TrainConfig(
         iters=2,
         batch_size=4,
         max_seq_length=128,
-        matmul_path="dense",
+        matmul_path=path,
         recompute=recompute,
         method=method,
         val_batches=0,
@@ -76,7 +85,8 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
     own = sum(array.nbytes for _, array in tree_flatten(tiny.model.parameters()))
     held = (active_bytes() - own) / 1e9  # by other tests of this process
 
-    report = train_pack(tiny, long_chats, LoRAConfig(rank=8), train, tmp_path / "p").report
+    lora = LoRAConfig(rank=8, num_layers=blocks)
+    report = train_pack(tiny, long_chats, lora, train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
 
 
