@@ -19,7 +19,7 @@ from .registry import Entry, PackRegistry
 from .slots import PackSlots
 from .worker import Worker
 
-_TOKENS = 1 << 15  # of a batch, after which a client that has left is noticed
+_TOKENS = 1 << 13  # of a batch, after which a client that has left is noticed
 
 
 @dataclass(eq=False)
@@ -92,16 +92,17 @@ class Embedder(Worker):
         return bool(self._waiting)
 
     def step(self) -> None:
-        """Compute a batch of the texts that have waited longest."""
+        """Compute a batch of texts, of all requests that wait in turn."""
         self._forget_cancelled()
         if not self._waiting:
             return
 
-        batch = []
-        for texts in self._waiting:
-            missing = texts.rows[len(texts.vectors) :]
-            batch += [(texts, row) for row in missing[: self._batch_size - len(batch)]]
-
+        missing = [
+            [(texts, row) for row in texts.rows[len(texts.vectors) :][: self._batch_size]]
+            for texts in self._waiting
+        ]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*missing))
+        batch = [each for each in turns if each is not None][: self._batch_size]
         batch = batch[: rows_within([len(row) for _, row in batch])]
         rows = [row for _, row in batch]
         entries = [texts.entry for texts, _ in batch]
@@ -113,8 +114,8 @@ class Embedder(Worker):
         for (texts, _), vector in zip(batch, vectors, strict=True):
             texts.vectors.append(vector)
 
-        while self._waiting and len(self._waiting[0].vectors) == len(self._waiting[0].rows):
-            texts = self._waiting.popleft()
+        for texts in [t for t in self._waiting if len(t.vectors) == len(t.rows)]:
+            self._waiting.remove(texts)
             self.registry.release(texts.entry)
             if texts.future.set_running_or_notify_cancel():
                 texts.future.set_result(np.stack(texts.vectors))

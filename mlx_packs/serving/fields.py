@@ -16,6 +16,7 @@ from pydantic import (
 from ..errors import PackError
 
 _CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
+_COMMAS = 1 << 18  # between numbers and keys, whose parsing keeps all others waiting
 _VALUES = 100_000  # of JSON that is passed on as it is
 UNSUPPORTED = "is not supported here. Leave it out."
 
@@ -86,6 +87,8 @@ def parsed(kind: type[Object], body: bytes) -> Any:
     """Return a body as a class of `protocol`; a PackError has the faulty field as its ``flag``."""
     if body.count(b"[") + body.count(b"{") > _CONTAINERS:
         raise PackError(f"body: has more than {_CONTAINERS:,} lists and objects.")
+    if body.count(b",") > _COMMAS:
+        raise PackError(f"body: has more than {_COMMAS:,} values.")
 
     try:
         return kind.model_validate_json(body)

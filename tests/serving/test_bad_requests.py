@@ -41,6 +41,11 @@ def rejected(server, path: str, body: object, status: int = 400, **headers: str)
     return check(answer)
 
 
+def test_a_body_of_very_many_values_is_not_parsed(shared_server):
+    body = b'{"prompt": [' + b"1," * 300_000 + b"1]}"
+    assert "values" in rejected(shared_server, COMPLETIONS, body)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, BODY), (CHAT, BODY | {"stream": True}), (COMPLETIONS, TEXT)]
 )

@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 
+import numpy as np
 import pytest
 
 from mlx_packs import load_base
@@ -81,6 +82,17 @@ def test_of_a_long_text_only_the_beginning_is_tokenized(encoder):
     (tokens,) = tokens_of(tokenizer, ["a b " * 2_000_000], 8)
     assert tokens.tolist() == tokens_of(tokenizer, ["a b " * 8], 8)[0].tolist()
     assert time.monotonic() - began < 0.5
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(server):
+    worker = server.worker
+    rows = [np.arange(1, 9, dtype=np.int32)] * 400
+    before = worker.steps
+    submit = worker.call(lambda: [worker.submit("base", rows), worker.submit("base", rows[:1])])
+    long, short = submit.result()
+    short.result(10)
+    assert worker.steps - before <= 3 and not long.done()
+    assert len(long.result(60)) == 400
 
 
 @pytest.mark.parametrize(
