@@ -15,25 +15,36 @@ from .rows import Splits
 
 _MOST_ROWS = 1000  # that are read
 _FIELD_SHARE = 0.1  # of the answers have a key that names a field, rather than a value
+# The share of a value that is recorded: it becomes exact, the beginning, or optional.
+_SHARES = {
+    "item_separator": 0.9,
+    "key_separator": 0.9,
+    "opening": 0.5,
+    "inside": 0.1,
+    "thoughts": 0.1,
+}
 _JSON = re.compile(r"(.*</think>)?(\s*(?:```\w*\s+)?)([\[{].*[\]}])\s*(?:```)?\s*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def json_layout(splits: Splits, columns: DataConfig) -> dict[str, Any]:
-    """Return the commonest layout of the JSON in training rows; empty if no answer is JSON.
+    """Return the layout of the JSON in training rows; empty if no answer is JSON.
 
     It has parts of `JSON_LAYOUT`, ``keys`` in the order that they have in all rows, and
     ``thoughts``: whether thoughts come before the JSON.
     """
-    counts: dict[str, Counter] = {part: Counter() for part in (*JSON_LAYOUT, "thoughts")}
+    counts: dict[str, Counter] = {part: Counter() for part in _SHARES}
     orders: list[list[str]] = []
     for answer in islice(_answers(splits, columns), _MOST_ROWS):
         _count(answer, counts, orders)
 
     layout: dict[str, Any] = {}
     for part, counter in counts.items():
-        value = max(counter, key=counter.__getitem__, default=None)
-        if value and (part == "thoughts" or re.fullmatch(JSON_LAYOUT[part], value, re.ASCII)):
+        shares = {value: count / counter.total() for value, count in counter.items() if value}
+        value = max(shares, key=shares.__getitem__, default=None)
+        if value is None or shares[value] < _SHARES[part]:
+            continue
+        if part == "thoughts" or re.fullmatch(JSON_LAYOUT[part], value, re.ASCII):
             layout[part] = value
     if keys := _in_one_order(orders, counts["thoughts"].total()):
         layout["keys"] = keys

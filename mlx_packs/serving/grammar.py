@@ -127,6 +127,7 @@ def schema_in_layout(schema: dict[str, Any], layout: Mapping[str, Any]) -> dict[
         space, line, indentation = layout["inside"].rpartition("\n")
         options["whitespace_pattern"] = indentation
         if line:
+            options["item_separator"] = ", ?"  # short lists may have one line
             options["whitespace_pattern"] = f"{space}\n({indentation}){_INDENTATION}"
 
     return {**_in_order(schema, layout.get("keys", ())), _OPTIONS: options}

@@ -107,6 +107,8 @@ class Prompts:
     ) -> Maker:
         tokenizer = tokenizer or self._base.tokenizer
         state: str | None = first_state(tokenizer, prompt)
+        if not self._base.tokenizer.has_thinking:  # answers would contain the thoughts
+            layout = {**layout, "thoughts": False}
         grammar = self._tool_grammar(body, state, layout)
         if grammar is None and body.is_json:
             grammar = self._grammars.check(body.answer_schema, layout, state)

@@ -60,6 +60,11 @@ def test_without_a_layout_single_spaces_are_optional():
         assert not allows(OBJECT, {}, text)
 
 
+def test_short_lists_in_one_line_of_an_indented_object():
+    text = '{\n  "a": [1, 2, 3],\n  "b": {"c": [], "d": null}\n}'
+    assert allows(OBJECT, recorded(text), text)
+
+
 def test_white_space_is_bounded():
     layout = recorded(json.dumps(VALUE, indent=2))
     assert not allows(OBJECT, layout, '{\n\n  "a": 1}')
@@ -106,3 +111,10 @@ def test_json_after_thoughts(small_tiny, state, layout, answer, is_right):
     tokens = small_tiny.tokenizer.encode(answer)
     is_accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
     assert is_accepted is is_right
+
+
+def test_a_model_without_marks_of_thoughts_writes_none_before_json(small_tiny, monkeypatch):
+    form = {"type": "json_object"}
+    monkeypatch.setattr(small_tiny.tokenizer, "_think_start", None)
+    _, request = answer_of(small_tiny, {"thoughts": True}, response_format=form)
+    assert request.processors and request.state is None
