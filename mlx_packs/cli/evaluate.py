@@ -246,7 +246,7 @@ def eval_batch(
     if any(one.gates for one in compared):
         lines.append(f"gates   {'FAILED' if failures else 'ok'}")
 
-    print_report([one.to_json() for one in compared], lines)
+    print_report({"results": [one.to_json() for one in compared]}, lines)
     exit_if_failed(failures)
 
 

@@ -308,7 +308,7 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
 
     if listed:
         width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-        print_report(listed, table(listed, width))
+        print_report({"packs": listed}, table(listed, width))
         return
 
     places = []
@@ -316,7 +316,7 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
         places.append(f"below {top}")
     if hub_cache:
         places.append("in the Hub's caches")
-    print_report(listed, [f"no packs {' or '.join(places)}"])
+    print_report({"packs": listed}, [f"no packs {' or '.join(places)}"])
 
 
 @click.command()

@@ -38,7 +38,7 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     """Print the first training examples of each phase; targets are green, or between ⟦ and ⟧."""
     shown, loss_on, notes = _masked_examples(recipe)
     if wants_json():
-        print_report(shown, [])
+        print_report({"loss_on": loss_on, "examples": shown}, [])
         return
 
     print_masked(shown)

@@ -4,8 +4,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,11 +21,13 @@ def wants_json() -> bool:
     return click.get_current_context().meta.get(JSON, False)
 
 
-def print_report(report: dict | list, lines: Iterable[str]) -> None:
+def print_report(report: Mapping[str, Any], lines: Iterable[str]) -> None:
     """Print a report as JSON after --json, else lines about it; neither can steer a terminal."""
     if not wants_json():
         echo("\n".join(_fitted(_runnable(printable(line))) for line in lines))
         return
+
+    assert isinstance(report, Mapping), "--json prints one object"
     echo(to_json(report), end="")
 
 

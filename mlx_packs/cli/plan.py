@@ -19,7 +19,7 @@ from ..errors import PackError
 from ..late import load
 from . import options
 from .options import option
-from .output import print_report
+from .output import exit_if_failed, print_report
 from .recipe import read_recipes, recipe_of
 from .topics import TopicCommand
 
@@ -143,7 +143,8 @@ def plan(
     Only config.json and tensor headers are read, also of a model on the Hub. Options of
     `packs train` that change memory or disk space, such as --rank, are accepted and kept. Of the
     others, batch size, activation checkpointing, sequence length and rank are reduced, in this
-    order, until the run fits. The last line is the command of the run whose peak is shown.
+    order, until the run fits. The last line is the command of the run whose peak is shown. If no
+    run fits, the exit code is 1.
     """
     from ..memory.read import read_headers
     from ..memory.recommend import larger_batch, recommend, table
@@ -164,7 +165,7 @@ def plan(
     headers = read_headers(model)
 
     names = recipe.specified
-    examples = None
+    examples = needed = None
     if names & DATA_SETTINGS:
         examples = example_memory(recipe.data)
     least = examples.nbytes if examples else 0
@@ -187,18 +188,14 @@ def plan(
 
         report = []
         for choice in choices:
-            words = shlex.split(choice.command(model, configs, unflagged)) + data
-            report.append(
-                _facts(choice, headers, examples, repeats) | {"command": shlex.join(words)}
-            )
+            command = shlex.join([*shlex.split(choice.command(model, configs, unflagged)), *data])
+            report.append({**_facts(choice, headers, examples, repeats), "command": command})
+
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
         lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
         if machines is not None:
-            plan_machines = load("extras.pipeline.memory:plan_machines")
-            needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
-            report = [{**each, "machines": needed.to_json()} for each in report]
-            lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
+            needed = _add_machines(report, lines, headers, limit - least, recipe, machines, width)
 
         report = _with_seeds(report, lines, headers, choices[0], limit - least, recipe)
 
@@ -209,7 +206,30 @@ def plan(
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & DATA_SETTINGS:
         lines[1:1] = _data_lines(recipe.data.data, examples, rows, repeats, choices[0])
-    print_report(report, lines)
+
+    fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
+    print_report({"model": model, "fits": fits, "options": report}, lines)
+    if not fits:
+        exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"])
+
+
+def _add_machines(
+    report: list[dict],
+    lines: list[str],
+    headers: "Headers",
+    memory: int,
+    recipe: Recipe,
+    machines: int,
+    width: int,
+) -> str:
+    """Add what a run needs of some machines; return it, ``none`` if it fits on no number."""
+    plan_machines = load("extras.pipeline.memory:plan_machines")
+    needed = plan_machines(headers, memory, recipe.lora, recipe.train, machines)
+
+    for each in report:
+        each["machines"] = needed.to_json()
+    lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
+    return needed.needed
 
 
 def _with_seeds(

@@ -74,7 +74,8 @@ def test_a_plan_names_dtype_and_reason(gpu, tmp_path, run):
     gpu("Apple M1 Max")
     base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16, torch_dtype="bfloat16")
     plan = ["plan", "--model", base, "--budget", 8]
-    dtypes = {o["method"]: o["compute_dtype"] for o in json.loads(run(*plan, "--json")[1])}
+    options = json.loads(run(*plan, "--json")[1])["options"]
+    dtypes = {o["method"]: o["compute_dtype"] for o in options}
     assert dtypes["lora"] == {"name": "float16", "why": "Apple M1 Max has no native bfloat16"}
     assert dtypes["lora-fp32"]["name"] == dtypes["full"]["name"] == "float32"
     lines = run(*plan, "--compute-dtype", "bfloat16")[1].splitlines()

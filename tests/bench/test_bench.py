@@ -467,9 +467,9 @@ def test_the_plan_predicts_by_what_was_measured(calibrated, run):
     code, out, _ = run("plan", "--memory", "16")
     text = " ".join(out.split())
     assert code == 0 and "s/step" in out and "calibrated by packs bench of 20" in text
-    options = json.loads(run("plan", "--memory", "16", "--json")[1])
+    options = json.loads(run("plan", "--memory", "16", "--json")[1])["options"]
     assert options[0]["step_s"] > 0 and options[0]["step_source"].endswith("(tiny)")
-    elsewhere = json.loads(run("plan", "--memory", "16", "--device", "gpu", "--json")[1])
+    elsewhere = json.loads(run("plan", "--memory", "16", "--device", "gpu", "--json")[1])["options"]
     assert all(option["step_s"] is None for option in elsewhere)
 
 

@@ -64,7 +64,7 @@ def test_rows_and_templates_cannot_steer_the_terminal(here, run, json_flag):
     check_safe(out, err)
 
     if json_flag:
-        spans = json.loads(out)[0]["spans"]
+        spans = json.loads(out)["examples"][0]["spans"]
         assert "".join(span["text"] for span in spans).count(HOSTILE) == 3
     else:
         # of each row: its file, the template twice, the message
@@ -90,7 +90,7 @@ def test_names_of_files_cannot_steer_the_terminal(here, run):
     code, out, err = run("list")
     assert code == 0 and out.count("Some-4bit") == 2, err
     check_safe(out, err)
-    names = [entry["name"] for entry in json.loads(run("list", "--json")[1])]
+    names = [entry["name"] for entry in json.loads(run("list", "--json")[1])["packs"]]
     assert sorted(names) == sorted([HOSTILE, "bad \udcff\udc9b31m"])
     code, out, err = run("inspect", "no\x1b[31m\udc9b\u202e")
     assert (code, out) == (2, "") and err.count("\n") == 1

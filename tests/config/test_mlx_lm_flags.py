@@ -390,7 +390,7 @@ def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is
 
 def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
     result = invoke_train("--show-mask", "--json")
-    rows = json.loads(result.stdout)
+    rows = json.loads(result.stdout)["examples"]
     assert {"where", "learned", "total", "spans"} == set(rows[0]) and len(rows) == 5
     assert 0 < rows[0]["learned"] < rows[0]["total"]
     assert {span["learned"] for span in rows[0]["spans"]} == {True, False}

@@ -82,7 +82,7 @@ def test_eval_batch_on_base_and_three_packs(packs_here, run):
     code, out, err = run("eval-batch", *packs, *QUICK, "--csv", "out.csv", "--json")
     assert code == 0, err
 
-    compared = json.loads(out)
+    compared = json.loads(out)["results"]
     assert [(f["name"], f["batch_size"]) for f in compared] == [
         (name, size) for name in ("base", "a", "b", "c") for size in (1, 3)
     ]
@@ -124,7 +124,7 @@ def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
     code, out, err = run("eval-batch", *packs, *QUICK, *limits, "--json")
     assert code == 1
 
-    compared = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
+    compared = {(f["name"], f["batch_size"]): f for f in json.loads(out)["results"]}
     gates = compared["c", 1]["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
         "max_pack_mb": False,

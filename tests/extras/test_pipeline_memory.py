@@ -76,6 +76,6 @@ def test_a_run_that_only_a_pipeline_holds_fits(monkeypatch):
 def test_packs_plan_says_what_machines_are_needed_for():
     arguments = ["--model", "tiny", "--memory", "8GB", "--machines", "2"]
     result = CliRunner().invoke(plan, [*arguments, "--json"])
-    assert all(each["machines"]["needed"] == "one" for each in json.loads(result.stdout))
+    assert all(each["machines"]["needed"] == "one" for each in json.loads(result.stdout)["options"])
     lines = CliRunner().invoke(plan, arguments).stdout.splitlines()
     assert [line for line in lines if line.startswith("ranks ") and "one machine" in line]

@@ -67,13 +67,13 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     assert code == 0 and "d.jsonl · 300 examples" in out
 
     batch_size = resolve(tiny_recipe()).train.batch_size
-    best = json.loads(run(*with_rows, "--json")[1])[0]
+    best = json.loads(run(*with_rows, "--json")[1])["options"][0]
     assert f"planned for {batch_size} x {best['planned_length']} tokens" in out
     assert best["planned_length"] < best["max_seq_length"]
     assert best["batch_size"] == batch_size and best["data_gb"] == counted.nbytes / 1e9
 
     enough = 1.2 * best["peak_gb"]  # for the run without its examples
-    tight = json.loads(run(*with_rows, "--json", "--memory", str(enough))[1])[0]
+    tight = json.loads(run(*with_rows, "--json", "--memory", str(enough))[1])["options"][0]
     assert tight["batch_size"] < batch_size
     assert run(*with_rows, "--memory", "0.01")[0] == 2
 
@@ -92,9 +92,9 @@ def test_plan_says_what_examples_repeat(here, run):
     (line,) = (line for line in out.splitlines() if line.startswith("prefix"))
     assert "begin the examples of each of 2 groups: --share-prefix on puts" in line
 
-    repeats = json.loads(run("plan", "--json", "--data", "d")[1])[0]["repeats"]
+    repeats = json.loads(run("plan", "--json", "--data", "d")[1])["options"][0]["repeats"]
     assert repeats["groups"] == 2 and f"saves {repeats['saved']:.0%} of all inputs" in line
-    assert json.loads(run("plan", "--json")[1])[0]["repeats"] is None
+    assert json.loads(run("plan", "--json")[1])["options"][0]["repeats"] is None
 
 
 def test_plan_counts_what_share_prefix_computes(here, run):
@@ -104,7 +104,7 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     write_rows(here / "d", train=rows)
 
     def planned(*arguments) -> dict:
-        (best, *_) = json.loads(run("plan", "--json", "--batch-size", 8, *arguments)[1])
+        (best, *_) = json.loads(run("plan", "--json", "--batch-size", 8, *arguments)[1])["options"]
         return best
 
     data = ("--data", "d", "--matmul-path", "transient")

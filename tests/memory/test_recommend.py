@@ -158,7 +158,7 @@ def test_what_is_specified_is_not_searched():
 def test_command_prints_a_list_of_options(run):
     code, out, _ = run("plan", "--memory", "16", "--json")
     keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
-    assert code == 0 and all(set(keys) <= set(option) for option in json.loads(out))
+    assert code == 0 and all(set(keys) <= set(option) for option in json.loads(out)["options"])
     assert f"{ERROR:.0%}" in run("plan", "--memory", "16")[1]
 
 
@@ -197,7 +197,7 @@ def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_
         code, out, err = run("plan", "--json", *arguments)
         assert code == 0, err
         headers = read_headers(folder if "DENSE" in flags else "tiny")
-        *ways, _ = json.loads(out)
+        *ways, _ = json.loads(out)["options"]
         for option in ways:
             assert peak_of(option["command"], headers) == option["peak_gb"], option["command"]
         _, out, _ = run("plan", *arguments)
@@ -207,15 +207,15 @@ def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_
 def test_flags_and_files_are_what_is_planned(run, tmp_path):
     (tmp_path / "c.yaml").write_text(json.dumps(RECIPE))
     code, out, _ = run("plan", "--memory", "64", "--json", "-c", tmp_path / "c.yaml")
-    best = json.loads(out)[0]
+    best = json.loads(out)["options"][0]
     assert code == 0
     assert (best["rank"], best["batch_size"], best["recompute"]) == (32, 2, "block")
     wider = run("plan", "--json", "--memory", "64", "--rank-pattern", "q_proj=64")[1]
     accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
     plain = run("plan", "--json", "--memory", "64")[1]
-    weights = json.loads(plain)[0]["adapter_weights"]
-    assert json.loads(wider)[0]["adapter_weights"] > weights
-    more = [json.loads(out)[0]["parts"]["gradients"] for out in (plain, accumulated)]
+    weights = json.loads(plain)["options"][0]["adapter_weights"]
+    assert json.loads(wider)["options"][0]["adapter_weights"] > weights
+    more = [json.loads(out)["options"][0]["parts"]["gradients"] for out in (plain, accumulated)]
     assert more[1] - more[0] == 4 * weights
 
 
@@ -246,7 +246,8 @@ def test_plan_says_that_a_base_brings_code(run, tmp_path):
     assert "code    " not in outputs["plain"]
     line = outputs["own"].splitlines()[1]
     assert line.startswith("code    ") and "own?.py" in line and "--trust-remote-code" in line
-    reports = {n: json.loads(run("plan", "--model", tmp_path / n, "--json")[1]) for n in outputs}
+    plans = {n: json.loads(run("plan", "--model", tmp_path / n, "--json")[1]) for n in outputs}
+    reports = {name: plan["options"] for name, plan in plans.items()}
     assert {o["code"] for o in reports["plain"]} == {None}
     assert {o["code"] for o in reports["own"]} == {"own\x1b.py"}
 
@@ -265,7 +266,7 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
     arguments = ["plan", "--model", out, "--quantize", "nf4", "--memory", "64"]
     code, report, _ = run(*arguments, "--json")
     assert code == 0
-    for option in json.loads(report)[:-1]:
+    for option in json.loads(report)["options"][:-1]:
         assert peak_of(option["command"], read_headers(out)) == option["peak_gb"]
     for flags, flag in ((["--no-double-quant"], "double_quant"), (["--keep", "q_proj"], "keep")):
         assert run(*arguments, *flags)[0] == 2

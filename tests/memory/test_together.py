@@ -74,7 +74,7 @@ def test_plan_shows_packs_in_one_batch_and_their_command():
     assert [line for line in lines if line.startswith("seeds   3 packs in one batch: peak")]
     assert lines[-1].endswith("--seeds 3 --out DIR")
 
-    report = json.loads(CliRunner().invoke(plan, ["--seeds", "3", "--json"]).stdout)
+    report = json.loads(CliRunner().invoke(plan, ["--seeds", "3", "--json"]).stdout)["options"]
     assert report[0]["together"]["packs"] == 3
     assert report[0]["together"]["peak_gb"] > report[0]["peak_gb"]
 

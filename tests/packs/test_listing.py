@@ -103,7 +103,8 @@ def test_one_bad_pack_is_listed_with_its_fault_among_the_others(shelf, run, harm
     HARMS[harm](shelf / "b")
     code, out, err = run("list", shelf)
     assert code == 0 and out.count("damaged: ") == 1 and "deep/c" in out, err
-    (entry,) = [e for e in json.loads(run("list", shelf, "--json")[1]) if e["error"]]
+    listed = json.loads(run("list", shelf, "--json")[1])["packs"]
+    (entry,) = [e for e in listed if e["error"]]
     assert entry["name"] == "b" and REASONS.get(harm, "") in entry["error"]
     if harm in REASONS:
         assert entry["error"][:30] in out
@@ -153,7 +154,7 @@ def test_the_table_fits_60_columns_and_uses_more(shelf, run, monkeypatch):
 def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("list") == (0, "no packs below .\n", "")
-    assert run("list", "--json") == (0, "[]\n", "")
+    assert run("list", "--json") == (0, '{\n  "packs": []\n}\n', "")
     code, _, err = run("list", "nowhere")
     assert code == 2 and err.startswith("packs: nowhere: no such folder")
     (tmp_path / "file").write_text("")
@@ -189,7 +190,7 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     with raises("not-found", None, "README.md"):
         Pack.open(snapshot)
 
-    assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])) == 5
+    assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])["packs"]) == 5
 
 
 def test_list_loads_neither_mlx_nor_the_hub(shelf):

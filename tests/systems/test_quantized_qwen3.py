@@ -169,7 +169,7 @@ def test_eval_batch_measures_ppl_and_speed_and_fails_gates(folder, pack_of_4_bit
     places = ("--model", folder / "4-bit", "--pack", pack_of_4_bit, "--data", folder / "d")
     short = ("--batch-size", 1, "--sequence-length", 16, "--max-tokens", 4)
     code, out, _ = run("eval-batch", *places, *short, "--json", "--max-pack-mb", 10)
-    base, pack = json.loads(out)
+    base, pack = json.loads(out)["results"]
     assert code == 0 and pack["pack_mb"] < 10
     for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
         assert base[key] > 0 and pack[key] > 0

@@ -75,6 +75,6 @@ def test_packs_leave_as_peft_and_as_a_merged_folder(run, encoder, run_of_pairs, 
 @pytest.mark.parametrize("memory", [8, 64])
 def test_the_plan_recommends_float32_lora_and_says_why_not_qlora(run, encoder, memory):
     code, out, _ = run("plan", "--model", encoder, "--memory", memory, "--json")
-    best = json.loads(out)[0]
+    best = json.loads(out)["options"][0]
     assert code == 0 and best["method"] == "lora-fp32" and best["fits"]
     assert "not QLoRA" in best["why"]

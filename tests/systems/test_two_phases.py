@@ -128,7 +128,7 @@ def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
     code, out, _ = run("plan", "--model", tmp_path, *how.split(), "--json")
     assert code == 0
 
-    options = {(o["method"], o["quantize"]): o for o in json.loads(out)}
+    options = {(o["method"], o["quantize"]): o for o in json.loads(out)["options"]}
     assert options["full", "none"]["peak_gb"] > 60 and not options["full", "none"]["fits"]
     assert 16 < options["lora", "none"]["peak_gb"] < 32
     assert options["qlora", "nf4"]["peak_gb"] < 16 and options["qlora", "nf4"]["fits"]

@@ -239,7 +239,7 @@ def test_inspect_list_and_apply_say_what_it_is(run, run_of_pairs, encoder):
     code, out, _ = run("list", pack.parent)
     assert code == 0 and "MRR@10 0." in out
     code, out, _ = run("list", pack.parent, "--json")
-    entry = json.loads(out)[0]
+    entry = json.loads(out)["packs"][0]
     assert entry["metric"] == "mrr_at_10" and entry["ppl_after"] is None
     assert entry["metric_after"] == run_of_pairs.report["mrr_at_10_after"]
 
@@ -397,7 +397,7 @@ def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
         n: shape for n, shape in of_weights.items() if tensor_name(n)
     }
     code, out, _ = run("plan", "--model", tmp_path, "--memory", 8, "--json")
-    assert code == 0 and json.loads(out)[0]["method"] == "lora-fp32"
+    assert code == 0 and json.loads(out)["options"][0]["method"] == "lora-fp32"
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": None}))
     assert run("plan", "--model", tmp_path, "--memory", 8)[0] == 2
     check(run.error, "unreadable", None, "config.json: hidden_size", "None")
@@ -451,7 +451,7 @@ def test_full_fine_tuning_is_not_sent_to_fewer_layers():
 
 def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
     code, out, _ = run("plan", "--model", encoder, "--memory", 8, "--json")
-    result = json.loads(out)
+    result = json.loads(out)["options"]
     assert code == 0 and result[0]["max_seq_length"] == 48 and result[0]["method"] == "lora-fp32"
     assert "--task embedding" in result[0]["command"]
     assert run("plan", "--model", encoder, "--memory", 8, "--quantize", "nf4")[0] == 2

@@ -70,7 +70,7 @@ def test_a_tokenizer_counts_images_without_the_model(family, folders, here):
 def test_show_mask_and_data_name_images(family, folders, here, run):
     write_image_rows(here / "d", images=2, train=3, valid=1)
     options = ("--model", folders / family, "--data", "d", "--show-mask", "--json")
-    shown = json.loads(run("train", *options)[1])
+    shown = json.loads(run("train", *options)[1])["examples"]
     assert len(shown) == 3
     assert shown[0]["spans"][0]["text"].count(LABELS[family]) == 2
 
