@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import mlx.nn as nn
 import numpy as np
 
+from ..config.arguments import checked_arguments
 from ..config.choices import architecture_of
 from ..errors import PackError
 from ..late import load
@@ -133,6 +134,7 @@ class BaseModel:
 
         return load("objectives.decoder_embedding:embedder_of")(self)
 
+    @checked_arguments
     def encode(
         self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None
     ) -> np.ndarray:

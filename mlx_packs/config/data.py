@@ -1,6 +1,6 @@
 """The settings for the location of examples and the names of their columns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -130,6 +130,9 @@ class _Ordered(Settings):
 @dataclass(frozen=True, repr=False)
 class DataConfig(TextConfig, SourceConfig, _Ordered):
     """The source of the examples, and the names of their columns."""
+
+
+Columns = DataConfig | Mapping[str, Any]  # as a public function takes them
 
 
 # Parts of the layout of JSON in answers, which packs record, and what each may be: a grammar of

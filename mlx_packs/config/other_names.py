@@ -1,16 +1,10 @@
 """Names of our settings in transformers, PEFT, TRL, axolotl, LLaMA-Factory and Unsloth.
 
 They are not accepted, since some differ a little in meaning; errors suggest ours, for arguments of
-public functions too.
+public functions too (`arguments.py`).
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from functools import wraps
-from typing import Any, TypeVar, cast
-
-from ..errors import PackError, did_you_mean
-from ..late import load
+from collections.abc import Collection, Mapping
 
 # Keys of recipes, manifests (`measured`) and reports, as older versions wrote them.
 RENAMED_KEYS = {
@@ -209,61 +203,3 @@ def ours_for(name: str, valid: Collection[str]) -> str | None:
 def current_keys(values: Mapping) -> dict:
     """Return the mapping of a file that an older version wrote with today's name for every key."""
     return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-# The configurations of a run, by the argument that takes each.
-_CONFIGS = {
-    "lora": "config.lora:LoRAConfig",
-    "train": "config.schema:TrainConfig",
-    "columns": "config.data:DataConfig",
-}
-# Names that functions of this package have for the same idea.
-_SAME = {
-    "model": ("base", "name"),
-    "base": ("model", "name"),
-    "max_seq_length": ("sequence_length",),
-    "sequence_length": ("max_seq_length",),
-}
-
-
-def answers_other_names(function: F) -> F:
-    """Let a function reject an unknown argument with the name to write instead.
-
-    A function with ``**options`` rejects only other names of its parameters; it checks the rest.
-    """
-    parameters = inspect.signature(function).parameters
-    takes_options = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-    @wraps(function)
-    def checked(*args: Any, **arguments: Any) -> Any:
-        for name in arguments:
-            if name in parameters or (takes_options and not _same_idea(name, parameters)):
-                continue
-            raise _unknown_argument(function.__name__, name, list(parameters))
-        return function(*args, **arguments)
-
-    return cast(F, checked)
-
-
-def _same_idea(name: str, valid: Collection[str]) -> list[str]:
-    """Return the valid names of the idea that a name stands for here or in another library."""
-    ours = ours_for(name, valid) or name
-    return [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
-
-
-def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
-    ours = ours_for(name, valid) or name
-    same = _same_idea(name, valid)
-    taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
-    owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
-
-    if same:
-        hint = f"It is called '{same[0]}' here."
-    elif owner := next(owners, None):
-        hint = f"It is a setting: {owner}=mp.{taken[owner].__name__}({ours}=...)."
-    else:
-        hint = did_you_mean(name, valid)
-
-    return PackError(f"{function}: has no argument '{name}'. {hint}", "unknown", name)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
@@ -202,8 +202,8 @@ def resolve(
 
 
 def from_configs(
-    lora: LoRAConfig | Mapping[str, Any] | None,
-    train: TrainConfig | Mapping[str, Any] | None,
+    lora: LoRAConfig | None,
+    train: TrainConfig | None,
     run: dict,
 ) -> Recipe:
     """Return the recipe of configurations from Python; what they do not specify suits the base.
@@ -211,11 +211,9 @@ def from_configs(
     ``run`` has settings of `RunOptions`, the model among them.
 
     Raises:
-        PackError: a setting is wrong, settings exclude each other, or an argument is no such thing.
+        PackError: a setting is wrong, or settings exclude each other.
     """
-    train = _config(TrainConfig, train, "train") or TrainConfig()
-    lora = _config(LoRAConfig, lora, "lora")
-
+    train = train or TrainConfig()
     specified = {k: v for k, v in vars(train).items() if k in train.specified and v != ()}
     defaults = base_defaults(run["model"], train.task, train.method)
     of_base = merged(defaults, specified)
@@ -229,19 +227,6 @@ def from_configs(
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)
     return recipe
-
-
-def _config(cls: type[S], value: S | Mapping[str, Any] | None, argument: str) -> S | None:
-    """Return the configuration that an argument of a function is, or has as a mapping."""
-    if isinstance(value, Mapping):
-        return cls.from_mapping(value)
-    if value is None or isinstance(value, cls):
-        return value
-    raise PackError(
-        f"{argument}: must be a {cls.__name__} or a mapping of its settings, but is a "
-        f"{type(value).__name__}.",
-        flag=argument,
-    )
 
 
 @cache

@@ -17,8 +17,8 @@ from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.families import check_architecture
-from ..config.data import DataConfig
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
+from ..config.data import Columns
 from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError
@@ -105,7 +105,7 @@ METHODS: dict[str, Callable[..., mx.array]] = {
 }
 
 
-@answers_other_names
+@checked_arguments
 def combine_packs(  # noqa: PLR0913 - a public facade
     packs: Sequence[tuple[str | Path | Pack, float]],
     out: str | Path,
@@ -119,7 +119,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     rows: int = ROWS,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     progress: bool | Display = True,
 ) -> dict:
     """Combine several packs into one, and write it if it matches the deltas of the method.

@@ -12,7 +12,7 @@ from .. import __version__
 from ..adapters.spec import SCORE_WEIGHT, check_shapes
 from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
 from ..data.labels import SINGLE, Classes
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
@@ -52,7 +52,7 @@ from .formats import DESTINATIONS, FORMATS, AdapterFormat, format_of
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
 
 
-@answers_other_names
+@checked_arguments
 def export_pack(
     pack: str | Path | Pack, to: str, out: str | Path, start: str | None = None
 ) -> dict:
@@ -143,7 +143,7 @@ def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:
     return originals
 
 
-@answers_other_names
+@checked_arguments
 def import_adapter(
     folder: str | Path,
     out: str | Path,

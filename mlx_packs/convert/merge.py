@@ -16,9 +16,9 @@ from ..bases.templated import with_template
 from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
 from ..bases.write_plan import WritePlan
+from ..config.arguments import checked_arguments
 from ..config.choices import ARCHITECTURES, architecture_of, registered
-from ..config.data import DataConfig
-from ..config.other_names import answers_other_names
+from ..config.data import Columns
 from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError
@@ -37,7 +37,7 @@ MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
 )
 
 
-@answers_other_names
+@checked_arguments
 def merge_pack(  # noqa: PLR0913 - a public facade
     pack: str | Path | Pack,
     base: Base | str | Path,
@@ -50,7 +50,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     max_shard_gb: float = 1.0,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     progress: bool | Display = True,
 ) -> dict:
     """Merge a pack into its base model, and write the result if it matches the attached pack.

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..bases.files import context_of
-from ..config.data import DataConfig
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
+from ..config.data import Columns
 from ..config.schema import TrainConfig
 from ..data.batches import PackedCollate, evaluation_batches
 from ..data.dataset import Batch
@@ -101,7 +101,7 @@ class BatchReport:
         return asdict(self)
 
 
-@answers_other_names
+@checked_arguments
 def evaluate_batch(  # noqa: PLR0913 - a public facade
     base: Base | str | Path,
     packs: OnePack | Sequence[OnePack] | Mapping[str, OnePack] = (),
@@ -114,7 +114,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     max_tokens: int = 32,
     rounds: int = 3,
     matmul_path: str = "auto",
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     max_ppl_ratio: float | None = None,
     min_tps_ratio: float | None = None,
     max_pack_mb: float | None = None,

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..config.arguments import checked_arguments
 from ..config.choices import ARCHITECTURES, registered
-from ..config.data import DataConfig
-from ..config.other_names import answers_other_names
+from ..config.data import Columns
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
@@ -48,7 +48,7 @@ EVALUATORS: dict[str, str] = registered(
 )
 
 
-@answers_other_names
+@checked_arguments
 def evaluate(  # noqa: PLR0913 - a public facade
     base: Base | str | Path,
     pack: str | Path | Pack | None = None,
@@ -59,7 +59,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     loss_on: str | None = None,
     limit: int = -1,
     matmul_path: str = "auto",
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     metric: str | None = None,
     share_prefix: str = "auto",
     progress: bool | Display = True,
@@ -81,8 +81,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
             pack was trained, or the default of the examples' format.
         limit: Maximum number of examples; -1 uses all.
         matmul_path: How frozen weights are used; ``"auto"`` measures and uses the fastest.
-        columns: Names of the columns and, in place of ``data``, the source of the examples; None is
-            as the pack was trained. Standard names are always read.
+        columns: Names of the columns, as in `train_pack`, and, in place of ``data``, the source of
+            the examples; None is as the pack was trained. Standard names are always read.
         metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
             ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"`` and ``"none"``
             otherwise.

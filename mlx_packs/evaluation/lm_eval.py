@@ -17,7 +17,7 @@ import numpy as np
 
 from ..bases.files import context_of
 from ..bases.turns import render_conversation
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
@@ -32,7 +32,7 @@ _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048
 
 
-@answers_other_names
+@checked_arguments
 def evaluate_tasks(  # noqa: PLR0913 - a public facade
     base: Base | str | Path,
     pack: Pack | str | Path | Mapping[str | Path, float] | None = None,

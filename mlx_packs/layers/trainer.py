@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -21,6 +22,7 @@ from mlx.utils import tree_map
 
 from .. import signals
 from ..adapters.tensors import AdapterPlace, delta_of, load_places, place_tensors
+from ..config.arguments import checked_arguments
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -67,10 +69,11 @@ class LayerTrainer:
         PackError: If a setting would have no effect.
     """
 
+    @checked_arguments
     def __init__(
         self,
-        lora: LoRAConfig | None = None,
-        train: TrainConfig | None = None,
+        lora: LoRAConfig | Mapping[str, Any] | None = None,
+        train: TrainConfig | Mapping[str, Any] | None = None,
         optimizer: optimizers.Optimizer | None = None,
     ) -> None:
         self.lora = lora or LoRAConfig()
@@ -103,6 +106,7 @@ class LayerTrainer:
         self._state = TrainingState()
         self._on_signal: tuple[list[int], Path] | None = None  # `saving_on_signals`
 
+    @checked_arguments
     def register(
         self, name: str, linear: nn.Module, rank: int | None = None, alpha: float | None = None
     ) -> RegisteredLayer:
@@ -141,6 +145,7 @@ class LayerTrainer:
         self._graphs.clear()
         return self._layers[name]
 
+    @checked_arguments
     def layer(self, name: str) -> RegisteredLayer:
         """Return the registered layer of a name; the error for another suggests the nearest."""
         if name not in self._layers:
@@ -160,6 +165,7 @@ class LayerTrainer:
         """The number of trainable parameters."""
         return sum(tensor.size for tensor in self.tensors().values())
 
+    @checked_arguments
     def merged_weight(self, name: str) -> mx.array:
         """Return the dense weight [out, in] of a layer with its adapter added, in float32."""
         layer = self.layer(name)
@@ -319,6 +325,7 @@ class LayerTrainer:
             self.updates[name] += 1
         self._save_after_signal()
 
+    @checked_arguments
     @contextmanager
     def saving_on_signals(self, folder: str | Path) -> Iterator[None]:
         """Save a checkpoint to a folder when SIGINT, SIGTERM or SIGHUP arrives in a ``with`` block.
@@ -385,6 +392,7 @@ class LayerTrainer:
         """Return the adapters in mlx-lm's names: ``lora_a`` [in, r] and ``lora_b`` [r, out]."""
         return place_tensors(self._places())
 
+    @checked_arguments
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters to tensors named as by `tensors`; errors name ``where`` as their source.
 
@@ -396,6 +404,7 @@ class LayerTrainer:
     def _places(self) -> dict[str, AdapterPlace]:
         return {n: AdapterPlace(o.lora, 0, o.spec) for n, o in self._layers.items()}
 
+    @checked_arguments
     def save_adapters(self, file: str | Path) -> None:
         """Write the adapters to a safetensors file; its metadata has their alphas."""
         file = Path(file).expanduser()
@@ -406,6 +415,7 @@ class LayerTrainer:
             save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
             replace_file(partial, file)
 
+    @checked_arguments
     def load_adapters(self, file: str | Path) -> None:
         """Load all adapters from a file; the optimizer is unchanged.
 
@@ -427,6 +437,7 @@ class LayerTrainer:
 
         self.load(tensors, str(file))
 
+    @checked_arguments
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint (adapters, optimizer, random state) to a folder and return its path.
 
@@ -439,6 +450,7 @@ class LayerTrainer:
         atomic_write(run / LAYERS, to_json(self._identity()))
         return save_checkpoint(run, self, self.optimizer, self._state)
 
+    @checked_arguments
     def resume(self, folder: str | Path) -> None:
         """Continue from the newest undamaged checkpoint of a folder, bit-identically.
 

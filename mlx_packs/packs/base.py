@@ -5,7 +5,7 @@ the modules around them are swapped; the modules of the last few packs are kept,
 arrays, so that going back and forth builds nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +18,9 @@ from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model, reader_of
 from ..bases.templated import with_template
+from ..config.arguments import checked_arguments
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import build
-from ..config.other_names import answers_other_names
 from ..config.sampling import Sampling
 from ..data.messages import turns_of
 from ..errors import Float16Overflow, PackError
@@ -46,7 +46,6 @@ from .pack import Pack, Packs, as_pack
 
 if TYPE_CHECKING:
     from ..adapters.lora import Attached
-    from ..data.in_memory import Data
     from .classify import Input, Prediction
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
@@ -105,6 +104,7 @@ class Base(BaseModel):
         manifest = self.active.pack.manifest if self.active else {}
         return text_limit(manifest, self.config)
 
+    @checked_arguments
     def prompt(self, name: str) -> str:
         """Return the text before texts of a kind, by its name; ``query`` may be the pack's."""
         if self.active is not None and name == "query":
@@ -160,6 +160,7 @@ class Base(BaseModel):
         """
         return "".join(self.stream(prompt, pack, raw=raw, **sampling))
 
+    @checked_arguments
     def stream(
         self,
         prompt: str | Sequence[Mapping],
@@ -187,6 +188,7 @@ class Base(BaseModel):
             pack = as_pack(pack)
         return self._pieces(tokens, pack, settings)
 
+    @checked_arguments
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[Mapping]],
@@ -262,9 +264,10 @@ class Base(BaseModel):
         with context:
             yield from stream(self, tokens, sampling)
 
+    @checked_arguments
     def rewards(
         self,
-        completions: "Data",
+        completions: str | Path | Iterable[Mapping] | Mapping[str, Iterable[Mapping]],
         pack: str | Path | Pack,
         *,
         batch_size: int = 8,
@@ -294,9 +297,10 @@ class Base(BaseModel):
         finally:
             self._swap_back(before)
 
+    @checked_arguments
     def classify(
         self,
-        texts: "Sequence[Input]",
+        texts: Sequence["Input"],
         pack: str | Path | Pack,
         *,
         batch_size: int = 8,
@@ -331,6 +335,7 @@ class Base(BaseModel):
             return load("memory.matmul_path:generation_path")(self.model)
         return matmul_path
 
+    @checked_arguments
     def rerank(
         self,
         query: str,
@@ -360,6 +365,7 @@ class Base(BaseModel):
         rerank = load("objectives.rerank:rerank")
         return rerank(self, head, query, documents, instruction, batch_size)
 
+    @checked_arguments
     def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
         """Attach a pack until `detach`, in place of the active one, and return the base model.
 
@@ -445,7 +451,7 @@ def _fits(attached: "Attached", pack: Pack) -> bool:
     return attached.specs == pack.specs
 
 
-@answers_other_names
+@checked_arguments
 def load_base(
     name: str | Path = TINY,
     quantize: str = "none",

@@ -17,6 +17,7 @@ from ..adapters.spec import ModuleSpec, by_number, check_shapes, leaf_names, ran
 from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..bases.fingerprint import same_fingerprint
+from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..runtime import mx
 from .manifest import replaced_of
@@ -28,6 +29,7 @@ Factors = tuple[np.ndarray, np.ndarray]  # [E, in, r] with the scale in it, [E, 
 Sums = np.ndarray
 
 
+@checked_arguments
 def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     """Compare two packs: their common settings, and the distance between their deltas.
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
 from .base import Base, loaded_base
 from .pack import Pack, Packs, as_pack
 
 
-@answers_other_names
+@checked_arguments
 def generate(
     base: Base | str | Path | None,
     prompt: str | Sequence[Mapping],
@@ -32,7 +32,7 @@ def generate(
     return loaded.generate(prompt, pack, **options)
 
 
-@answers_other_names
+@checked_arguments
 def stream_generate(
     base: Base | str | Path | None,
     prompt: str | Sequence[Mapping],
@@ -54,7 +54,7 @@ def stream_generate(
     return loaded.stream(prompt, pack, **options)
 
 
-@answers_other_names
+@checked_arguments
 def batch_generate(
     base: Base | str | Path | None,
     prompts: Sequence[str | Sequence[Mapping]],

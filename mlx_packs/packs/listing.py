@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..adapters.spec import ranks_of
+from ..config.arguments import checked_arguments
 from ..config.choices import METRICS
 from ..errors import PackError
 from ..leftovers import recovered
@@ -14,6 +15,7 @@ from .manifest import MANIFEST, check_pin, read_manifest, specs_of
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
 
+@checked_arguments
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
     """List the packs below a folder or in the Hub's caches, without reading tensors or hashes.
 

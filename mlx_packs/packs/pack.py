@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.spec import Specs, check_shapes
+from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, to_json
 from ..late import load
@@ -57,6 +58,14 @@ class Pack:
     parts: tuple = ()
     examples: Any = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.manifest, Mapping):
+            raise PackError(
+                f"manifest: must be a mapping, but is a {type(self.manifest).__name__}. Use "
+                "Pack.open(path) for a folder.",
+                flag="manifest",
+            )
+
     def __repr__(self) -> str:
         base = self.manifest["base"]["id"]
         parameters = self.manifest["adapters"]["parameters"]
@@ -78,6 +87,7 @@ class Pack:
         return self.parts or id(self)
 
     @classmethod
+    @checked_arguments
     def open(cls, path: str | Path) -> "Pack":
         """Open a pack: read its manifest and check the sizes of its files. No tensor is loaded.
 
@@ -193,6 +203,7 @@ class Pack:
         files = [f for f in self.path.iterdir() if f.is_file()]
         return sum(f.stat().st_size for f in files) / 1e6
 
+    @checked_arguments
     def save(self, path: str | Path, overwrite: bool = False) -> "Pack":
         """Write the pack to a folder atomically, and return it.
 
@@ -246,6 +257,7 @@ class Pack:
         self.manifest = manifest
         return self
 
+    @checked_arguments
     def merge(self, out: str | Path, base: Any = None, **options: Any) -> dict:
         """Merge the pack into its base model, as `merge_pack`, and return the report.
 
@@ -261,6 +273,7 @@ class Pack:
             base = _later("base:find_base")(self)
         return load("convert.merge:merge_pack")(self, base, out, **options)
 
+    @checked_arguments
     def export(self, to: str, out: str | Path, start: str | None = None) -> dict:
         """Convert the pack for another program, as `export_pack`, and return the report.
 
@@ -274,6 +287,7 @@ class Pack:
         """
         return load("convert.interop:export_pack")(self, to, out, start)
 
+    @checked_arguments
     def push(self, repo: str, **options: Any) -> dict:
         """Upload the saved pack to the Hub, as `mlx_packs.push`, and return the report.
 

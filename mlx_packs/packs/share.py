@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
-from ..config.other_names import answers_other_names
+from ..config.arguments import checked_arguments
 from ..display import Display, display_of
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write
@@ -34,7 +34,7 @@ _FOLDERS = re.compile(
 )
 
 
-@answers_other_names
+@checked_arguments
 def pull(
     name: str,
     out: str | Path | None = None,
@@ -58,7 +58,7 @@ def pull(
     return Pack.open(fetch(name, out, overwrite, display_of(progress)))
 
 
-@answers_other_names
+@checked_arguments
 def push(
     pack: str | Path | Pack,
     repo: str,

@@ -12,6 +12,7 @@ from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
 from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
+from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import to_json
 from ..runtime import mx
@@ -58,6 +59,7 @@ class _Part:
     specs: Specs
 
 
+@checked_arguments
 def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     """Return the pack whose delta is the weighted sum of the deltas of several packs.
 

@@ -4,21 +4,21 @@
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import runtime, signals
 from ..adapters.saved_modules import attach_method
 from ..adapters.trainable import Trainable, find_method, round_adapters
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
+from ..config.arguments import checked_arguments
 from ..config.choices import TASKS
-from ..config.data import DataConfig
+from ..config.data import Columns
 from ..config.lora import LoRAConfig
-from ..config.other_names import answers_other_names
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
@@ -64,22 +64,19 @@ from .stopping import resumable
 from .unattended import unattended
 from .watch import check_validated
 
-if TYPE_CHECKING:
-    from ..tasks.rewards import RewardFunction
 
-
-@answers_other_names
+@checked_arguments
 def train_pack(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
     data: Data | None = None,
     lora: LoRAConfig | Mapping[str, Any] | None = None,
     train: TrainConfig | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     *,
     callbacks: Sequence[Observer] = (),
     loss: TargetLoss | None = None,
-    reward: "RewardFunction | None" = None,
+    reward: Callable[..., Sequence[float | None]] | None = None,
     overwrite: bool = False,
     resume: bool = False,
     resume_adapter_file: str | None = None,
@@ -99,7 +96,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         train: Settings of the training, likewise. For ``"tiny"`` both have defaults of their own.
         out: Folder to write the pack to; by default ``packs/<data>``, with a number if that exists.
             The run folder next to it, ``<out>-run``, has the checkpoints and metrics.
-        columns: Names of the columns and, without ``data``, the source of the examples.
+        columns: Names of the columns, likewise, and, without ``data``, the source of the examples.
         callbacks: Observers of the run; one of them can end it with ``stop_reason``.
         loss: A function that replaces the cross-entropy; it maps logits [M, V] in float32 and
             targets [M] to losses [M]. A resumed run requires a function of the same name.

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..late import load
@@ -45,6 +46,7 @@ from .run_folder import (
 _SUFFIX = "-run"
 
 
+@checked_arguments
 def write_page(of: str | Path, out: str | Path | None = None) -> Path:
     """Write a self-contained HTML page about a run, a pack or several seeds; return its file.
 

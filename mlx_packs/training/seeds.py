@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..bases.files import TINY
-from ..config.data import DataConfig
+from ..config.arguments import checked_arguments
+from ..config.data import Columns
 from ..config.lora import LoRAConfig
-from ..config.other_names import answers_other_names
 from ..config.recipe import RunOptions
 from ..config.schema import TrainConfig
 from ..config.together import SETTINGS, check_together
@@ -105,14 +105,14 @@ class _Outdated(Observer):
             (self._folder / name).unlink(missing_ok=True)
 
 
-@answers_other_names
+@checked_arguments
 def train_seeds(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
     data: Data | None = None,
     lora: LoRAConfig | Mapping[str, Any] | None = None,
     train: TrainConfig | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    columns: DataConfig | None = None,
+    columns: Columns | None = None,
     *,
     seeds: int = 3,
     overwrite: bool = False,

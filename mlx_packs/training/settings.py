@@ -84,8 +84,8 @@ class Request:
 def recipe_of(
     base: Base | str | Path,
     data: Data | None,
-    lora: LoRAConfig | Mapping[str, Any] | None,
-    train: TrainConfig | Mapping[str, Any] | None,
+    lora: LoRAConfig | None,
+    train: TrainConfig | None,
     columns: DataConfig | None,
     **options: Any,
 ) -> Recipe:

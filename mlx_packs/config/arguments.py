@@ -1,0 +1,170 @@
+"""Arguments of public functions: wrong names and values of a wrong type have one line."""
+
+import inspect
+import os
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
+
+from ..errors import PackError, any_of, did_you_mean
+from ..late import load
+from .fields import Settings
+from .other_names import ours_for
+
+F = TypeVar("F", bound=Callable[..., Any])
+# The configurations of a run, by the argument that takes each.
+_CONFIGS = {
+    "lora": "config.lora:LoRAConfig",
+    "train": "config.schema:TrainConfig",
+    "columns": "config.data:DataConfig",
+}
+# Names that functions of this package have for the same idea.
+_SAME = {
+    "model": ("base", "name"),
+    "base": ("model", "name"),
+    "max_seq_length": ("sequence_length",),
+    "sequence_length": ("max_seq_length",),
+}
+_WORDS = {
+    **{int: "an integer", float: "a number", bool: "True or False", str: "text", Path: "a path"},
+    **{Mapping: "a mapping", Sequence: "a list", Iterable: "a list", Callable: "a function"},
+}
+# What they have a text for.
+_OWNERS = {"Pack": ("a pack", "its folder"), "Base": ("a base model", "its name")}
+_ITEMS = {int: " of integers", str: " of texts", tuple: " of pairs"}  # of lists
+
+
+def checked_arguments(function: F) -> F:
+    """Let a function reject an unknown argument, and a value that is not of its annotation.
+
+    A mapping becomes the configuration that an argument takes. A function with ``**options``
+    rejects only other names of its parameters; it checks the rest. Annotations in quotes are not
+    read.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    takes_options = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    kinds = {
+        name: each.annotation
+        for name, each in parameters.items()
+        if each.annotation not in (Any, each.empty)
+        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+
+    @wraps(function)
+    def checked(*args: Any, **arguments: Any) -> Any:
+        for name in arguments:
+            if name in parameters or (takes_options and not _same_idea(name, parameters)):
+                continue
+            raise _unknown_argument(function.__name__, name, list(parameters))
+
+        bound = signature.bind(*args, **arguments)
+        for name, value in bound.arguments.items():
+            if name in kinds:
+                bound.arguments[name] = _typed(value, kinds[name], name)
+        return function(*bound.args, **bound.kwargs)
+
+    return cast(F, checked)
+
+
+def _typed(value: Any, kind: Any, name: str) -> Any:
+    """Return the value of an argument, a configuration in place of a mapping of its settings."""
+    kinds = (kind,)
+    if get_origin(kind) in (Union, types.UnionType):
+        kinds = get_args(kind)
+    configs = [each for each in kinds if inspect.isclass(each) and issubclass(each, Settings)]
+    if configs and isinstance(value, Mapping):
+        return configs[0].from_mapping(value)
+
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or MLX
+        value = value.item()
+    if any(_fits(value, each) for each in kinds):
+        return value
+
+    shown = f"a {type(value).__name__}"
+    if isinstance(value, (str, int, float, list, tuple)):
+        shown = f"{value!r:.60} ({type(value).__name__})"
+    raise PackError(f"{name}: must be {any_of(_in_words(kinds))}, but is {shown}.", flag=name)
+
+
+def _in_words(kinds: Sequence) -> list[str]:
+    """Return what an argument may be: first an object, whose name or folder a text is."""
+    words = {}  # in order
+    names = [getattr(get_origin(each) or each, "__name__", str(each)) for each in kinds]
+    owner = next((name for name in names if name in _OWNERS), None)
+    if owner is not None:
+        words = dict.fromkeys(_OWNERS[owner])
+
+    for each, name in zip(kinds, names, strict=True):
+        is_named = owner is not None and name in (owner, "str", "Path")
+        if name == "NoneType" or is_named:
+            continue
+        if name == "Mapping" and any(other.endswith("Config") for other in names):
+            words["a mapping of its settings"] = None
+            continue
+        word = _WORDS.get(get_origin(each) or each, f"a {name}")
+        words[word + _ITEMS.get(_item_of(each), "")] = None
+
+    return list(words)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a kind that is no union; of a list the items are checked too."""
+    origin = get_origin(kind) or kind
+    if origin is Path:
+        return isinstance(value, os.PathLike)
+    if origin in (int, float):
+        return isinstance(value, (int, origin)) and not isinstance(value, bool)
+    if origin is Callable:
+        return callable(value)
+    if origin in (Sequence, Iterable):
+        return _is_list(value, kind)
+
+    is_checked = inspect.isclass(origin) and not getattr(origin, "_is_protocol", False)
+    return not is_checked or isinstance(value, origin)
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    if isinstance(value, (str, bytes, Mapping)):
+        return False
+    if get_origin(kind) is Iterable:
+        return isinstance(value, Iterable)
+    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        return False
+
+    item = _item_of(kind)
+    if item is tuple:
+        return all(isinstance(each, (tuple, list)) and len(each) == 2 for each in value)
+    return item not in _ITEMS or all(_fits(each, item) for each in value)
+
+
+def _item_of(kind: Any) -> Any:
+    """Return what a list has, a class; None if it may have several, or the kind is no list."""
+    if get_origin(kind) is not Sequence or len(get_args(kind)) != 1:
+        return None
+    item = get_args(kind)[0]
+    return get_origin(item) or item
+
+
+def _same_idea(name: str, valid: Collection[str]) -> list[str]:
+    """Return the valid names of the idea that a name stands for here or in another library."""
+    ours = ours_for(name, valid) or name
+    return [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
+
+
+def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
+    ours = ours_for(name, valid) or name
+    same = _same_idea(name, valid)
+    taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
+    owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
+
+    if same:
+        hint = f"It is called '{same[0]}' here."
+    elif owner := next(owners, None):
+        hint = f"It is a setting: {owner}=mp.{taken[owner].__name__}({ours}=...)."
+    else:
+        hint = did_you_mean(name, valid)
+
+    return PackError(f"{function}: has no argument '{name}'. {hint}", "unknown", name)
