@@ -143,8 +143,7 @@ def plan(
     Only config.json and tensor headers are read, also of a model on the Hub. Options of
     `packs train` that change memory or disk space, such as --rank, are accepted and kept. Of the
     others, batch size, activation checkpointing, sequence length and rank are reduced, in this
-    order, until the run fits. The last line is the command of the run whose peak is shown. If no
-    run fits, the exit code is 1.
+    order, until the run fits; the exit code is 1 if none does. The last line is its command.
     """
     from ..memory.read import read_headers
     from ..memory.recommend import larger_batch, recommend, table
@@ -209,8 +208,7 @@ def plan(
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
     print_report({"model": model, "fits": fits, "options": report}, lines)
-    if not fits:
-        exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"])
+    exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"][fits:])
 
 
 def _add_machines(
