@@ -48,6 +48,7 @@ from .external import (
     verify_numerically,
 )
 from .formats import DESTINATIONS, FORMATS, AdapterFormat, format_of
+from .peft import readme_of_gguf
 
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
 
@@ -91,7 +92,7 @@ def export_pack(
     if to in DESTINATIONS:
         report = DESTINATIONS[to].write(pack, out, start)
     else:
-        report = _export_adapter(pack, FORMATS[to], out)
+        report = _export_adapter(pack, to, out)
 
     size = sum(f.stat().st_size for f in out.iterdir())
     return {
@@ -105,17 +106,22 @@ def export_pack(
     }
 
 
-def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
+def _export_adapter(pack: Pack, to: str, out: Path) -> dict:
     """Write a pack so that `import_adapter` gives it back bit-identically."""
+    form = FORMATS[to]
     stored = form.convert(pack, out / form.tensor_file)
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
 
+    notes = list(stored.notes)
     with atomic_folder(out) as partial:
         names = form.save(stored, partial)
         if template := chat_template_of(pack.manifest):
             (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
             names.append(CHAT_TEMPLATE)
+        if to == "peft" and (readme := readme_of_gguf(pack, out.name)):
+            (partial / "README.md").write_text(readme, encoding="utf-8")
+            notes.append(f"transformers opens the base by gguf_file: code is in {out}/README.md")
         if originals := _not_invertible(pack, stored.config, form):
             save_tensors(partial / ORIGINALS, originals)
             names.append(ORIGINALS)
@@ -128,7 +134,7 @@ def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
         }
         (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
 
-    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
+    return {"tensors": len(stored.tensors), "notes": notes}
 
 
 def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:

@@ -17,6 +17,7 @@ from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, Specs
 from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
+from ..bases.readers import is_local_model
 from ..bases.vision_families import (
     VISION_FAMILIES,
     path_in_transformers,
@@ -28,6 +29,7 @@ from ..errors import PackError
 from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
+from ..terminal import printable
 from .external import (
     SIDECAR,
     Delta,
@@ -44,6 +46,22 @@ from .external import (
 from .tied_head import HEAD, TIED, drop_head, table_of, with_head
 
 _PREFIX = "base_model.model."
+_README = """\
+# {name}
+
+A LoRA adapter of the GGUF file {base} for PEFT. transformers opens the file by `gguf_file`
+(`pip install gguf`), with its weights dequantized:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, file = ".", {file}  # the folder of the base model, and its file there
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+model = PeftModel.from_pretrained(model, {folder})
+```
+"""
 # Options of a config that are no low-rank product on a weight, and why they are not supported.
 _UNSUPPORTED = {
     "trainable_token_indices": "trains single rows of the embedding",
@@ -452,6 +470,21 @@ def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list
 
 def _commonest(values: Mapping[str, float]) -> float:
     return Counter(values.values()).most_common(1)[0][0]
+
+
+def readme_of_gguf(pack: Pack, folder: str) -> str | None:
+    """Return code that opens a GGUF file with the adapter in ``folder``; None for other bases.
+
+    PEFT finds no base by the name of a file.
+    """
+    base = pack.manifest["base"]["id"]
+    is_file = base.lower().endswith(".gguf")
+    if not (is_file or is_local_model(base)) or has_score_head(pack.manifest):
+        return None
+
+    file = base if is_file else "BASE.gguf"
+    names = {"name": printable(folder), "base": printable(base)}
+    return _README.format(**names, file=repr(printable(file)), folder=repr(printable(folder)))
 
 
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
-from mlx_packs.convert.interop import export_pack
+from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs import making
 from mlx_packs.runtime import mx
@@ -211,6 +211,31 @@ def test_a_pack_of_a_model_of_ollama_starts_from_it(pack_of_gguf, tmp_path):
     pack_of_gguf.manifest["base"]["id"] = "ollama:it\nFROM http://x"
     with raises("invalid", "from"):
         export_pack(pack_of_gguf, "ollama", tmp_path / "other")
+
+
+def test_a_peft_folder_says_how_to_open_the_gguf_file(pack_of_gguf, llama, tmp_path):
+    (note,) = export_pack(pack_of_gguf, "peft", tmp_path / "out")["notes"]
+    assert "gguf_file" in note and f"{tmp_path / 'out'}/README.md" in note
+    readme = (tmp_path / "out" / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.S)[1]
+    compile(code, "README.md", "exec")
+    assert "gguf_file=file" in code and "'llama.gguf'" in code and "'out'" in code
+
+    pack_of_gguf.manifest["base"]["id"] = "a'\n```\nimport os.gguf"
+    export_pack(pack_of_gguf, "peft", tmp_path / "other")
+    assert "\nimport os" not in (tmp_path / "other" / "README.md").read_text()
+    pack = pack_of(load_base(llama), tmp_path / "q", rank=2)
+    export_pack(pack, "peft", tmp_path / "third")
+    assert not (tmp_path / "third" / "README.md").exists()
+
+
+def test_a_peft_folder_has_the_chat_template_of_the_pack(pack, llama, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    pack.manifest["recipe"] = {"chat_template": template}
+    export_pack(pack.save(tmp_path / "saved"), "peft", tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template
+    import_adapter(tmp_path / "out", tmp_path / "again", llama)
+    assert Pack.open(tmp_path / "again").manifest["recipe"]["chat_template"] == template
 
 
 @pytest.mark.parametrize("to", ["gguf", "ollama"])
