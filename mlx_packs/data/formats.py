@@ -112,13 +112,15 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
         fault = f"must be a JSON object, but is a {type(row.value).__name__}."
         raise row.error(fault, "not an object")
 
-    matching = [each for each in formats if each.matches(row, names)]
+    matching = (each for each in formats if each.matches(row, names))
+    first = None
     for row_format in matching:
+        first = first or row_format
         values = row_format.values(row, names)
         if not any(map(is_missing, values)) and any(value != "" for value in values):
             return row_format
-    if matching:
-        return matching[0]
+    if first is not None:
+        return first
 
     columns = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     own = shown(sorted(row.value)) if row.value else "none"

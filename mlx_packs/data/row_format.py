@@ -66,6 +66,9 @@ class RowFormat(ABC):
 
     def column(self, row: Row, name: str) -> str:
         """Return the name that a column has in a row; without such a column its own."""
+        if name not in self.other_names:
+            return name
+
         present = [each for each in (name, *self.other_names.get(name, ())) if each in row.value]
         filled = (each for each in present if optional(row, each) is not None)
         return next(filled, next(iter(present), name))

@@ -246,3 +246,12 @@ def test_rows_of_another_task_are_rejected(here, run):
         assert code == 2 and "train.jsonl:1" in err, task
     code, _, err = run("data", "p", "--task", "nothing")
     assert code == 2 and "--task" in err and "nothing" in err
+
+
+def test_pairs_have_the_tokens_of_an_encoder(here, report_of, encoder):
+    rows = [{"anchor": f"n {i}", "positive": "please " * i} for i in range(1, 20)]
+    write_rows(here / "d", train=rows, valid=rows[:2])
+    arguments = ("--task", "embedding", "--model", encoder, "--max-seq-length", 8)
+    split = report_of("d", *arguments)["splits"]["train"]
+    assert split["unit"] == "tokens" and split["lengths"]["longest"] == 21
+    assert split["cut"] == 13  # 7 words and more, between [CLS] and [SEP]
