@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from ..config.data import DataConfig
 from .bad_rows import RowError
-from .cells import as_number, as_truth, list_of, texts_of
-from .row_format import Row, RowFormat, check_unicode, shown, text_of
+from .cells import as_number, as_truth, texts_of, unpacked
+from .row_format import Row, RowFormat, check_unicode, plain, shown, text_of
 from .task_formats import (
     NEGATIVE_NAMES,
     POSITIVE_NAMES,
@@ -133,13 +133,13 @@ class LabelledDocuments(RankingFormat):
 
     def _ranking(self, row: Row) -> Ranking:
         column = self.column(row, "labels")
-        values = [row.value[column]]
-        if relevance(values[0]) is None:
-            values = list_of(row, column, "numbers")
+        values = plain(unpacked(row.value[column]))
+        if not isinstance(values, list):
+            values = [values]
 
         labels = [number for value in values if (number := relevance(value)) is not None]
         if len(labels) != len(values):
-            fault = f"'{column}' must be numbers of 0 or more, but is {shown(values)}."
+            fault = f"'{column}' must be numbers of 0 or more, but is {shown(row.value[column])}."
             raise row.error(fault, "wrong type")
 
         documents = texts_of(row, self.column(row, "documents"))

@@ -139,7 +139,10 @@ def test_what_is_no_pair_is_named(pairs_of, row, fault):
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"query": "a", "document": "x", "label": "good"}, "'label' must be a list of numbers"),
+        (
+            {"query": "a", "document": "x", "label": "good"},
+            "'label' must be numbers of 0 or more, but is 'good'",
+        ),
         ({"query": "a", "document": 3, "label": 1}, "'document' must be a text"),
         ({"query": "a", "document": "x", "label": 1}, "all labels are equal"),
     ],
