@@ -1,10 +1,15 @@
-"""`packs classify`: rows of JSON on standard input, their labels on standard output."""
+"""`packs classify`: labels of texts, in a file or in lines of standard input."""
 
+import csv
+import io
 import itertools
 import json
 import sys
-from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -16,13 +21,31 @@ from .options import option
 if TYPE_CHECKING:
     from ..config.data import DataConfig
     from ..data.formats import Row
+    from ..packs.classify import Prediction
 
 _CHUNK = 64  # batches that are read before their labels are written
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_JSON_LINES = ".jsonl"
 
 
 @click.command()
+@click.argument("folder", metavar="[PACK]", required=False, type=click.Path())
 @options.packs("Classifier that `packs train --task classify` has written.")
 @options.model_of_pack
+@option(
+    "--data",
+    metavar="FILE",
+    help="File with the texts: a table or rows as for training, or .txt with a text in each line.",
+    default_text="standard input",
+    section="Model and data",
+)
+@option(
+    "--out",
+    metavar="FILE",
+    help="File to write: .csv or .tsv with the columns of the data and the prediction, or .jsonl.",
+    default_text="standard output, as .jsonl",
+    section="Output",
+)
 @options.setting("batch_size", default=8, type=click.IntRange(1))
 @option(
     "--top",
@@ -34,46 +57,148 @@ _CHUNK = 64  # batches that are read before their labels are written
 @options.trust_remote_code
 @options.backend
 def classify(
+    folder: str | None,
     packs: tuple[str, ...],
     model: str | None,
+    data: str | None,
+    out: str | None,
     batch_size: int,
     top: int | None,
-    matmul_path: str,
-    trust_remote_code: bool,
+    **given,
 ) -> None:
     """Label texts or chats with a classifier.
 
-    Each line of standard input is a JSON text, or an object with "text" or "messages". Each line of
-    standard output is an object with "label" and "probabilities", in the same order; "labels" if
-    several may apply, and "score" for a regression.
+    Each line of standard input is a text, a JSON text, or an object with "text" or "messages". Each
+    line of standard output is an object with "label" and "probabilities", in the same order;
+    "labels" if several may apply, and "score" for a regression. A table gets the columns
+    "predicted_label" (or "predicted_labels", "predicted_score") and "probability".
     """
     from ..memory.matmul_path import generation_path
     from ..packs.base import load_base_for
     from ..packs.classify import check_classifier, open_classifier
 
-    if len(packs) != 1:
+    names = (*packs, *([folder] if folder else ()))
+    if len(names) != 1:
         raise PackError("--pack: name one classifier. Several are not added up.", flag="pack")
 
-    pack = options.one_pack(packs)
+    pack = options.one_pack(names)
     check_classifier(pack)
-    base = load_base_for(pack, options.base_of(model, pack), trust_remote_code)
+    target = _output(out, data)
+    base = load_base_for(pack, options.base_of(model, pack), given["trust_remote_code"])
     base.check_architecture("classify", "decoder")
+    matmul_path = given["matmul_path"]
     if matmul_path == "auto":
         matmul_path = generation_path(base.model)
 
+    labelled = []
     with open_classifier(base, pack, matmul_path) as classifier:
-        rows = _rows(sys.stdin.buffer, classifier.names)
+        rows = _rows(data, classifier.names)
         while chunk := list(itertools.islice(rows, _CHUNK * batch_size)):
-            for prediction in classifier.classify(chunk, batch_size):
-                echo(json.dumps(prediction.to_json(top), ensure_ascii=True))
+            predictions = classifier.classify([row for row, _ in chunk], batch_size)
+            if target is None:
+                for prediction in predictions:
+                    echo(json.dumps(prediction.to_json(top), ensure_ascii=True))
+            else:
+                values = (value for _, value in chunk)
+                labelled += zip(values, predictions, strict=True)
+
+    if target is not None:
+        _write(target, labelled, top)
 
 
-def _rows(stream: IO[bytes], names: "DataConfig") -> "Iterator[Row]":
+def _output(out: str | None, data: str | None) -> Path | None:
+    """Return the file to write; a PackError if it cannot be, or is the data."""
+    target = options.writable_file(out, "--out")
+    if target is None:
+        return None
+
+    if target.suffix.lower() not in (*_DELIMITERS, _JSON_LINES):
+        raise PackError(f"--out {out}: must end in .csv, .tsv or .jsonl.", "unsupported", "out")
+    if data is not None and target.resolve() == Path(data).expanduser().resolve():
+        raise PackError(f"--out {out}: is the file of --data. Name another.", "conflict", "out")
+    return target
+
+
+def _rows(data: str | None, names: "DataConfig") -> "Iterator[tuple[Row, dict]]":
+    """Yield rows with the pack's names of columns, and their values as they are."""
+    from ..data.rows import read_rows, suffix_of
+    from ..evaluation.rows import renamed
+    from ..reading import open_regular
+
+    rows: Iterable[Row]
+    with ExitStack() as closes:
+        if data is None:
+            rows = _lines(sys.stdin.buffer, "stdin", names)
+        elif suffix_of(file := Path(data).expanduser()) == ".txt":
+            rows = _lines(closes.enter_context(open_regular(file)), data, names)
+        else:
+            rows = read_rows(file)
+
+        for row in rows:
+            yield renamed(row, names), dict(row.value)
+
+
+def _lines(stream: IO[bytes], name: str, names: "DataConfig") -> "Iterator[Row]":
     """Yield the rows of a stream; blank lines are none."""
-    from ..data.json_lines import parse_line
     from ..packs.classify import input_row
 
     for number, line in enumerate(stream, 1):
-        where = f"stdin:{number}"
+        where = f"{name}:{number}"
         if line.strip():
-            yield input_row(where, parse_line(where, line), names)
+            yield input_row(where, _value(where, line), names)
+
+
+def _value(where: str, line: bytes) -> Any:
+    """Return the JSON of a line; a line that is no text, list or object of JSON is the text."""
+    from ..data.bad_rows import RowError
+    from ..data.json_lines import parse_line
+
+    is_structured = line.lstrip()[:1] in (b"{", b"[")
+    try:
+        value = parse_line(where, line)
+    except RowError as error:
+        if is_structured or error.reason != "not JSON":
+            raise
+        return line.decode().strip()
+
+    if is_structured or isinstance(value, str):
+        return value
+    return line.decode().strip()
+
+
+def _write(target: Path, labelled: "Sequence[tuple[dict, Prediction]]", top: int | None) -> None:
+    """Write what is predicted of rows, and print how often."""
+    from ..files import atomic_write
+
+    suffix = target.suffix.lower()
+    if suffix == _JSON_LINES:
+        lines = [json.dumps(each.to_json(top), ensure_ascii=False) for _, each in labelled]
+        text = "".join(f"{line}\n" for line in lines)
+    else:
+        text = _table(labelled, _DELIMITERS[suffix])
+    atomic_write(target, text)
+
+    counts = Counter(each.label for _, each in labelled if isinstance(each.label, str))
+    shown = "".join(f" · {label} {count:,}" for label, count in counts.most_common(8))
+    echo(f"out     {target} · {len(labelled):,} rows{shown}")
+
+
+def _table(labelled: "Iterable[tuple[dict, Prediction]]", delimiter: str) -> str:
+    """Return the columns of the rows, and two of each prediction."""
+    rows = []
+    for values, prediction in labelled:
+        name, value = next(iter(prediction.to_json().items()))
+        added = {f"predicted_{name}": value}
+        if name == "label":
+            added["probability"] = f"{prediction.probabilities[value]:.4f}"
+        rows.append({**values, **added})
+
+    columns = dict.fromkeys(name for row in rows for name in row)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        others = {k: v for k, v in row.items() if not isinstance(v, str | None)}
+        texts = {k: json.dumps(v, ensure_ascii=False) for k, v in others.items()}
+        writer.writerow({**row, **texts})
+    return stream.getvalue()

@@ -218,7 +218,7 @@ def eval_batch(
     if hosts is not None and launched() is None:
         raise click.exceptions.Exit(launch(hosts, ["eval-batch", *arguments_without(("--hosts",))]))
 
-    csv_path = _writable(csv_file)
+    csv_path = options.writable_file(csv_file, "--csv")
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
     first = chosen[0] if chosen else None
@@ -248,19 +248,6 @@ def eval_batch(
 
     print_report({"results": [one.to_json() for one in compared]}, lines)
     exit_if_failed(failures)
-
-
-def _writable(file: str | None) -> Path | None:
-    """Return the path of the CSV; a place that cannot be written shows before the evaluation."""
-    if file is None:
-        return None
-    path = Path(file).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        what = f"there is no folder {path.parent}"
-        if path.is_dir():
-            what = "is a folder"
-        raise PackError(f"--csv {file}: {what}.", "unwritable")
-    return path
 
 
 def _batch_sizes(text: str) -> list[int]:

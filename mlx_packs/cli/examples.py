@@ -139,12 +139,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "classify": (
         (
-            "Label the texts of a file:",
-            "packs classify --pack packs/intents < texts.jsonl",
+            "Label the texts of a table, and write a table with their labels:",
+            "packs classify packs/intents --data texts.csv --out labelled.csv",
         ),
         (
             "Print the three most likely labels of one text:",
-            "echo '\"My card was charged twice.\"' | packs classify --pack packs/intents --top 3",
+            "echo My card was charged twice. | packs classify packs/intents --top 3",
         ),
     ),
     "generate": (

@@ -16,6 +16,7 @@ from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
 from ..config.tasks import tasks_of
+from ..errors import PackError
 from .output import JSON
 
 if TYPE_CHECKING:
@@ -323,6 +324,19 @@ def one_pack(texts: Iterable[str]) -> "Pack | None":
 
     weighted = [open_weighted(text) for text in texts]
     return weighted_sum(weighted) if weighted else None
+
+
+def writable_file(file: str | None, flag: str) -> Path | None:
+    """Return the path of an output; a place that cannot be written shows before the work."""
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"there is no folder {path.parent}"
+        if path.is_dir():
+            what = "is a folder"
+        raise PackError(f"{flag} {file}: {what}.", "unwritable")
+    return path
 
 
 def text_pack(texts: Iterable[str]) -> "Pack | None":

@@ -138,16 +138,14 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
     have the standard names of columns instead of those of ``columns``, which they then get.
     """
     rows = _rows_of(columns, split, limit)
-    others = {getattr(DataConfig, name): getattr(columns, name) for name in COLUMN_SETTINGS}
-    others = {standard: name for standard, name in others.items() if standard != name}
-    if not others:
+    if not columns.changed(COLUMN_SETTINGS):
         return rows
+    return [renamed(row, columns) for row in rows]
 
-    return [_renamed(row, others) for row in rows]
 
-
-def _renamed(row: Row, names: Mapping[str, str]) -> Row:
-    """Return a row with other names of columns, where it has no column of that name."""
+def renamed(row: Row, columns: DataConfig) -> Row:
+    """Return a row whose columns have the names of ``columns``, if they have standard names."""
+    names = {getattr(DataConfig, name): getattr(columns, name) for name in COLUMN_SETTINGS}
     with suppress(RowError):  # who uses a bad row names it
         if isinstance(row.value, Mapping):
             new = {old: name for old, name in names.items() if name not in row.value}

@@ -325,7 +325,7 @@ class ClassifyTask(TokenTask):
         return [
             done,
             *others,
-            *pack_lines(report, f"echo '\"Text to label\"' | packs classify --pack {pack}"),
+            *pack_lines(report, f"echo Text to label | packs classify {pack}"),
         ]
 
 

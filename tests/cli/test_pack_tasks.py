@@ -1,6 +1,8 @@
 """Commands with a pack that is for something else: one line, which names the pack and what to use."""
 
+import csv
 import io
+import json
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from mlx_packs.adapters.spec import SCORE_WEIGHT
+from mlx_packs.cli.classify import _value
 from mlx_packs.errors import PackError
 from mlx_packs.packs.making import untrained_pack
 from mlx_packs.packs.pack import Pack
@@ -153,3 +156,60 @@ def test_what_other_commands_say_of_each_kind(packs, run, tmp_path):
     for kind in ("rerank", "classify", "reward"):
         code, _, _ = run("combine", f"{packs['lm'].path}=1", f"{packs[kind].path}=1", "--out", "c")
         assert code == 2 and run.error.code == "unsupported"
+
+
+@pytest.mark.parametrize("kind", ["classify", "classify-lm"])
+def test_classify_reads_and_writes_tables(packs, run, tmp_path, kind):
+    data, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    data.write_text('id,text,label\n1,"hello, you",gold\n2,"a ""b""",gold\n')
+    code, text, err = run("classify", packs[kind].path, "--data", data, "--out", out)
+    assert code == 0 and "2 rows" in text, err
+
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["id"], row["text"], row["label"]) for row in rows] == [
+        ("1", "hello, you", "gold"),
+        ("2", 'a "b"', "gold"),
+    ]
+    assert all(row["predicted_label"] in LABELS["labels"] for row in rows)
+    assert all(0 < float(row["probability"]) <= 1 for row in rows)
+
+    lines = tmp_path / "lines.txt"
+    lines.write_text('hello, you\n\n"a \\"b\\""\n')
+    code, text, _ = run("classify", "--pack", packs[kind].path, "--data", lines)
+    labels = [json.loads(line)["label"] for line in text.splitlines()]
+    assert code == 0 and labels == [row["predicted_label"] for row in rows]
+
+
+def test_classify_writes_nothing_if_a_row_or_a_file_is_wrong(packs, run, tmp_path):
+    data, pack = tmp_path / "in.csv", packs["classify"].path
+    data.write_text("id,words\n1,a\n")
+    for out, code, flag in (
+        ("out.csv", "data", None),
+        ("out.txt", "unsupported", "out"),
+        ("in.csv", "conflict", "out"),
+        ("none/out.csv", "unwritable", "out"),
+    ):
+        assert run("classify", pack, "--data", data, "--out", tmp_path / out)[0] == 2
+        check(run.error, code, flag, "in.csv:2" if flag is None else out)
+    assert [file.name for file in tmp_path.iterdir()] == ["in.csv"]
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        (b"hello there\n", "hello there"),
+        (b'"quoted"\n', "quoted"),
+        (b'"He" said\n', '"He" said'),
+        (b"12345\n", "12345"),
+        (b"null\r\n", "null"),
+        (b'{"text": "x"}', {"text": "x"}),
+    ],
+)
+def test_lines_are_texts_or_json(line, value):
+    assert _value("stdin:1", line) == value
+
+
+def test_a_broken_object_is_no_text():
+    with raises("unreadable", None, "stdin:1"):
+        _value("stdin:1", b'{"text": \n')
