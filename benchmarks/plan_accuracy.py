@@ -132,6 +132,12 @@ CASES = (
             (("llama_2x512", "dense", 4, 512, 16, "block"), 300),
         )
     ),
+    Case("tiny", "transient", 4, 256, options=("--num-layers", "4")),
+    Case("tiny", "transient", 4, 128, options=("--num-layers", "1")),
+    Case("llama_2x512", "transient", 4, 128, quantize="affine4"),
+    *(Case("tiny", "dense", pairs, 128, rank=8, task="embedding") for pairs in (4, 8, 16, 24)),
+    Case("tiny", "dense", 16, 128, rank=8, recompute="block", task="embedding"),
+    *(Case("tiny", "dense", rows, 128, rank=8, task="classify") for rows in (4, 16, 32)),
     # A base of random weights does not end its completions, so that all of them are the longest.
     *(
         Case(*size, task="grpo", options=(*_COMPLETIONS, *options))
@@ -146,6 +152,9 @@ REAL_CASES = (
     Case(_SMOLLM2, "dense", 4, 2048, iters=1, data="tldr"),
     Case(_SMOLLM2, "transient", 4, 2048, iters=10, data="tldr", recompute="block"),
     Case(_MINILM, "dense", 32, 256, iters=1, data="banking77", task="embedding"),
+    *(Case(_MINILM, "dense", pairs, 128, rank=8, task="embedding") for pairs in (4, 8, 16, 24)),
+    Case(_MINILM, "dense", 4, 256, rank=8, task="embedding"),
+    Case(_MINILM, "dense", 16, 64, rank=8, recompute="block", task="embedding"),
 )
 WHOLE_CASES = (
     Case("qwen3-0.6b", "quantized", 8, 1024),
@@ -180,6 +189,7 @@ def write_rows(folder: Path, words: int, task: str = "lm", common: int = 0) -> N
     vocabulary = "the and of to unto him that he said lord in all shall king house day".split()
     keys = {
         "lm": ("text",),
+        "classify": ("text",),
         "embedding": ("anchor", "positive"),
         "grpo": ("prompt", "completion"),
     }
@@ -192,6 +202,8 @@ def write_rows(folder: Path, words: int, task: str = "lm", common: int = 0) -> N
                 key: " ".join([beginning, *draw.choices(vocabulary, k=words)]).strip()
                 for key in keys.get(task, ("chosen", "rejected"))
             }
+            if task == "classify":
+                texts["label"] = draw.choice(vocabulary)
             rows.append(texts if task in keys else {"prompt": "and", **texts})
 
         jobs.write_rows(folder / f"{split}.jsonl", rows)
@@ -238,6 +250,8 @@ def _rows(case: Case, folder: Path, models: Path | None) -> Path:
         words = case.length // 5
     elif case.task == "grpo":  # which leaves room for completions
         words = case.length // 2
+    elif case.task == "classify":  # whose rows must not be cut
+        words = case.length * 3 // 4
 
     rows = folder / f"rows-{case.task}-{case.data or words}-{case.common}"
     if rows.exists():
@@ -267,7 +281,7 @@ def run(case: Case, folder: Path, models: Path | None = None) -> Result:
     }
     if case.method != "full":
         settings["--rank"] = case.rank
-        if case.task != "embedding":
+        if case.base != _MINILM:
             settings["--matmul-path"] = case.matmul_path
 
     command = [sys.executable, "-m", "mlx_packs.train", "--json", "--quiet", "--overwrite"]
