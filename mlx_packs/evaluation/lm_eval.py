@@ -25,6 +25,7 @@ from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
+from ..packs.manifest import chat_template_of
 from ..packs.pack import Pack, as_pack
 from .perplexity import Scorer
 
@@ -68,6 +69,8 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     opened = None if pack is None else as_pack(pack)
     base = loaded_base(base, opened)
     check_no_pack(base)
+    if opened is not None:
+        base = base.with_chat_template(chat_template_of(opened.manifest))
     base.check_architecture("eval-tasks", "decoder")
 
     manager = _task_manager(tasks, task_path)

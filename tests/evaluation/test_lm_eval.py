@@ -134,6 +134,22 @@ def test_evaluate_tasks_scores_base_and_pack(small_base, stand_in):
         assert rolled[0] == pytest.approx(alone(small_base, tokens[:1], tokens[1:])[0], rel=1e-4)
 
 
+def test_questions_are_put_into_the_chat_template_of_the_pack(small_base, stand_in, monkeypatch):
+    pack = random_pack(small_base, 0)
+    pack.manifest["recipe"] = {
+        "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    }
+    prompts = []
+
+    def evaluated(model, **options):
+        prompts.append(model.apply_chat_template([{"role": "user", "content": "a"}]))
+        return {"results": {"known": {"nll,none": 1.0}}}
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", evaluated)
+    evaluate_tasks(small_base, pack, ["known"], chat=True)
+    assert prompts == ["[a]["] * 2  # of the base model alone, too; an answer begins with [
+
+
 @pytest.mark.parametrize(
     ("how", "code", "flag", "names"),
     [
