@@ -137,7 +137,7 @@ def _decoder_of(tokenizer: Any) -> str:
 
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CHARACTERS = 32  # of a token, on average over a text that is cut; languages have 1 to 6
+_CHARACTERS = 16  # of a token, on average over a text that is cut; languages have 1 to 6
 _SPACE = "\u2581"  # as sentencepiece writes it
 
 

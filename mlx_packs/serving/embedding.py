@@ -1,6 +1,7 @@
 """Embeddings of texts and scores of documents, those of different packs in one batch."""
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,7 +20,9 @@ from .registry import Entry, PackRegistry
 from .slots import PackSlots
 from .worker import Worker
 
-_TOKENS = 1 << 13  # of a batch, after which a client that has left is noticed
+_TOKENS = 1 << 13  # of a batch, between which clients that have left are noticed
+_LEAST_TOKENS = 1 << 8
+_STEP_SECONDS = 1.0  # that a batch should take
 
 
 @dataclass(eq=False)
@@ -56,6 +59,7 @@ class Embedder(Worker):
         self.registry = PackRegistry(PackSlots(base), self.task)
         self.generated = self.prefilled = self.reused = self.cached_bytes = 0
         self._waiting: deque[_Texts] = deque()
+        self._most_tokens = 4 * _LEAST_TOKENS  # until one was timed
 
     def compute(self, entries: Sequence[Entry], tokens: mx.array, lengths: mx.array) -> mx.array:
         """Return the results [B, ...] of tokens [B, T] with lengths [B], each by its entry."""
@@ -103,12 +107,15 @@ class Embedder(Worker):
         ]
         turns = itertools.chain.from_iterable(itertools.zip_longest(*missing))
         batch = [each for each in turns if each is not None][: self._batch_size]
-        batch = batch[: rows_within([len(row) for _, row in batch])]
+        batch = batch[: rows_within([len(row) for _, row in batch], self._most_tokens)]
         rows = [row for _, row in batch]
         entries = [texts.entry for texts, _ in batch]
         self.registry.slots.selection.set([entry.slot for entry in entries])
         lengths = mx.array([len(row) for row in rows])
+        began = time.monotonic()
         vectors = np.array(self.compute(entries, mx.array(padded(rows)), lengths))
+        pace = len(rows) * max(map(len, rows)) / (time.monotonic() - began + 1e-9)
+        self._most_tokens = max(_LEAST_TOKENS, min(_TOKENS, int(pace * _STEP_SECONDS)))
         self.prefilled += sum(map(len, rows))
 
         for (texts, _), vector in zip(batch, vectors, strict=True):
@@ -137,11 +144,11 @@ class Embedder(Worker):
         self.registry.close()
 
 
-def rows_within(lengths: Sequence[int]) -> int:
-    """Return how many of these rows, one at least, are a batch of `_TOKENS` with their padding."""
+def rows_within(lengths: Sequence[int], most: int) -> int:
+    """Return how many rows, one at least, are a batch of ``most`` tokens with their padding."""
     widths = itertools.accumulate(lengths, max)
     tokens = [count * width for count, width in enumerate(widths, 1)]
-    return max(1, sum(each <= _TOKENS for each in tokens))
+    return max(1, sum(each <= most for each in tokens))
 
 
 class Reranker(Embedder):

@@ -73,7 +73,7 @@ def test_a_client_that_leaves_ends_its_tokenizing(server, tokenized):
 
 def test_a_query_that_leaves_no_room_is_an_error(small_tiny):
     with raises("invalid", "query"):
-        rerank_rows(small_tiny, "word " * 1_000_000, ["a"] * 1000, None)
+        rerank_rows(small_tiny, "word " * 1_000_000, ["a"] * 1000, None, 2048)
 
 
 def test_of_a_long_text_only_the_beginning_is_tokenized(encoder):
@@ -100,4 +100,4 @@ def test_a_short_request_does_not_wait_for_a_long_one(server):
     [([10] * 32, 32), ([_TOKENS], 1), ([2 * _TOKENS, 5], 1), ([5, _TOKENS // 2, 5, 5], 2)],
 )
 def test_a_batch_of_texts_is_bounded_in_tokens(lengths, count):
-    assert rows_within(lengths) == count
+    assert rows_within(lengths, _TOKENS) == count
