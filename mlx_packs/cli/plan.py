@@ -208,7 +208,8 @@ def plan(
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
     print_report({"model": model, "fits": fits, "options": report}, lines)
-    exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"][fits:])
+    if not fits:
+        exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"])
 
 
 def _add_machines(

@@ -43,7 +43,9 @@ def split_name(name: str) -> tuple[str, str]:
     repo, at, revision = name.partition("@")
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or "--" in repo:
         raise PackError(
-            f"{name}: is not a hub id (owner/name, or owner/name@revision).", flag="pack"
+            f"{name}: is not a hub id (owner/name, or owner/name@revision). Pack.save "
+            "writes a pack to a folder, and Pack.open opens one.",
+            flag="pack",
         )
 
     if at and (not re.fullmatch(_REVISION, revision, re.ASCII) or ".." in revision):

@@ -243,3 +243,8 @@ def test_private_is_private(hub, here, rejected):
 def test_a_pack_that_was_not_saved_cannot_be_pushed(hub):
     with raises("invalid", "pack"):
         mp.push(Pack({}, {}), "me/p")
+
+
+def test_a_folder_is_no_repository(trained_copy):
+    with raises("invalid", "pack", "Pack.save", "./x"):
+        Pack.open("o").push("./x")
