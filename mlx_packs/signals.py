@@ -6,6 +6,7 @@ ends the process.
 """
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,6 +96,37 @@ def deferred() -> Iterator[list[int]]:
 
         if waiting and not _deferring:
             raise Signalled(waiting[0])
+
+
+@contextmanager
+def announced(say: Callable[[], object]) -> Iterator[None]:
+    """Call ``say`` in a thread when the first signal comes, also while native code computes.
+
+    Python calls handlers between two of its own instructions, so that a long step delays them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def wait() -> None:
+        while received := reader.recv(1):
+            if received[0] in NUMBERS:
+                say()
+                return
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 @contextmanager

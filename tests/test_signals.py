@@ -94,3 +94,31 @@ with signals.handled():
 """
     with pytest.raises(AssertionError):
         run_python(code)  # ended by the second, outside of `deferred`
+
+
+def test_a_signal_is_announced_before_its_handler_runs():
+    """The code of a subprocess blocks in the C library, where no handler of Python runs."""
+    code = """
+import ctypes, os, threading, time
+from mlx_packs import signals
+
+libc = ctypes.CDLL(None)
+start = time.monotonic()
+sooner = []
+try:
+    with signals.announced(lambda: sooner.append(time.monotonic())), signals.deferred() as waiting:
+        threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()
+        end = start + 0.6
+        while (left := end - time.monotonic()) > 0:
+            libc.usleep(int(left * 1e6))
+except signals.Signalled:
+    print(waiting, sooner[0] - start < 0.5)
+"""
+    assert run_python(code).split() == ["[2]", "True"]
+
+
+def test_nothing_is_announced_without_a_signal():
+    said = []
+    with signals.announced(lambda: said.append(1)):
+        pass
+    assert not said and signal.set_wakeup_fd(-1) == -1

@@ -47,6 +47,8 @@ SAVE = "save"
 
 _LONG_S = 2  # of a forward pass
 
+_STOPPING = ("stop", "stopping after this batch, which is saved; Ctrl-C again ends at once")
+
 
 def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
     held_out = {each.phase.name: each.held_out() for each in data}
@@ -317,7 +319,9 @@ class Fit:
             state=self.state,
             validation=data.validation(),
             guard=UpdateGuard(step, self.state, self.on_nan, save, run.display),
-            watch=Watch(self.guards, self._early_stop_of(phase)),
+            watch=Watch(
+                self.guards, self._early_stop_of(phase), partial(run.display.line, *_STOPPING)
+            ),
             reports=reports,
         )
 

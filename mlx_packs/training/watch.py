@@ -3,7 +3,7 @@
 A run ends on purpose by its patience, its time, or an observer's wish: then it is complete.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -49,7 +49,13 @@ class Guard:
 class Watch:
     """Everything that may end a phase of a run early."""
 
-    def __init__(self, guards: Sequence[Guard], early_stop: "EarlyStop | None") -> None:
+    def __init__(
+        self,
+        guards: Sequence[Guard],
+        early_stop: "EarlyStop | None",
+        say_stopping: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._say_stopping = say_stopping
         self.early_stop = early_stop  # None if a phase is only ended by faults
         self._guards = guards
         self._fault = ""
@@ -58,7 +64,7 @@ class Watch:
     @contextmanager
     def deferring_signals(self) -> Iterator[None]:
         """Let a signal in a ``with`` block end the run after the update at work."""
-        with signals.deferred() as self._signals:
+        with signals.announced(self._say_stopping), signals.deferred() as self._signals:
             try:
                 yield
             except (BackOff, Float16Overflow):
