@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 _tokenizers: dict[int, Tokenizer] = {}
+_MOST_ADDED = 1 << 15  # tokens, each of which transformers reads slowly
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MODEL = (
     "dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback "
@@ -28,6 +29,9 @@ def open_file(key: int, path: str) -> None:
     """
     tokenizer = Tokenizer.from_file(path)
     tokens = tokenizer.encode_batch(["a ,b"] * 2, add_special_tokens=False)[0].ids
+    if (count := len(tokenizer.get_added_tokens_decoder())) > _MOST_ADDED:
+        raise ValueError(f"it has {count:,} added tokens, but may have {_MOST_ADDED:,}")
+
     for ids in ([0], tokens):
         tokenizer.decode(ids, skip_special_tokens=False)
     _tokenizers[key] = tokenizer
