@@ -225,10 +225,10 @@ class SandboxedTokenizer:
         try:
             return TOKENIZERS.call(name, self._key, *arguments, **more)
         except Fault as error:
-            if error.kind != "KeyError" or self._opened == TOKENIZERS.generation:
+            if error.kind != "UnknownTokenizer":
                 raise
 
-        self._open()  # another thread's call has ended the process that knew it
+        self._open()  # others were used meanwhile, or the process is another one
         return TOKENIZERS.call(name, self._key, *arguments, **more)
 
     def _open(self) -> None:

@@ -6,13 +6,20 @@ of a word, on loading, encoding and decoding.
 
 import pickle
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-_tokenizers: dict[int, Tokenizer] = {}
+
+class UnknownTokenizer(Exception):  # noqa: N818
+    """A tokenizer was not sent to this process, or is no longer kept."""
+
+
+_tokenizers: OrderedDict[int, Tokenizer] = OrderedDict()
+_MOST_TOKENIZERS = 4  # that are kept, those used last
 _MOST_ADDED = 1 << 15  # tokens, each of which transformers reads slowly
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MODEL = (
@@ -34,12 +41,26 @@ def open_file(key: int, path: str) -> None:
 
     for ids in ([0], tokens):
         tokenizer.decode(ids, skip_special_tokens=False)
-    _tokenizers[key] = tokenizer
+    _keep(key, tokenizer)
 
 
 def open_text(key: int, text: str) -> None:
     """Read the text of a tokenizer.json as the tokenizer of this key."""
-    _tokenizers[key] = Tokenizer.from_str(text)
+    _keep(key, Tokenizer.from_str(text))
+
+
+def _keep(key: int, tokenizer: Tokenizer) -> None:
+    _tokenizers[key] = tokenizer
+    _tokenizers.move_to_end(key)
+    while len(_tokenizers) > _MOST_TOKENIZERS:
+        _tokenizers.popitem(last=False)
+
+
+def _tokenizer(key: int) -> Tokenizer:
+    if key not in _tokenizers:
+        raise UnknownTokenizer
+    _tokenizers.move_to_end(key)
+    return _tokenizers[key]
 
 
 def parts_of(tokenizer: Tokenizer) -> tuple[str, dict[int, AddedToken], bytes]:
@@ -57,8 +78,8 @@ def adjust(key: int, facts: str, added: dict[int, AddedToken], parts: bytes) -> 
     Returns:
         Whether it is then the same. If not, its text is to be sent.
     """
-    tokenizer = _tokenizers.get(key)
-    if tokenizer is None or parts_of(tokenizer)[0] != facts:
+    tokenizer = _tokenizer(key)
+    if parts_of(tokenizer)[0] != facts:
         return False
 
     tokenizer.add_tokens([token for _, token in sorted(added.items())])
@@ -94,7 +115,7 @@ def encode(
         token ids, with offsets the start and end of each token in the text, and where it has masks
         the type ids, the attention mask and the mask of special tokens.
     """
-    tokenizer = _tokenizers[key]
+    tokenizer = _tokenizer(key)
     _set(tokenizer, *settings)
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     encodings = encode_batch(list(texts), **options)
@@ -130,5 +151,5 @@ def _set(
 
 def decode(key: int, batch: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
     """Return the texts of tokens."""
-    tokenizer = _tokenizers[key]
+    tokenizer = _tokenizer(key)
     return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
