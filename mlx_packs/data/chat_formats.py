@@ -152,6 +152,11 @@ class ConversationFormat(TokenFormat):
         asked = self._asked(turns)
         return turns[asked].message.get(THOUGHTS[0], "") if asked < len(turns) else ""
 
+    def arguments(self, row: Row, names: DataConfig) -> list[Any]:
+        messages = [turn.message for turn in self.turns(row, names)]
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        return [call["function"]["arguments"] for call in calls]
+
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         texts = [without_marks(turn.message) for turn in self.turns(row, names)]
         return [text for text in texts if text]

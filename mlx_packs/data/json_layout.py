@@ -35,8 +35,11 @@ def json_layout(splits: Splits, columns: DataConfig) -> dict[str, Any]:
     """
     counts: dict[str, Counter] = {part: Counter() for part in _SHARES}
     orders: list[list[str]] = []
-    for answer in islice(_answers(splits, columns), _MOST_ROWS):
-        _count(answer, counts, orders)
+    answers = 0
+    for thoughts_and_answer, arguments in islice(_answers(splits, columns), _MOST_ROWS):
+        is_json = _count(thoughts_and_answer, counts, orders)
+        answers += is_json or bool(arguments)
+        orders += _orders(arguments)
 
     layout: dict[str, Any] = {}
     for part, counter in counts.items():
@@ -46,12 +49,13 @@ def json_layout(splits: Splits, columns: DataConfig) -> dict[str, Any]:
             continue
         if part == "thoughts" or re.fullmatch(JSON_LAYOUT[part], value, re.ASCII):
             layout[part] = value
-    if keys := _in_one_order(orders, counts["thoughts"].total()):
+    if keys := _in_one_order(orders, answers):
         layout["keys"] = keys
     return layout
 
 
-def _answers(splits: Splits, columns: DataConfig) -> Iterable[str]:
+def _answers(splits: Splits, columns: DataConfig) -> Iterable[tuple[str, list]]:
+    """Yield each answer with its thoughts, and the arguments of the calls of its row."""
     rows: Iterable[Row] = splits.usable("train")
     row_format: Any = splits.format
     if row_format is PREFERENCE:  # the chosen completions
@@ -62,19 +66,21 @@ def _answers(splits: Splits, columns: DataConfig) -> Iterable[str]:
         for row in rows:
             thoughts = row_format.thoughts(row, columns)
             answer = row_format.answer(row, columns) or ""
-            yield f"{thoughts}</think>{answer}" if thoughts else answer
+            if thoughts:
+                answer = f"{thoughts}</think>{answer}"
+            yield answer, row_format.arguments(row, columns)
 
 
-def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> None:
-    """Count the parts of an answer that is JSON, and add the keys of its objects."""
+def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> bool:
+    """Count the parts of an answer, and add the keys of its objects; return whether it is JSON."""
     match = _JSON.fullmatch(answer)
     if match is None:
-        return
+        return False
     thoughts, opening, text = match.groups()
     try:
         value = parse_json(text)
     except ValueError:
-        return
+        return False
 
     text = _STRING.sub('""', text)
     counts["thoughts"][bool(thoughts)] += 1
@@ -85,6 +91,7 @@ def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) 
     if inside := re.match(r"[\[{](\s*)[^\s\]}]", text):
         counts["inside"][inside[1]] += 1
     orders += _orders(value)
+    return True
 
 
 def _orders(value: Any) -> list[list[str]]:

@@ -128,6 +128,10 @@ class TokenFormat(RowFormat):
         """Return the thoughts before the `answer` that the row has under a key of their own."""
         return ""
 
+    def arguments(self, row: Row, names: DataConfig) -> list[Any]:
+        """Return the arguments of the calls in a row."""
+        return []
+
     def resolve_loss_on(self, loss_on: str | None) -> str:
         return loss_on or self.loss_on
 

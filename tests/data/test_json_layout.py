@@ -98,3 +98,15 @@ def test_chats_and_the_chosen_completions_of_preferences_have_one():
     pair = {"prompt": "?", "chosen": '{"a": 1}', "rejected": '{"a":1}'}
     for row in ({"messages": chat}, pair):
         assert json_layout(train_split([row] * 4), NAMES) == {"key_separator": ": ", "keys": ["a"]}
+
+
+def test_arguments_of_calls_have_an_order_of_keys():
+    """In another order, a call would have the values of other keys."""
+    call = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"word": "a", "at": {"n": 1}}},
+    }
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    rows = [{"messages": [{"role": "user", "content": "?"}, answer]}] * 3
+    keys = json_layout(train_split(rows), NAMES)["keys"]
+    assert set(keys) == {"word", "at", "n"} and keys.index("word") < keys.index("at")
