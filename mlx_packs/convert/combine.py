@@ -29,6 +29,7 @@ from ..packs.base import Base, check_no_pack, loaded_base
 from ..packs.compatibility import check_base
 from ..packs.folder import check_output
 from ..packs.making import untrained_pack
+from ..packs.manifest import pack_facts
 from ..packs.pack import Pack
 from ..packs.records import agreed_records
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
@@ -153,13 +154,13 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     """
     check_max_drift(max_drift)
     _check_settings([weight for _, weight in packs], method, rank, density)
-    out = Path(out).expanduser()
-    check_output(out, overwrite)
+    check_output(out := Path(out).expanduser(), overwrite)
     opened = _open(packs)
 
     loaded = loaded_base(base, opened[0][0], trust_remote_code)
     combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
+    data = data or ("tiny" if pack_facts(combined.manifest).described else None)
     chosen, compared_on = comparison_data(combined, [pack for pack, _ in opened], data)
     meter = FidelityMeter(loaded, combined, columns or chosen, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())

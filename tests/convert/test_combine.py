@@ -1,6 +1,7 @@
 """packs combine: what the methods make of deltas, and that bringing them to a rank is measured."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,17 @@ def test_the_base_is_loaded_or_named_or_the_packs_own(two_packs, tmp_path, monke
 
     with loaded.applied(a), raises("conflict", None, "active pack"):
         combine_packs(weighted, tmp_path / "x", base=loaded, **LOOSE)
+
+
+def test_packs_of_another_task_are_compared_on_texts(two_packs, tmp_path):
+    base, *packs = two_packs
+    pairs = [{"anchor": "a", "positive": "b"}] * 4
+    objective = {"objective": {"task": "embedding"}}
+    packs = [replace(p, manifest={**p.manifest, **objective}, examples=pairs) for p in packs]
+    weighted = [(pack, 0.5) for pack in packs]
+    report = combine_packs(weighted, tmp_path / "c", base=base, max_drift=99.0)
+    assert report["passed"]
+    assert Pack.open(tmp_path / "c").manifest["objective"] == {"task": "embedding"}
 
 
 def test_one_pack_is_not_taken_twice(two_packs, tmp_path):
