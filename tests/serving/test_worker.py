@@ -123,14 +123,14 @@ def test_a_stream_whose_client_goes_before_the_first_event_ends(generator):
     server = Server(generator, Library(generator, None), ServerSettings(), Metrics())
     body = b'{"model": "base", "prompt": "The list", "max_tokens": 1900, "stream": true}'
     gone = False
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive():
-        nonlocal gone
         if gone:
             return {"type": "http.disconnect"}
-        if sum(generator.counts) == 0:
-            return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.sleep(3600)
+        if not messages:
+            await asyncio.sleep(3600)
+        return messages.pop()
 
     async def send(_):
         await asyncio.sleep(0)  # as where a client reads slowly
