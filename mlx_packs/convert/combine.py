@@ -160,7 +160,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     loaded = loaded_base(base, opened[0][0], trust_remote_code)
     combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
-    data = data or ("tiny" if pack_facts(combined.manifest).described else None)
+    data = "tiny" if data is None and pack_facts(combined.manifest).described else data
     chosen, compared_on = comparison_data(combined, [pack for pack, _ in opened], data)
     meter = FidelityMeter(loaded, combined, columns or chosen, rows, display_of(progress))
     dense = meter.with_modules(combination.modules())
