@@ -145,7 +145,11 @@ class ConversationFormat(TokenFormat):
     def answer(self, row: Row, names: DataConfig) -> str | None:
         turns = self.turns(row, names)
         asked = self._asked(turns)
-        return _answer_of(turns[asked]) if asked < len(turns) else None
+        if asked >= len(turns) or not _is_answer(turns[asked]):
+            return None
+
+        message = turns[asked].message
+        return None if message.get("tool_calls") else message["content"]
 
     def thoughts(self, row: Row, names: DataConfig) -> str:
         turns = self.turns(row, names)
@@ -166,14 +170,13 @@ class ConversationFormat(TokenFormat):
         if self.loss_on == "completion":
             return len(turns) - 1
 
-        targets = [i for i, turn in enumerate(turns) if i and _answer_of(turn) is not None]
+        targets = [i for i, turn in enumerate(turns) if i and _is_answer(turn)]
         return targets[0] if targets else 1
 
 
-def _answer_of(turn: Turn) -> str | None:
-    """None if the message is no answer, or no target."""
-    is_answer = turn.message["role"] == "assistant" and turn.is_target
-    return turn.message["content"] if is_answer else None
+def _is_answer(turn: Turn) -> bool:
+    """Whether a message is an answer that is trained on."""
+    return turn.message["role"] == "assistant" and turn.is_target
 
 
 class Chat(ConversationFormat):

@@ -7,6 +7,7 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import near_copies
 from mlx_packs.data import rows as rows_module
+from mlx_packs.data.chat_formats import Chat
 from mlx_packs.data.formats import FORMATS
 from mlx_packs.data.near_copies import NearCopies, row_notes
 from mlx_packs.data.rows import load_rows
@@ -130,6 +131,14 @@ def test_empty_answers_are_said(tmp_path):
     (note,) = row_notes(splits.rows, splits.format, COLUMNS)
     assert note.startswith("2 training examples have an empty answer (")
     assert "train.jsonl:4)" in note
+
+
+def test_an_answer_that_calls_a_tool_is_not_empty():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    rows = as_rows([Row("d:1", {"messages": [{"role": "user", "content": "Hi"}, answer]})])
+    assert row_notes({"train": rows}, Chat(), DataConfig()) == []
+    assert Chat().answer(rows[0], DataConfig()) is None
 
 
 @pytest.mark.parametrize("column", ["image", "images", "part", "message", "bytes"])
