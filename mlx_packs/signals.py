@@ -110,6 +110,13 @@ def announced(say: Callable[[], object]) -> Iterator[None]:
 
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # that of an event loop, or of a run that overlaps with this one
+        signal.set_wakeup_fd(before)
+        reader.close()
+        writer.close()
+        yield
+        return
 
     def wait() -> None:
         while received := reader.recv(1):
@@ -117,13 +124,12 @@ def announced(say: Callable[[], object]) -> Iterator[None]:
                 say()
                 return
 
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(-1)
         writer.close()
         thread.join()
         reader.close()
