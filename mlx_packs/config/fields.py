@@ -200,6 +200,7 @@ class Settings:
         yield from ()
 
     def defaults(self) -> dict[str, Any]:
+        """Return the default of each setting."""
         return {field.name: default_of(field) for field in dataclasses.fields(self)}
 
     def changed(self, names: Iterable[str]) -> list[str]:

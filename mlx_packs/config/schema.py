@@ -84,6 +84,7 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         super().__post_init__()
 
     def defaults(self) -> dict[str, Any]:
+        """Return the default of each setting in the task of this configuration."""
         defaults = super().defaults()
         own = task_defaults(self.task)
         if unknown := sorted(own.keys() - defaults.keys()):

@@ -215,7 +215,7 @@ def test_an_encoder_stays_in_float32(small_encoder):
 
 def test_encode_rejects_what_is_no_text(small_encoder):
     base = load_base(small_encoder)
-    for texts, name in (("one text", "texts"), (["a", 3], "texts[1]")):
+    for texts, name in (("one text", "texts"), (["a", 3], "list of texts")):
         with raises("invalid", "texts", name):
             base.encode(texts)
     with raises("invalid", "batch_size", "0"):

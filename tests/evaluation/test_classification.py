@@ -84,7 +84,6 @@ def test_confusions_are_the_most_frequent_mistakes():
     assert confusion_matrix(made).tolist() == [[1, 2, 0], [0, 0, 1], [0, 0, 0]]
 
 
-@pytest.mark.interop
 def test_the_commonest_label_is_beside_the_accuracy():
     always = Predictions(np.array([[2.0, 0.0]] * 24), np.array([0] * 23 + [1]), SINGLE)
     metrics = always.metrics()
@@ -111,6 +110,7 @@ def test_the_commonest_set_of_labels_is_beside_the_accuracy_of_sets():
     assert replace(named, logits=-np.ones((4, 2))).only_label(["a", "b"]) == "no label"
 
 
+@pytest.mark.interop
 def test_scikit_learn_has_the_same_numbers():
     metrics = pytest.importorskip("sklearn.metrics")
     made = predictions()

@@ -114,7 +114,7 @@ def test_packs_plan_has_the_disk_space(tmp_path, run):
     base = write_headers(tmp_path / "base", dense_headers("llama-3-8b"))
     arguments = ["plan", "--model", base, "--memory", 64, "--rank", 16, "--keep-last", 1]
     code, out, _ = run(*arguments, "--json")
-    best = json.loads(out)[0]
+    best = json.loads(out)["options"][0]
 
     weights = best["adapter_weights"]
     assert code == 0 and best["disk"]["checkpoint_bytes"] == pytest.approx(12 * weights, rel=0.01)

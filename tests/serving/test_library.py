@@ -112,8 +112,8 @@ def test_a_nested_pack_has_the_same_name_however_it_is_added(generator, copies):
         "~/notes",
         ".",
         "a\0b",
-        "x" * 4000,
-        "x/" * 2000,
+        "x" * 1000,
+        "x/" * 500,
     ],
 )
 def test_sources_elsewhere_are_not_found(shared_server, source):
