@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import IO, Any
@@ -150,13 +150,22 @@ class Display:
 
     @contextmanager
     def task(
-        self, label: str, total: int, unit: str = "", done: int = 0, part: str = ""
+        self,
+        label: str,
+        total: int,
+        unit: str = "",
+        done: int = 0,
+        part: str = "",
+        whole: Sequence[str] = (),
     ) -> Iterator["Task"]:
         """Show a bar on a terminal, else a plain line every few seconds.
 
         ``unit`` is shown beside the bar; ``done`` steps were done before. ``part`` names the part
-        of a run whose clock counts the steps; the time left is then the run's.
+        of a run whose clock counts the steps; the time left is then the run's. If the part belongs
+        to a ``whole`` of several, the bar is of all of them.
         """
+        if self.clock is not None and whole:
+            done, total = self.clock.count(whole)
         task = Task(self, label, total, unit, done, part)
         with self._moving(task.bar):
             yield task
@@ -293,9 +302,7 @@ class Task:
         is_due = is_first or time.monotonic() - self.last_line > _PLAIN_SECONDS
         if is_due and self.display.level > QUIET:
             self.last_line = time.monotonic()
-            line = f"{self.done}/{self.total}"
-            if text:
-                line += f" {text}"
+            line = f"{self.done}/{self.total} {text or self.unit}".rstrip()
             left = self.left()
             if left is not None:
                 line += f"  {clock(left)} left"

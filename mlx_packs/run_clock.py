@@ -1,11 +1,13 @@
 """How long a run will still take, from what its parts have taken so far."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, including those without a loss
 TRAIN = "train"
+EVALUATE = "evaluate"  # in held-out batches
+ANSWER = "answer"  # in questions
 # Costs of work that was not measured yet, in training steps on as many tokens.
 FORWARD = 0.4
 DECODE = 0.6
@@ -84,6 +86,11 @@ class RunClock:
         """Note that no more units of a part are to come."""
         if name in self._parts:
             self._parts[name].units = self._parts[name].done
+
+    def count(self, names: Iterable[str]) -> tuple[int, int]:
+        """Return how many units of some parts are done, and how many there are."""
+        parts = [self._parts[name] for name in names if name in self._parts]
+        return round(sum(part.done for part in parts)), round(sum(part.units for part in parts))
 
     def left(self) -> float | None:
         """Return the seconds left; None until a representative training batch was measured."""

@@ -35,6 +35,7 @@ from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change
 from ..packs.pack import Pack
+from ..run_clock import ANSWER, EVALUATE
 from ..vision.pictures import thumbnails
 from .phases import OWN, PhaseData, RunPhase
 from .shared_prefix import merge_chains, shared_report
@@ -42,7 +43,6 @@ from .task import PhaseStarts, Summary, Trained, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
-ANSWER = "answer"  # the part of a run's time, in questions
 _MOST_QUESTIONS = 100
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
@@ -382,7 +382,8 @@ class CausalLMTask(TokenTask):
             return None
 
         display = self.display
-        with display.task("eval", len(self.exam.questions), "answers", part=ANSWER) as bar:
+        whole = EVALUATE, ANSWER
+        with display.task("eval", len(self.exam.questions), "answers", 0, ANSWER, whole) as bar:
             answers = self.exam.answers(lambda begun: bar.advance(steps=begun))
 
         if display.clock is not None:

@@ -19,7 +19,7 @@ from ..objectives.objective import Objective
 from ..objectives.reference import PhaseStart
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
-from ..run_clock import COMPUTED_PER_S, FORWARD, TRAIN
+from ..run_clock import ANSWER, COMPUTED_PER_S, EVALUATE, FORWARD, TRAIN
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
@@ -41,7 +41,6 @@ Scores = dict[str, Score]  # by phase
 Objectives = Mapping[str, Objective]  # by phase
 
 # Parts of a run's time, in batches.
-EVALUATE = "evaluate"
 VALIDATE = "validate"
 SAVE = "save"
 
@@ -53,7 +52,8 @@ _STOPPING = ("stop", "stopping after this batch, which is saved; Ctrl-C again en
 def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
     held_out = {each.phase.name: each.held_out() for each in data}
     total = sum(examples.batches_per_epoch() for examples in held_out.values())
-    with display.task("eval", total, "held-out batches", part=EVALUATE) as bar:
+    whole = EVALUATE, ANSWER
+    with display.task("eval", total, "held-out batches", 0, EVALUATE, whole) as bar:
         return {
             name: objectives[name].score(examples, bar.advance)
             for name, examples in held_out.items()
