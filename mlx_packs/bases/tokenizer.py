@@ -13,6 +13,7 @@ import numpy as np
 from .. import late
 from ..errors import PackError, library_errors
 from ..reading import read_json
+from ..sandbox.process import IMAGES
 from ..terminal import guarded_native
 from .sandboxed_tokenizer import confine, read_ahead
 from .templated import adds_bos, tool_parser_of
@@ -69,6 +70,7 @@ def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any 
     Without the language model they are counted and named, but their features are not computed.
     """
     if has_vision_tower(config):
+        IMAGES.start()
         open_images = late.load("vision.images:Images")
         tokenizer._images = open_images(name, path, config, model)
 

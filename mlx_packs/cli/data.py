@@ -20,7 +20,6 @@ from .output import print_report, wants_json
 
 if TYPE_CHECKING:
     from ..data.overview import SplitOverview
-    from ..data.row_format import Row
     from ..data.rows import Splits
     from ..data.sources import Rows
     from ..data.split_facts import Reader
@@ -68,7 +67,7 @@ def data(
     that cannot be used, near-duplicates within and between splits, and the trained tokens of some
     examples. With --task, examples are read as by a run of the task with default settings.
     """
-    from ..data.formats import tasks_of
+    from ..data.formats import tasks_of, with_task
     from ..data.left_out import template_notes
     from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
@@ -90,7 +89,9 @@ def data(
             try:
                 looks[split] = look_at(splits.rows[split], reader)
             except PackError as error:
-                raise _with_task(error, splits.rows[split][0], columns, task) from None
+                if task is not None:
+                    raise
+                raise with_task(error, splits.rows[split][0], columns) from None
 
     tokenizer = readers["train"].tokenizer
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
@@ -188,21 +189,6 @@ def _masked(rows: "Rows", reader: "Reader") -> list[dict]:
         examples = encode_tokens(rows, reader.tokenizer, *settings)
         return [masked(example, reader.tokenizer) for example in examples.items]
     return []
-
-
-def _with_task(error: PackError, row: "Row", columns: DataConfig, task: str | None) -> PackError:
-    """Return an error on all rows of a split with the task that would train on them."""
-    from ..data.formats import format_of, suggested_tasks
-
-    tasks: list[str] = []
-    with suppress(PackError):  # a row that cannot be read
-        unused = set(row.value) - format_of(row, columns).used(row, columns)
-        tasks = suggested_tasks(row, columns, unused)
-    if task is not None or not tasks:
-        return error
-
-    advice = f"Their other columns are for --task {any_of(tasks)}."
-    return PackError(f"{error.message} {advice}", error.code, "task")
 
 
 def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: str | None) -> str:

@@ -30,6 +30,7 @@ from .formats import (
     format_of,
     suggested_tasks,
     tasks_of,
+    with_task,
 )
 from .images import FEWER_BY_MAX_PIXELS
 from .row_format import or_error
@@ -312,6 +313,8 @@ class Encoder:
                 rendered = self._with_images(row, _Rendered(i, text, spans))
                 self._note(canonical_line(row))
             except RowError as error:
+                if self.bad.stops and error.reason == "no target":
+                    raise with_task(error, row, self.columns) from None
                 self.bad.add(i, error)
                 continue
             finally:

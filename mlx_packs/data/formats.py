@@ -5,6 +5,7 @@ in the facts of the task.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..bases.tokenizer import text_tokens
@@ -101,6 +102,19 @@ def suggested_tasks(row: Row, names: DataConfig, unused: Iterable[str]) -> list[
     most = max(covered.values(), default=0)
     suitable = [each for each, count in covered.items() if count == most > 0]
     return list(dict.fromkeys(task for each in suitable for task in tasks_of(each)))
+
+
+def with_task(error: PackError, row: Row, names: DataConfig) -> PackError:
+    """Return the error of a row with the task that would train on its other columns."""
+    tasks: list[str] = []
+    with suppress(PackError):  # a row that cannot be read
+        unused = set(row.value) - format_of(row, names).used(row, names)
+        tasks = suggested_tasks(row, names, unused)
+    if not tasks:
+        return error
+
+    advice = f"Its other columns are for --task {any_of(tasks)}."
+    return PackError(f"{error.message} {advice}", error.code, "task")
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

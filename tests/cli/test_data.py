@@ -237,6 +237,8 @@ def test_without_a_task_the_columns_suggest_one(here, run, report_of):
     assert "preferences, for --task dpo, orpo" in run("data", "p")[1]
     code, _, err = run("data", "c")
     assert code == 2 and "--task classify" in err
+    code, _, err = run("train", "--model", "tiny", "--data", "c", "--out", "out")
+    assert code == 2 and "--task classify" in err and not (here / "out-run").exists()
 
 
 def test_rows_of_another_task_are_rejected(here, run):
