@@ -149,6 +149,7 @@ def material(tmp_path_factory) -> Path:
     write_rows(folder / "prefs", train=[pair] * 20, valid=[pair] * 2, test=[pair] * 2)
     labelled = [{"text": f"the {word} car", "label": word} for word in ("red", "blue")]
     write_rows(folder / "intents", train=labelled * 10, valid=labelled, test=labelled)
+    (folder / "texts.csv").write_text("text\nthe red car\na blue one\n")
     write_rows(folder / "prompts", train=[{"prompt": "Say red.", "completion": "red."}] * 20)
 
     (folder / "rewards.py").write_text(

@@ -115,6 +115,8 @@ def _fits(value: Any, kind: Any) -> bool:
     origin = get_origin(kind) or kind
     if origin is Path:
         return isinstance(value, os.PathLike)
+    if origin is bool and value in (0, 1):
+        return True
     if origin in (int, float):
         return isinstance(value, (int, origin)) and not isinstance(value, bool)
     if origin is Callable:

@@ -114,8 +114,8 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         return TASKS[task].head_for(self.head)
 
     def of_other_tasks(self, task: str) -> dict[str, object]:
-        """Return the defaults of the changed settings that a task does not have."""
-        defaults = self.defaults()
+        """Return the defaults, in a task, of the changed settings that it does not have."""
+        defaults = {**super().defaults(), **task_defaults(task)}
         others = [name for name in self.changed(defaults) if not _has_setting(task, name)]
         own_config = {} if task == self.task else {"task_config": {}}
         return {name: defaults[name] for name in others} | own_config
