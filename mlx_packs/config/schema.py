@@ -116,9 +116,13 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
     def of_other_tasks(self, task: str) -> dict[str, object]:
         """Return the defaults, in a task, of the changed settings that it does not have."""
         defaults = {**super().defaults(), **task_defaults(task)}
-        others = [name for name in self.changed(defaults) if not _has_setting(task, name)]
+        others = {
+            name: default
+            for name, default in defaults.items()
+            if getattr(self, name) != default and not _has_setting(task, name)
+        }
         own_config = {} if task == self.task else {"task_config": {}}
-        return {name: defaults[name] for name in others} | own_config
+        return others | own_config
 
     @property
     def sequences(self) -> int:
