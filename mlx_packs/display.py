@@ -164,7 +164,7 @@ class Display:
         of a run whose clock counts the steps; the time left is then the run's. If the part belongs
         to a ``whole`` of several, the bar is of all of them.
         """
-        if self.clock is not None and whole:
+        if self.clock is not None and self.clock.count(whole)[1]:  # none before it is planned
             done, total = self.clock.count(whole)
         task = Task(self, label, total, unit, done, part)
         with self._moving(task.bar):

@@ -171,6 +171,9 @@ def _normal_tool(tool: Any) -> dict[str, Any]:
         if schema.strip():
             parameters = _parsed(schema, "the 'parameters' of a tool are")
         function = {**function, "parameters": parameters}
+
+    # for who decodes the answer; a prompt with it would be another one than in training
+    function = {key: value for key, value in function.items() if key != "strict"}
     return json_value({"type": "function", **tool, "function": function}, "a tool has")
 
 

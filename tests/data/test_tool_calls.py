@@ -165,6 +165,7 @@ def test_a_text_after_a_call_is_a_fault(text):
         [TOOL["function"]],
         [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
         [{**TOOL, "function": {**TOOL["function"], "strict": None}, "x": None}],
+        [{**TOOL, "function": {**TOOL["function"], "strict": True}}],
         [{"type": "function", "function": json.dumps(TOOL["function"])}],
         [TOOL, {}, None, {"type": None, "function": {"name": None}}],
     ],

@@ -107,7 +107,7 @@ def test_tools_and_calls_have_the_text_that_training_has(small_tiny):
     trained = Chat().conversation(row, DataConfig(), small_tiny.tokenizer)
     assert served == trained.prompt_tokens(trained.messages)
     text = small_tiny.tokenizer.decode(served)
-    assert '{"strict": false, "description": "Say the weather.", "parameters"' in text
+    assert '{"description": "Say the weather.", "parameters"' in text
     assert '{"city": {"type": "string"}}, "x": [null]}' in text
     assert '"arguments": {"city": "Bonn", "of": {"b": 1}}' in text
 
