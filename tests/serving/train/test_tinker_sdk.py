@@ -80,7 +80,13 @@ def _rows_of(batch) -> list[dict]:
 
 def test_cross_entropy_is_that_of_packs_train(server, tmp_path, monkeypatch):
     data = write_rows(tmp_path / "data", train=CHATS * 2)
-    settings = {"batch_size": 3, "iters": 8, "lr_schedule": "constant", "share_prefix": "off"}
+    settings = {
+        "batch_size": 3,
+        "iters": 8,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+        "share_prefix": "off",
+    }
     train = TrainConfig(
         seed=7, learning_rate=1e-3, max_seq_length=64, matmul_path="quantized", **settings
     )
