@@ -134,7 +134,7 @@ class _Encoding:
 class SandboxedTokenizer:
     """A `tokenizers.Tokenizer` whose `encode_batch` and `decode` run in a sandbox.
 
-    All other attributes are those of the tokenizer itself.
+    Every other attribute is read from, and written to, the tokenizer itself.
     """
 
     def __init__(self, backend: Any, folder: Path, key: int | None = None) -> None:

@@ -18,7 +18,6 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-CHARACTERS = 1 << 22  # that a template may produce in addition to 8 times its input
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
