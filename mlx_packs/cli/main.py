@@ -12,13 +12,14 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import click
 
 from .. import signals
 from ..config.choices import TASKS
+from ..config.other_names import removal
 from ..distributed.launched import launched
 from ..errors import Interrupted, PackError, did_you_mean
 from ..terminal import guard, guarded
@@ -91,6 +92,9 @@ OTHER_COMMANDS = {
     },
 }
 
+# Commands that were removed: a sentence that says what to use now.
+REMOVED_COMMANDS: Mapping[str, str] = {}
+
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program
 _OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
@@ -123,6 +127,10 @@ class Commands(click.Group):
         """Find the command that the arguments name; an unknown one gets the nearest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
+            if sentence := REMOVED_COMMANDS.get(name):
+                raise PackError(
+                    f"{name}: this command was removed. {sentence}", "unknown", "command"
+                )
             ours = OTHER_COMMANDS.get(name.replace("_", "-"))
             hint = f"Use packs {ours}." if ours else did_you_mean(name, self.list_commands(ctx))
             raise PackError(f"no such command '{name}'. {hint}", "unknown", flag="command")
@@ -199,7 +207,9 @@ def first_rank_speaks() -> Iterator[None]:
 def _usage_error(error: click.ClickException) -> PackError:
     """Turn an error of click into a PackError that begins with the option or argument."""
     if isinstance(error, click.NoSuchOption):
-        complaint = f"{error.option_name}: no such option. {option_hint(error)}"
+        name = error.option_name.lstrip("-").replace("-", "_")
+        text = removal(name) or f"no such option. {option_hint(error)}"
+        complaint = f"{error.option_name}: {text}"
         return PackError(complaint.rstrip(), "unknown")
 
     message = " ".join(error.format_message().split())

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin
 from ..errors import PackError, any_of, did_you_mean
 from ..late import load
 from .fields import Settings
-from .other_names import ours_for
+from .other_names import check_removed_value, ours_for, removal
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The configurations of a run, by the argument that takes each.
@@ -56,12 +56,14 @@ def checked_arguments(function: F) -> F:
     @wraps(function)
     def checked(*args: Any, **arguments: Any) -> Any:
         for name in arguments:
-            if name in parameters or (takes_options and not _same_idea(name, parameters)):
+            is_other = takes_options and not _same_idea(name, parameters) and not removal(name)
+            if name in parameters or is_other:
                 continue
             raise _unknown_argument(function.__name__, name, list(parameters))
 
         bound = signature.bind(*args, **arguments)
         for name, value in bound.arguments.items():
+            check_removed_value(name, value, name)
             if name in kinds:
                 bound.arguments[name] = _typed(value, kinds[name], name)
         return function(*bound.args, **bound.kwargs)
@@ -157,6 +159,9 @@ def _same_idea(name: str, valid: Collection[str]) -> list[str]:
 
 
 def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
+    if text := removal(name):
+        return PackError(f"{function}: {name}: {text}", "unknown", name)
+
     ours = ours_for(name, valid) or name
     same = _same_idea(name, valid)
     taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}

@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ..errors import Code, PackError, any_of, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
 from .choices import TASKS, Table, task_defaults
-from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS, ours_for
+from .other_names import (
+    OTHER_NAMES,
+    OTHER_VALUES,
+    REMOVED_VALUES,
+    RENAMED_KEYS,
+    ours_for,
+    removal,
+)
 from .values import typed_value
 
 S = TypeVar("S", bound="Settings")
@@ -228,6 +235,8 @@ def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]
             if isinstance(valid, Table):
                 valid = (*valid, *valid.added())
             text = f"must be one of {', '.join(valid)}, but is '{value}'."
+            if sentence := REMOVED_VALUES.get((field.name, value)):
+                text = f"the value '{value}' was removed. {sentence}"
             yield Fault(field.name, text, "unknown")
 
         values = [value]
@@ -285,6 +294,10 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     """Return the error for a key that is no setting; ``parent`` is the mapping that it is in."""
     valid = list(valid)
     name = str(key).replace("-", "_")
+    place = f"{where}: " if where else ""
+    if text := removal(name):
+        return PackError(f"{place}{parent}{key}: {text}", "unknown", name)
+
     ours = ours_for(name, valid)
     value = OTHER_VALUES.get(name)
     example = ""
@@ -304,7 +317,6 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     else:
         hint = did_you_mean(str(key), valid)
 
-    place = f"{where}: " if where else ""
     message = f"{place}{parent}{key}: {fault} {hint}"
     return PackError(message, "unknown", key)
 

@@ -5,6 +5,15 @@ public functions too (`arguments.py`).
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..errors import PackError
+
+# Settings that were removed, by their names in snake case: a sentence that says what to use now.
+# Flags of every command, keys of recipes and arguments in Python are answered with it.
+REMOVED: Mapping[str, str] = {}
+# Values that were removed, by setting and value, likewise.
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
 
 # Keys of recipes, manifests (`measured`) and reports, as older versions wrote them.
 RENAMED_KEYS = {
@@ -198,6 +207,18 @@ def ours_for(name: str, valid: Collection[str]) -> str | None:
         if ours in valid:
             return ours
     return names[-1] if names else None
+
+
+def removal(name: str) -> str | None:
+    """Return what to say of a removed setting, after its name; None for every other name."""
+    sentence = REMOVED.get(name) or REMOVED.get(name.removeprefix("no_"))
+    return f"was removed. {sentence}" if sentence else None
+
+
+def check_removed_value(setting: str, value: Any, place: str) -> None:
+    """Raise a PackError for a value that was removed; ``place`` is the flag, key or argument."""
+    if isinstance(value, str) and (sentence := REMOVED_VALUES.get((setting, value))):
+        raise PackError(f"{place}: the value '{value}' was removed. {sentence}", "unknown", setting)
 
 
 def current_keys(values: Mapping) -> dict:

@@ -1,0 +1,82 @@
+"""Settings, values and commands that were removed are answered with what to use now."""
+
+import pytest
+
+import mlx_packs as mp
+from mlx_packs.cli.main import REMOVED_COMMANDS, packs
+from mlx_packs.config.arguments import checked_arguments
+from mlx_packs.config.choices import TASKS
+from mlx_packs.config.other_names import OTHER_NAMES, REMOVED, REMOVED_VALUES
+from mlx_packs.config.recipe import _OWNERS, resolve
+from tests.helpers.errors import raises
+
+INSTEAD = "Use --batch-size."
+
+
+@pytest.fixture(autouse=True)
+def removed(monkeypatch):
+    monkeypatch.setitem(REMOVED, "old_size", INSTEAD)
+    monkeypatch.setitem(REMOVED_VALUES, ("quantize", "old4"), INSTEAD)
+    monkeypatch.setitem(REMOVED_VALUES, ("to", "old4"), INSTEAD)
+    monkeypatch.setitem(REMOVED_COMMANDS, "old-command", "Use packs train.")
+
+
+def run(*words: str) -> None:
+    packs(list(words), standalone_mode=False)
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "eval"])
+@pytest.mark.parametrize("flag", ["--old-size", "--no-old-size", "--old-size=3"])
+def test_a_flag_of_any_command(command, flag):
+    with raises("unknown", None, flag.partition("=")[0], INSTEAD):
+        run(command, flag)
+
+
+def test_a_key_of_a_recipe():
+    with raises("unknown", "old_size", "recipe.yaml: old_size:", INSTEAD):
+        resolve({"old_size": 1}, "recipe.yaml")
+
+
+def test_an_argument_and_a_setting_in_python():
+    with raises("unknown", "old_size", "TrainConfig: old_size:", INSTEAD):
+        mp.TrainConfig(old_size=1)
+    with raises("unknown", "old_size", "train_pack: old_size:", INSTEAD) as caught:
+        mp.train_pack("data", "out", old_size=1)
+    assert str(caught.value).endswith("Use batch_size.")
+
+
+def test_a_function_with_other_options_rejects_it_too():
+    @checked_arguments
+    def generate(**options: int) -> None: ...
+
+    with raises("unknown", "old_size", INSTEAD):
+        generate(old_size=1)
+
+
+def test_a_value_of_a_flag_a_key_and_an_argument():
+    for words in (("train", "--quantize", "old4"), ("export", "pack", "--to", "old4")):
+        with raises("unknown", words[-2].removeprefix("--"), "'old4'", INSTEAD):
+            run(*words)
+    with raises("unknown", "quantize", "recipe.yaml", "'old4'", "Use batch_size."):
+        resolve({"quantize": "old4"}, "recipe.yaml")
+    with raises("unknown", "quantize", "'old4'", INSTEAD):
+        mp.TrainConfig(quantize="old4")
+
+    @checked_arguments
+    def load(quantize: str) -> None: ...
+
+    with raises("unknown", "quantize", "quantize: ", "'old4'", INSTEAD):
+        load(quantize="old4")
+
+
+def test_a_command():
+    with raises("unknown", "command", "old-command", "Use packs train."):
+        run("old-command")
+
+
+def test_nothing_that_exists_was_removed():
+    assert not set(REMOVED) & {*_OWNERS, *OTHER_NAMES}
+    assert not set(REMOVED_COMMANDS) & set(packs.list_commands(None))
+    assert not {("task", name) for name in TASKS} & set(REMOVED_VALUES)
+    sentences = [*REMOVED.values(), *REMOVED_VALUES.values(), *REMOVED_COMMANDS.values()]
+    assert all(sentence.endswith(".") for sentence in sentences)
