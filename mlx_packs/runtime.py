@@ -9,7 +9,6 @@ import functools
 import os
 import platform
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -108,14 +107,6 @@ def device_name() -> str:
     if on_cpu():
         kind = "cpu"
     return f"{info.get('device_name', platform.processor() or 'unknown')} ({kind})"
-
-
-def processor_name() -> str:
-    """Return the name of the chip as the system has it, without MLX: ``Apple M3 Max``."""
-    if sys.platform != "darwin":
-        return platform.processor()
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def total_memory() -> int:

@@ -1,13 +1,14 @@
-"""Estimated times of single operations on a Mac's GPU, and how many calls keep them short.
+"""Keep work on a Mac's GPU short.
 
 macOS ends the process whose GPU work keeps the display waiting (ml-explore/mlx#3267). MLX commits
-operations to the GPU in command buffers and divides none between two, so that whatever is longer
-than `LONGEST_S` is computed in several calls: attention by rows and KV heads, feed-forwards by
-tokens. `memory.command_buffers` keeps the calls in buffers of their own.
+operations to the GPU in command buffers and divides none between two. So whatever is estimated to
+take longer than `LONGEST_S` is computed in several calls: attention by rows and KV heads,
+feed-forwards by tokens. `limit_operations` keeps the calls apart.
 """
 
 import functools
 import math
+import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -16,7 +17,10 @@ import mlx.core as mx
 from .. import runtime
 from ..chips import MATMUL_REACHED, Chip, known_chip
 
-LONGEST_S = 1.0  # that an operation, and a command buffer, should take
+VARIABLE = "MLX_MAX_OPS_PER_BUFFER"
+LONGEST_S = 1.0  # that an operation should take
+# The gradient of a layer's attention over 8,192 tokens takes about a second on an M1.
+_LONG_ROW = 8192
 _ATTENTION_REACHED = 0.6  # of the nominal rate of products
 _QUANTIZED_REACHED = 0.9 * MATMUL_REACHED
 _EMULATED_BF16 = 1.8  # times as long take 4-bit products on an M1 Max (ml-explore/mlx#4216)
@@ -82,3 +86,20 @@ def watched_chip() -> Chip | None:
 
 
 _chip_of_process = functools.cache(known_chip)
+
+
+def limit_operations(max_seq_length: int) -> str:
+    """Make MLX commit every operation on long rows of its own; return a line that says so.
+
+    Rows of more than `_LONG_ROW` tokens are long; their operations are so large that a command
+    buffer for each costs nothing. A limit in the environment stays. MLX reads the variable once,
+    when it first uses the GPU.
+    """
+    if not mx.metal.is_available() or VARIABLE in os.environ or max_seq_length <= _LONG_ROW:
+        return ""
+
+    os.environ[VARIABLE] = "0"
+    line = f"{VARIABLE}=0, since rows have more than {_LONG_ROW:,} tokens"
+    if mx.get_peak_memory():
+        line += "; it has to be in the environment when Python starts"
+    return line

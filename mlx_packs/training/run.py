@@ -33,7 +33,7 @@ from ..memory.memory_choice import MemoryChoice
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.reference import PhaseStart
-from ..ops import _backend, dispatch
+from ..ops import _backend, dispatch, watchdog
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
 from ..packs.making import pack_of
@@ -148,8 +148,8 @@ def train_request(request: Request) -> TrainRun:
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with signals.handled(), folders as (pack, folder):
         if not runtime.on_cpu():  # before MLX uses the GPU
-            limit = load("memory.command_buffers:limit_command_buffers")
-            limit(request.base, settings.train, request.display)
+            if line := watchdog.limit_operations(settings.train.max_seq_length):
+                request.display.line("gpu", line)
         return run(request.of_rank(), settings, Place(pack, folder, resume))
 
 

@@ -15,9 +15,8 @@ from .. import runtime, signals
 from ..config.together import check_together
 from ..distributed.group import group
 from ..errors import Float16Overflow, PackError, RunStopped
-from ..late import load
 from ..nn.joint_lora import copied
-from ..ops import _backend
+from ..ops import _backend, watchdog
 from ..packs.base import Base, load_base
 from ..run_clock import RunClock
 from ..runtime import mx, set_random_state
@@ -176,8 +175,8 @@ def train_each(requests: Sequence[Request]) -> list[TrainRun | PackError]:
 
         closes.enter_context(signals.handled())
         if not runtime.on_cpu():  # before MLX uses the GPU
-            limit = load("memory.command_buffers:limit_command_buffers")
-            limit(first.base, first.recipe.train, first.display)
+            if line := watchdog.limit_operations(first.recipe.train.max_seq_length):
+                first.display.line("gpu", line)
 
         closes.enter_context(runtime.memory_limits())
         closes.enter_context(unattended(first.recipe.train.awake, places[0].pack, first.display))
