@@ -27,7 +27,6 @@ NAMES = (
     "trees",
     "image_steps",
     "together",
-    "clients",
     "quantization_error",
     "plan_accuracy",
     "quantize",

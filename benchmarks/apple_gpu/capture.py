@@ -39,7 +39,6 @@ class StepJob:
         root: of these, inputs that all sequences begin with, computed before the others.
         weights: how the model is quantized.
         packs: that the step is of, each with a batch of these sequences.
-        clients: whether these are models of clients of `packs serve --train`.
     """
 
     config: dict
@@ -57,7 +56,6 @@ class StepJob:
     root: int = 0
     weights: str = "affine4"
     packs: int = 1
-    clients: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,6 @@ class _Ours:
         quantization = dict(zip(("group_size", "bits", "mode"), WEIGHTS[job.weights], strict=True))
         config = job.config | {"quantization": quantization}
         model = _model(job.config, job.weights)
-        if job.clients:
-            served = importlib.import_module("benchmarks.apple_gpu.client_step")
-            return served.lazy_step(model, config, job)
         if job.packs > 1:
             joint = importlib.import_module("benchmarks.apple_gpu.joint_step")
             return joint.lazy_step(model, config, job)

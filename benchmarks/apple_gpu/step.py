@@ -74,8 +74,6 @@ class Step:
             name += ", tree"
         if self.job.packs > 1:
             name += f", {self.job.packs} packs"
-        if self.job.clients:
-            name += " of clients"
         return name + (", packed" if self.job.packed else "")
 
     @property

@@ -1,12 +1,11 @@
 """Adapters of several packs in one model, which computes a batch of each of them at once.
 
 A batch has the rows of the first pack, then those of the second, and so on. The frozen modules are
-those of the packs' own models; only the adapters differ. With as many rows of each pack they are
-stacked for each step (`JointLoRA`), otherwise each pack's are applied to its rows (`RowsLoRA`).
+those of the packs' own models; only the adapters differ. Each pack has as many rows, and the
+adapters are stacked for each step (`JointLoRA`).
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -69,76 +68,6 @@ class JointLoRA(GroupedLoRA):
         """Return the output [B, T, sum(widths)] of one projection of several slices, adapted."""
         ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
         return mx.concatenate(self(x, mx.split(output, ends, axis=-1)), axis=-1)
-
-
-class RowsLoRA(GroupedLoRA):
-    """A projection group for packs that have any number of rows each; ``lora`` is one like theirs.
-
-    Each pack's own group computes its rows. A pack without adapters here leaves them alone.
-    """
-
-    def __init__(self, lora: GroupedLoRA) -> None:
-        nn.Module.__init__(self)
-        self._adapted = lora._adapted
-        self._kept = None
-        self._packs: tuple[GroupedLoRA | None, ...] = ()
-        self._rows: tuple[int, ...] = ()
-
-    def take(self, packs: Sequence[GroupedLoRA | None], rows: Sequence[int]) -> None:
-        """Take the groups of packs, in the order of their rows, and how many rows each has."""
-        self._packs = tuple(packs)
-        self._rows = tuple(rows)
-
-    def project(self, x: mx.array, projections: Sequence[Any]) -> list[mx.array]:
-        return self(x, [projection(x) for projection in projections])
-
-    def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Return ``outputs`` [B, ..., O_i], each row with the deltas of its own pack."""
-        summed = self._by_pack(lambda pack, *given: pack(*given), x, outputs)
-        return self._replaced(outputs, [summed[i] for i in self._adapted])
-
-    def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
-        """Return the output [B, ..., sum(widths)] of one projection of several slices, adapted."""
-
-        def fused(pack: GroupedLoRA, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-            return [pack.fused(x, outputs[0], widths)]
-
-        return self._by_pack(fused, x, [output])[0]
-
-    def _by_pack(
-        self,
-        compute: Callable[[GroupedLoRA, mx.array, list[mx.array]], list[mx.array]],
-        x: mx.array,
-        outputs: Sequence[mx.array],
-    ) -> list[mx.array]:
-        """Return outputs of which each pack has computed its rows."""
-        inputs = split_rows(x, self._rows)
-        before = zip(*(split_rows(y, self._rows) for y in outputs), strict=True)
-
-        after = []
-        for pack, own, rows in zip(self._packs, inputs, before, strict=True):
-            after.append(list(rows) if pack is None else compute(pack, own, list(rows)))
-
-        joined = [mx.concatenate(parts) for parts in zip(*after, strict=True)]
-        return [y.reshape(output.shape) for y, output in zip(joined, outputs, strict=True)]
-
-
-def split_rows(x: mx.array, rows: Sequence[int]) -> list[mx.array]:
-    """Return x [B, ..., D] in parts of so many rows each, [B_p, ..., D].
-
-    Their gradients are joined, where those of slices would be padded to the whole and added up.
-    """
-    ends = list(accumulate(rows))
-
-    @mx.custom_function
-    def parts(x: mx.array) -> list[mx.array]:
-        return mx.split(x.reshape(ends[-1], -1, x.shape[-1]), ends[:-1])
-
-    @parts.vjp
-    def parts_vjp(x: mx.array, cotangents: list[mx.array], _: list[mx.array]) -> mx.array:
-        return mx.concatenate(cotangents).reshape(x.shape)
-
-    return parts(x)
 
 
 def joint_model(model: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:

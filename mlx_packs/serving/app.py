@@ -10,7 +10,6 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager
@@ -394,7 +393,7 @@ class Server:
         return JSONResponse(facts, 200 if alive else 503)
 
     async def read_metrics(self, _: Request) -> Response:
-        passes: Mapping[int, int] = {}
+        passes = 0
         if self.training is not None:
             passes = self.training.passes
         text = self.metrics.text(self.worker, passes)

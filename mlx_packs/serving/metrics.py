@@ -1,6 +1,5 @@
 """What a server counts, as Prometheus reads it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
@@ -38,10 +37,7 @@ class Metrics:
         self._packs = made(Gauge, "packs", "Packs that are served.")
         self._memory = made(Gauge, "memory_bytes", "Bytes in memory.", ("kind",))
         self._passes = made(
-            Gauge,
-            "training_passes",
-            "Forward passes of models in training so far, by the models whose rows one had.",
-            ("models",),
+            Gauge, "training_passes", "Forward passes of models in training so far."
         )
         self._steps = made(Gauge, "steps", "Forward passes so far.")
 
@@ -61,19 +57,18 @@ class Metrics:
             return 1.0
         return self._seconds / self._answered
 
-    def text(self, worker: Any, passes: Mapping[int, int]) -> bytes:
+    def text(self, worker: Any, passes: int) -> bytes:
         """Return all numbers in Prometheus's text format.
 
-        ``worker`` gives those of now; ``passes`` are of training, by their number of models.
+        ``worker`` gives those of now; ``passes`` are of training.
         """
         running, waiting = worker.counts
         self._running.set(running)
         self._waiting.set(waiting)
         self._packs.set(len(worker.registry.packs))
         self._steps.set(worker.steps)
+        self._passes.set(passes)
 
-        for models, count in passes.items():
-            self._passes.labels(models).set(count)
         for kind, value in (
             ("generated", worker.generated),
             ("prompt", worker.prefilled),

@@ -119,8 +119,8 @@ class PackSlots:
     def _install(self) -> None:
         """Let every projection group have the adapters of the packs that are loaded now."""
         present = [loaded for loaded in self._loaded if loaded is not None]
-        specs = union_of([loaded.specs for loaded in present])
-        if places_of(specs) != places_of(self._specs):
+        specs = _union([loaded.specs for loaded in present])
+        if _places(specs) != _places(self._specs):
             self._attach(specs)
 
         for served, places in self._groups:
@@ -203,7 +203,7 @@ def _slices(specs: Specs, tensors: Mapping[str, mx.array]) -> SlicesByPath:
     return factors
 
 
-def union_of(packs: Sequence[Specs]) -> Specs:
+def _union(packs: Sequence[Specs]) -> Specs:
     """Return where any of the packs has adapters, of the largest rank there.
 
     A projection that they cut otherwise is uncut.
@@ -224,7 +224,7 @@ def union_of(packs: Sequence[Specs]) -> Specs:
     return union
 
 
-def places_of(specs: Specs) -> dict[str, list[tuple[int, bool]]]:
+def _places(specs: Specs) -> dict[str, list[tuple[int, bool]]]:
     """Return the width of each slice, and whether any pack adapts it."""
     return {path: [(s.width, s.rank > 0) for s in spec.slices] for path, spec in specs.items()}
 

@@ -10,7 +10,7 @@ from .losses import Loss
 from .wire import RawDatum
 
 _MULTIPLE = 8  # rows are padded to a length that it divides
-SMALL = 256  # inputs of a pass in which others take little time
+_SMALL = 256  # inputs of a pass in which padding takes little time
 _LEAST_USED = 0.75  # of the inputs of a larger pass; the others are padding
 
 
@@ -111,73 +111,60 @@ def _loss_inputs(
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of one model in a forward pass.
+    """Rows of a forward pass.
 
     Attributes:
-        numbers: of the rows in their request.
         arrays: ``tokens`` [B, T] int32, padded with 0; ``positions`` [N], of those that are no
             padding, in the flattened tokens; ``owners`` [M], the row of each target.
         targets: of each row, [T] or [T, K] int32; M in all.
         inputs: of the loss, [M] float32 by name.
     """
 
-    numbers: tuple[int, ...]
     arrays: dict[str, np.ndarray]
     targets: tuple[np.ndarray, ...]
     inputs: dict[str, np.ndarray]
 
 
-@dataclass
-class Room:
-    """The room of a forward pass, whose rows are padded to the longest: ``most`` inputs in all.
+def split_passes(rows: Sequence[Row], most: int) -> list[list[int]]:
+    """Return the numbers of the rows of each forward pass, the longest rows first.
 
-    A row that is longer is a pass of its own.
+    Padded to its longest row, a pass has at most ``most`` inputs, few of them padding; a row that
+    is longer is a pass by itself.
     """
-
-    most: int
-    rows: int = 0
-    longest: int = 0
-    used: int = 0  # inputs that are no padding
-
-    def takes(self, row: Row) -> bool:
-        """Return whether another row fits, without too much padding; it has its place then."""
-        longest = max(self.longest, row.size)
-        inputs = longest * (self.rows + 1)
-        used = self.used + row.size
-        if self.rows and (inputs > self.most or used < _LEAST_USED * inputs and inputs > SMALL):
-            return False
-
-        self.rows += 1
-        self.longest = longest
-        self.used = used
-        return True
+    passes: list[list[int]] = []
+    longest = used = 0
+    for number in sorted(range(len(rows)), key=lambda i: -rows[i].size):
+        size = rows[number].size
+        inputs = longest * (len(passes[-1]) + 1) if passes else size
+        is_padded = used + size < _LEAST_USED * inputs and inputs > _SMALL
+        if not passes or inputs > most or is_padded:
+            passes.append([])
+            longest = size
+            used = 0
+        passes[-1].append(number)
+        used += size
+    return passes
 
 
-def padded_width(rows: Sequence[Row]) -> int:
-    """Return the inputs to which rows of one pass are padded."""
-    longest = max(len(row.tokens) for row in rows)
-    return -(-longest // _MULTIPLE) * _MULTIPLE
-
-
-def batch_of(rows: Sequence[Row], numbers: Sequence[int], width: int) -> RowBatch:
-    """Return some rows of a request, by their numbers, padded to a width."""
-    chosen = [rows[number] for number in numbers]
-    tokens = np.zeros((len(chosen), width), np.int32)
+def batch_of(rows: Sequence[Row]) -> RowBatch:
+    """Return rows as arrays, padded to the longest of them."""
+    width = -(-max(row.size for row in rows) // _MULTIPLE) * _MULTIPLE
+    tokens = np.zeros((len(rows), width), np.int32)
     positions = []
-    for i, row in enumerate(chosen):
-        tokens[i, : len(row.tokens)] = row.tokens
-        positions.append(i * width + np.arange(len(row.tokens)))
+    for i, row in enumerate(rows):
+        tokens[i, : row.size] = row.tokens
+        positions.append(i * width + np.arange(row.size))
 
-    sizes = [row.targets.size for row in chosen]
+    sizes = [row.targets.size for row in rows]
     arrays = {
         "tokens": tokens,
         "positions": np.concatenate(positions).astype(np.int32),
-        "owners": np.repeat(np.arange(len(chosen), dtype=np.int32), sizes),
+        "owners": np.repeat(np.arange(len(rows), dtype=np.int32), sizes),
     }
     inputs = {
         name: np.concatenate(
-            [np.full(row.targets.size, row.inputs[name], np.float32) for row in chosen]
+            [np.full(row.targets.size, row.inputs[name], np.float32) for row in rows]
         )
-        for name in chosen[0].inputs
+        for name in rows[0].inputs
     }
-    return RowBatch(tuple(numbers), arrays, tuple(row.targets for row in chosen), inputs)
+    return RowBatch(arrays, tuple(row.targets for row in rows), inputs)

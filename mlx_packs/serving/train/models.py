@@ -1,28 +1,29 @@
 """The models in training: which are loaded, and what their clients have them do.
 
-Requests of one model are computed in the order of their arrival. Forward passes of several models
-that wait at once are one (`CallQueue`); the thread that computes does other work between two.
+Requests of one model are computed in the order of their arrival. A request is as many forward
+passes as its rows need. Those of several models take turns, since each passes the queue of the
+thread that computes, which does other work between two.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from ...errors import PackError
 from ...packs.pack import Pack
 from ..generation import Generator
-from .batches import Row, RowLimits, checked_row
-from .calls import Call, CallQueue
-from .losses import find_loss, settings_of
-from .passes import TrainedModel
+from .batches import Row, RowLimits, checked_row, split_passes
+from .losses import Loss, find_loss, settings_of
+from .passes import Grads, Pass, TrainedModel
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
-from .trainer import AdamStep, Adapters, Trainer
+from .trainer import AdamStep, Adapters, Trainer, added
 from .wire import ForwardRequest, forward_output
 
 T = TypeVar("T")
@@ -56,14 +57,16 @@ class Models:
     """The models of all sessions, over the base of a generator, whose thread computes.
 
     Attributes:
-        queue: calls that wait for a forward pass.
+        passes: forward passes so far.
+        waiting: requests of forward passes that are not computed yet.
     """
 
     def __init__(self, generator: Generator, states: States) -> None:
         self._generator = generator
         self._states = states
         self._trainer = Trainer(generator.registry.slots)
-        self.queue = CallQueue(generator, self._trainer)
+        self.passes = 0
+        self.waiting = 0
         self._models: dict[str, Model] = {}
         self._making = 0  # models that have a place and are not made yet
 
@@ -141,13 +144,36 @@ class Models:
         async with model.lock:
             self._check_loaded(model)
             rows = await run_in_threadpool(checked)
-            call = Call(model.trained, rows, loss, not request.forward_only)
-            await self.queue.compute(call)
-            if call.grads is not None:
-                await self._call(partial(self._trainer.add, model.trained, call.grads))
+            result = await self._forward(model.trained, rows, loss, not request.forward_only)
+            if result.grads is not None:
+                await self._call(partial(self._trainer.add, model.trained, result.grads))
 
-        logprobs = [call.logprobs[i] for i in range(len(rows))]
-        return forward_output(logprobs, {"loss:sum": call.total})
+        return forward_output(result.logprobs, {"loss:sum": result.loss})
+
+    async def _forward(
+        self, model: TrainedModel, rows: Sequence[Row], loss: Loss, backward: bool
+    ) -> Pass:
+        """Compute as many passes as the rows need, and return their sum."""
+        total = 0.0
+        logprobs: dict[int, np.ndarray] = {}
+        grads: Grads | None = None
+
+        def compute(numbers: Sequence[int]) -> None:
+            nonlocal total, grads
+            result = self._trainer.run(model, [rows[i] for i in numbers], loss, backward)
+            total += result.loss
+            logprobs.update(zip(numbers, result.logprobs, strict=True))
+            if result.grads is not None:
+                grads = added(grads, result.grads)
+
+        self.waiting += 1
+        try:
+            for numbers in split_passes(rows, model.most_inputs):
+                await self._call(partial(compute, numbers))
+                self.passes += 1
+        finally:
+            self.waiting -= 1
+        return Pass(total, [logprobs[i] for i in range(len(rows))], grads)
 
     async def update(self, model: Model, params: AdamBody) -> float:
         """Update a model by the gradients that wait, and return their norm."""

@@ -117,17 +117,17 @@ class TrainingService:
         }
 
     @property
-    def passes(self) -> Mapping[int, int]:
-        """Forward passes so far, by the number of models whose rows they had."""
-        return self._models.queue.passes
+    def passes(self) -> int:
+        """Forward passes so far."""
+        return self._models.passes
 
     @property
     def load(self) -> dict[str, Any]:
-        """What there is to compute, and what was computed together."""
+        """The models that are loaded, requests that wait for passes, and passes so far."""
         return {
             "models": len(self._models.all),
-            "waiting": self._models.queue.waiting,
-            "passes": {str(models): count for models, count in sorted(self.passes.items())},
+            "waiting": self._models.waiting,
+            "passes": self.passes,
         }
 
     async def end(self, grace: float) -> None:

@@ -1,7 +1,7 @@
 """Models in training over the base of a server; only the thread that computes may call this.
 
-The models share the base. One or several have their adapters on it for the time of a pass; the
-packs that are served are off the base then, and back before the next token is generated.
+The models share the base. One has its adapters on it for the time of a pass; the packs that are
+served are off the base then, and back before the next token is generated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +13,14 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from ...adapters.attach import attach, install
+from ...adapters.attach import attach
 from ...adapters.lora import Attached
-from ...adapters.spec import Specs
 from ...adapters.targets import without_narrow
 from ...bases.geometry import find_groups
 from ...bases.model import BaseModel
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...errors import PackError
-from ...nn.joint_lora import RowsLoRA
 from ...nn.lora import GroupedLoRA
 from ...nn.surgery import replace_modules
 from ...objectives.causal_lm import split_head
@@ -31,20 +29,12 @@ from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
-from ..slots import PackSlots, places_of, union_of
-from .passes import (
-    Grads,
-    Lifted,
-    Part,
-    Pass,
-    TrainedModel,
-    compute,
-    padding_matters,
-    share_a_pass,
-)
+from ..slots import PackSlots
+from .batches import Row, batch_of
+from .losses import Loss
+from .passes import Grads, Lifted, Pass, TrainedModel, compute
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
-_KEPT = 8  # kinds of models in one pass whose modules are kept
 
 
 @dataclass(frozen=True)
@@ -73,14 +63,6 @@ class AdamStep:
     max_grad_norm: float
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """Modules for several models in one pass, and their groups by path."""
-
-    lifted: Lifted
-    groups: dict[str, RowsLoRA]
-
-
 class Trainer:
     """Makes models and trains them.
 
@@ -91,8 +73,6 @@ class Trainer:
     def __init__(self, slots: PackSlots) -> None:
         self._slots = slots
         self._base: BaseModel = slots.base
-        self._shared: dict[str, _Shared] = {}
-        self._padding_matters: bool | None = None
 
     def create(self, adapters: Adapters) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
@@ -124,7 +104,11 @@ class Trainer:
         """Return the model of adapters that are on the base, and take them off."""
         try:
             head = split_head(attached.model)
-            groups = _groups(attached.model)
+            groups = {
+                path: module
+                for path, module in attached.model.named_modules()
+                if isinstance(module, GroupedLoRA)
+            }
             originals = list(attached._originals)
             ranks = {s.rank for spec in attached.specs.values() for s in spec.slices}
             optimizer = optimizers.AdamW(0.0, bias_correction=True)
@@ -173,72 +157,14 @@ class Trainer:
                 for original in reversed(lifted.originals):
                     replace_modules(base, [original])
 
-    def can_share(self, models: Sequence[TrainedModel], other: TrainedModel) -> bool:
-        """Return whether rows of another model can be computed in one pass with those of models.
-
-        Not if padding to the rows of another model would change them.
-        """
-        if self._padding_matters is None:
-            with self._slots.lifted():
-                self._padding_matters = padding_matters(self._base.model)
-
-        if self._padding_matters:
-            return False
-        return all(share_a_pass(model, other) for model in models)
-
-    def run(self, parts: Sequence[Part], backward: bool) -> list[Pass | PackError]:
-        """Compute a pass, with its gradients if asked for; `add` keeps them.
-
-        Returns what became of each part.
-        """
-        if len(parts) == 1:
-            with self._on_base(parts[0].model.lifted) as base:
-                return compute(base, parts, backward)
-
-        with self._shared_for(parts) as lifted, self._on_base(lifted) as base:
-            return compute(base, parts, backward)
-
-    @contextmanager
-    def _shared_for(self, parts: Sequence[Part]) -> Iterator[Lifted]:
-        """Return modules that compute the rows of each part with the adapters of its model."""
-        specs = union_of([part.model.attached.specs for part in parts])
-        key = repr(places_of(specs))
-        if key not in self._shared:
-            if len(self._shared) >= _KEPT:
-                self._shared.clear()
-            self._shared[key] = self._shared_by(specs)
-
-        shared = self._shared[key]
-        rows = [len(part.batch.numbers) for part in parts]
-        for path, group in shared.groups.items():
-            group.take([part.model.groups.get(path) for part in parts], rows)
-        try:
-            yield shared.lifted
-        finally:  # models that are unloaded must leave memory
-            for group in shared.groups.values():
-                group.take((), ())
-
-    def _shared_by(self, specs: Specs) -> _Shared:
-        with self._slots.lifted():
-            attached = attach(self._base, specs=specs)
-            try:
-                install(attached, RowsLoRA)
-                groups = {
-                    path: group
-                    for path, group in _groups(attached.model).items()
-                    if isinstance(group, RowsLoRA)
-                }
-                originals = list(attached._originals)
-                return _Shared(Lifted(attached.lift(), originals), groups)
-            except BaseException:
-                attached.detach()
-                raise
+    def run(self, model: TrainedModel, rows: Sequence[Row], loss: Loss, backward: bool) -> Pass:
+        """Compute a pass, with its gradients if asked for; `add` keeps them."""
+        with self._on_base(model.lifted) as base:
+            return compute(base, model, batch_of(rows), loss, backward)
 
     def add(self, model: TrainedModel, grads: Grads) -> None:
         """Add gradients to those that wait for the next update."""
-        if model.grads is not None:
-            grads = added(model.grads, grads)
-        model.grads = grads
+        model.grads = added(model.grads, grads)
 
     def update(self, model: TrainedModel, step: AdamStep) -> float:
         """Update a model by the gradients that wait, and return their norm before clipping."""
@@ -278,9 +204,11 @@ class Trainer:
         return dict(tree_flatten(model.optimizer.state))
 
 
-def added(grads: Grads, others: Grads) -> Grads:
+def added(total: Grads | None, grads: Grads) -> Grads:
     """Return the sum of gradients, computed."""
-    total = {name: grad + others[name] for name, grad in grads.items()}
+    if total is None:
+        return grads
+    total = {name: grad + grads[name] for name, grad in total.items()}
     mx.eval(total)
     return total
 
@@ -304,9 +232,3 @@ def _update_of(
         model.updates.clear()
         model.updates[settings] = mx.compile(apply, inputs=state, outputs=state)
     return model.updates[settings]
-
-
-def _groups(model: nn.Module) -> dict[str, GroupedLoRA]:
-    return {
-        path: module for path, module in model.named_modules() if isinstance(module, GroupedLoRA)
-    }

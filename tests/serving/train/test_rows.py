@@ -5,7 +5,7 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.train import wire
-from mlx_packs.serving.train.batches import Room, RowLimits, batch_of, checked_row, padded_width
+from mlx_packs.serving.train.batches import RowLimits, batch_of, checked_row, split_passes
 from mlx_packs.serving.train.losses import LOSSES, settings_of
 from mlx_packs.serving.train.wire import MESSAGES, RawDatum, read_forward_request
 from tests.helpers.tinker import forward_request
@@ -72,7 +72,7 @@ def test_sparse_targets():
     (datum,) = read_forward_request(sparse_request([0, 1, 3], [2, 0, 1])).data
     assert datum.inputs["target_tokens"].tolist() == [[0, 0, 7], [8, 9, 0]]
     row = checked_row(0, datum, LOSSES["cross_entropy"], {}, LIMITS)
-    batch = batch_of([row], [0], 8)
+    batch = batch_of([row])
     assert row.size == 2 and batch.arrays["positions"].tolist() == [0, 1]
     assert batch.arrays["owners"].tolist() == [0] * 6
     assert batch.targets[0].tolist() == [[0, 0, 7], [8, 9, 0]]
@@ -122,28 +122,22 @@ def row_of_length(length: int):
     return checked_row(0, datum, LOSSES["cross_entropy"], {}, RowLimits(4096, 50))
 
 
-def taken(most: int, *lengths: int) -> list[bool]:
-    room = Room(most)
-    return [room.takes(row_of_length(length)) for length in lengths]
+def passes(most: int, *lengths: int) -> list[list[int]]:
+    return split_passes([row_of_length(length) for length in lengths], most)
 
 
-def test_the_room_of_a_pass():
-    """Padding counts, a long row is alone, and a large pass has little padding."""
-    assert taken(12, 6, 5, 2) == [True, True, False]
-    assert taken(12, 5, 6, 1) == [True, True, False]
-    assert taken(12, 13, 1) == [True, False]
-    assert taken(256, 120, 8) == [True, True]
-    assert taken(2048, 300, 84) == [True, False]
-    assert taken(2048, 300, 160, 300) == [True, True, True]
+def test_the_rows_of_each_pass():
+    """Padding counts, a long row is a pass by itself, and a large pass has little padding."""
+    assert passes(12, 2, 6, 5) == [[1, 2], [0]]
+    assert passes(12, 1, 13) == [[1], [0]]
+    assert passes(256, 120, 8) == [[0, 1]]
+    assert passes(2048, 84, 300) == [[1], [0]]
+    assert passes(2048, 300, 160, 300) == [[0, 2, 1]]
 
 
 def test_rows_of_a_pass_are_padded_to_one_width():
-    rows = [row_of([1] * n, {"target_tokens": [2] * n}) for n in (2, 6, 1, 5, 2)]
-    assert padded_width(rows) == 8
-    first = batch_of(rows, [1, 3], 8)
-    assert first.numbers == (1, 3)
-    assert first.arrays["tokens"].shape == (2, 8) and first.arrays["tokens"][1, 5] == 0
-    assert first.arrays["positions"].tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
-    assert first.arrays["owners"].tolist() == [0] * 6 + [1] * 5
-    assert first.inputs["weights"].tolist() == [1.0] * 11
-    assert batch_of(rows, [0], 16).arrays["tokens"].shape == (1, 16)
+    batch = batch_of([row_of([1] * n, {"target_tokens": [2] * n}) for n in (6, 5)])
+    assert batch.arrays["tokens"].shape == (2, 8) and batch.arrays["tokens"][1, 5] == 0
+    assert batch.arrays["positions"].tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
+    assert batch.arrays["owners"].tolist() == [0] * 6 + [1] * 5
+    assert batch.inputs["weights"].tolist() == [1.0] * 11

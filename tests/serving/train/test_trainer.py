@@ -1,5 +1,7 @@
 """The trainer on a base whose head is its own, without a server."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -7,14 +9,16 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.serving.train.batches import RowLimits, batch_of, checked_row
+from mlx_packs.serving.train.batches import Row, RowLimits, checked_row
 from mlx_packs.serving.train.losses import LOSSES
-from mlx_packs.serving.train.passes import Part
 from mlx_packs.serving.train.trainer import AdamStep, Adapters, Trainer
 from mlx_packs.serving.train.wire import RawDatum
-from tests.helpers.bases import small_base
+from tests.helpers.bases import first_blocks, small_base
+from tests.helpers.errors import raises
+from tests.helpers.families import family_base
 from tests.helpers.packs import random_pack
 
+LOSS = LOSSES["cross_entropy"]
 STEP = AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
 
 
@@ -25,17 +29,16 @@ def slots():
     slots.close()
 
 
-def batch(inputs: dict | None = None):
-    tokens = np.array([5, 6, 7, 8], np.int32)
-    datum = RawDatum(tokens, {"target_tokens": tokens[::-1].astype(np.int64), **(inputs or {})})
-    row = checked_row(0, datum, LOSSES["cross_entropy"], {}, RowLimits(16, 4096))
-    return batch_of([row], [0], 8)
+def row(tokens: list[int], targets: np.ndarray | None = None, vocab_size: int = 4096) -> Row:
+    if targets is None:
+        targets = np.array(tokens[::-1])
+    datum = RawDatum(np.array(tokens, np.int32), {"target_tokens": targets})
+    return checked_row(0, datum, LOSS, {}, RowLimits(16, vocab_size))
 
 
-def run(trainer: Trainer, model, backward: bool = True):
-    """Compute the batch alone."""
-    (done,) = trainer.run([Part(model, batch(), LOSSES["cross_entropy"])], backward)
-    return done
+def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
+    """Compute a pass over some rows, or over one of four tokens."""
+    return trainer.run(model, rows or [row([5, 6, 7, 8])], LOSS, backward)
 
 
 def test_the_head_is_adapted_and_its_pack_is_served(slots):
@@ -111,3 +114,59 @@ def test_each_update_has_its_own_settings(slots):
     kept, anew = (model.attached.tensors() for model in models)
     assert all(np.array_equal(np.array(kept[name]), np.array(anew[name])) for name in anew)
     assert len(models[0].updates) == 1
+
+
+@pytest.mark.parametrize("head", ["own", "table"])
+def test_several_targets_of_a_token_are_the_sum_of_one_by_one(slots, head):
+    if head == "table":
+        slots = PackSlots(first_blocks(2), "dense")
+    trainer = Trainer(slots)
+    model = trainer.create(Adapters(4, 1))
+    trainer.add(model, run(trainer, model).grads)
+    trainer.update(model, STEP)
+
+    tokens = [5, 9, 7, 8, 4, 11]
+    columns = [np.roll(tokens, shift) for shift in (0, 2, 5)]
+    other = row([3, 4, 5])
+    many = run(trainer, model, rows=(row(tokens, np.stack(columns, axis=1)), other))
+    single = run(trainer, model, rows=(*(row(tokens, each) for each in columns), other))
+    assert many.logprobs[0].shape == (6, 3)
+    np.testing.assert_allclose(many.logprobs[0], np.stack(single.logprobs[:3], axis=1), rtol=1e-5)
+    assert many.loss == pytest.approx(single.loss, rel=1e-6)
+    difference = sum(np.square(many.grads[n] - grad).sum() for n, grad in single.grads.items())
+    norm = sum(np.square(grad).sum() for grad in single.grads.values())
+    assert 0 < norm and difference <= 1e-10 * norm
+
+
+def test_a_pass_that_is_not_finite_is_an_error(slots):
+    trainer = Trainer(slots)
+    model = trainer.create(Adapters(4, 0))
+    huge = replace(row([5, 6, 7, 8]), inputs={"weights": np.full(4, 3e38, np.float32)})
+    with raises("diverged", None, "not finite"):
+        run(trainer, model, rows=(huge,))
+    assert np.isfinite(run(trainer, model).loss)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen3_moe", "mamba2"])
+def test_other_families_learn(family):
+    """Fused projections, mixtures of experts and recurrent blocks."""
+    slots = PackSlots(family_base(family))
+    trainer = Trainer(slots)
+    model = trainer.create(Adapters(2, 0))
+    rows = tuple(row(tokens, vocab_size=64) for tokens in ([5, 6, 7, 8], [9, 4]))
+    first = run(trainer, model, rows=rows)
+    trainer.add(model, first.grads)
+    assert trainer.update(model, STEP) > 0
+    assert run(trainer, model, rows=rows).loss < first.loss
+    slots.close()
+
+
+def test_models_leave_memory(slots):
+    trainer = Trainer(slots)
+    model = trainer.create(Adapters(4, 0))
+    trainer.add(model, run(trainer, model).grads)
+    trainer.update(model, STEP)
+    groups = [weakref.ref(group) for group in model.groups.values()]
+    del model
+    gc.collect()
+    assert groups and not any(group() for group in groups)
