@@ -1,7 +1,7 @@
 """A training step of every method beside plain LoRA's: speed, memory, and what Apple GPUs should take.
 
 Each method is attached to the same base in a process of its own, and takes the same steps; methods
-alternate, and `--for-merge` is measured where it rounds, in the last fifth of a run. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
+alternate. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
 as they are read. Beside the measured figures are those of Qwen3-4B, predicted from lazy graphs
 (`python -m benchmarks graph`); no Mac was timed.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.trainable import find_method
-from mlx_packs.config.choices import METHODS, WEIGHT_FORMATS
+from mlx_packs.config.choices import METHODS
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -37,14 +37,9 @@ LORA = "lora"
 BLOCKS, BATCH, LENGTH, TARGETS, RANK = 4, 2, 256, 128, 16
 STEPS = 6  # that are timed, after two that are not
 SHAPE = f"{BATCH} x {LENGTH}, {TARGETS} targets, rank {RANK}"
-FOR_MERGE = "for-merge "  # and the format of the merge
-CASES = {
-    **{name: {"method": name} for name in METHODS},
-    **{FOR_MERGE + name: {"for_merge": name} for name in WEIGHT_FORMATS},
-}
+CASES = {name: {"method": name} for name in METHODS}
 # Which graph a method's step has, on a GPU; full fine-tuning is not laid out.
 GRAPHS = {LORA: LORA, "dora": "dora", "pissa": "pissa", "olora": "pissa", "loftq": LORA}
-GRAPHS |= {FOR_MERGE + name: f"for-merge-{name}" for name in WEIGHT_FORMATS}
 CHIP = "M4 Max"
 
 
@@ -65,7 +60,6 @@ def measure(method: str, folder: str) -> dict:
     lora = LoRAConfig(rank=RANK, num_layers=BLOCKS if method == "full" else -1)
     began = time.perf_counter()
     trainable = find_method(train.method).attach(base, lora, train, "dense")
-    trainable.at(1.0)  # of the run
     mx.eval(trainable.model.parameters())
     attach_s = time.perf_counter() - began
     base.model.train()

@@ -2,8 +2,8 @@
 
 The base is the bundled one, dequantized and trained further in float32 on the passages, so that no
 grid holds its weights. Every method trains on the same examples for as many batches, and is measured
-by the share of full fine-tuning's gain that it keeps, in nats per token. The packs of plain LoRA and
-of `--for-merge` are also measured merged into 4 bits. What a step costs is for `methods` to say.
+by the share of full fine-tuning's gain that it keeps, in nats per token. The packs of plain LoRA
+are also measured merged into 4 bits. What a step costs is for `methods` to say.
 
     python -m benchmarks quality --work DIR    # a stopped run goes on where it was
 """
@@ -58,7 +58,6 @@ CASES = {
     "pissa": Case({"method": "pissa"}),
     "qlora affine4": Case({"quantize": "affine4"}),
     "qlora nf4": Case({"quantize": "nf4"}),
-    "for-merge affine4": Case({"for_merge": GRID}, merged=True),
     **{f"lora rank {r}": Case(rank=r, data=("tiny",)) for r in RANKS if r != RANK},
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from mlx_packs.config.choices import MATMUL_PATHS, POLICIES, WEIGHT_FORMATS
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 
 from .. import history
 from ..history import Environment, Record
@@ -228,10 +228,7 @@ def parser() -> argparse.ArgumentParser:
         ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
         (
             "--method",
-            (
-                *("lora", "dora", "pissa", "images", "images-with-axes"),
-                *(f"for-merge-{name}" for name in WEIGHT_FORMATS),
-            ),
+            ("lora", "dora", "pissa", "images", "images-with-axes"),
             "Methods, in steps; of mlx-lm lora and dora [lora]",
         ),
     ):

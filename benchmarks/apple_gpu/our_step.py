@@ -18,8 +18,6 @@ from mlx_packs import runtime
 from mlx_packs.adapters.attach import attach, install
 from mlx_packs.adapters.dora import DoRAAttached
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.adapters.merged import Rounding
-from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, most_targets, token_collate
 from mlx_packs.data.dataset import Layout, Tree
@@ -27,7 +25,6 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
-from mlx_packs.extras.for_merge import ForMerge
 from mlx_packs.extras.initial_factors import ResidualLoRA
 from mlx_packs.nn.blocks import attends_by_spans
 from mlx_packs.nn.dora import GroupedDoRA
@@ -42,7 +39,6 @@ from mlx_packs.training.step import Stepper
 
 _TYPICAL = math.log(300) - 0.7**2 / 2, 0.7  # of the logarithms of tokens: mean 300
 _EXAMPLES = 4000
-_FOR_MERGE = "for-merge-"  # and a format
 _WITH_IMAGES = ("images", "images-with-axes")
 
 
@@ -75,8 +71,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         recompute: activation checkpointing: none, selective or block.
         packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
             attention costs depends on the sum of their squares.
-        method: of training: lora, dora, or pissa, which stands for olora too; or lora with
-            --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4; or lora on rows of
+        method: of training: lora, dora, or pissa, which stands for olora too; or lora on rows of
             which three quarters are images: images, or images-with-axes, as Qwen3-VL takes them.
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, which are computed once.
@@ -88,9 +83,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     """
     base = Base("captured", Path("."), model, None, args, "")
     shown = _show_images(model, args, batch * length, method)
-    own_path = "quantized" if method.startswith(_FOR_MERGE) else path  # it applies the path itself
-    attached = attach(base, LoRAConfig(rank=rank), matmul_path=own_path)
-    known = _made_of(attached, method, path)
+    attached = attach(base, LoRAConfig(rank=rank), matmul_path=path)
+    known = _made_of(attached, method)
     attached.recompute(recompute)
     model.train()
     settings = TrainConfig()
@@ -142,16 +136,12 @@ def _show_images(model: nn.Module, args: dict, inputs: int, method: str) -> list
     return [*arrays, images.axes, *(rope.frequencies for rope in ropes if rules.sections)]
 
 
-def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
+def _made_of(attached: Attached, method: str) -> list[mx.array]:
     """Install a method's groups; return the arrays that it computes once, when it is attached."""
     if method == "dora":
         DoRAAttached(attached)
     elif method in ("pissa", "olora"):
         install(attached, ResidualLoRA)  # beginning with any factors
-    elif method.startswith(_FOR_MERGE):
-        name = method.removeprefix(_FOR_MERGE)
-        grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, named_format(name)))
-        ForMerge(attached, name, grid, path)
     elif method not in ("lora", *_WITH_IMAGES):
         raise ValueError(f"no step of {method}")
     groups = list(attached.model.modules())

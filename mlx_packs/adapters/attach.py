@@ -44,10 +44,7 @@ class LoRA:
     def attach(
         self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
     ) -> Attached:
-        """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
-        if train.for_merge != "none":
-            attach_for_merge = load("extras.for_merge:attach_for_merge")
-            return attach_for_merge(base, lora, train, matmul_path)
+        """Attach fresh adapters, which change no output."""
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 
     def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:

@@ -39,13 +39,11 @@ class Attached:
     Attributes:
         places: the adapters in memory, by path of the projection.
         frozen: the base's own modules, by path of the projection.
-        for_merge: the format of the merge on whose grid they are trained, or none.
         inference_only: whether there is more on the base, which is applied but not trained.
         score: the head of a reward model, beside the base's own modules; None where there is none.
     """
 
     method = "lora"
-    for_merge = "none"
 
     def __init__(
         self, base: "BaseModel", specs: Specs, groups: "list[Group]", notes: list[str]
@@ -67,9 +65,6 @@ class Attached:
     @property
     def details(self) -> str:
         return f"rank {', '.join(map(str, ranks_of(self.specs)))} · {len(self.specs)} projections"
-
-    def progress(self, done: float) -> None:
-        """Schedule nothing; called with the share of a run that is done."""
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         current = dict(self.model.named_modules())

@@ -109,13 +109,6 @@ def attach_method(
 ) -> Trainable:
     """Attach what the method of a run trains, and the modules that it saves in full beside it."""
     saved = [path for path, _ in select_saved(base.model, lora.modules_to_save)]
-    if saved and train.for_merge != "none":
-        raise PackError(
-            "--for-merge: does not go with --modules-to-save. Leave one of them out.",
-            "conflict",
-            "for_merge",
-        )
-
     trainable = find_method(train.method).attach(base, lora, train, matmul_path)
     if not saved:
         return trainable

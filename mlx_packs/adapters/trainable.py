@@ -30,7 +30,6 @@ class Trainable(Protocol):
 
     Attributes:
         method: name of the method that attached it.
-        for_merge: the format of the merge that it is trained for, or none.
         model: the model of the base.
         specs: adapters by path; empty where none are attached.
         groups: projections that share one input, as probed.
@@ -39,7 +38,6 @@ class Trainable(Protocol):
     """
 
     method: str
-    for_merge: str
     base: "BaseModel"
     model: nn.Module
     specs: Specs
@@ -63,9 +61,6 @@ class Trainable(Protocol):
     def recompute(self, policy: str) -> None:
         """Set the activation checkpointing policy: ``none``, ``selective`` or ``block``."""
 
-    def progress(self, done: float) -> None:
-        """Take note of the share of a run that is done, in [0, 1), before each of its batches."""
-
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         """Put modules at their paths until `detach`."""
 
@@ -86,7 +81,6 @@ class Extended:
     def __init__(self, adapters: Trainable) -> None:
         self.adapters = adapters
         self.method = adapters.method
-        self.for_merge = adapters.for_merge
         self.base = adapters.base
         self.model = adapters.model
         self.specs = adapters.specs
@@ -109,9 +103,6 @@ class Extended:
 
     def recompute(self, policy: str) -> None:
         self.adapters.recompute(policy)
-
-    def progress(self, done: float) -> None:
-        self.adapters.progress(done)
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         self.adapters.swap(modules)

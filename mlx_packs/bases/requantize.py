@@ -1,7 +1,6 @@
 """The format that each weight gets where a base is quantized anew with some weights changed.
 
-`packs merge --requantize` writes by these rules, and packs of ``--for-merge`` are trained and
-applied by them.
+`packs merge --requantize` writes by these rules.
 """
 
 from collections.abc import Collection
@@ -18,21 +17,6 @@ from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, format_of, named_format
 
 Formats = dict[str, WeightFormat | None]  # by path; None is dense
-
-
-def requantized_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
-    """Return the format of every weight that is written anew, by path.
-
-    Args:
-        base: as it is stored: of `lazy_base`, whose weights are not read.
-        requantize: one of `config.choices.WEIGHT_FORMATS`.
-        changed: paths of the weights that change.
-    """
-    modules = dict(base.model.named_modules())
-    formats = formats_of_dense(base, requantize)
-    for path in changed:
-        formats.setdefault(path, format_after(path, modules[path], requantize))
-    return formats | smaller_formats(base, requantize, changed)
 
 
 def formats_of_dense(base: BaseModel, requantize: str) -> Formats:

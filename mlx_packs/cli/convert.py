@@ -75,8 +75,6 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
             f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s)): "
             f"{report['changed']} weights changed, requantize {requantize}"
         )
-    if report["passed"] and report["for_merge"] != "none":
-        lines.append(f"exact   the pack was trained for {requantize} (--for-merge)")
 
     print_report(report, lines)
     if not report["passed"]:
@@ -222,12 +220,6 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, {proven}"
     ]
-    if report["for_merge"] != "none" and to != "lmstudio":
-        lines.append(
-            f"note    the pack was trained for packs merge --requantize {report['for_merge']}: "
-            "other programs apply the adapter without that rounding"
-        )
-
     if variables := report["template_kwargs"]:
         shown = ", ".join(f"{name}={value!r}" for name, value in variables.items())
         lines.append(

@@ -11,7 +11,10 @@ from ..errors import PackError
 
 # Settings that were removed, by their names in snake case: a sentence that says what to use now.
 # Flags of every command, keys of recipes and arguments in Python are answered with it.
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "for_merge": "Train without it: packs merge measures what a merge loses, and names a setting "
+    "that passes.",
+}
 # Values that were removed, by setting and value, likewise.
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
 

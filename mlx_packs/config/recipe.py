@@ -247,20 +247,11 @@ def base_defaults(model: str, task: str, method: str) -> dict:
 
 
 def check_method(recipe: Recipe) -> None:
-    """Raise a PackError for a setting of adapters with ``method: full`` or ``for_merge``."""
-    lora = recipe.lora
-    train = recipe.train
-    if lora.dropout and train.for_merge != "none":
-        raise PackError(
-            "--dropout: does not go with --for-merge, where adapters have no input of their own. "
-            "Leave it out.",
-            "conflict",
-        )
-
-    if not train.trains_base:
+    """Raise a PackError for a setting of adapters with ``method: full``."""
+    if not recipe.train.trains_base:
         return
     for name in ADAPTER_SETTINGS:
-        if name in recipe.specified or lora.changed([name]):
+        if name in recipe.specified or recipe.lora.changed([name]):
             raise PackError(
                 f"{flag_of(name)}: is a setting of adapters, and --method full trains none. Leave "
                 "it out, or use --method lora.",

@@ -27,7 +27,7 @@ task method iters epochs learning_rate batch_size max_seq_length lr_schedule war
 warmup_ratio optimizer weight_decay betas grad_accumulation_steps max_grad_norm seed quantize
 loss_on packing grad_checkpoint metric patience load_best best steps_per_eval save_every time
 
-warmup_from_zero bias_correction optimizer_config loraplus_lr_ratio for_merge long_rows fim_rate
+warmup_from_zero bias_correction optimizer_config loraplus_lr_ratio long_rows fim_rate
 fim_spm_rate fim_tokens num_proc on_nan recompute micro_batches cache_frozen share_prefix objective
 ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path double_quant keep compute_dtype
 train_fp16_fallback phases steps_per_report val_batches test_batches keep_last clear_cache_threshold
@@ -186,23 +186,6 @@ def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
             yield Fault(name, f"does not go with --objective {train.objective}.", "conflict")
 
 
-def _for_merge_faults(train: TrainConfig) -> Iterator[Fault]:
-    if train.for_merge == "none":
-        return
-
-    unfit = {
-        "method": train.method != "lora",
-        "objective": train.objective != "transformer",
-        "train_fp16_fallback": train.train_fp16_fallback,
-        "phases": bool(train.phases and set(train.tasks) - set(tasks_of("for_merge"))),
-    }
-    for name, is_unfit in unfit.items():
-        if is_unfit:
-            value = "of another task" if name == "phases" else getattr(train, name)
-            text = f"{value} does not go with --for-merge {train.for_merge}."
-            yield Fault(name, text, "conflict")
-
-
 def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
     if not train.pipeline:
         return
@@ -212,7 +195,6 @@ def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
         "method": train.method != "lora",
         "task": not all(facts and facts.pipelined for facts in map(TASKS.get, train.tasks)),
         "objective": train.objective != "transformer",
-        "for_merge": train.for_merge != "none",
         "packing": train.packing,
         "cache_frozen": train.cache_frozen == "on",
         "neftune_noise_alpha": bool(train.neftune_noise_alpha),
@@ -317,7 +299,6 @@ def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
 # The faults of settings of different classes.
 _CONFLICTS = (
     _objective_faults,
-    _for_merge_faults,
     _pipeline_faults,
     _length_faults,
     _task_faults,

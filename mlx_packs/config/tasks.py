@@ -15,7 +15,6 @@ from .choices import (
     OBJECTIVES,
     PREFERENCE_TASKS,
     TASKS,
-    WEIGHT_FORMATS,
     registered,
 )
 from .data import TextConfig
@@ -225,15 +224,6 @@ class TargetConfig(PackableConfig):
 class LMConfig(TargetConfig, LabelSmoothing):
     """Settings of next-token prediction."""
 
-    for_merge: str = option(
-        "none",
-        "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round "
-        "the adapted weights as that merge does, so that merging loses nothing.",
-        section="Adapter",
-        choices=("none", *WEIGHT_FORMATS),
-        extra=True,
-        memory=True,
-    )
     fim_rate: float = _share(
         0.0,
         "Share of the texts to train as fill-in-the-middle; the tokenizer must have tokens for it.",

@@ -26,7 +26,6 @@ _TOGETHER: dict[str, tuple] = {
     "task": tuple(name for name, facts in TASKS.items() if facts.together),
     "phases": ((),),
     "objective": ("transformer",),
-    "for_merge": ("none",),
     "modules_to_save": ((),),
     "dropout": (0.0,),
     "neftune_noise_alpha": (0.0,),

@@ -50,18 +50,12 @@ It was not compiled where it was written: names are those of mlx-swift-lm in Aug
 
 
 class LMStudio:
-    """The base with the pack in it, quantized as the base is where the merge gate lets that pass.
-
-    A pack of ``--for-merge`` is merged in its format.
-    """
+    """The base with the pack in it, quantized as the base is if the merge gate lets that pass."""
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
         """Write the model; ``start`` is the base, where it is not the one that the pack names."""
         base = pack.manifest["base"]
         requantize = "same" if base["quantization"] else "none"
-        if pack.for_merge != "none":
-            requantize = pack.for_merge
-
         report = merge_pack(pack, start or base["id"], out, requantize=requantize, progress=False)
         notes = []
         if not report["passed"] and report["passes"] in report["tried"]:

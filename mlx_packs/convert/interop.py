@@ -100,7 +100,6 @@ def export_pack(
         "to": to,
         "modules": len(pack.specs),
         "mb": round(size / 1e6, 3),
-        "for_merge": pack.for_merge,
         "template_kwargs": template_kwargs_of(pack.manifest),
         **report,
     }

@@ -145,14 +145,6 @@ def _check(request: MergeRequest) -> None:
             )
         load("convert.sequence_classification:check_mergeable")(request)
 
-    if request.pack.for_merge not in ("none", request.requantize):
-        raise PackError(
-            f"--requantize {request.requantize}: {request.pack.name} was trained for another merge "
-            f"(--for-merge). Pass --requantize {request.pack.for_merge}, which is exact.",
-            "conflict",
-            "requantize",
-        )
-
 
 def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePlan:
     """Add what the tokenizer and the task of a pack need beside the weights, and its head."""
@@ -202,7 +194,6 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
         "model": base_files.public_name(str(request.model)),
         "requantize": request.requantize,
         "dtype": request.dtype,
-        "for_merge": request.pack.for_merge,
         **outcome.scores,
         "max_drift": outcome.limit,
         "passed": outcome.passes == request.requantize,

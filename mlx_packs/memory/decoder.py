@@ -24,7 +24,6 @@ from ..data.shapes import (
     widths_of,
 )
 from ..errors import PackError
-from ..late import load
 from ..ops.profile import profile
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers, Tensors, dense_tensors, tensor_bytes
@@ -130,10 +129,6 @@ def plan_step(
     path_facts = MATMUL_PATHS[_path_of(train)]
     # a format that MLX lacks has no kernel on a CPU that multiplies quantized weights
     no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
-    rounding = requantized = 0
-    if train.for_merge != "none":
-        planned_bytes = load("extras.for_merge:planned_bytes")
-        rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
     sequences = _sequences(train, shape)
     evaluated = None
@@ -159,7 +154,6 @@ def plan_step(
         waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
         custom=custom,
-        rounding=rounding,
         head=adapters.head,
         logits=has_logits(train),
         evaluated=evaluated,
@@ -168,7 +162,7 @@ def plan_step(
 
     return adapters.plan(
         train,
-        base=base_bytes(sizes, headers, train, itemsize) + requantized,
+        base=base_bytes(sizes, headers, train, itemsize),
         base_weights=sizes.weights,
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",

@@ -125,8 +125,6 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     quantized = headers.is_quantized or train.quantize != "none"
     if not quantized:
         return ["dense"]
-    if train.for_merge != "none":  # adapted weights are made for each use, whatever the path
-        return ["transient"]
     return list(MATMUL_PATHS)
 
 

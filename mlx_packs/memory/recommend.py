@@ -422,7 +422,6 @@ def _full_option(request: PlanRequest) -> Option:
         compute_dtype="auto",
         cache_frozen="off",
         train_fp16_fallback=False,
-        for_merge="none",
         loraplus_lr_ratio=TrainConfig.loraplus_lr_ratio,
         **changes,
     )

@@ -116,7 +116,6 @@ class Step:
     waiting: int  # bytes of gradients that wait for the update
     unpacks: bool  # whether weights are dequantized by slices, which wait for each other
     custom: bool  # whether they are quantized in a format that MLX lacks
-    rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
     head: bool = False  # whether the head is trained or adapted, and all logits are made
     logits: bool = True  # whether there are any; a reward model reads states of targets alone
     teacher_tokens: int = 0  # of a target, whose logits the loss reads
@@ -291,8 +290,8 @@ class Step:
         in_mlp = itemsize * (tokens * mlp + self.dense_slices() + pieces)
         in_attention = itemsize * (tokens * attention + joined + scores)
         return {
-            "mlp": (in_mlp + self.rounding, 0),
-            "attention": (in_attention + self.rounding, f),  # gate or up
+            "mlp": (in_mlp, 0),
+            "attention": (in_attention, f),  # gate or up
         }
 
 

@@ -54,10 +54,6 @@ class FrozenWeight(ABC):
         """Return the dense weight in `dtype`."""
 
     @abstractmethod
-    def stored(self, dtype: mx.Dtype) -> mx.array:
-        """Return the dense weight of the checkpoint, which has this dtype, bit-identical."""
-
-    @abstractmethod
     def rows(self, at: slice | mx.array) -> mx.array:
         """Return some dense rows."""
 
@@ -114,9 +110,6 @@ class DenseWeight(FrozenWeight):
     def dense(self) -> mx.array:
         return self.module.weight
 
-    def stored(self, dtype: mx.Dtype) -> mx.array:
-        return self.module.weight.astype(dtype)
-
     def rows(self, at: slice | mx.array) -> mx.array:
         return self.module.weight[at]
 
@@ -170,15 +163,6 @@ class MLXWeight(QuantizedWeight):
     def dense(self) -> mx.array:
         dense = mx.dequantize(*self._arrays(self.module), **self._format, dtype=self.dtype)
         return self._scaled(dense)
-
-    def stored(self, dtype: mx.Dtype) -> mx.array:
-        weight, scales, biases = self._arrays(self.module)
-
-        if self.mode == "affine":
-            scales = scales.astype(dtype)
-            biases = biases.astype(dtype)
-
-        return self._scaled(mx.dequantize(weight, scales, biases, **self._format, dtype=dtype))
 
     def rows(self, at: slice | mx.array) -> mx.array:
         return self._dequantized(self._rows_of_arrays(at))

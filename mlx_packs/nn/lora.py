@@ -62,8 +62,6 @@ class GroupedLoRA(nn.Module):
     attaching changes no output (as in mlx-lm and the paper). One dropout mask serves the group.
     """
 
-    keeps_on_cpu = False  # whether `factors_cast` is for it on a CPU, too
-
     def __init__(
         self,
         in_features: int,
@@ -249,8 +247,9 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
 
     On a CPU activations are float32 as they are.
     """
-    groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
-    groups = [group for group in groups if group.keeps_on_cpu or profile().dtype is None]
+    groups: list[GroupedLoRA] = []
+    if profile().dtype is None:
+        groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
     for group in groups:
         group._kept = _Kept()
 

@@ -107,9 +107,6 @@ class FrozenNF4(QuantizedWeight):
     def dense(self) -> mx.array:
         return nf4.dequantize(self.module.nf4_weight, self.module.dtype)
 
-    def stored(self, dtype: mx.Dtype) -> mx.array:
-        return nf4.dequantize(self.module.nf4_weight, dtype)
-
     def rows(self, at: slice | mx.array) -> mx.array:
         if isinstance(at, slice):
             at = mx.arange(at.start, at.stop)

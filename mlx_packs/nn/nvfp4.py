@@ -126,11 +126,8 @@ class FrozenNVFP4(QuantizedWeight):
             )
 
     def dense(self) -> mx.array:
-        return self.stored(self.dtype)
-
-    def stored(self, dtype: mx.Dtype) -> mx.array:
         m = self.module
-        return dequantized(m.weight, m.block_scales, m.global_scale, dtype)
+        return dequantized(m.weight, m.block_scales, m.global_scale, self.dtype)
 
     def rows(self, at: slice | mx.array) -> mx.array:
         m = self.module

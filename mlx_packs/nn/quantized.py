@@ -5,8 +5,7 @@ then a dense product; the backward dequantizes again, so nothing dense is kept. 
 dequantize once and keep. The fastest depends on device, rows and shape: `auto` measures.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -122,49 +121,11 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     return dense
 
 
-def stored_weight(module: nn.Module, dtype: mx.Dtype, after: Sequence[mx.array] = ()) -> mx.array:
-    """Return the dense weight of a module bit-identical to that of its checkpoint.
-
-    On a CPU a loaded base has scales, and dense weights, in float32; ``dtype`` is the
-    checkpoint's. The weight is dequantized after ``after`` is computed.
-    """
-    part = module
-    if after:
-        part = copy.copy(module)
-        names = [name for name, value in module.items() if isinstance(value, mx.array)]
-        arrays = mx.depends([module[name] for name in names], list(after))
-        for name, array in zip(names, arrays, strict=True):
-            part[name] = array
-
-    return frozen_weight(part).stored(dtype)
-
-
-def dense_like(module: nn.Module, weight: mx.array) -> nn.Module:
-    """Return a frozen dense module of the kind of another one, with its bias, and this weight."""
-    if isinstance(module, (nn.Linear, *LINEARS)):
-        return linear_of(weight, module.get("bias"))
-
-    if is_switch_linear(module):
-        from mlx_lm.models.switch_layers import SwitchLinear
-
-        dense = SwitchLinear(1, 1, 1, bias="bias" in module)
-        if "bias" in module:
-            dense.bias = module.bias
-    else:
-        dense = nn.Embedding(1, 1)
-
-    dense.weight = weight
-    dense.freeze()
-    return dense
-
-
-def linear_of(weight: mx.array, bias: mx.array | None = None) -> nn.Module:
+def linear_of(weight: mx.array) -> nn.Module:
     """Return a frozen linear with a dense weight [O, D]; no random number is drawn."""
     linear = DenseLinear.__new__(DenseLinear)
     nn.Module.__init__(linear)
     linear.weight = weight
-    if bias is not None:
-        linear.bias = bias
     linear.freeze()
     return linear
 

@@ -417,8 +417,6 @@ def _key(
         train.double_quant,
         train.keep,
     ]
-    if train.for_merge != "none":
-        weights.append(train.for_merge)
 
     dependencies = {
         "format": _FORMAT,

@@ -15,7 +15,6 @@ from ..bases.fingerprint import sampled_fingerprint, text_hashes
 from ..bases.shapes import Group, Heads
 from ..bases.vision_families import has_vision_tower
 from ..errors import PackError
-from ..late import load
 from ..nn.surgery import block_prefixes
 from ..runtime import mx
 from .compatibility import check_base
@@ -35,10 +34,6 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
     if pack.path:
         where = str(pack.path / ADAPTERS)
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
-
-    if pack.for_merge != "none":
-        attach_merged = load("adapters.merged:attach_merged")
-        return attach_merged(base, pack.specs, tensors, pack.for_merge, matmul_path)
 
     inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}
     trainable = {p: spec for p, spec in pack.specs.items() if p not in inference_only}
@@ -65,8 +60,6 @@ def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pac
         "groups": group_paths(attached.groups),
         "dtype": dtype,
     }
-    if attached.for_merge != "none":
-        adapters["for_merge"] = attached.for_merge
     adapters |= modules_json(attached.base, attached.specs, attached.replaced)
 
     facts = {"method": attached.method, **facts}

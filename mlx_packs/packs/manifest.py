@@ -12,7 +12,6 @@ from ..config.choices import (
     ARCHITECTURES,
     METRICS,
     TASKS,
-    WEIGHT_FORMATS,
     ArchitectureFacts,
     PackFacts,
     architecture_of,
@@ -54,7 +53,6 @@ _KEYS = {
     "adapters": "a mapping",
     "adapters.parameters": "an integer of 0 or more",
     "adapters.dtype": "text?",
-    "adapters.for_merge": "text?",
     "adapters.padded_rank": "an integer above 0?",
     "adapters.groups": "a list",
     "adapters.groups.*": "a list of texts",
@@ -204,6 +202,12 @@ def parse_manifest(text: str, where: str) -> dict:
             "mlx-packs.",
             "unsupported",
         )
+    if "for_merge" in manifest["adapters"]:
+        raise PackError(
+            f"{where}: the pack was trained with --for-merge, which was removed. Train it again "
+            "without.",
+            "unsupported",
+        )
 
     return manifest
 
@@ -229,7 +233,6 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
     for i, module in enumerate(modules):
         _check_module(f"adapters.modules[{i}]", module)
 
-    _check_for_merge(manifest["adapters"])
     _check_head(manifest)
     _check_json_layout(json_layout_of(manifest))
 
@@ -246,21 +249,6 @@ def check_quantization(key: str, quantization: object) -> None:
     check_kind(key, quantization, "a mapping")
     check_keys(quantization, _QUANTIZATION, key)
     check_kind(f"{key}.mode", quantization.get("mode", "affine"), "text")
-
-
-def _check_for_merge(adapters: dict) -> None:
-    """Raises ValueError for adapters that no merge in the recorded format rounds."""
-    if (name := adapters.get("for_merge")) is None:
-        return
-
-    if name not in WEIGHT_FORMATS:
-        raise ValueError(
-            f"adapters.for_merge must be one of {', '.join(WEIGHT_FORMATS)}, but is {name!r}"
-        )
-
-    others = [m for m in adapters["modules"] if m.get("kind", "lora") != "lora" or m.get("experts")]
-    if others or adapters.get("replaced"):
-        raise ValueError("adapters.for_merge is for adapters of linears alone")
 
 
 def _check_json_layout(layout: dict) -> None:

@@ -150,16 +150,8 @@ class Pack:
         return is_classifier(self.manifest)
 
     @property
-    def for_merge(self) -> str:
-        """The format of the merge that the pack was trained for (``--for-merge``), or ``none``."""
-        return self.manifest["adapters"].get("for_merge", "none")
-
-    @property
     def _beyond_lora(self) -> str:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
-        if self.for_merge != "none":
-            return f"it is trained for packs merge --requantize {self.for_merge}"
-
         for path, spec in self.specs.items():
             if spec.kind == "embedding":
                 return f"{path} is an embedding"

@@ -60,12 +60,11 @@ def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Dis
         }
 
 
-def loop_settings(phase: RunPhase, run_iters: int) -> LoopSettings:
+def loop_settings(phase: RunPhase) -> LoopSettings:
     train = phase.train
     return LoopSettings(
         start=phase.start,
         iters=train.iters,
-        run_iters=run_iters,
         grad_accumulation_steps=train.grad_accumulation_steps,
         steps_per_report=train.steps_per_report,
         steps_per_eval=train.steps_per_eval,
@@ -313,7 +312,7 @@ class Fit:
             save(self.state)
 
         return Loop(
-            settings=loop_settings(phase, run.last_phase.stop),
+            settings=loop_settings(phase),
             trainable=self.trainable,
             step=step,
             state=self.state,

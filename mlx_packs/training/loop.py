@@ -24,7 +24,6 @@ class LoopSettings:
 
     start: int  # of the run, before the phase
     iters: int  # of the phase
-    run_iters: int  # of the whole run
     grad_accumulation_steps: int  # that one update is made of
     steps_per_report: int
     steps_per_eval: int
@@ -132,9 +131,6 @@ class Loop:
 
         for number in range(self.state.batches - settings.start + 1, settings.iters + 1):
             batch = next(batches)
-            if not self.step.stepper.waiting:  # within an update no weight changes
-                self.trainable.progress((settings.start + number - 1) / settings.run_iters)
-
             batch = yield from self._start(batch, number)
             due.after(number, in_update=bool(self.step.stepper.waiting))
             waits = due.anything or self.watch.is_asked_to_end

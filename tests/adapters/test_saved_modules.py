@@ -253,10 +253,3 @@ def test_full_fine_tuning_and_the_proxy_have_no_use_for_it(rows, tmp_path, rejec
         lora = LoRAConfig(rank=4, modules_to_save=("norm",))
         train_pack("tiny", rows, lora, train, tmp_path / "p", DataConfig())
     assert not (tmp_path / "p").exists()
-
-
-def test_modules_in_full_are_not_trained_for_a_merge():
-    train = TrainConfig(for_merge="affine4")
-    lora = LoRAConfig(modules_to_save=("norm",))
-    with raises("conflict", "for_merge", "--modules-to-save"):
-        attach_method(base_of("qwen3"), lora, train, "dense")

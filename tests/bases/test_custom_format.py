@@ -8,7 +8,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.loading import load_base_model
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import CustomFormat, format_of, named_format
@@ -29,7 +28,6 @@ from mlx_packs.nn.frozen_weight import (
     frozen_weight,
 )
 from mlx_packs.nn.quantized import apply_matmul_path, quantized_modules
-from mlx_packs.packs.base import load_base
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 
@@ -99,10 +97,7 @@ class FrozenRows(FrozenWeight):
         pass
 
     def dense(self):
-        return self.stored(self.dtype)
-
-    def stored(self, dtype):
-        return (self.module.weight * self.module.step[:, None]).astype(dtype)
+        return (self.module.weight * self.module.step[:, None]).astype(self.dtype)
 
     def rows(self, at):
         return (self.module.weight[at] * self.module.step[at][..., None]).astype(self.dtype)
@@ -196,15 +191,3 @@ def test_damaged_tensors_are_named(checkpoint, fault, shown):
     (checkpoint / "quantization.json").unlink()
     with raises("unreadable", None, "up_proj", shown):
         load_base_model(checkpoint)
-
-
-def test_a_merge_rounds_to_it(dense_checkpoint):
-    base, tokens = load_base(dense_checkpoint), mx.array([[1, 2, 3]])
-    train = with_choice(TrainConfig(), for_merge="rows")
-    attached = find_method("lora").attach(base, LoRAConfig(rank=2), train, "transient")
-    attached.progress(1.0)
-    rounded = base.model(tokens)  # fresh adapters change nothing
-    attached.detach()
-    expected = load_base_model(dense_checkpoint, quantize="rows").model(tokens)
-    assert mx.allclose(rounded, expected, atol=1e-4)
-    assert not mx.allclose(base.model(tokens), expected, atol=1e-4)

@@ -79,7 +79,7 @@ def test_extras_are_only_in_the_help_of_all_options():
     extras = [name for name, facts in METHODS.items() if facts.extra]
     assert extras
     flags = {flags_of(field)[0] for field in SETTINGS.values() if facts_of(field).extra}
-    assert flags == {"--objective", "--for-merge", "--pipeline"}
+    assert flags == {"--objective", "--pipeline"}
     for text in (shown("train", "-h"), shown("train", "-h", "--task", "lm")):
         assert not [name for name in extras if name in text] and not flags & flags_in(text)
     text = shown("train", "-h", "--all")

@@ -69,6 +69,17 @@ def test_a_value_of_a_flag_a_key_and_an_argument():
         load(quantize="old4")
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("train --for-merge affine4", "packs merge measures what a merge loses"),
+    ],
+)
+def test_what_was_removed_says_what_to_use_now(words, instead):
+    with raises("unknown", None, words.split()[1], "was removed", instead):
+        run(*words.split())
+
+
 def test_a_command():
     with raises("unknown", "command", "old-command", "Use packs train."):
         run("old-command")

@@ -119,7 +119,7 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"for_merge": "affine4"}, {"loraplus_lr_ratio": 4.0}, {"train_fp16_fallback": True}],
+    [{"loraplus_lr_ratio": 4.0}, {"train_fp16_fallback": True}],
 )
 def test_full_fine_tuning_is_planned_beside_settings_of_adapters(settings):
     *ways, full = recommend(dense_headers("small"), int(16e9), train=TrainConfig(**settings))

@@ -490,3 +490,9 @@ def test_an_adapter_too_large_for_float16_is_refused(shared_tiny):
         round_adapters(attached, "float16")
     round_adapters(attached, "bfloat16")
     attached.detach()
+
+
+def test_a_pack_that_was_trained_for_a_merge_says_what_to_do(pack):
+    edit_manifest(pack, lambda manifest: manifest["adapters"].update(for_merge="affine4"))
+    with raises("unsupported", None, "--for-merge", "Train it again"):
+        Pack.open(pack)

@@ -11,7 +11,7 @@ def public(cls: type) -> set[str]:
 
 def test_a_pack_shows_what_users_call_and_nothing_internal():
     calls = {"open", "save", "verify", "load_tensors", "merge", "export", "push"}
-    facts = {"name", "short_name", "size_mb", "specs", "for_merge"}
+    facts = {"name", "short_name", "size_mb", "specs"}
     kinds = {"is_reward_model", "is_classifier"}
     attributes = {"path", "tensors", "parts", "examples"}  # those of them that have defaults
     assert public(Pack) == calls | facts | kinds | attributes

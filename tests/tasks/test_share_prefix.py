@@ -9,7 +9,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 import mlx_packs as mp
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.attach import check_bare
-from mlx_packs.adapters.lora import Attached
 from mlx_packs.data import sharing
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.dataset import Tree
@@ -468,12 +467,3 @@ def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path
     whole = trained(data[name], tmp_path / "a", **changes)
     assert whole.report["shared_prefix"]
     check_same(whole, resumed(whole, data[name], tmp_path / "b", **changes))
-
-
-def test_what_is_trained_changes_between_updates_alone(data, tmp_path, monkeypatch):
-    """As the rounding of --for-merge, which would change a prefix that is computed once."""
-    progress = []
-    monkeypatch.setattr(Attached, "progress", lambda self, share: progress.append(share))
-    few = {"batch_size": 1, "grad_accumulation_steps": 2, "iters": 6}
-    trained(data["system"], tmp_path / "p", **few, **UNSCORED)
-    assert progress == [0, 2 / 6, 4 / 6]

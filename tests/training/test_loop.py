@@ -90,7 +90,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
 
     loop = Loop(
-        settings=loop_settings(phase, train.iters),
+        settings=loop_settings(phase),
         trainable=SimpleNamespace(
             model=SimpleNamespace(train=lambda: None), progress=lambda share: None
         ),
