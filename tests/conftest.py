@@ -281,14 +281,14 @@ def _trees_checked_once() -> Iterator[None]:
     is_exact = set()
     why_not_shared = shared_prefix.why_not_shared
 
-    def remembered(model, head, vocab_size, packed=False):
+    def remembered(model, head, vocab_size):
         modules = [(n, type(m), getattr(m, "recompute", None)) for n, m in model.named_modules()]
         trained = [(n, t.shape, t.dtype) for n, t in tree_flatten(model.trainable_parameters())]
-        asked = repr((modules, trained, head is None, vocab_size, packed))
+        asked = repr((modules, trained, head is None, vocab_size))
         if asked in is_exact:
             return None
 
-        reason = why_not_shared(model, head, vocab_size, packed)
+        reason = why_not_shared(model, head, vocab_size)
         if reason is None:
             is_exact.add(asked)
         return reason

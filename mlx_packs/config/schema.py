@@ -259,7 +259,7 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
         return
 
     unfit = {
-        "packing": train.packing and any(TASKS[task].sequences > 1 for task in train.tasks),
+        "packing": train.packing,
         "pipeline": train.pipeline,
         "objective": train.objective != "transformer",
         "cache_frozen": train.cache_frozen == "on",

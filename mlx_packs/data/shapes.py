@@ -25,7 +25,6 @@ class TreeShape(NamedTuple):
     prefix: int  # inputs that its rows begin with
     together: int = 0  # rows of each prefix; 0 is all rows of a batch
     root: int = 0  # inputs that all prefixes begin with, computed before the rest of them
-    examples: float = 1  # of a row: packed rows have several
     recurs: bool = False  # whether it is computed once for all batches of an update
 
     @property
@@ -33,16 +32,13 @@ class TreeShape(NamedTuple):
         """(T, M) of the batch of rows."""
         return self.inputs, self.targets
 
-    def rows(self, sequences: int) -> int:
-        return round(sequences * self.examples)
-
     def groups(self, sequences: int) -> int:
         return -(-sequences // self.together) if self.together else 1
 
     def computed(self, sequences: int) -> int:
         """Return how many inputs of ``sequences`` sequences are computed."""
         groups = self.groups(sequences)
-        saved = (self.rows(sequences) - groups) * self.prefix + (groups - 1) * self.root
+        saved = (sequences - groups) * self.prefix + (groups - 1) * self.root
         return sequences * self.inputs - saved
 
 

@@ -11,15 +11,13 @@ from .chains import merged, merged_share
 from .dataset import Dataset
 from .encoding import Example, Examples
 from .groups import GroupPlan, with_groups
-from .packed_trees import packed_trees
 from .sampler import Sampler
-from .shapes import sequence_inputs
 from .trees import WORTHWHILE, Steps, TreePlan
 
 
 def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> Examples:
     """Merge the examples that begin others, if that saves enough."""
-    if train.packing or not may_share(train, lora):
+    if not may_share(train, lora):
         return examples
 
     whole = merged(examples)
@@ -33,8 +31,6 @@ def training_batches(
 ) -> Dataset:
     if trees is None:
         return training_set(examples, sampler)
-    if sampler.packing:
-        return packed_trees(trees, examples, sampler)
     return trees.dataset(examples, sampler)
 
 
@@ -44,7 +40,6 @@ def plan_trees(
     examples: Examples,
     chosen: np.ndarray,
     together: int = 0,
-    packed: bool = False,
 ) -> TreePlan | None:
     """Return how batches are trees; None if they are rows.
 
@@ -54,10 +49,6 @@ def plan_trees(
         return None
 
     rows = train.batch_size * max(together, 1)
-    if packed:
-        inputs = sequence_inputs(train.max_seq_length)
-        rows = round(rows * inputs / (float(examples.lengths.mean()) - 1))
-
     least = least_saved(train)
     steps = None
     if not draws_at_random(train, lora):
@@ -89,7 +80,9 @@ def least_saved(train: TrainConfig) -> float:
 
 
 def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
-    """Whether batches may be trees; ``auto`` only accepts what changes nothing but the time."""
+    """Whether batches may be trees: unpacked; ``auto`` only accepts what just changes the time."""
+    if train.packing:
+        return False
     if train.share_prefix != "auto":
         return train.share_prefix == "on"
 

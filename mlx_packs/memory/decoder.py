@@ -243,7 +243,7 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
         return cut, targets
     share = after.sequences * cut / (before.sequences * length)
 
-    if isinstance(shape, TreeShape) and shape.prefix * shape.examples < cut:
+    if isinstance(shape, TreeShape) and shape.prefix < cut:
         return shape._replace(inputs=cut, targets=int(targets * share))
     return cut, int(targets * share)
 

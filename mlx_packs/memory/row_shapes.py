@@ -94,6 +94,8 @@ def row_shapes(
         return _tree_shapes(settings, lora, cut_to(examples, max_seq_length))
 
     def repeats(batch_size: int) -> Repeats | None:
+        if train.packing:
+            return None
         chosen = compared_indices(len(examples), MOST_COMPARED)
         compared = Examples([examples[i] for i in chosen], examples.format, examples.loss_on)
         return repeats_of(compared, batch_size, train.max_seq_length)
@@ -108,9 +110,8 @@ def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> se
     """Return the shapes of a run's batches by its --share-prefix."""
     whole = with_chains_merged(train, lora, examples)
     chosen = np.arange(len(whole))
-    trees = plan_trees(train, lora, whole, chosen, packed=train.packing)
-    if not train.packing:
-        trees = plan_groups(train, whole, chosen, trees)
+    trees = plan_trees(train, lora, whole, chosen)
+    trees = plan_groups(train, whole, chosen, trees)
 
     inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(whole.lengths, train.batch_size, inputs, train.seed, train.packing)

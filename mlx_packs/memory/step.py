@@ -84,14 +84,13 @@ def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass
     if not isinstance(shape, TreeShape):
         return (Pass((Level(sequences, shape[0]),)),)
 
-    rows = shape.rows(sequences)
     groups = shape.groups(sequences)
     levels = [Level(groups, shape.prefix - shape.root, shape.root)]
     if shape.root:
         levels.insert(0, Level(1, shape.root))
 
     following = shape.computed(sequences) - sum(level.tokens for level in levels)
-    levels.append(Level(rows, following / rows, shape.prefix))
+    levels.append(Level(sequences, following / sequences, shape.prefix))
     if at_once:
         return (Pass(tuple(levels)),)
     return tuple(Pass((level,)) for level in levels)

@@ -123,7 +123,7 @@ class GroupedAttention(GroupedBlock):
                 keys = rope.shifted(keys)
                 rope = rope.rope
             branching = Branching(self.scale, rope, mask.size)
-            return tree_attention(queries, keys, values, branching, spans, cache.kept)
+            return tree_attention(queries, keys, values, branching, spans)
         if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -256,14 +256,12 @@ def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: Any, cache: Any) -> b
     return bool(_spans_of(cache, mask)) or has_fused_gradient(dtype, width, mask, follows)
 
 
-def attends_in_groups(model: nn.Module) -> bool:
-    """Return whether the attention of every block of a model is, or will be, `GroupedAttention`."""
-    return len(_attentions(model)) == len(model.layers)
-
-
 def takes_one_pass(model: nn.Module, inputs: int) -> bool:
-    """Return whether a tree of so many inputs takes one pass, also before adapters are attached."""
-    return inputs <= profile().tree_inputs and attends_in_groups(model)
+    """Return whether a tree of so many inputs takes one pass, also before adapters are attached.
+
+    It does if the attention of every block is, or will be, `GroupedAttention`.
+    """
+    return inputs <= profile().tree_inputs and len(_attentions(model)) == len(model.layers)
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:

@@ -72,10 +72,6 @@ class PrefixCache:
         other.is_last = is_last
         return other.keeping(self.left())
 
-    def of_levels(self, levels: "Spans") -> "PrefixLevels":
-        """Return the cache of a row that has all inputs of these levels of a tree."""
-        raise ValueError("packed rows share no recurrent states")
-
     def _for_each_suffix(self, array: mx.array) -> mx.array:
         """Return a view [G, copies, ...] of an array [G, ...]."""
         shape = (array.shape[0], self.copies, *array.shape[1:])
@@ -118,9 +114,6 @@ class PrefixKeys(PrefixCache):
             return None
         return "causal"
 
-    def of_levels(self, levels: "Spans") -> "PrefixLevels":
-        return PrefixLevels(levels, self.kept)
-
     def maybe_trim_front(self) -> None:
         """Cut no keys off: a mask hides them."""
 
@@ -140,13 +133,12 @@ class PrefixKeys(PrefixCache):
 
 
 class PrefixLevels(PrefixCache):
-    """Levels of a tree in one row, whose attention reads ``kept`` itself; no pass follows."""
+    """Levels of a tree in one row; no pass follows."""
 
     is_last = True
 
-    def __init__(self, levels: "Spans", kept: Arrays | None = None) -> None:
+    def __init__(self, levels: "Spans") -> None:
         self.levels = levels
-        self.kept = kept
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         raise ValueError("its attention is not computed span by span")
@@ -160,7 +152,7 @@ class PrefixLevels(PrefixCache):
         return Window(window_size)
 
     def start(self) -> None:
-        pass  # nothing was left
+        """Forget nothing: nothing is left."""
 
 
 class PrefixList(PrefixCache):
@@ -252,7 +244,6 @@ def tree_states(
     prefix: mx.array,
     root: mx.array | None = None,
     kept: KeptArrays | None = None,
-    spans: "Spans | None" = None,
 ) -> mx.array:
     """Return the states of a root, of the prefixes and of their suffixes, [Q + G P + R S, D].
 
@@ -263,12 +254,11 @@ def tree_states(
         prefix: inputs [G, P], or [G, P, D].
         root: inputs [1, Q], or [1, Q, D], that come before all prefixes; None is no input.
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
-        spans: of one prefix, the inputs of each suffix in packed rows.
     """
     if kept is None:
         parts = [part for part in (root, prefix, suffixes) if part is not None]
         if _is_one_pass(model, parts):
-            return _states_of_levels(model, forward, parts, spans)
+            return _states_of_levels(model, forward, parts)
         kept = keep_prefixes(model, forward, prefix, root)
 
     caches = _prefix_caches(model)
@@ -281,9 +271,6 @@ def tree_states(
     copies = suffixes.shape[0] // groups
 
     following = [cache.after(offset, copies, is_last=True) for cache in caches]
-    if spans is not None:
-        following = [cache.of_levels(spans) for cache in following]
-
     of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
 
@@ -297,14 +284,9 @@ def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
     return 0 < taking == len(model.layers)
 
 
-def _states_of_levels(
-    model: nn.Module, forward: Forward, parts: Sequence[mx.array], spans: "Spans | None"
-) -> mx.array:
+def _states_of_levels(model: nn.Module, forward: Forward, parts: Sequence[mx.array]) -> mx.array:
     """Return what `tree_states` does of root, prefixes and suffixes, in one pass."""
     levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
-    if spans is not None:
-        levels = (*levels[:-1], *spans)
-
     row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
     caches = [PrefixLevels(levels) for _ in model.layers]
     return forward(row, caches).squeeze(0)

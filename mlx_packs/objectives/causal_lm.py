@@ -141,7 +141,7 @@ def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
 def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
     """Return the segments of packed rows: an array [B, T], or the inputs of each; else None."""
     if isinstance(layout, Tree):
-        return layout.spans
+        return None
     return inputs.get("segments", layout or None)
 
 
@@ -168,17 +168,17 @@ def forward(
             (nn/wrapped.py).
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
-        prefixes: what B / G rows of tokens in turn follow, or each of their segments, as
-            `prefixes_in` has it: ``prefix`` [G, P] or float [G, P, D], and maybe ``root`` [1, Q]
-            before all of them, or in place of both what `keep_prefixes` ``kept`` of them. The
-            output is [Q + G P + B T, D], in this order (nn/prefix.py).
+        prefixes: what B / G rows of tokens in turn follow, as `prefixes_in` has it: ``prefix``
+            [G, P] or float [G, P, D], and maybe ``root`` [1, Q] before all of them, or in place of
+            both what `keep_prefixes` ``kept`` of them. The output is [Q + G P + B T, D], in this
+            order (nn/prefix.py).
         unread: the tokens [B, T] of states, which are not embedded, but may be images.
     """
     if prefixes:
         run = partial(_with_caches, model, part)
         tree_states = load("nn.prefix:tree_states")
         with tree_of_images(model, tokens, prefixes):
-            return tree_states(model, run, tokens, **prefixes, spans=segments)
+            return tree_states(model, run, tokens, **prefixes)
 
     if tokens.ndim == 3:
         if unread is None:

@@ -31,21 +31,13 @@ _NEGLIGIBLE = 1e-3  # of the largest gradient's length: shorter ones may be roun
 Gradients = dict[str, mx.array]
 
 
-def why_not_shared(
-    model: nn.Module, head: Head | None, vocab_size: int, packed: bool = False
-) -> str | None:
+def why_not_shared(model: nn.Module, head: Head | None, vocab_size: int) -> str | None:
     """Return why a tree differs from its rows, in a line; None if it does not.
 
-    ``model`` is as it trains: with its adapters and its activation checkpointing. ``packed`` is
-    whether the rows of the tree are packed.
+    ``model`` is as it trains: with its adapters and its activation checkpointing.
     """
     rows, tree = _probe(vocab_size)
     layout = Tree(1, _PREFIX, root=_ROOT)
-    if packed:
-        tree["prefix"] = mx.concatenate([tree.pop("root"), tree["prefix"]], axis=1)
-        tree["tokens"] = tree["tokens"].reshape(1, -1)
-        layout = Tree(1, _PREFIX, spans=((_SUFFIX, _SUFFIX),))
-
     part = part_of(model, head)
     allowed = _ROUNDING[forward(model, part, rows[0]["tokens"]).dtype]
 

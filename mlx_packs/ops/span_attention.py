@@ -86,7 +86,6 @@ def tree_attention(
     values: mx.array,
     branching: Branching,
     levels: Spans,
-    followed: Keys | None = None,
 ) -> list[mx.array]:
     """Return the attention of the segments of a tree, each of which sees those that it follows.
 
@@ -97,7 +96,6 @@ def tree_attention(
         branching: how segments see each other.
         levels: inputs of each segment, by level; N in all. Those of a level but the last are
             equally long, and equally many of the next follow each in turn.
-        followed: what those of the first level follow; None is nothing.
 
     Returns:
         [count, H, length, D] of neighbours of equal length, in the dtype of queries; `row_of` joins
@@ -107,6 +105,7 @@ def tree_attention(
     segments = iter(_segments((queries, keys, values), sum(runs, [])))
 
     outputs = []
+    followed = None
     for of_level in runs:
         for own in itertools.islice(segments, len(of_level)):
             output, left = branching.attention(*own, followed)

@@ -2,7 +2,6 @@
 
 import mlx.nn as nn
 
-from .. import runtime
 from ..adapters.attach import attach
 from ..adapters.trainable import Trainable
 from ..bases.turns import why_no_trees
@@ -12,14 +11,13 @@ from ..config.schema import TrainConfig
 from ..data.chains import merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan
-from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import with_chains_merged
 from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
 from ..memory.plan import recompute_policies
-from ..nn.blocks import attends_in_groups, takes_one_pass
+from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
@@ -81,12 +79,8 @@ def passes_of(
     return of_prefixes, following
 
 
-def computes_trees(
-    train: TrainConfig, base: Base, display: Display, sampler: Sampler | None = None
-) -> bool:
+def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
     """Return whether the model computes trees exactly; say so if it does not.
-
-    With a ``sampler`` of packed examples, the trees of its batches, too.
 
     Raises:
         PackError: it does not, and trees are asked for.
@@ -98,8 +92,6 @@ def computes_trees(
         reason = why_length_matters(base.model, sequence_inputs(train.max_seq_length))
     if reason is None and train.share_prefix == "auto":
         reason = _why_not_recomputed(train, base)
-    if reason is None and sampler is not None and sampler.packing:
-        reason = _why_not_packed(base, sampler)
     if reason is None:
         return True
 
@@ -138,16 +130,7 @@ def _why_not_recomputed(train: TrainConfig, base: Base) -> str | None:
     return f"with --recompute block {reason}"
 
 
-def _why_not_packed(base: Base, sampler: Sampler) -> str | None:
-    """Return why packed examples are no trees, in a line; None if they are."""
-    if runtime.COMPILES and not sampler.aligned:
-        return "with --packing its batches would each be compiled"
-    if not attends_in_groups(base.model):
-        return "with --packing its attention is not computed example by example"
-    return None
-
-
-def check_trees(trainable: Trainable, head: Head | None, packed: bool = False) -> None:
+def check_trees(trainable: Trainable, head: Head | None) -> None:
     """Check that trees have the gradients of rows, with what is trained and recomputed.
 
     Raises:
@@ -155,9 +138,6 @@ def check_trees(trainable: Trainable, head: Head | None, packed: bool = False) -
     """
     base = trainable.base
     reason = why_not_shared(trainable.model, head, base.vocab_size)
-    if reason is None and packed:
-        reason = why_not_shared(trainable.model, head, base.vocab_size, packed=True)
-
     if reason:
         family = base.config.get("model_type", base.name)
         raise PackError(

@@ -94,20 +94,17 @@ class TokenTask(Task):
         """Return how training batches are trees, and show it; None if they are rows."""
         train = phase.train
         draw = sampler.draw
-        if sampler.packing and together:
-            return None
-
         first = 0 if draw.replay else draw.first
         drawn = np.arange(len(examples))[first : draw.stop]
-        trees = plan_trees(train, self.lora, examples, drawn, together, sampler.packing)
-        if not (together or draw.replay or sampler.packing):
+        trees = plan_trees(train, self.lora, examples, drawn, together)
+        if not (together or draw.replay):
             trees = plan_groups(train, examples, drawn, trees)
 
         if trees is None:
             if not examples.merged:
                 say_nothing_shared(train, self.display)
             return None
-        if not computes_trees(train, self.base, self.display, sampler):
+        if not computes_trees(train, self.base, self.display):
             return None
 
         show_trees(trees, examples, draws_at_random(train, self.lora), self.display)
@@ -137,7 +134,7 @@ class TokenTask(Task):
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         if self.trees:
-            check_trees(trainable, head, train.packing)
+            check_trees(trainable, head)
 
     def _masked(self, examples: Examples, base: Base) -> list[dict]:
         return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]

@@ -30,7 +30,6 @@ RUNS = {
     "turns": {"data": "turns", "share_prefix": "on", "cache_frozen": "off"},
     # the shares of four ranks are a row each
     "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 3},
-    "packed-alike": {"data": "alike", "share_prefix": "on", "packing": True, "batch_size": 2},
     "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
     "cached": {"data": "chats", "cache_frozen": "on", "iters": 4},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},

@@ -7,13 +7,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 import mlx_packs as mp
-from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.adapters.attach import check_bare
 from mlx_packs.data import sharing
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.groups import GroupPlan
-from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.trees import Steps
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.objectives.causal_lm import CausalLM
@@ -133,7 +132,6 @@ def first_step(task: EncodedTask) -> tuple:
     ("name", "changes", "on_trees"),
     [
         ("system", {}, {}),
-        ("system", {"packing": True, "batch_size": 2}, {}),
         ("documents", {"batch_size": 15}, {"batch_size": 24}),  # all examples in both
         ("prompts", {"task": "dpo"}, {}),
         *slow_except([("rated", {"task": "kto"}, {}), ("prompts", {"task": "reward"}, {})]),
@@ -204,7 +202,7 @@ def test_auto_leaves_apart_what_saves_too_little(tmp_path):
     ("lora", "changes", "shares"),
     [
         (LORA, {}, True),
-        (LORA, {"packing": True}, True),
+        (LORA, {"packing": True}, False),
         (LORA, {"batch_size": 1}, False),
         (DROPS, {}, False),
         (LORA, {"neftune_noise_alpha": 5.0}, False),
@@ -317,33 +315,14 @@ def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, 
         own.bind()
 
 
-@pytest.mark.parametrize(
-    ("check", "answer", "changes", "reason"),
-    [
-        ("why_not_shared", "its loss is off by 1", {}, "its loss is off by 1"),
-        ("attends_in_groups", False, {"packing": True}, "not computed example by example"),
-    ],
-)
-def test_a_model_that_computes_trees_otherwise_gets_rows(
-    data, monkeypatch, check, answer, changes, reason
-):
-    monkeypatch.setattr(shared_prefix, check, lambda *_: answer)
+def test_a_model_that_computes_trees_otherwise_gets_rows(data, monkeypatch):
+    reason = "its loss is off by 1"
+    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: reason)
     with raises("unsupported", "share_prefix", "a qwen3 model", reason):
-        encoded(data["system"], share_prefix="on", **changes)
-    own = encoded(data["system"], share_prefix="auto", **changes)
+        encoded(data["system"], share_prefix="on")
+    own = encoded(data["system"], share_prefix="auto")
     assert "every row of a qwen3 model: " in own.lines and reason in own.lines
     assert not own.task.trees
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-def test_packed_batches_that_would_each_be_compiled_are_no_trees(monkeypatch, capsys, aligned):
-    """On a GPU they are where they have their spans in common."""
-    monkeypatch.setattr(runtime, "COMPILES", True)
-    train = TrainConfig(share_prefix="auto", packing=True)
-    sampler = Sampler(np.array([40, 50]), 1, 64, packing=True, aligned=aligned)
-    base = base_of("qwen3")
-    assert shared_prefix.computes_trees(train, base, Display(NORMAL), sampler) == aligned
-    assert ("would each be compiled" in capsys.readouterr().err) != aligned
 
 
 def test_what_is_shared_is_said(data):
@@ -384,7 +363,7 @@ def test_rope_that_depends_on_the_length_of_a_row_is_left_in_rows(capsys):
 
 @pytest.mark.parametrize(
     ("name", "value", "others"),
-    [("packing", True, {"task": "dpo"}), ("cache_frozen", "on", {}), ("pipeline", True, {})],
+    [("packing", True, {}), ("cache_frozen", "on", {}), ("pipeline", True, {})],
 )
 def test_what_does_not_go_with_trees_is_named(name, value, others):
     with raises("conflict", name, "--share-prefix on"):
@@ -423,7 +402,6 @@ PIECES = {"micro_batches": 2, "grad_accumulation_steps": 2}
     "changes",
     [
         PIECES,
-        pytest.param({**PIECES, "packing": True, "batch_size": 2}, marks=pytest.mark.slow),
         pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
     ],
     ids=str,
