@@ -1,9 +1,11 @@
 """`packs serve` against `mlx_lm.server`: one adapter, one or many requests at once, and adapters that alternate.
 
 Both are processes of their own on the same base in float32, with the same BLAS and the same packs, and
-are measured alternating by the requests of `packs bench-serve`. Before that, both must answer alike.
+are measured alternating by the same requests. Before that, both must answer alike. With --url, a
+server of the OpenAI API that runs already is measured instead.
 
     python -m benchmarks serve
+    python -m benchmarks serve --url http://127.0.0.1:8080
 """
 
 import argparse
@@ -21,13 +23,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY, resolve_checkpoint, weight_files
-from mlx_packs.bench.serving import Load, Target, run_load
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
 from . import history, report
 from .generate import TextsDiffer, write_pack
 from .history import Environment, Record, percentiles, record
+from .server_load import Load, Target, run_load
 
 OURS, QUANTIZED, PEER = "packs serve", "packs serve quantized", "mlx_lm.server, same BLAS"
 NAMES = ("a", "b", "c")
@@ -192,6 +194,24 @@ def records(
     return lines
 
 
+def measure_running(options: argparse.Namespace) -> int:
+    """Print the results of a running server: one model and up to four, 1 and 16 requests at once.
+
+    Returns 1 if a request failed. The key is that of ``MLX_PACKS_API_KEY``.
+    """
+    target = Target(options.url, os.environ.get("MLX_PACKS_API_KEY", ""))
+    models = tuple(target.models()[:4])
+    failed = 0
+    for at_once in (1, 16):
+        for turn, mix in enumerate(dict.fromkeys((models[-1:], models))):
+            run_load(target, Load(mix, 4, 4, 32, 4, seed=-1))
+            load = Load(mix, at_once, options.requests, 32, options.tokens, seed=turn)
+            result = run_load(target, load)
+            print(json.dumps(result))
+            failed += sum(result["errors"].values())
+    return min(failed, 1)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks serve", description=__doc__.split("\n")[0]
@@ -200,9 +220,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each answer [32]")
     parser.add_argument("--requests", type=int, default=64, help="of each workload [64]")
     parser.add_argument("--rounds", type=int, default=4, help="of all workloads [4]")
+    parser.add_argument("--url", help="measure the server that runs there, and record nothing")
     history.add_option(parser)
     options = parser.parse_args(arguments)
     try:
+        if options.url:
+            return measure_running(options)
         new_records = run(options)
     except (TextsDiffer, PackError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)

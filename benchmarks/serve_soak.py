@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.serving import Target
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import load_base
 
 from . import alone, figures, history, report
 from .history import Environment, Record, record
 from .serve import free_port
+from .server_load import Target
 from .soak import Slope, slope
 from .swap import random_pack
 

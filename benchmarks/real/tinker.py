@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from mlx_packs import Observer, train_pack
-from mlx_packs.bench.serving import Target
 from mlx_packs.errors import PackError
 
 from .. import alone, history
 from ..history import Environment, record
 from ..serve import free_port
+from ..server_load import Target
 from . import files
 from .jobs import PARTS, RANK, RATE, WEIGHT_DECAY, Job, lora, prepare
 from .trainers import train_config

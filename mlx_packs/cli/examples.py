@@ -237,13 +237,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "MLX_PACKS_API_KEY=secret packs serve --pack tickets=packs/tickets --host 0.0.0.0",
         ),
     ),
-    "bench-serve": (
-        ("Measure the server that runs here:", "packs bench-serve"),
-        (
-            "Measure another one with 32 requests at once:",
-            "packs bench-serve --url http://127.0.0.1:8000 --concurrency 32",
-        ),
-    ),
     "completion": (
         ("Complete commands in zsh:", "packs completion zsh >> ~/.zshrc"),
         ("Complete commands in bash:", "packs completion bash >> ~/.bashrc"),

@@ -62,7 +62,7 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
-    "Benchmark": {"bench": "bench:bench", "bench-serve": "bench:bench_serve"},
+    "Benchmark": {"bench": "bench:bench"},
     "Shell": {"completion": "completion:completion"},
 }
 
@@ -93,7 +93,9 @@ OTHER_COMMANDS = {
 }
 
 # Commands that were removed: a sentence that says what to use now.
-REMOVED_COMMANDS: Mapping[str, str] = {}
+REMOVED_COMMANDS: Mapping[str, str] = {
+    "bench-serve": "Use python -m benchmarks serve --url URL in a clone of the repository."
+}
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program
 _OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)

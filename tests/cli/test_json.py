@@ -26,7 +26,7 @@ CASES = {
 }
 # Those that take longer, or need a network or other packages; `print_report` checks them too.
 OTHERS = {
-    *("bench", "bench-serve", "combine", "doctor", "eval-tasks", "import", "learn", "logits"),
+    *("bench", "combine", "doctor", "eval-tasks", "import", "learn", "logits"),
     *("merge", "pull", "push", "quantize", "sweep"),
 }
 

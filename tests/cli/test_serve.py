@@ -250,3 +250,9 @@ def test_a_folder_in_the_home_is_named_as_it_is(folder, monkeypatch):
 
 def test_settings_of_texts_are_rejected_for_an_encoder(inside, rejected, encoder):
     check(rejected("serve", "--model", str(encoder), "--kv-bits", "8"), "conflict", "kv_bits")
+
+
+def test_bench_serve_says_what_measures_a_server_now(run):
+    code, _, err = run("bench-serve", "--url", "http://127.0.0.1:8080")
+    assert code == 2 and "python -m benchmarks serve --url URL" in err
+    assert len(err.splitlines()) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.bench.serving import Load, Target, run_load
+from benchmarks.server_load import Load, Target, run_load
 from mlx_packs.errors import PackError
 from tests.helpers.documents import ROOT
 from tests.helpers.serving import SECONDS

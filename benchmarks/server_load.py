@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from urllib.parse import urlsplit
 
-from ..errors import PackError
-from ..reading import parse_json
+from mlx_packs.errors import PackError
+from mlx_packs.reading import parse_json
 
 PERCENTILES = (50, 95, 99)
 _SUBJECTS = "a list|the weather|an old house|a function|the sea|a long letter|numbers".split("|")
@@ -216,29 +216,3 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
         return {f"p{p}": round(1e3 * seconds[0], 1) for p in PERCENTILES}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {f"p{p}": round(1e3 * cuts[p - 1], 1) for p in PERCENTILES}
-
-
-def table(results: Sequence[dict]) -> list[str]:
-    head = (
-        "models                at once  answers/s  tokens/s  first token ms (p50 p95 p99)  "
-        "whole ms (p50 p95 p99)"
-    )
-    lines = [head]
-    for result in results:
-        names = ", ".join(result["models"])
-        if len(names) > 20:
-            names = f"{len(result['models'])} alternating"
-        first, whole = (
-            " ".join(f"{result[key].get(f'p{p}', float('nan')):8.0f}" for p in PERCENTILES)
-            for key in ("first_token_ms", "latency_ms")
-        )
-
-        lines.append(
-            f"{names:<20}  {result['concurrency']:>7}  {result['requests_per_s']:>9.2f}  "
-            f"{result['tokens_per_s']:>8.1f}  {first}   {whole}".rstrip()
-        )
-        if result["errors"]:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in result["errors"].items())
-            lines.append(f"{'':<20}  failed: {reasons}")
-
-    return lines
