@@ -14,7 +14,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors sandbox plugins signals fork late runtime kinds reading filesystem leftovers files tensors run_clock
+terminal errors sandbox plugins signals fork late runtime kinds reading filesystem leftovers files cache tensors run_clock
 display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
 tasks training sweeps learning
@@ -147,6 +147,7 @@ OWN_READERS = {
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),
+    "cache.py": "files that it makes, and verifies",
     **dict.fromkeys(("objectives/state_store.py", "vision/store.py"), "a file that it makes"),
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",

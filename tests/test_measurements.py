@@ -1,6 +1,5 @@
 """Measurements of a device: found again by what they depend on, and never in the way."""
 
-import json
 import multiprocessing
 import os
 
@@ -51,23 +50,13 @@ def test_another_machine_or_version_has_none(folder, monkeypatch):
         assert recall("speed", OF) == RESULT, name
 
 
-def test_a_damaged_or_foreign_file_is_ignored_and_replaced(folder):
+def test_a_damaged_file_is_ignored_and_replaced(folder):
     remember("speed", OF, RESULT)
     (file,) = folder.iterdir()
-    text = file.read_text()
-    record = json.loads(text)
-
-    for damaged in (
-        "",
-        text[: len(text) // 2],
-        "[1, 2]",
-        "\udcff",
-        text.replace('"rows": 128', '"rows": 1'),
-        text.replace("measurement 1", "measurement 0"),
-        json.dumps({**record, "result": [1.0]}),
-        json.dumps({key: value for key, value in record.items() if key != "result"}),
-    ):
-        file.write_bytes(damaged.encode(errors="surrogateescape"))
+    content = file.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"[1, 2]", b'{"format": 1, "result": {}}'):
+        file.unlink()
+        file.write_bytes(damaged)
         assert recall("speed", OF) is None, damaged
         remember("speed", OF, RESULT)
         assert recall("speed", OF) == RESULT and list(folder.iterdir()) == [file]

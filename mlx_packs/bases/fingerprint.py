@@ -16,24 +16,22 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..cache import Cache, key_of
 from ..errors import PackError, printable
-from ..files import atomic_write, cache_folder, remove_unused, to_json
-from ..reading import read_header, read_json, sha256
+from ..reading import read_header, sha256
 from .files import CHECKPOINT_FILES, MORE_TEMPLATES, RECORD, weight_files
 
+_CACHE = Cache("fingerprints", days=90)
 _PREFIX = "sha256:"
 _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
 _BUFFER_BYTES = 1 << 20
 _THREADS = 8
 _SAMPLE_BYTES = 4096
-_DAYS = 90  # after which an unused entry of the cache is removed
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
-_FORMAT = "mlx_packs fingerprint 1"
 _NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
 _log = logging.getLogger("mlx_packs")
 
@@ -56,8 +54,10 @@ def fingerprint(path: Path) -> str:
     """
     files = weight_files(path)
     states = [_state(file) for file in files]
-    if known := _recall(path, states):
-        return known
+    key = key_of(os.fsencode(path.resolve()).hex())
+    entry = _CACHE.get_json(key)
+    if entry and entry["files"] == [list(state) for state in states]:
+        return entry["fingerprint"]
 
     began = time.time_ns()
     value = _hash_tensors(files)
@@ -70,7 +70,8 @@ def fingerprint(path: Path) -> str:
 
     newest = max((time_ns for state in states for time_ns in state[2:4]), default=began)
     if began - newest > _SETTLED_SECONDS * 1e9:
-        _remember(path, states, value)
+        _CACHE.put_json(key, {"files": states, "fingerprint": value})
+        _CACHE.remove_unused()
     return value
 
 
@@ -246,38 +247,3 @@ def _sampled(states: tuple[FileState, ...]) -> str:
     for name, (dtype, shape, sample) in sorted(entries.items()):
         digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
     return digest.hexdigest()
-
-
-def _entry(path: Path) -> Path | None:
-    """Where the fingerprint of a folder is stored; None without a cache."""
-    folder = cache_folder("fingerprints")
-    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-    return folder and folder / f"{digest[:32]}.json"
-
-
-def _recall(path: Path, states: list[FileState]) -> str | None:
-    if (entry := _entry(path)) is None or not entry.is_file():
-        return None
-
-    try:
-        content = read_json(entry)
-        os.utime(entry)
-    except (PackError, OSError):
-        return None
-
-    current = [list(state) for state in states]
-    if content.get("format") != _FORMAT or content.get("files") != current:
-        return None
-
-    value = content.get("fingerprint")
-    return value if isinstance(value, str) else None
-
-
-def _remember(path: Path, states: list[FileState], value: str) -> None:
-    """A cache that cannot be written is left alone."""
-    if (entry := _entry(path)) is None:
-        return
-    with suppress(PackError, OSError):
-        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic_write(entry, to_json({"format": _FORMAT, "files": states, "fingerprint": value}))
-        remove_unused(entry.parent, "*.json", _DAYS)

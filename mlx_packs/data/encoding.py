@@ -12,6 +12,7 @@ import numpy as np
 
 from ..bases.sandboxed_tokenizer import with_offsets
 from ..bases.tokenizer import images_of, starts_twice, tokenizer_errors
+from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
 from .bad_rows import TOO_LONG, BadRows, RowError
@@ -35,15 +36,7 @@ from .formats import (
 from .images import FEWER_BY_MAX_PIXELS
 from .row_format import or_error
 from .sources import Fingerprint, Rows, as_rows, canonical_line
-from .token_store import (
-    DTYPES,
-    ByteFile,
-    Example,
-    JoinedExamples,
-    StoredExamples,
-    TokenStore,
-    blocks,
-)
+from .token_store import ByteFile, Example, JoinedExamples, StoredExamples, TokenStore
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 4
@@ -51,13 +44,6 @@ ENCODING_VERSION = 4
 _CHUNK_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 19
 _RENDERED_ROWS = 64  # of one call of the chat template's sandbox
-# The arrays of some of the rows, encoded; row numbers are those among all.
-PART = {
-    **DTYPES,
-    "lines": np.uint8,  # `canonical_line` of each row
-    "counts": np.int64,  # cut, dropped
-    "bad": np.uint8,  # `BadRows.to_json`
-}
 
 
 @dataclass
@@ -197,7 +183,7 @@ class _Rendered(NamedTuple):
 class Encoder:
     """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered.
 
-    Its results can be moved as arrays (`PART`, with ``is_part``) to an encoder of the rows before:
+    Its results can be moved as arrays (`part`, with ``is_part``) to an encoder of the rows before:
     the examples are then the same as if that one had encoded all of them.
     """
 
@@ -276,14 +262,17 @@ class Encoder:
         )
 
     def part(self) -> dict[str, np.ndarray]:
-        """Return the arrays of `PART`."""
+        """Return the arrays of the rows encoded so far, whose numbers are those among all rows.
+
+        ``lines`` has `canonical_line` of each row, ``counts`` the rows cut and dropped, ``bad``
+        those that were left out; the others are as of `StoredExamples`.
+        """
         assert self.lines is not None
-        bad = json.dumps(self.bad.to_json()).encode()
         return {
             **self.store.arrays(),
             "lines": self.lines.mapped(np.uint8),
             "counts": np.array([self.cut + self.pieces.cut, self.dropped], np.int64),
-            "bad": np.frombuffer(bad, np.uint8),
+            "bad": json_array(self.bad.to_json()),
         }
 
     def add_part(self, part: Mapping[str, np.ndarray]) -> None:

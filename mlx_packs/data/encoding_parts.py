@@ -20,12 +20,12 @@ from pathlib import Path
 from signal import SIG_IGN, SIGINT, Signals, signal
 from typing import IO, Any, NamedTuple
 
+from ..cache import read_arrays, write_arrays
 from ..config.data import DataConfig
 from ..errors import PackError
-from .encoding import PART, Encoder, EncodingOptions, Examples
+from .encoding import Encoder, EncodingOptions, Examples
 from .formats import TOKEN_FORMATS
 from .sources import Rows
-from .token_store import read_arrays, write_arrays
 
 PART_BYTES = 4 << 20  # of text; a few seconds of encoding
 SUFFIX = ".part.npy"
@@ -67,7 +67,7 @@ class EncodingJob:
         encoder = self.encoder(is_part=True)
         with suppress(PackError, OSError):  # who joins the parts encodes it again, and raises it
             encoder.encode(part.start, part.stop)
-            write_arrays(part.file, part.key, encoder.part(), PART)
+            write_arrays(part.file, part.key, encoder.part())
 
 
 def part_count(rows: Rows) -> int:
@@ -117,7 +117,7 @@ def encode_parts(
             elif part in missing:
                 job.encode(part)
 
-            if (arrays := read_arrays(part.file, part.key, PART)) is not None:
+            if (arrays := read_arrays(part.file, part.key)) is not None:
                 encoder.add_part(arrays)
             else:  # it has an error, or its file cannot be written or is damaged
                 encoder.encode(part.start, part.stop)

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from ..cache import read_arrays, write_arrays
 from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..kinds import check_keys
 from ..reading import read_json
 from .dataset import Batch
 from .encoding import Examples
-from .token_store import Dtypes, read_arrays, write_arrays
 
 FACTS = "cache.json"
 TEACHER_ARRAYS = ("teacher_logprobs", "teacher_rest", "teacher_tokens")  # of a batch
@@ -69,8 +69,8 @@ class CacheFacts:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @property
-    def dtypes(self) -> Dtypes:
-        """The arrays of a shard, wide types first."""
+    def dtypes(self) -> dict[str, type]:
+        """The arrays of a shard."""
         tokens = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
         return {"logprobs": np.float32, "rest": np.float32, "tokens": tokens}
 
@@ -170,7 +170,7 @@ class TeacherCache:
         dtypes = self.facts.dtypes
 
         flat = {name: np.asarray(arrays[name], dtypes[name]).reshape(-1) for name in dtypes}
-        write_arrays(self._file(split, shard), self._key(split, shard), flat, dtypes)
+        write_arrays(self._file(split, shard), self._key(split, shard), flat)
 
     def of(self, examples: Examples, vocab_size: int) -> "TeacherTargets":
         """Return what is cached of a split, known by its tokens, for a student's vocabulary.
@@ -218,7 +218,7 @@ class TeacherCache:
         )
 
     def _read(self, split: str, shard: int) -> dict[str, np.ndarray] | None:
-        return read_arrays(self._file(split, shard), self._key(split, shard), self.facts.dtypes)
+        return read_arrays(self._file(split, shard), self._key(split, shard))
 
     def _file(self, split: str, shard: int) -> Path:
         return self.folder / f"{split}-{shard:05}.npy"

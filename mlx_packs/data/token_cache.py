@@ -6,7 +6,6 @@ what is damaged, or is not ours, is encoded again and replaced.
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,24 +18,16 @@ import numpy as np
 from ..bases.chat_template import reads_clock
 from ..bases.templated import with_template
 from ..bases.turns import takes_images
+from ..cache import json_array
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..errors import PackError
-from ..files import cache_folder, remove_unused
 from .bad_rows import BadRows
 from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
 from .encoding_parts import EncodingJob, encode_parts, part_count, parts_of
 from .formats import Row, RowFormat
 from .sources import Rows, as_rows
-from .token_store import DTYPES, StoredExamples, read_arrays, write_arrays
+from .token_store import TOKENS, StoredExamples
 
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
-_DAYS = 30  # after which an unused file is removed
-_DTYPES = {
-    **DTYPES,
-    "counts": np.int64,  # cut, dropped
-    "bad": np.uint8,  # `BadRows.to_json`
-    "fingerprint": np.uint8,  # [32], of the rows
-}
 _MAPPED = ("tokens", "target")
 
 
@@ -57,7 +48,7 @@ def encode_cached(
     ``advance`` is called after each part, or after each row if the base takes images: `steps_of`.
     """
     rows = as_rows(rows)
-    folder = cache_folder("tokens")
+    folder = TOKENS.path
     key = None
     if folder is not None and rows.nbytes() >= least_bytes:
         key = cache_key(rows, tokenizer, columns, options, row_format)
@@ -67,9 +58,8 @@ def encode_cached(
             advance = None
         return encode(rows, tokenizer, columns, options, row_format, advance), None
 
-    file = folder / f"{key}.npy"
-    if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
-        os.utime(file)
+    file = TOKENS.arrays_file(key)
+    if (stored := _read(key, rows, columns, options, row_format)) is not None:
         return stored, file
 
     parts = parts_of(rows, folder, key)
@@ -80,16 +70,13 @@ def encode_cached(
     else:
         examples = encode(rows, tokenizer, columns, options, row_format)
 
-    try:
-        _write(file, key, examples)
-    except (PackError, OSError):  # a full or read-only disk must not stop a run
+    if not TOKENS.put(key, _entry(examples)):  # a full or read-only disk must not stop a run
         return examples, None
 
     for part in parts:
         part.file.unlink(missing_ok=True)
-    for kind in ("*.npy", "*.safetensors"):  # and those of earlier versions
-        remove_unused(folder, kind, _DAYS)
-    return _read(file, key, rows, columns, options, row_format) or examples, file
+    TOKENS.remove_unused()
+    return _read(key, rows, columns, options, row_format) or examples, file
 
 
 def steps_of(rows: Sequence[Row], tokenizer: Any) -> tuple[int, str]:
@@ -143,40 +130,29 @@ def cache_key(
     return hashlib.sha256(text.encode() + content).hexdigest()
 
 
-def _write(file: Path, key: str, examples: Examples) -> None:
-    bad = json.dumps(examples.bad.to_json()).encode()
-    arrays = {
+def _entry(examples: Examples) -> dict[str, np.ndarray]:
+    return {
         **examples.items.parts,
         "counts": np.array([examples.cut, examples.dropped], np.int64),
-        "bad": np.frombuffer(bad, np.uint8),
+        "bad": json_array(examples.bad.to_json()),
         "fingerprint": np.frombuffer(bytes.fromhex(examples.fingerprint), np.uint8),
     }
-    write_arrays(file, key, arrays, _DTYPES)
 
 
 def _read(
-    file: Path,
     key: str,
     rows: Rows,
     columns: DataConfig,
     options: EncodingOptions,
     row_format: RowFormat | None,
 ) -> Examples | None:
-    """Return mapped examples; None without a complete file of this key."""
-    if not file.exists():
+    """Return mapped examples; None without a complete entry of this key."""
+    if (parts := TOKENS.get(key)) is None:
         return None
 
     _, token_format = checked_format(rows, columns, row_format)
     loss_on = token_format.resolve_loss_on(options.loss_on)
-
-    if (parts := read_arrays(file, key, _DTYPES)) is None:
-        return None
-
-    try:
-        entries = json.loads(parts["bad"].tobytes())
-    except ValueError:
-        return None
-
+    entries = json.loads(parts["bad"].tobytes())
     bad = BadRows.from_json(entries, rows, columns.on_bad_row == "stop")
     cut, dropped = parts["counts"].tolist()
     fingerprint = parts["fingerprint"].tobytes().hex()

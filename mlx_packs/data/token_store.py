@@ -1,45 +1,28 @@
-"""Encoded examples, one after the other in two arrays; large ones are files mapped into memory.
+"""Encoded examples, one after the other in two arrays; large ones are files mapped into memory."""
 
-A file that stays has one .npy after another, and their hash.
-"""
-
-import hashlib
 import io
-import mmap
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib import format as npy
 
 from ..bases.tokenizer import readable_text
+from ..cache import Cache, blocks, release
 from ..errors import PackError
-from ..files import cache_folder, replace_file
-from ..leftovers import temporary
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
+TOKENS = Cache("tokens", days=30)
 _IN_MEMORY = 4 << 20  # bytes that are no file yet
-_BLOCK_BYTES = 16 << 20
-_HASH_BYTES = 32  # at the end of a file, SHA-256 of the key and all before
 # After so many reads the pages of mapped arrays are released: each may load 64 KiB or more.
 _READS = 512
-# What a split is encoded to, in the order of a file: wide types first.
-DTYPES = {
-    "ends": np.int64,  # [N], where each example ends
-    "rows": np.int64,  # [N], which of the rows it is
-    "tokens": np.int32,  # [sum of lengths]
-    "target_counts": np.int32,  # [N], targets of each example
-    "target": np.bool_,  # [sum of lengths], True where the token is to be predicted
-}
-
-Dtypes = Mapping[str, type]  # by the name of an array, in the order of a file
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,14 @@ class Example:
 
 
 class StoredExamples(Sequence):
-    """Examples that are built on access from the arrays of `DTYPES`."""
+    """Examples that are built on access from the arrays of a split.
+
+    Args:
+        parts: ``ends`` int64 [N], where each of N examples ends; ``rows`` int64 [N], the row that
+            it is from; ``target_counts`` int32 [N]; and with one value for each token of all
+            examples ``tokens`` int32 and ``target`` bool, True where the token is to be predicted.
+        where: Returns the place of a row, for messages.
+    """
 
     def __init__(self, parts: Mapping[str, np.ndarray], where: Callable[[int], str]) -> None:
         self.parts = parts
@@ -134,7 +124,7 @@ class TokenStore:
         self._end += len(arrays["tokens"])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of `DTYPES`."""
+        """Return the arrays of `StoredExamples`."""
         return {
             "ends": np.frombuffer(self._ends, np.int64),
             "rows": np.frombuffer(self._rows, np.int64),
@@ -180,13 +170,9 @@ class ByteFile:
 
 def _token_folder() -> Path | None:
     """None is the system's temporary folder."""
-    folder = cache_folder("tokens")
-    try:
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-    except OSError:
-        return None
-    return folder
+    with suppress(OSError):
+        return TOKENS.make()
+    return None
 
 
 def _no_room(error: OSError) -> PackError:
@@ -196,81 +182,6 @@ def _no_room(error: OSError) -> PackError:
         "set MLX_PACKS_CACHE to a folder on another disk.",
         "unwritable",
     )
-
-
-def write_arrays(file: Path, key: str, arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> None:
-    """Write arrays of one axis atomically; `read_arrays` only finds them by the same ``key``."""
-    digest = hashlib.sha256(key.encode())
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-
-    with temporary(file, Path.touch) as partial:
-        with partial.open("wb") as f:
-            for name in dtypes:
-                for block in _npy_blocks(arrays[name]):
-                    f.write(block)
-                    digest.update(block)
-            f.write(digest.digest())
-        replace_file(partial, file)
-
-
-def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] | None:
-    """Return mapped arrays; None without a complete file of this key."""
-    try:
-        with file.open("rb") as f:
-            if not _is_complete(f, key):
-                return None
-
-            f.seek(0)
-            return {name: _mapped(f, dtype) for name, dtype in dtypes.items()}
-    except (OSError, ValueError):
-        return None
-
-
-def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    header = io.BytesIO()
-    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
-    yield header.getbuffer()
-
-    for block in blocks(array):
-        yield np.ascontiguousarray(block).data
-
-
-def _is_complete(f: BinaryIO, key: str) -> bool:
-    """Whether a file ends with the hash of the key and of everything before."""
-    content = np.memmap(f, np.uint8, "r")
-    digest = hashlib.sha256(key.encode())
-    for block in blocks(content[:-_HASH_BYTES]):
-        digest.update(block.data)
-    return content[-_HASH_BYTES:].tobytes() == digest.digest()
-
-
-def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
-    npy.read_magic(f)
-    (length,), _, stored = npy.read_array_header_1_0(f)
-    if stored != dtype:
-        raise ValueError(f"must be {np.dtype(dtype)}, but is {stored}")
-
-    start = f.tell()
-    array = np.memmap(f, dtype, "r", start, (length,)) if length else np.empty(0, dtype)
-    f.seek(start + array.nbytes)
-    return array
-
-
-def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield blocks of some MB; the pages of a mapped array do not stay in memory."""
-    step = max(1, _BLOCK_BYTES // part.itemsize)
-    for start in range(0, len(part), step):
-        yield part[start : start + step]
-        release(part)
-
-
-def release(part: np.ndarray) -> None:
-    """Return the memory of a mapped array to the system."""
-    base: object = part
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
-        base.madvise(mmap.MADV_DONTNEED)
 
 
 def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:

@@ -25,7 +25,7 @@ from ..nn.image_tokens import FIRST_IMAGE, names_images
 from ..nn.images import ImageInputs, ImageRules, ShownImages
 from ..runtime import mx
 from .pictures import ImageSource, Picture, open_picture
-from .store import FeatureStore, tower_facts
+from .store import IMAGES, FeatureStore, tower_facts
 from .tower import Features, Tower
 
 _FEW_ROWS = 64  # features of a batch are padded to one of few numbers if steps are compiled
@@ -329,7 +329,7 @@ class Images:
         store = self._store(image.pixels)
         if (features := store.get(image.key)) is None:
             raise PackError(
-                f"{store.folder}: the features of an image are gone or damaged. Start again: those "
+                f"{IMAGES.path}: the features of an image are gone or damaged. Start again: those "
                 "that are missing are computed.",
                 "unreadable",
             )
@@ -417,7 +417,6 @@ class Images:
             before_facts = {"before": self._before} if self._before else {}
             facts = tower_facts(self.path, pixels) | before_facts
             self._stores[pixels] = FeatureStore(facts)
-            self._stores[pixels].sweep()
         return self._stores[pixels]
 
     def _place_prompt(self, tokens: mx.array) -> mx.array:

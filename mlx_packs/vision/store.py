@@ -1,9 +1,7 @@
-"""Features of images on disk, each in a file of its own: computed once, read by every epoch."""
+"""Features of images on disk, an entry for each: computed once, read by every epoch."""
 
 import hashlib
 import json
-import os
-import tempfile
 from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,13 +11,12 @@ import numpy as np
 
 from .. import runtime
 from ..bases.fingerprint import fingerprint
-from ..files import cache_folder, remove_unused, replace_file
-from ..leftovers import temporary
-from ..runtime import mx
-from ..tensors import save_tensors
+from ..cache import Cache, json_array, key_of
+from ..errors import PackError
+from ..runtime import dtype_name, mx
 from .tower import Features
 
-_DAYS = 30  # after which an unused file is removed
+IMAGES = Cache("images", days=30, is_needed=True)
 _IN_MEMORY = 512 << 20  # bytes of features that were read last
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -32,15 +29,10 @@ class FeatureStore:
     """
 
     def __init__(self, base: dict[str, Any]) -> None:
-        name = hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest()[:32]
-        folder = cache_folder("images")
-        self._temporary: tempfile.TemporaryDirectory | None = None
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="mlx_packs-images-")
-            folder = Path(self._temporary.name)
-        self.folder = folder / name
+        self._base = base
         self._last: OrderedDict[str, Features] = OrderedDict()
         self._last_bytes = 0
+        IMAGES.remove_unused()
 
     def get(self, key: str) -> Features | None:
         """Return the features of an image; None if they are not stored, or damaged."""
@@ -48,39 +40,22 @@ class FeatureStore:
             self._last.move_to_end(key)
             return self._last[key]
 
-        file = self._file(key)
-        try:
-            arrays, facts = mx.load(str(file), return_metadata=True)
-            features = _features_of(arrays, facts)
-            os.utime(file)
-        except (OSError, RuntimeError, KeyError, ValueError):
+        arrays = IMAGES.get(key_of(self._base, key))
+        if arrays is None:
             return None
-
+        features = _features_of(arrays)
         self._keep(key, features)
         return features
 
     def put(self, key: str, features: Features) -> None:
-        arrays = {"rows": features.rows}
-        if features.levels is not None:
-            arrays["levels"] = features.levels
-        if features.shifts is not None:
-            arrays["shifts"] = mx.array(features.shifts)
-
-        facts = {"text": features.text, "patches": json.dumps(features.patches)}
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # images may be private
-        file = self._file(key)
-        with temporary(file, Path.touch, suffix=file.suffix) as partial:
-            save_tensors(partial, arrays, facts)
-            replace_file(partial, file)
+        """Store the features of an image; a PackError if the disk is full."""
+        if not IMAGES.put(key_of(self._base, key), _arrays_of(features)):
+            raise PackError(
+                f"{IMAGES.path}: the features of images cannot be written. Make room, or set "
+                "MLX_PACKS_CACHE to a folder on another disk.",
+                "unwritable",
+            )
         self._keep(key, features)
-
-    def sweep(self) -> None:
-        """Remove what no run has used for a month."""
-        if self.folder.is_dir():
-            remove_unused(self.folder, "*.safetensors", _DAYS)
-
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.safetensors"
 
     def _keep(self, key: str, features: Features) -> None:
         self._last[key] = features
@@ -109,13 +84,31 @@ def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
     }
 
 
-def _features_of(arrays: dict[str, mx.array], facts: dict[str, str]) -> Features:
+def _arrays_of(features: Features) -> dict[str, np.ndarray]:
+    dtype = dtype_name(features.rows.dtype)
+    facts = {"text": features.text, "patches": features.patches, "dtype": dtype}
+    arrays = {"facts": json_array(facts), "rows": _bytes_of(features.rows)}
+    if features.levels is not None:
+        arrays["levels"] = _bytes_of(features.levels)
+    if features.shifts is not None:
+        arrays["shifts"] = features.shifts
+    return arrays
+
+
+def _features_of(arrays: dict[str, np.ndarray]) -> Features:
+    facts = json.loads(arrays["facts"].tobytes())
+    dtype = getattr(mx, facts["dtype"])
+    levels = arrays.get("levels")
     shifts = arrays.get("shifts")
-    patches = json.loads(facts["patches"])
     return Features(
         text=facts["text"],
-        rows=arrays["rows"],
-        patches=patches and tuple(patches),
-        levels=arrays.get("levels"),
+        rows=mx.array(arrays["rows"]).view(dtype),
+        patches=facts["patches"] and tuple(facts["patches"]),
+        levels=None if levels is None else mx.array(levels).view(dtype),
         shifts=None if shifts is None else np.array(shifts),
     )
+
+
+def _bytes_of(array: mx.array) -> np.ndarray:
+    """Return an array as bytes, since NumPy has no bfloat16."""
+    return np.array(array.view(mx.uint8))

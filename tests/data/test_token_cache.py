@@ -15,7 +15,6 @@ from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import ENCODING_VERSION, EncodingOptions, encode
 from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.formats import Row
-from mlx_packs.data.token_store import DTYPES, read_arrays, write_arrays
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.rows import chat, write_rows
@@ -163,42 +162,6 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, token_folder, no
     assert file.read_bytes() == whole
     no_encoding()
     assert_same_examples(encode_cached(ROWS, tokenizer)[0], wanted)
-
-
-ARRAYS = {
-    "ends": np.array([3, 6]),
-    "rows": np.array([0, 1]),
-    "tokens": np.arange(6, dtype=np.int32),
-    "target_counts": np.array([1, 2], np.int32),
-    "target": np.arange(6) % 2 == 1,
-}
-
-
-@pytest.mark.parametrize("count", [0, 6])
-def test_a_file_is_one_npy_after_another(tmp_path, count):
-    arrays = {name: array[:count] for name, array in ARRAYS.items()}
-    write_arrays(tmp_path / "x.npy", "key", arrays, DTYPES)
-    with (tmp_path / "x.npy").open("rb") as file:
-        plain = {name: np.load(file) for name in DTYPES}
-    mapped = read_arrays(tmp_path / "x.npy", "key", DTYPES)
-    assert list(mapped) == list(plain) == list(arrays)
-    for name, array in arrays.items():
-        assert mapped[name].dtype == plain[name].dtype == array.dtype
-        assert mapped[name].tolist() == plain[name].tolist() == array.tolist()
-    assert read_arrays(tmp_path / "x.npy", "another key", DTYPES) is None
-
-
-def test_a_file_with_any_fault_is_not_read(tmp_path):
-    file = tmp_path / "x.npy"
-    write_arrays(file, "key", ARRAYS, DTYPES)
-    whole = file.read_bytes()
-    flipped = [
-        whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :] for i in range(len(whole))
-    ]
-    for damaged in (*flipped, *(whole[:n] for n in range(len(whole))), whole + b"\0"):
-        file.unlink()  # not in place: a mapping may be left
-        file.write_bytes(damaged)
-        assert read_arrays(file, "key", DTYPES) is None
 
 
 def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, token_folder, monkeypatch):
