@@ -122,15 +122,15 @@ def settings(size: Task, /, **changes: Any) -> TrainConfig:
     )
 
 
-def ours(task: Task, head: str) -> Result:
-    """Return the metrics of ``--task classify`` with a head, calibrated on the validation split."""
+def ours(task: Task) -> Result:
+    """Return the metrics of ``--task classify``, calibrated on the validation split."""
     data = task.folder / "texts"
     for split in task.texts:
         write_rows(data / f"{split}.jsonl", task.rows(split))
 
     base = load_base(files.smollm2())
-    train = settings(task, task="classify", head=head, calibrate=True)
-    run = trained(task, base, data, train, f"classify-{head}")
+    train = settings(task, task="classify", calibrate=True)
+    run = trained(task, base, data, train, "classify")
 
     began = time.perf_counter()
     report = evaluate(
@@ -258,8 +258,7 @@ def _metrics(logits: np.ndarray, task: Task) -> Result:
 
 
 WAYS: dict[str, Way] = {
-    "classify --head score": lambda task: ours(task, "score"),
-    "classify --head lm": lambda task: ours(task, "lm"),
+    "classify": ours,
     "generated label": generated,
     "TF-IDF + logistic regression": tf_idf,
     "TF-IDF, same examples": lambda task: tf_idf(task, task.steps * task.batch_size),

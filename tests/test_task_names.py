@@ -101,12 +101,8 @@ OTHER_MEANINGS = {
     },
     # a value of --head
     "lm": {
-        "data/labelled.py",
-        "data/labels.py",
         "memory/decoder.py",
-        "packs/classify.py",
         "packs/manifest.py",
-        "tasks/classify.py",
         "tasks/rerank.py",
     },
 }

@@ -150,7 +150,7 @@ def _readers(
     rows = splits.rows["train"]
     classes = None
     if task is not None and own_formats(task) is LABEL_FORMATS:
-        classes = find_classes(rows, columns, train.head_of(task), splits.source)
+        classes = find_classes(rows, columns, splits.source)
     elif task is not None:
         first_format(rows, columns, own_formats(task))
 

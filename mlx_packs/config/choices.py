@@ -388,7 +388,7 @@ TASKS = Table(
             "decoder",
             described="labels of texts or chats",
             defaults={"learning_rate": 1e-4},
-            heads=("score", "lm"),
+            heads=("score",),
             formats="mlx_packs.data.task_formats:LABEL_FORMATS",
             metrics=tuple(
                 "label_accuracy macro_f1 log_loss calibration_error mae rmse spearman".split()

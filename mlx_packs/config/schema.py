@@ -246,6 +246,13 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         text = f"{train.loss} needs --task {any_of(owners)}. Take {any_of(losses)}."
         yield Fault("loss", text, "conflict")
 
+    headed = [task for task in train.tasks if _has_setting(task, tasks_of("head"))]
+    heads = [head for task in headed for head in TASKS[task].heads]
+    if heads and train.head not in ("auto", *heads):
+        owners = [name for name in tasks_of("head") if train.head in TASKS[name].heads]
+        text = f"{train.head} needs --task {any_of(owners)}. Use {any_of(heads)}."
+        yield Fault("head", text, "conflict")
+
     if train.cache_frozen == "on" and not any(TASKS[task].caches for task in train.tasks):
         owners = [name for name, facts in TASKS.items() if facts.caches]
         yield Fault("cache_frozen", f"on needs --task {any_of(owners)}.", "conflict")

@@ -121,8 +121,8 @@ class Headed(Settings):
     head: str = _data(
         "auto",
         "Head that decides on the label (classify) or the relevance (rerank): a new linear head on "
-        "the last token (score), or the LM head, which scores the names of the labels, or yes "
-        "against no, and adds no parameters (lm).",
+        "the last token (score), or, for rerank, the LM head, which scores yes against no and adds "
+        "no parameters (lm).",
         shown_default="score with --task classify, lm with --task rerank",
         choices=("auto", "score", "lm"),
         memory=True,
@@ -465,8 +465,6 @@ class ClassifyConfig(PackableConfig, Headed):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        if self.ordinal and self.head == "lm":
-            yield Fault("ordinal", "needs --head score.", "conflict")
         if self.share_prefix == "on":
             text = "does not go with --share-prefix on. Leave one of them out."
             yield Fault("task", text, "conflict")

@@ -1,10 +1,8 @@
 """Labelled rows as tokens, and batches of them with what the loss compares with.
 
-A head reads the class at the last token of a text, or of the prompt of a chat. With ``--head lm``
-the example is a prompt whose completion is the name of its label.
+A head reads the class at the last token of a text, or of the prompt of a chat.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,10 +16,10 @@ from .bad_rows import BadRows, RowError
 from .batches import PackedCollate, TokenCollate, split_rows
 from .chat_formats import about_conversation
 from .dataset import Batch, Shape
-from .encoding import EncodingOptions, Examples, encode
+from .encoding import EncodingOptions, Examples
 from .formats import COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, Label, check_input, read_label
-from .preferences import Scored, Selected
+from .preferences import Scored
 from .sampler import Order
 from .sources import Rows, Source, as_rows
 from .token_cache import encode_cached
@@ -56,28 +54,21 @@ class _Inputs(Source):
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        for row in self.rows[start:stop]:
-            own = {self.names.text_feature: row.value.get(self.names.text_feature)}
-            if self.classes.chat:
-                own = self._prompt(row)
-            if self.column in row.value:  # for the fingerprint
-                own[self.column] = row.value[self.column]
-            yield row.with_value(own)
-
-    def _prompt(self, row: Row) -> dict[str, Any]:
         names = self.names
-        prompt = row.value.get(names.chat_feature)
+        for row in self.rows[start:stop]:
+            text = row.value.get(names.text_feature)
+            content = {names.text_feature: text}
+            if self.classes.chat:
+                prompt = row.value.get(names.chat_feature)
+                content = {
+                    **about_conversation(row),
+                    names.prompt_feature: text if prompt is None else prompt,
+                    names.completion_feature: _ANSWER,
+                }
 
-        if prompt is None:
-            prompt = row.value[names.text_feature]
-
-        answer = _ANSWER
-        if self.classes.head == "lm":
-            answer = self.classes.labels[0]
-            if self.column in row.value:
-                answer = str(read_label(row, self.column))
-        about = about_conversation(row)
-        return {**about, names.prompt_feature: prompt, names.completion_feature: answer}
+            if self.column in row.value:  # for the fingerprint
+                content[self.column] = row.value[self.column]
+            yield row.with_value(content)
 
     def where(self, i: int) -> str:
         return self.rows.where(i)
@@ -88,7 +79,7 @@ class _Inputs(Source):
     def content_key(self) -> bytes | None:
         """Hash the rows, and how they are read."""
         key = self.rows.content_key()
-        how = f"{self.column} {self.classes.chat} {self.classes.head}"
+        how = f"{self.column} {self.classes.chat}"
         return key and key + how.encode()
 
     def is_in_files(self) -> bool:
@@ -141,7 +132,7 @@ def encode_labelled(
     result = LabelledExamples(
         examples.items,
         "chat" if classes.chat else "text",
-        "label" if classes.head == "lm" else "last token",
+        "last token",
         bad=bad.in_order(),
         fingerprint=examples.fingerprint,
     )
@@ -165,9 +156,7 @@ def fitted(
     prompts = prompt_lengths(examples, tokenizer, classes)
     cut = 0
 
-    if classes.head == "lm":
-        fits = examples.lengths <= limit
-    elif classes.chat:
+    if classes.chat:
         fits = prompts < limit
     else:
         cut = int((prompts >= limit).sum())
@@ -184,9 +173,6 @@ def fitted(
         )
 
     items = Scored(examples, kept, prompts)
-    if classes.head == "lm":
-        items = Selected(examples, kept)
-
     result = replace(
         examples,
         items=items,
@@ -209,37 +195,6 @@ def prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.n
     hits = np.flatnonzero(examples.items.parts["target"])
     starts = np.cumsum(lengths) - lengths
     return hits[np.searchsorted(hits, starts)] - starts
-
-
-def label_tokens(
-    tokenizer: Any, names: DataConfig, options: EncodingOptions, classes: Classes
-) -> list[np.ndarray]:
-    """Return the tokens of each label as an answer, int32 [L], with the one that ends it.
-
-    Raises a PackError if two labels have the same tokens.
-    """
-    columns = names.prompt_feature, names.completion_feature
-    rows = [Row(label, dict(zip(columns, ("?", label), strict=True))) for label in classes.labels]
-    options = replace(options, max_seq_length=NO_LIMIT, loss_on="completion")
-    encoded = encode(rows, tokenizer, names, options, COMPLETION)
-
-    first: dict[bytes, str] = {}
-    answers = []
-    for example, label in zip(encoded.items, classes.labels, strict=True):
-        tokens = example.tokens[example.target]
-        other = first.setdefault(tokens.tobytes(), label)
-
-        if other != label:
-            raise PackError(
-                f"--head lm: the labels {other!r} and {label!r} have the same tokens, so the model "
-                "cannot tell them apart. Rename one of them, or use --head score.",
-                "data",
-                "head",
-            )
-
-        answers.append(tokens)
-
-    return answers
 
 
 def _checked(
@@ -290,7 +245,6 @@ class LabelCollate:
     """
 
     tokens: TokenCollate | PackedCollate
-    is_scored: bool = True  # whether a head reads the last token: all tokens that are read count
 
     def __call__(self, examples: LabelledExamples, order: Order) -> Batch:
         return self._labelled(self.tokens(examples, order))
@@ -301,7 +255,7 @@ class LabelCollate:
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         tokens = {name: values for name, values in batch.inputs.items() if name != "labels"}
         targets = int((batch.inputs["owners"] >= 0).sum())
-        whole = dataclasses.replace(batch, inputs=tokens, targets=targets)
+        whole = replace(batch, inputs=tokens, targets=targets)
         return [self._labelled(piece) for piece in split_rows(whole, parts)]
 
     def _labelled(self, batch: Batch) -> Batch:
@@ -310,6 +264,5 @@ class LabelCollate:
         own = np.concatenate([values[list(batch.examples)], none])
 
         batch = batch.having(labels=own[batch.inputs["owners"]])
-        if self.is_scored:
-            return dataclasses.replace(batch, targets=batch.computed)
-        return batch
+        # the head reads the last token, but all tokens before it decide
+        return replace(batch, targets=batch.computed)

@@ -44,14 +44,12 @@ class Classes:
     Attributes:
         problem: `SINGLE`, `ORDINAL` or `MULTI` labels, or the `REGRESSION` of a score.
         labels: names of the classes in the order of the logits; a score has none.
-        head: ``score`` is a linear head at the last token, ``lm`` the LM head on label names.
         chat: whether the input is the prompt of a chat, in which a text is the user's message.
         temperature: what logits are divided by before they become probabilities.
     """
 
     problem: str
     labels: tuple[str, ...] = ()
-    head: str = "score"
     chat: bool = False
     temperature: float = 1.0
 
@@ -62,7 +60,7 @@ class Classes:
 
     @property
     def head_rows(self) -> int:
-        """The rows of a score head: of a scale one for each label but the lowest."""
+        """The rows of the head: of a scale one for each label but the lowest."""
         if self.problem == ORDINAL:
             return len(self.labels) - 1
         return self.outputs
@@ -79,7 +77,7 @@ class Classes:
             return "a classifier with a score"
 
         kind = _KINDS_OF_LABELS[self.problem]
-        return f"a classifier of {len(self.labels)} labels{kind} (--head {self.head})"
+        return f"a classifier of {len(self.labels)} labels{kind}"
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probabilities of labels, of logits float64 [N, classes] as they are."""
@@ -90,7 +88,7 @@ class Classes:
         return {
             "problem_type": self.problem,
             "labels": list(self.labels),
-            "head": self.head,
+            "head": "score",
             "input": "chat" if self.chat else "text",
             "temperature": self.temperature,
         }
@@ -105,7 +103,6 @@ class Classes:
         return cls(
             stored["problem_type"],
             tuple(stored["labels"]),
-            stored["head"],
             stored["input"] == "chat",
             float(stored.get("temperature", 1.0)),
         )
@@ -287,7 +284,7 @@ class _Kinds:
         return self.first is not None and self.first[0] == "a number"
 
 
-def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str) -> Classes:
+def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes:
     """Return the classes of training rows: texts in order, or numbers in theirs.
 
     Rows that cannot be used are left to the encoding, unless they stop the run.
@@ -340,7 +337,7 @@ def find_classes(rows: Iterable[Row], names: DataConfig, head: str, source: str)
         ordered = sorted(seen, key=int)
     if column == "score":
         ordered = []
-    return Classes(PROBLEMS[column], tuple(ordered), head, head == "lm" or first_format is CHAT)
+    return Classes(PROBLEMS[column], tuple(ordered), first_format is CHAT)
 
 
 def _check_count(count: int, column: str, source: str) -> None:

@@ -22,7 +22,7 @@ from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
-from ..objectives.classification import Classifier
+from ..objectives.classification import ScoreHead
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_commonest
@@ -230,7 +230,7 @@ def fit_temperature(predictions: Predictions) -> float:
 
 
 def predict(
-    classifier: Classifier,
+    classifier: ScoreHead,
     batches: Sequence[Batch],
     problem: str,
     advance: Callable[[], None] | None = None,
@@ -379,7 +379,7 @@ def evaluate_classifier(
 
     bars = settings.display.task("score", len(batches), "batches")
     with attached(base, pack, path) as head, bars as bar:
-        classifier = objective_of(base, classes, settings.columns, head)
+        classifier = objective_of(base, classes, head)
         predictions = predict(classifier, batches, classes.problem, bar.advance)
 
     predictions = predictions.at(classes.temperature)

@@ -15,18 +15,10 @@ from ..data.batches import TokenCollate
 from ..data.dataset import by_length
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.labelled import (
-    NO_LIMIT,
-    LabelCollate,
-    LabelledExamples,
-    encode_labelled,
-    fitted,
-    label_tokens,
-)
+from ..data.labelled import NO_LIMIT, LabelCollate, LabelledExamples, encode_labelled, fitted
 from ..data.labels import MULTI, REGRESSION, Classes
 from ..errors import PackError
-from ..objectives.causal_lm import split_head
-from ..objectives.classification import LabelNames, ScoreHead
+from ..objectives.classification import ScoreHead
 from ..objectives.reward_model import hidden_states
 from .compatibility import text_limit, unsuited
 from .making import attach_pack
@@ -66,7 +58,7 @@ class OpenClassifier:
     classes: Classes
     names: DataConfig  # of columns, and the chat template as it was trained
     limit: int  # most tokens of an example
-    objective: ScoreHead | LabelNames
+    objective: ScoreHead
 
     def classify(self, rows: Sequence[Row], batch_size: int) -> list[Prediction]:
         """Return a prediction for each row, in their order.
@@ -173,25 +165,18 @@ def open_classifier(
         yield classifier_of(base, pack, head)
 
 
-def classifier_of(base: BaseModel, pack: Pack, head: nn.Module | None) -> OpenClassifier:
+def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifier:
     """Return the classifier of a pack whose adapters are on a base; ``head`` is its score head."""
     recipe = pack._part("recipe")
     settings = (*COLUMN_SETTINGS, "chat_template", "template_kwargs", "template_date")
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
-    return OpenClassifier(base, classes, names, limit, objective_of(base, classes, names, head))
+    return OpenClassifier(base, classes, names, limit, objective_of(base, classes, head))
 
 
-def objective_of(
-    base: BaseModel, classes: Classes, names: DataConfig, head: nn.Module | None
-) -> ScoreHead | LabelNames:
+def objective_of(base: BaseModel, classes: Classes, head: nn.Module) -> ScoreHead:
     """Return what computes the logits of classes with the adapters that are on a base."""
-    if classes.head == "lm":
-        options = EncodingOptions(vocab_size=base.vocab_size)
-        answers = label_tokens(base.tokenizer, names, options, classes)
-        return LabelNames(base.model, split_head(base.model), answers)
-
     states = hidden_states(base.model, base.name, "classify")
     return ScoreHead(base.model, states, head, classes.problem)
 
@@ -203,8 +188,8 @@ def check_classifier(pack: Pack) -> None:
 
 
 @contextmanager
-def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Module | None]:
-    """Yield the score head of a classifier that is attached; None without one.
+def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Module]:
+    """Yield the score head of a classifier that is attached.
 
     PackError if the pack is no classifier, or does not fit.
     """

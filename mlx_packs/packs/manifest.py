@@ -159,7 +159,7 @@ _CLASSIFIERS = {
         "regression",
         "ordinal",
     ),
-    "head": ("score", "lm"),
+    "head": ("score",),
     "input": ("text", "chat"),
 }
 _QUANTIZATION = {
@@ -268,8 +268,8 @@ def _check_head(manifest: dict) -> None:
     outputs = 1
     if classifier is not None:
         outputs = _checked_outputs(classifier)
-        if (classifier["head"] == "score") != (shape is not None):
-            raise ValueError(f"classifier.head is {classifier['head']!r}, unlike the tensors")
+        if shape is None:
+            raise ValueError(f"{SCORE_WEIGHT}, the head of a classifier, is missing")
 
     if shape is not None and (len(shape) != 2 or shape[0] != outputs):
         raise ValueError(f"{SCORE_WEIGHT} must have {outputs} rows, but is {list(shape)}")
@@ -277,6 +277,11 @@ def _check_head(manifest: dict) -> None:
 
 def _checked_outputs(classifier: dict) -> int:
     """The rows of a classifier's head."""
+    if classifier.get("head") == "lm":
+        raise ValueError(
+            "classifier.head is 'lm', which scores the names of labels and is no longer supported: "
+            "train the classifier again"
+        )
     for key, values in _CLASSIFIERS.items():
         if classifier.get(key) not in values:
             raise ValueError(f"classifier.{key} must be one of {', '.join(values)}")

@@ -14,13 +14,7 @@ from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import EncodingOptions
-from ..data.labelled import (
-    LabelCollate,
-    LabelledExamples,
-    encode_labelled,
-    fitted,
-    label_tokens,
-)
+from ..data.labelled import LabelCollate, LabelledExamples, encode_labelled, fitted
 from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
@@ -39,7 +33,7 @@ from ..evaluation.classification import (
 )
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
-from ..objectives.classification import LabelNames, ScoreHead
+from ..objectives.classification import ScoreHead
 from ..objectives.objective import Objective
 from ..objectives.reward_model import hidden_states
 from ..objectives.score import check_best
@@ -73,17 +67,9 @@ class ClassifyTask(TokenTask):
 
     base: Base
     classes: Classes
-    answers: list[np.ndarray]  # the tokens of the name of each label, with --head lm
-
-    @property
-    def head_name(self) -> str:
-        return self.train.head_of("classify")
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base with a head besides, whose rows are known once the labels are."""
-        if self.head_name == "lm":
-            return base, self.lora
-
         scored, lora = with_trained_head(base, self.lora, self.train)
         self.head = scored.model[SCORE]
         return scored, lora
@@ -95,13 +81,8 @@ class ClassifyTask(TokenTask):
         self.base = base
         self.classes = self._find_classes(phases, splits)
 
-        if self.head_name == "lm":
-            options = EncodingOptions(vocab_size=base.vocab_size)
-            names = phases[-1].sources[0]
-            self.answers = label_tokens(base.tokenizer, names, options, self.classes)
-        else:
-            fresh = fresh_score_head(base, self.train.seed, self.classes.head_rows)
-            self.head.weight = fresh.weight
+        fresh = fresh_score_head(base, self.train.seed, self.classes.head_rows)
+        self.head.weight = fresh.weight
 
         encoded = []
         for phase, read in zip(phases, splits, strict=True):
@@ -122,12 +103,11 @@ class ClassifyTask(TokenTask):
         """Return the classes of all phases; a PackError if a setting does not go with them."""
         rows = (row for read in splits for row in read.rows["train"])
         source = " + ".join(dict.fromkeys(read.source for read in splits))
-        classes = find_classes(rows, phases[0].sources[0], self.head_name, source)
+        classes = find_classes(rows, phases[0].sources[0], source)
 
         column = COLUMNS[classes.problem]
         has_one = column == "label"
         unfit = {
-            "--head lm": self.head_name == "lm" and not has_one,
             "--class-weights balanced": self.train.class_weights == "balanced" and not has_one,
             "--calibrate": self.train.calibrate and classes.problem == REGRESSION,
         }
@@ -186,26 +166,20 @@ class ClassifyTask(TokenTask):
         if len(classes.labels) > _MOST_SHOWN:
             shown += ", …"
         kind = " on a scale" if self.train.ordinal else ""
-        return f"{len(classes.labels)} labels{kind} ({shown}), decided by the {classes.head} head"
+        return f"{len(classes.labels)} labels{kind} ({shown})"
 
     def training(self, phase: RunPhase, examples: LabelledExamples, draw: Draw) -> Dataset:
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-        return Dataset(examples, LabelCollate(tokens, self.head_name == "score"), sampler)
+        return Dataset(examples, LabelCollate(tokens), sampler)
 
     def evaluation(
         self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
     ) -> Dataset:
         t = phase.train
         return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
-
-    def _costs(self, examples: LabelledExamples) -> np.ndarray:
-        """With --head lm every example is scored with the name of every label."""
-        if self.head_name != "lm":
-            return examples.lengths
-        return examples.lengths + sum(len(answer) for answer in self.answers)
 
     def bind(
         self,
@@ -220,9 +194,6 @@ class ClassifyTask(TokenTask):
         return [self._objective(model, self._class_weights(own)) for own in data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
-        if self.head_name == "lm":
-            return LabelNames(model, split_head(model), self.answers, weights, self._score)
-
         states = hidden_states(model, self.base.name, self.train.task)
         problem = self.classes.problem
         return ScoreHead(model, states, model[SCORE], problem, weights, self._score)

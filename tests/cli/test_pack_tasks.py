@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ from mlx_packs.cli.classify import _value
 from mlx_packs.errors import PackError
 from mlx_packs.packs.making import untrained_pack
 from mlx_packs.packs.pack import Pack
+from mlx_packs.reading import sealed
 from mlx_packs.runtime import mx
 from mlx_packs.serving.registry import PackRegistry
 from tests.helpers.errors import check, raises
@@ -28,7 +30,6 @@ KINDS = {
     "rerank": (1, {"objective": {"task": "rerank", "head": "score"}}),
     "rerank-lm": (0, {"objective": {"task": "rerank", "head": "lm"}}),
     "classify": (2, {"classifier": {**LABELS, "head": "score", "input": "text"}}),
-    "classify-lm": (0, {"classifier": {**LABELS, "head": "lm", "input": "text"}}),
     "reward": (1, {}),
 }
 TEXTLESS = ("embedding", "rerank", "classify", "reward")
@@ -83,7 +84,7 @@ def test_commands_that_generate_reject_packs_without_text(packs, rows, tmp_path,
         check(run.error, "unsupported", None, str(packs[kind].path), described, instead)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("classify")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "classify"])
 def test_classify_rejects_packs_of_other_tasks(packs, run, monkeypatch, kind):
     stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\n'), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -93,7 +94,7 @@ def test_classify_rejects_packs_of_other_tasks(packs, run, monkeypatch, kind):
 
 
 SERVED = {  # what a server of a task takes, besides packs of text
-    "lm": ("rerank-lm", "classify", "classify-lm"),
+    "lm": ("rerank-lm", "classify"),
     "embedding": ("embedding",),
     "rerank": ("rerank", "rerank-lm"),
 }
@@ -129,9 +130,18 @@ def test_python_rejects_them_too(packs, shared_tiny):
         shared_tiny.attach(packs["reward"])
 
 
-@pytest.mark.parametrize("kind", ["rerank-lm", "classify-lm"])
-def test_packs_of_the_lm_head_still_generate(packs, run, kind):
-    arguments = ["--pack", packs[kind].path, "--prompt", "a", "--max-tokens", "1"]
+def test_a_classifier_by_the_names_of_labels_is_to_be_trained_again(packs, tmp_path, run):
+    folder = tmp_path / "old"
+    shutil.copytree(packs["classify"].path, folder)
+    manifest = packs["classify"].manifest
+    old = {**manifest, "classifier": {**manifest["classifier"], "head": "lm"}}
+    (folder / "pack.json").write_text(json.dumps(sealed(old)))
+    assert run("inspect", folder)[0] == 2
+    check(run.error, "unreadable", None, "train the classifier again")
+
+
+def test_a_reranker_with_the_lm_head_still_generates(packs, run):
+    arguments = ["--pack", packs["rerank-lm"].path, "--prompt", "a", "--max-tokens", "1"]
     assert run("generate", *arguments)[0] == 0
 
 
@@ -158,11 +168,10 @@ def test_what_other_commands_say_of_each_kind(packs, run, tmp_path):
         assert code == 2 and run.error.code == "unsupported"
 
 
-@pytest.mark.parametrize("kind", ["classify", "classify-lm"])
-def test_classify_reads_and_writes_tables(packs, run, tmp_path, kind):
+def test_classify_reads_and_writes_tables(packs, run, tmp_path):
     data, out = tmp_path / "in.csv", tmp_path / "out.csv"
     data.write_text('id,text,label\n1,"hello, you",gold\n2,"a ""b""",gold\n')
-    code, text, err = run("classify", packs[kind].path, "--data", data, "--out", out)
+    code, text, err = run("classify", packs["classify"].path, "--data", data, "--out", out)
     assert code == 0 and "2 rows" in text, err
 
     with out.open(newline="") as file:
@@ -176,7 +185,7 @@ def test_classify_reads_and_writes_tables(packs, run, tmp_path, kind):
 
     lines = tmp_path / "lines.txt"
     lines.write_text('hello, you\n\n"a \\"b\\""\n')
-    code, text, _ = run("classify", "--pack", packs[kind].path, "--data", lines)
+    code, text, _ = run("classify", "--pack", packs["classify"].path, "--data", lines)
     labels = [json.loads(line)["label"] for line in text.splitlines()]
     assert code == 0 and labels == [row["predicted_label"] for row in rows]
 

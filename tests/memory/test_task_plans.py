@@ -135,8 +135,6 @@ def test_plan_counts_the_rows_of_a_head_and_the_tokens_of_a_teacher():
     classify = TrainConfig(task="classify")
     more = planned(classify, outputs=10_000) - planned(classify, outputs=2)
     assert more >= 4 * 9_998 * 64 * 4  # weight, gradient, two moments
-    lm_head = TrainConfig(task="classify", head="lm")
-    assert planned(lm_head, outputs=10_000) == planned(lm_head, outputs=2)
 
     distill = TrainConfig(task="distill", teacher_cache="t")
     by_tokens = [planned(distill, teacher_tokens=k) for k in (1, 64, 512)]

@@ -1,4 +1,4 @@
-"""Logits of labels: the names of labels after a shared prompt, and losses by their formulas."""
+"""Logits of labels by a head, and losses by their formulas."""
 
 import mlx.nn as nn
 import numpy as np
@@ -8,17 +8,10 @@ from mlx_packs.config.data import DataConfig
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted, label_tokens
+from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
 from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
-from mlx_packs.objectives import classification
-from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.classification import (
-    LabelNames,
-    ScoreHead,
-    label_losses,
-    scale_logits,
-)
+from mlx_packs.objectives.classification import ScoreHead, label_losses, scale_logits
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import hidden_states
 from mlx_packs.runtime import mx
@@ -35,34 +28,6 @@ def examples_of(base, classes: Classes, count: int = 5, limit: int = 64):
     rows = [Row(f"f:{i + 1}", labelled(i)) for i in range(count)]
     encoded = encode_labelled(rows, base.tokenizer, NAMES, OPTIONS, classes)
     return fitted(encoded, base.tokenizer, classes, limit)
-
-
-@pytest.mark.parametrize("rows", [2, 32])  # of a pass: the names take several, or one
-def test_names_after_a_shared_prompt_have_the_log_probabilities_of_whole_rows(monkeypatch, rows):
-    monkeypatch.setattr(classification, "_ROWS", rows)
-    base = small_base()
-    classes = Classes(SINGLE, LABELS, "lm", chat=True)
-    answers = label_tokens(base.tokenizer, NAMES, OPTIONS, classes)
-    objective = LabelNames(base.model, split_head(base.model), answers)
-    examples = examples_of(base, classes)
-    batch = LabelCollate(TokenCollate(5, 63))(examples, np.arange(5))
-    outputs = objective.outputs(batch)
-
-    assert objective.shares_prompts and outputs.shape == (5, 3)
-    for i, example in enumerate(examples):
-        prompt = example.tokens[: int(example.target.argmax())]
-        assert np.array_equal(
-            example.tokens[example.target], answers[classes.numbers[labelled(i)["label"]]]
-        )
-        for k, answer in enumerate(answers):
-            tokens = mx.array(np.concatenate([prompt, answer]))[None]
-            likely = nn.log_softmax(base.model(tokens[:, :-1]).astype(mx.float32), axis=-1)[0]
-            places = np.arange(len(prompt) - 1, tokens.shape[1] - 1)
-            expected = np.array(likely)[places, answer].sum()
-            assert outputs[i, k] == pytest.approx(expected, abs=1e-3)
-
-    objective.shares_prompts = False
-    np.testing.assert_allclose(objective.outputs(batch), outputs, atol=1e-3)
 
 
 def test_losses_are_those_of_their_formulas():
@@ -142,13 +107,3 @@ def test_texts_are_cut_and_chats_are_dropped():
     assert 0 < kept.dropped == (lengths == lengths.max()).sum() < 5
     with raises("data", "max_seq_length", "f:1"):
         examples_of(base, chat, limit=4)
-
-
-def test_labels_with_the_same_tokens_cannot_be_told_apart(monkeypatch):
-    tokenizer = small_base().tokenizer
-    strips = tokenizer.chat_template.replace("'\\n' + content }}", "'\\n' + content.strip() }}")
-    assert strips != tokenizer.chat_template
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", strips)
-    classes = Classes(SINGLE, ("red", "red "), "lm", chat=True)
-    with raises("data", "head", "'red'"):
-        label_tokens(tokenizer, NAMES, OPTIONS, classes)

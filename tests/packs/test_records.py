@@ -89,7 +89,7 @@ def test_packs_of_different_tasks_are_rejected_in_any_order():
 
 
 def test_labels_must_agree():
-    pair = [_pack("classifier", labels=[label], head="lm") for label in "xy"]
+    pair = [_pack("classifier", labels=[label], head="score") for label in "xy"]
     with raises("mismatch", None, "classifier is"):
         check_same_use(pair)
 

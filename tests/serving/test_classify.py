@@ -6,7 +6,7 @@ from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
 from tests.helpers.bases import first_blocks
-from tests.helpers.labelled import labelled, splits_of
+from tests.helpers.labelled import labelled, labelled_chat, splits_of
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
@@ -23,13 +23,12 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Two classifiers and a pack that writes texts, on two blocks of the bundled base."""
+    """Classifiers of texts and of chats, and a pack that writes texts, on two blocks."""
     folder = tmp_path_factory.mktemp("classifiers")
     base = first_blocks(2)
-    data = splits_of(labelled)
     lora = LoRAConfig(rank=2)
-    for head in ("score", "lm"):
-        train_pack(base, data, lora, {**SETTINGS, "head": head}, folder / head, progress=False)
+    for name, make in (("texts", labelled), ("chats", labelled_chat)):
+        train_pack(base, splits_of(make), lora, SETTINGS, folder / name, progress=False)
     random_pack(base, 0, 4, (), size=0.2).save(folder / "notes")
     return folder
 
@@ -43,7 +42,7 @@ def server(shelf):
     worker.close(0.0)
 
 
-@pytest.mark.parametrize("model", ["score", "lm"])
+@pytest.mark.parametrize("model", ["texts", "chats"])
 def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
     expected = first_blocks(2).classify(TEXTS, shelf / model)
     text = {"model": "notes", "prompt": "a", "temperature": 0, "max_tokens": 8}
@@ -61,8 +60,8 @@ def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
 
     chat = [{"role": "user", "content": TEXTS[0]}]
     status, answer = server.json("POST", PATH, {"model": model, "input": chat, "top": 1})
-    assert status == (200 if model == "lm" else 400)  # the other one was trained on texts
-    if model == "lm":
+    assert status == (200 if model == "chats" else 400)  # the other one was trained on texts
+    if model == "chats":
         assert len(answer["data"][0]["probabilities"]) == 1
 
 
@@ -81,13 +80,13 @@ def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
     ids=str,
 )
 def test_a_bad_request_is_an_error(server, fields, status):
-    body = {"model": "score", "input": "a", **fields}
+    body = {"model": "texts", "input": "a", **fields}
     actual, answer = server.json("POST", PATH, body)
     assert actual == status and answer["error"]["message"]
 
 
 def test_a_classifier_with_a_head_of_its_own_writes_no_text(server):
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    status, answer = server.json("POST", "/v1/chat/completions", {"model": "score", **body})
+    status, answer = server.json("POST", "/v1/chat/completions", {"model": "texts", **body})
     assert status == 400 and "classifier" in answer["error"]["message"]
-    assert server.json("POST", "/v1/chat/completions", {"model": "lm", **body})[0] == 200
+    assert server.json("POST", "/v1/chat/completions", {"model": "notes", **body})[0] == 200

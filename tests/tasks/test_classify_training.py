@@ -120,30 +120,22 @@ def test_labels_on_a_scale(tmp_path):
     assert Pack.open(tmp_path / "i").manifest["classifier"] == pack.manifest["classifier"]
 
 
-def test_names_of_labels_are_learned_without_new_parameters(tmp_path):
-    train = settings(head="lm", iters=40, learning_rate=2e-2, calibrate=True)
-    run = train_pack(small_base(), splits_of(labelled), LORA, train, tmp_path / "p")
+def test_a_temperature_is_fitted_and_stored(tmp_path):
+    train = settings(iters=10, batch_size=16, calibrate=True)
+    run = train_pack(small_base(), splits_of(several, 64), LORA, train, tmp_path / "p")
     report = run.report
-    manifest = Pack.open(tmp_path / "p").manifest
+    temperature = Pack.open(tmp_path / "p").manifest["classifier"]["temperature"]
+    assert report["calibrated_log_loss"] != report["log_loss_after"] and temperature != 1
 
-    assert report["log_loss_after"] < report["log_loss_before"] / 2
-    assert report["calibrated_log_loss"] < report["log_loss_after"]
-    assert "replaced" not in manifest["adapters"] and manifest["classifier"]["head"] == "lm"
-    temperature = manifest["classifier"]["temperature"]
-    assert temperature != 1
-
-    measured = evaluate(small_base(), tmp_path / "p", splits_of(labelled)).to_json()
+    measured = evaluate(small_base(), tmp_path / "p", splits_of(several, 64)).to_json()
     assert measured["temperature"] == temperature
     assert measured["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
 
 
 @pytest.mark.slow  # three runs
-@pytest.mark.parametrize(
-    "changes", [{"packing": True, "class_weights": "balanced"}, {"head": "lm"}]
-)
-def test_a_resumed_run_is_bit_identical(tmp_path, changes):
+def test_a_resumed_run_is_bit_identical(tmp_path):
     data = write_rows(tmp_path / "d", **splits_of(labelled))
-    train = settings(iters=6, save_every=2, **changes)
+    train = settings(iters=6, save_every=2, packing=True, class_weights="balanced")
     train_pack(small_base(), data, LORA, train, tmp_path / "whole")
     cut = interrupted(tmp_path / "whole", tmp_path / "cut")
     train_pack(small_base(), data, LORA, train, cut, resume=True)
@@ -154,8 +146,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path, changes):
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("head", ["score", "lm"])
-def test_a_classifier_follows_texts_and_other_labels(tmp_path, head):
+def test_a_classifier_follows_texts_and_other_labels(tmp_path):
     """Phases of one run: completions, some labels, and others."""
     texts = [chat(f"Say {word}.", f"{word}.") for word in ("red", "blue", "green")] * 4
     sft = write_rows(tmp_path / "sft", train=texts[:9], valid=texts[9:])
@@ -167,7 +158,7 @@ def test_a_classifier_follows_texts_and_other_labels(tmp_path, head):
         {"name": "first", "task": "classify", "iters": 8, "data": str(first)},
         {"name": "second", "task": "classify", "iters": 8, "data": str(second)},
     ]
-    shared = {**SETTINGS, "task": "lm", "head": head, "phases": phases, "max_seq_length": 96}
+    shared = {**SETTINGS, "task": "lm", "phases": phases, "max_seq_length": 96}
     del shared["iters"]
     run = train_pack(small_base(), None, LORA, shared, tmp_path / "p")
 
@@ -225,11 +216,10 @@ def test_bad_rows_can_be_left_out(tmp_path):
         (labelled, {"share_prefix": "on"}, "conflict", "task"),
         (labelled, {"loss_on": "all"}, "conflict", "loss_on"),
         (labelled, {"best": "valid_spearman"}, "conflict", "best"),
-        (several, {"head": "lm"}, "conflict", "head"),
+        (labelled, {"head": "lm"}, "conflict", "head"),
         (several, {"class_weights": "balanced"}, "conflict", "class_weights"),
         (scored, {"calibrate": True}, "conflict", "calibrate"),
         (scored, {"ordinal": True}, "conflict", "ordinal"),
-        (starred, {"ordinal": True, "head": "lm"}, "conflict", "ordinal"),
         (labelled, {"ordinal": True}, "data", "ordinal"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
