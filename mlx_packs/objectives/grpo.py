@@ -61,7 +61,7 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     is of no group, and its advantage is 0.
     """
     is_scored = ~np.isnan(rewards)
-    counts = is_scored.sum(1, keepdims=True)
+    counts = is_scored.sum(1, keepdims=True, dtype=rewards.dtype)
     mean = np.nansum(rewards, 1, keepdims=True) / np.maximum(counts, 1)
 
     differences = np.where(is_scored, rewards - mean, 0)
