@@ -1,4 +1,4 @@
-"""Features of macOS: thermal and power states, `caffeinate`, notifications, LaunchAgents.
+"""Features of macOS: thermal and power states, `caffeinate`, notifications.
 
 Nothing else in this package starts a program of macOS but `packs bench`, by `output`. None of it
 ever ran on a Mac: tests put programs of the same names in their place, which print what is known
@@ -6,26 +6,17 @@ of those.
 """
 
 import ctypes
-import hashlib
 import os
-import plistlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-
-from .files import atomic_write, exclusive_writer, make_folder
+from contextlib import contextmanager
 
 # Darwin's notification com.apple.system.thermalpressurelevel
 THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 THERMAL_NOTIFICATION = "com.apple.system.thermalpressurelevel"
-_SECONDS = 10.0  # that a program may take to answer
-_END_S = 120  # that launchd leaves a run to save its checkpoint
-# What a LaunchAgent keeps of the environment; tokens are not among it.
-_KEPT = re.compile(r"PATH|PYTHONPATH|HF_HOME|HF_HUB_(CACHE|OFFLINE)|MLX_(?!PACKS_SUPERVISED)\w+")
+_ANSWER_TIMEOUT_S = 10.0
 
 Read = Callable[[Sequence[str]], str | None]
 
@@ -38,7 +29,7 @@ def output(command: Sequence[str]) -> str | None:
     """Return the output of a program; None if it cannot be run, or hangs."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -114,57 +105,3 @@ def notify(title: str, text: str) -> None:
     ):
         script += ["-e", line]
     output(["osascript", *script, title, text])
-
-
-@dataclass(frozen=True)
-class LaunchAgent:
-    """A file in ``~/Library/LaunchAgents``, whose command launchd runs at each login.
-
-    It exists from the start of a run to its end: while it exists, the run continues at login.
-    """
-
-    label: str
-
-    @classmethod
-    def of(cls, pack: Path) -> "LaunchAgent":
-        path = str(pack.absolute())
-        name = re.sub(r"[^A-Za-z0-9-]", "-", pack.name)
-        return cls(f"mlx-packs.{name}.{hashlib.sha256(path.encode()).hexdigest()[:8]}")
-
-    @property
-    def file(self) -> Path:
-        return Path.home() / "Library" / "LaunchAgents" / f"{self.label}.plist"
-
-    @property
-    def log(self) -> Path:
-        return Path.home() / "Library" / "Logs" / f"{self.label}.log"
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Let one process at a time be that of the agent; a PackError if another one is."""
-        make_folder(self.file.parent)
-        with exclusive_writer(self.file):
-            yield
-
-    def write(self, command: Sequence[str]) -> None:
-        """Write the file: at login, the command runs in what is the current folder now."""
-        variables = {k: v for k, v in os.environ.items() if _KEPT.fullmatch(k)}
-        settings = {
-            "Label": self.label,
-            "ProgramArguments": list(command),
-            "WorkingDirectory": str(Path.cwd()),
-            "EnvironmentVariables": variables,
-            "RunAtLoad": True,
-            "ProcessType": "Interactive",  # others are slowed down
-            "ExitTimeOut": _END_S,
-            "StandardOutPath": str(self.log),
-            "StandardErrorPath": str(self.log),
-        }
-
-        make_folder(self.log.parent)
-        atomic_write(self.file, plistlib.dumps(settings).decode())
-
-    def remove(self) -> None:
-        """Remove the file; launchd forgets its command at the next login."""
-        with suppress(FileNotFoundError):
-            self.file.unlink()

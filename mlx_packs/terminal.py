@@ -11,13 +11,11 @@ The trade-off is that ``packs generate > file`` loses carriage returns and marks
 What shapes visible text stays: joiners, combining marks, variation selectors, zero-width spaces.
 """
 
-import fcntl
 import json
 import os
 import re
 import sys
 import tempfile
-import termios
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
@@ -96,17 +94,6 @@ def unguarded(stream: IO[str]) -> IO[str]:
     """Return the stream below guards and bars of rich; for output that is clean and has colours."""
     below = getattr(stream, "rich_proxied_file", None)
     return stream if below is None else unguarded(below)
-
-
-def has_terminal() -> bool:
-    return unguarded(sys.stderr).isatty()
-
-
-def terminal_size() -> bytes:
-    """Return the size of the terminal that stderr is, as the system writes it; empty if unknown."""
-    with suppress(OSError):
-        return fcntl.ioctl(unguarded(sys.stderr).fileno(), termios.TIOCGWINSZ, bytes(8))
-    return b""
 
 
 def pass_on(messages: bytes) -> None:

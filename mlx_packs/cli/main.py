@@ -1,8 +1,8 @@
 """The `packs` command: parse, call one function of the library, print, exit.
 
 Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by
-signal n (130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A run of `packs train --supervise`
-that a defect ends has 70, since Python's own code, 1, means a failed gate.
+signal n (130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A defect ends it with 70, since
+Python's code for one, 1, means a failed gate.
 """
 
 import errno
@@ -23,7 +23,7 @@ from ..config.other_names import removal
 from ..distributed.launched import launched
 from ..errors import Interrupted, PackError, did_you_mean
 from ..terminal import guard, guarded
-from ..training.unattended import CRASHED, is_supervised
+from ..training.unattended import CRASHED
 from .examples import epilog
 from .hints import option_hint
 
@@ -257,8 +257,6 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         packs(args, prog_name="packs")
     except Exception:
-        if not is_supervised():
-            raise
         traceback.print_exc()
         sys.exit(CRASHED)
 

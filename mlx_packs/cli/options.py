@@ -400,26 +400,5 @@ def hosts(shared: str) -> Callable:
     )
 
 
-supervision = add(
-    option(
-        "--supervise",
-        is_flag=True,
-        help="Train in a separate process, and continue from its last checkpoint if it is killed "
-        "or crashes, with half the micro-batch if memory or the GPU's time limit was the cause.",
-    ),
-    option(
-        "--max-restarts",
-        type=int,
-        help="Maximum number of restarts with --supervise.",
-        default_text="5",
-    ),
-    option(
-        "--launch-agent",
-        is_flag=True,
-        help="Same as --supervise; on macOS, a LaunchAgent also continues the run at login after "
-        "a reboot. Its file is removed when the run has ended.",
-    ),
-)
-
 # Options of every command that loads a model.
 execution = add(trust_remote_code, backend, as_json)

@@ -14,7 +14,6 @@ from ..config.schema import TrainConfig
 from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError, RunStopped
 from ..gates import failures
-from ..training.unattended import is_supervised
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -77,7 +76,6 @@ def _default_text(name: str, *task: str) -> str:
     is_flag=True,
     help="Show which tokens of the first examples are trained on, and exit.",
 )
-@options.supervision
 @options.hosts("every batch")
 @options.as_json
 @option(
@@ -98,9 +96,6 @@ def train(
     configs: tuple[str, ...],
     force: bool,
     show_mask: bool,
-    supervise: bool,
-    max_restarts: int | None,
-    launch_agent: bool,
     verbose: bool,
     quiet: bool,
     **flags,
@@ -150,12 +145,9 @@ def train(
 
     request = Request(recipe, recipe.model, display=display, force=force)
     if recipe.run.get("seeds"):
-        _train_seeds(request, supervise or launch_agent or hosts is not None)
+        _train_seeds(request, hosts is not None)
         return
 
-    _check_restarts(max_restarts, supervise or launch_agent)
-    if (supervise or launch_agent) and not is_supervised():
-        _supervise(recipe, max_restarts, launch_agent, display)
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
 
@@ -175,15 +167,13 @@ def train(
     exit_if_failed(failures(result.report["gates"]))
 
 
-def _train_seeds(request: "Request", is_elsewhere: bool) -> None:
+def _train_seeds(request: "Request", on_hosts: bool) -> None:
     """Train several packs in one batch, and print what became of them."""
     from ..training.seeds import report_lines, train_with_seeds
 
-    if is_elsewhere:
+    if on_hosts:
         raise PackError(
-            "--seeds: does not go with --supervise, --launch-agent or --hosts. Leave them out.",
-            "conflict",
-            "seeds",
+            "--seeds: cannot be combined with --hosts. Leave one of them out.", "conflict", "seeds"
         )
     try:
         result = train_with_seeds(request)
@@ -207,45 +197,6 @@ def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
     named = "out" in run or bool(run.get("resume"))
     arguments = arguments_without(("--hosts",), named, pack)
     raise click.exceptions.Exit(of_hosts.launch(hosts, ["train", *arguments]))
-
-
-def _check_restarts(max_restarts: int | None, supervised: bool) -> None:
-    """Raise a PackError if ``--max-restarts`` has no meaning."""
-    if max_restarts is not None and not supervised:
-        raise PackError("--max-restarts: needs --supervise.", "conflict")
-    if max_restarts is not None and max_restarts < 0:
-        raise PackError(f"--max-restarts: must be at least 0, but is {max_restarts}.")
-
-
-def _supervise(
-    recipe: Recipe, max_restarts: int | None, launch_agent: bool, display: Display
-) -> NoReturn:
-    """Train in a process of its own, and exit as it does."""
-    from . import supervise
-
-    run = recipe.run
-    train = recipe.train
-    pack = _output(recipe)
-    if launch_agent:
-        supervise.check_agent(bool(run.get("overwrite")), pack)
-
-    named = "out" in run or bool(run.get("resume"))  # without --out, the child rejects --resume
-    first = arguments_without((), named, pack)
-    if max_restarts is None:
-        max_restarts = supervise.MAX_RESTARTS
-
-    supervised = supervise.Supervised(
-        first=tuple(first),
-        again=(*arguments_without(_OF_A_FRESH_RUN, named, pack), "--resume"),
-        at_login=tuple(arguments_without(("--overwrite", "--resume"), named, pack)),
-        pack=pack,
-        resumes=bool(run.get("resume")),
-        batch_size=train.batch_size,
-        micro_batches=train.micro_batches,
-        seconds=train.seconds,
-        max_restarts=max_restarts,
-    )
-    raise click.exceptions.Exit(supervise.supervise(supervised, display, launch_agent))
 
 
 def _output(recipe: Recipe) -> Path:

@@ -11,9 +11,13 @@ from ..errors import PackError
 
 # Settings that were removed, by their names in snake case: a sentence that says what to use now.
 # Flags of every command, keys of recipes and arguments in Python are answered with it.
+_SHELL_LOOP = "Use the two lines of shell in docs/runs.md, which continue a killed run."
 REMOVED: Mapping[str, str] = {
     "for_merge": "Train without it: packs merge measures what a merge loses, and names a setting "
     "that passes.",
+    "launch_agent": _SHELL_LOOP,
+    "max_restarts": _SHELL_LOOP,
+    "supervise": _SHELL_LOOP,
 }
 # Values that were removed, by setting and value, likewise.
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}

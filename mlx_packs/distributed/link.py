@@ -22,7 +22,7 @@ _PING_S = 3.0
 _LONGEST = 1 << 16  # bytes of a message
 _GRACE_S = 2.0  # for an error of the own rank, which says more than the end of another
 _NOTICE_S = 0.5  # in which the end of another process is noticed
-GONE = 75  # exit code of a run of which a rank is gone; `--supervise` starts it again
+GONE = 75  # exit code of a run of which a rank is gone
 
 
 class Link:

@@ -108,22 +108,6 @@ def _of_group(group: Path) -> _Room | None:
     return None
 
 
-def oom_kills() -> int | None:
-    """Return how many processes Linux has killed for lack of memory; None where it does not say.
-
-    Those of this process's own cgroup (2 or 1) are counted, those of the machine where it has none.
-    """
-    names = ("memory.events", "memory.oom_control")
-    of_groups = [group / name for group in _groups() for name in names]
-    for file in [*of_groups, _PROC / "vmstat"]:
-        with suppress(OSError):
-            for line in file.read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    return None
-
-
 def _of_machine() -> _Room | None:
     with suppress(OSError, ValueError, KeyError):
         lines = (_PROC / "meminfo").read_text().splitlines()

@@ -11,9 +11,10 @@ from .. import macos
 from ..display import Display, clock
 from ..errors import PackError
 
-# Set by a parent process that supervises the run (cli/supervise.py).
+# Set by a sweep for its trials: it notifies of its end itself.
 SUPERVISED = "MLX_PACKS_SUPERVISED"
-CRASHED = 70  # its exit code if a defect ends it
+# The exit code of a program that a defect ends.
+CRASHED = 70
 NOTIFIED_S = 600.0  # from which on the end of a run is worth a notification
 
 
@@ -27,10 +28,6 @@ def program(module: str) -> tuple[str, ...]:
         f"from mlx_packs.{module} import main; main()"
     )
     return (sys.executable, "-c", code)
-
-
-def is_supervised() -> bool:
-    return SUPERVISED in os.environ
 
 
 @contextmanager
@@ -63,5 +60,5 @@ def announce(start: float, pack: Path, what: str) -> None:
     ``start`` is as `time.monotonic` has it; ``what`` is true of the pack now.
     """
     seconds = time.monotonic() - start
-    if seconds >= NOTIFIED_S and macos.is_macos() and not is_supervised():
+    if seconds >= NOTIFIED_S and macos.is_macos() and SUPERVISED not in os.environ:
         macos.notify("mlx-packs", f"{pack} {what} ({clock(seconds)})")

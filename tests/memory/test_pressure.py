@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import macos
 from mlx_packs.memory import pressure
-from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, memory_pressure, oom_kills
+from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, memory_pressure
 
 GB = 1 << 30
 
@@ -106,19 +106,6 @@ def test_macos_says_it_by_a_number(monkeypatch, number, level):
     monkeypatch.setattr(macos, "is_macos", lambda: True)
     monkeypatch.setattr(macos, "sysctl", lambda name: number)
     assert memory_pressure().level == level
-
-
-@pytest.mark.parametrize(
-    ("version", "file"),
-    [(2, "cgroup/box/memory.events"), (1, "cgroup/memory/box/memory.oom_control")],
-)
-def test_kills_for_want_of_memory_are_counted(system, version, file):
-    assert oom_kills() is None
-    system("proc/vmstat", "nr_free_pages 5\noom_kill 7\n")
-    assert oom_kills() == 7  # of the machine
-    group(system, version, "max", GB, 0)
-    system(file, "oom_kill_disable 0\noom 3\noom_kill 2\n")
-    assert oom_kills() == 2
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads the files of Linux")
