@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from .errors import PackError
-from .files import atomic_folder, cache_folder, replace_file
+from .files import atomic_folder, cache_folder, replace_file, write_errors
 from .leftovers import remove, sweep, temporary
 
 _BLOCK_BYTES = 16 << 20
@@ -105,6 +105,23 @@ class Cache:
         """Remove an entry of arrays, if it is there."""
         if (file := self.arrays_file(key)) is not None:
             file.unlink(missing_ok=True)
+
+    def file(self, name: str, write: Callable[[BinaryIO], object]) -> Path:
+        """Return the file ``name``, whose bytes ``write`` writes if it is missing."""
+        assert self.path is not None  # it is needed
+        file = self.path / name
+        if file.is_file():
+            _touch(file)
+            return file
+
+        with write_errors(self.path):
+            self.make()
+            self.remove_unused()
+            with temporary(file, Path.touch) as partial:
+                with partial.open("wb") as f:
+                    write(f)
+                replace_file(partial, file)
+        return file
 
     def folder(self, name: str, key: str, write: Callable[[Path], object]) -> Path:
         """Return the folder ``name``, which ``write`` fills if it is missing or of another key."""

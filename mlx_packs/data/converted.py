@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,17 +17,17 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
+from ..cache import Cache
 from ..errors import PackError
-from ..files import cache_folder, free_bytes, remove_unused, replace_file, write_errors
-from ..leftovers import temporary
+from ..files import free_bytes
 from ..reading import open_regular, read_text, sha256
 from .json_lines import MOST_LINE_BYTES, JsonLines
 from .row_format import Row
 from .sources import RowList
 
 TEXT_SUFFIXES = (".txt", ".md")
+ROWS = Cache("rows", days=30, is_needed=True)
 _VERSION = 4  # of the copies
-_DAYS = 30  # after which an unused copy is removed
 _MOST_GROWTH = 200  # times the size of a file, which gzip may unpack
 _ALWAYS = 64 << 20  # bytes that it may unpack in addition
 _BLOCK_BYTES = 1 << 20
@@ -65,7 +64,7 @@ class CopiedLines(Copy):
 
 
 def gzip_rows(file: Path) -> CopiedLines:
-    return CopiedLines(_copy(file, "jsonl", lambda out: out.writelines(_blocks(file))), file)
+    return _copied(file, "jsonl", lambda out: out.writelines(_blocks(file)))
 
 
 def table_rows(file: Path) -> CopiedLines:
@@ -75,7 +74,7 @@ def table_rows(file: Path) -> CopiedLines:
     if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
         kind = "tsv"
         rows_of = _tsv_rows
-    return CopiedLines(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
+    return _copied(file, kind, lambda out: _tabulate(file, rows_of(file), out))
 
 
 def text_rows(file: Path) -> RowList:
@@ -103,29 +102,15 @@ def _text_row(file: Path, line: int, paragraphs: list[str]) -> Row:
     return Row(f"{file}:{line}", {"text": "\n\n".join(paragraphs).strip()})
 
 
-def _copy(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> Path:
-    """Return the JSONL copy of a file, which is written unless the cache has it."""
-    folder = cache_folder("rows") or Path(tempfile.gettempdir()) / f"mlx_packs-{os.getuid()}"
-    copy = folder / f"{sha256(file)}-{kind.encode().hex()}-{_VERSION}.jsonl"
-
-    if copy.is_file():
-        os.utime(copy)
-        return copy
-
-    with write_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-        remove_unused(folder, "*.jsonl", _DAYS)
-        with temporary(copy, Path.touch) as partial:
-            with partial.open("wb") as out:
-                write(out)
-            replace_file(partial, copy)
-    return copy
+def _copied(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> CopiedLines:
+    name = f"{sha256(file)}-{kind.encode().hex()}-{_VERSION}.jsonl"
+    return CopiedLines(ROWS.file(name, write), file)
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
     """Yield the content of a file, uncompressed; more than a limit is an error."""
     limit = _MOST_GROWTH * file.stat().st_size + _ALWAYS
-    room = free_bytes(cache_folder("rows") or Path(tempfile.gettempdir()))
+    room = free_bytes(ROWS.path)
     if room is not None:
         limit = min(limit, room // 2)
 

@@ -4,7 +4,6 @@ Training reads rows in any order and more than once, so a stream is written to J
 in memory at a time; the files of the data set are not downloaded as a whole.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -17,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..cache import key_of
 from ..errors import PackError, library_errors
-from ..files import cache_folder, remove_unused, replace_file, write_errors
-from ..leftovers import temporary
+from ..files import write_errors
 from .cells import label_names
-from .converted import Copy
+from .converted import ROWS, Copy
 from .images import stored_text
 from .row_format import plain
 from .sources import Rows
@@ -29,7 +28,6 @@ from .sources import Rows
 STREAMED = "hf:"
 _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\])?", re.ASCII)
 _VERSION = 2  # of the copies
-_DAYS = 30  # after which an unused copy is removed
 
 
 def is_stream(values: Any) -> bool:
@@ -39,12 +37,9 @@ def is_stream(values: Any) -> bool:
 
 def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
     """Return the rows of a stream, in a file that is removed with them."""
-    folder = cache_folder("rows")
-    with write_errors(folder or Path(tempfile.gettempdir())):
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-
-        descriptor, path = tempfile.mkstemp(".jsonl", "stream-", folder)
+    assert ROWS.path is not None
+    with write_errors(ROWS.path):
+        descriptor, path = tempfile.mkstemp(".jsonl", "stream-", ROWS.make())
         try:
             with os.fdopen(descriptor, "wb") as file:
                 _write(name, map(label_names(values), values), file)
@@ -103,26 +98,8 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
 
 def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
     """Return the rows of a stream in a copy of the cache, which is written if it is missing."""
-    folder = cache_folder("rows")
-    if folder is None:
-        return temporary_rows(name, values)
-
-    copy = (
-        folder
-        / f"{hashlib.sha256(f'{name} {revision} {_VERSION}'.encode()).hexdigest()}-stream.jsonl"
-    )
-    if copy.is_file():
-        os.utime(copy)
-        return Rows([Copy(copy, name)])
-
-    with write_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-        remove_unused(folder, "*.jsonl", _DAYS)
-        with temporary(copy, Path.touch) as partial_copy:
-            with partial_copy.open("wb") as file:
-                _write(name, values, file)
-            replace_file(partial_copy, copy)
-
+    key = key_of(name, revision, _VERSION)
+    copy = ROWS.file(f"{key}-stream.jsonl", lambda file: _write(name, values, file))
     return Rows([Copy(copy, name)])
 
 
