@@ -30,7 +30,7 @@ from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers import OBSERVERS
-from tests.helpers import bases
+from tests.helpers import bases, seconds
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
@@ -50,6 +50,10 @@ for number in (signal.SIGTERM, signal.SIGHUP):
 
 # Mixtures cannot be trained there; test_families.py checks that they are rejected.
 collect_ignore = ["nn/test_experts.py"] if version_of_mlx_lm() < MIXTURES_SINCE else []
+
+
+def pytest_configure(config):
+    seconds.record(config)
 
 
 def pytest_collection_finish():

@@ -1,28 +1,64 @@
-"""What a module needs, and how the sources read, is never worse than tests/budgets.toml."""
+"""What a module needs, how the sources read and how large they are: tests/budgets.toml."""
 
-from tests.helpers.budgets import exceeded, limits
-from tests.helpers.imports import PACKAGE, closure
+import pytest
+
+from tests.helpers.budgets import exceeded, limits, measured
+from tests.helpers.imports import PACKAGE, closure, modules_in_strings
 from tests.helpers.readability import figures
+from tests.helpers.seconds import slow_folders
+from tests.helpers.size import TABLES, lines_by_package, totals
 
 
-def test_modules_need_no_more_modules_than_they_may():
-    assert PACKAGE / "ops" / "grouped_lora.py" in closure("nn.lora")
-    needed = {module: len(closure(module)) for module in limits()["closures"]}
+@pytest.fixture(scope="module")
+def now():
+    """What is measured, by section."""
+    return measured(limits())
+
+
+@pytest.mark.parametrize("section", sorted(set(limits()) - {"seconds"}))
+def test_nothing_is_worse_than_its_limit(section, now):
+    allowed = limits()[section]
+    assert set(allowed) == set(now[section])
     assert not {
-        module: f"{count}, at most {limits()['closures'][module]}"
-        for module, count in needed.items()
-        if count > limits()["closures"][module]
-    }
-
-
-def test_the_sources_read_no_worse():
-    measured, allowed = figures(), limits()["readability"]
-    assert set(allowed) == set(measured)
-    assert not {
-        name: (measured[name], limit)
+        name: f"{now[section][name]}, at most {limit}"
         for name, limit in allowed.items()
-        if exceeded(name, measured[name], limit)
+        if exceeded(name, now[section][name], limit)
     }
+
+
+def test_a_closure_sees_imports_and_strings():
+    assert PACKAGE / "ops" / "grouped_lora.py" in closure("nn.lora")
+    task = PACKAGE / "tasks" / "causal_lm.py"
+    assert task in closure("config.choices", strings=True) - closure("config.choices")
+    assert all(modules_in_strings(PACKAGE / table) for table in TABLES)
+
+
+def test_sizes_see_what_they_count(tmp_path):
+    package = tmp_path / "mlx_packs"
+    (package / "data").mkdir(parents=True)
+    (package / "late.py").write_text("class A: ...\n\n\nclass B:\n    class A: ...\n")
+    (package / "data" / "__init__.py").write_text("")
+    (package / "data" / "rows.py").write_text(
+        "load('late:A')\nload('mlx_packs.late:A')\nload(f'rows:{A}')\nload('no.module:A')\n"
+        "raise PackError('a: b')\n"
+    )
+
+    assert lines_by_package(package) == {"data": 5, "ground": 5}
+    assert totals(package) == {
+        "lines": 10,
+        "files": 3,
+        "classes": 3,
+        "class_names_used_twice": 1,
+        "pack_errors": 1,
+        "strings_that_name_modules": 3,
+    }
+
+
+def test_a_folder_of_tests_may_take_a_third_more_than_its_limit():
+    allowed = {"cli": 20, "data": 10}
+    assert not slow_folders({"cli": 25.9, "data": 14.9}, allowed)
+    assert set(slow_folders({"cli": 26.1, "data": 15.1, "new": 1}, allowed)) == {*allowed, "new"}
+    assert not slow_folders({"cli": 100}, {})
 
 
 def test_figures_see_what_they_count(tmp_path):

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from mlx_packs.config.choices import OPTIMIZERS, registered
+from mlx_packs.config.choices import OPTIMIZERS, OptimizerFacts, registered
 from mlx_packs.config.fields import facts_of
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
+from mlx_packs.memory.planned_adapters import optimizer_bytes
 from mlx_packs.optim import OPTIMIZERS as REGISTERED
 from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
@@ -285,6 +286,15 @@ def test_facts_of_an_optimizer_are_the_defaults_of_its_class(name):
     assert list(facts.betas) == (parameters["betas"].default if "betas" in parameters else [])
     decay = parameters["weight_decay"].default if "weight_decay" in parameters else None
     assert facts.weight_decay == decay
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_of_a_state_are_a_fact_of_every_optimizer(name):
+    size = 1 << 20
+    measured = optimizer_bytes([(1 << 10, 1 << 10)], TrainConfig(optimizer=name))
+    assert measured / size == pytest.approx(OPTIMIZERS[name].bytes_per_weight, abs=0.01)
+    with pytest.raises(TypeError, match="bytes_per_weight"):
+        OptimizerFacts(betas=(0.9, 0.99))
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adamw_8bit"])

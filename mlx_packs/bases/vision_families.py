@@ -5,7 +5,7 @@ one of mlx-lm (`bases/model_classes.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,6 +13,7 @@ from typing import Any
 class VisionFamily:
     """What is particular to a family.
 
+    widths: the family whose formula of the memory plan its language model has; None: no plan.
     placeholder: what its chat template writes for an image.
     before, after: what its chat template writes around the placeholder, without which mlx-vlm's
         processor does not count or place the tokens of an image.
@@ -26,6 +27,7 @@ class VisionFamily:
     """
 
     placeholder: str
+    widths: str | None = field(kw_only=True)
     before: str = ""
     after: str = ""
     scaled: bool = False
@@ -42,16 +44,17 @@ _ONE_LINEAR = ("connector.modality_projection.proj",)
 _TWO_LINEARS = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
-    "qwen2_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR),
-    "qwen2_5_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR),
-    "qwen3_vl": VisionFamily(*_QWEN, interleaved=True, projector=_QWEN3_PROJECTOR),
-    "idefics3": VisionFamily("<image>", projector=_ONE_LINEAR),
-    "smolvlm": VisionFamily("<image>", projector=_ONE_LINEAR),
-    "gemma3": VisionFamily("<start_of_image>", scaled=True, divided=True, sees="all"),
-    "llava": VisionFamily("<image>", projector=_TWO_LINEARS),
-    "mistral3": VisionFamily("[IMG]", projector=_TWO_LINEARS),
+    "qwen2_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR, widths="qwen2"),
+    "qwen2_5_vl": VisionFamily(*_QWEN, projector=_QWEN2_PROJECTOR, widths="qwen2"),
+    "qwen3_vl": VisionFamily(*_QWEN, interleaved=True, projector=_QWEN3_PROJECTOR, widths="qwen3"),
+    "idefics3": VisionFamily("<image>", projector=_ONE_LINEAR, widths="llama"),
+    "smolvlm": VisionFamily("<image>", projector=_ONE_LINEAR, widths="llama"),
+    "gemma3": VisionFamily("<start_of_image>", widths=None, scaled=True, divided=True, sees="all"),
+    "llava": VisionFamily("<image>", projector=_TWO_LINEARS, widths="llama"),
+    "mistral3": VisionFamily("[IMG]", projector=_TWO_LINEARS, widths="mistral"),
     "gemma4": VisionFamily(
         "<|image|>",
+        widths=None,
         scaled=True,
         sees="config",
         projector=("embed_vision.embedding_projection",),

@@ -175,6 +175,7 @@ class MethodFacts:
 class OptimizerFacts:
     """Facts of an optimizer, with its defaults."""
 
+    bytes_per_weight: float  # of its state, for the weights of a large matrix
     betas: tuple[float, ...] = ()  # decays of its moments; empty where it has none
     weight_decay: float | None = 0.0  # None where it has none
     corrects_bias: bool = False  # whether it has ``bias_correction``
@@ -475,13 +476,13 @@ OBJECTIVES = {  # what makes the class of a task on another forward pass, module
     "projection-stack": "mlx_packs.extras.projection_stack:task_of",
 }
 OPTIMIZERS = {
-    "adamw": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),
-    "adamw_8bit": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),
-    "adam": OptimizerFacts((0.9, 0.999), weight_decay=None, corrects_bias=True),
-    "adafactor": OptimizerFacts(),
-    "sgd": OptimizerFacts(),
-    "muon": OptimizerFacts(weight_decay=0.01),
-    "lion": OptimizerFacts((0.9, 0.99)),
+    "adamw": OptimizerFacts(8, (0.9, 0.999), weight_decay=0.01, corrects_bias=True),
+    "adamw_8bit": OptimizerFacts(2.03, (0.9, 0.999), weight_decay=0.01, corrects_bias=True),
+    "adam": OptimizerFacts(8, (0.9, 0.999), weight_decay=None, corrects_bias=True),
+    "adafactor": OptimizerFacts(0),
+    "sgd": OptimizerFacts(4),
+    "muon": OptimizerFacts(4, weight_decay=0.01),
+    "lion": OptimizerFacts(4, (0.9, 0.99)),
 }
 WEIGHT_MODES = {  # of `packs quantize --mode`
     "nf4": WeightModeFacts(

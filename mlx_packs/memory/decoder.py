@@ -12,7 +12,7 @@ from .. import runtime
 from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
-from ..config.choices import MATMUL_PATHS, POLICIES, TASKS
+from ..config.choices import MATMUL_PATHS, OPTIMIZERS, POLICIES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import (
@@ -294,7 +294,8 @@ def _plan_full(
             )
         if moment == "update":
             parts["working"] = 4 * UPDATED_AT_ONCE * largest
-            if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
+            if 0 < OPTIMIZERS[train.optimizer].bytes_per_weight < 4:
+                # its moments are decoded to float32 first, those of all weights
                 parts["working"] = 14 * trainable
         moments[moment] = parts
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 from ..bases.shapes import Heads
-from ..bases.vision_families import is_of_projector
+from ..bases.vision_families import VISION_FAMILIES, is_of_projector
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Tensors
@@ -20,15 +20,7 @@ HYBRID_FAMILIES = (
     "qwen3_next",
 )  # memory/hybrid.py
 # The language model of families with a vision tower, as a base without images: memory/vision.py.
-TEXT_FAMILIES = {
-    "qwen2_vl": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "idefics3": "llama",
-    "smolvlm": "llama",
-    "llava": "llama",
-    "mistral3": "mistral",
-}
+TEXT_FAMILIES = {name: f.widths for name, f in VISION_FAMILIES.items() if f.widths is not None}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Which module of the package imports which, read from the sources."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -52,8 +53,33 @@ def imported_modules(file: Path, typing: bool = True, package: Path = PACKAGE) -
     return frozenset(files - {file})
 
 
-def closure(module: str) -> set[Path]:
-    """The files that a module needs, itself included, imports in functions too, types not."""
+_NAMED = (  # module:attribute, and the dotted name of a module
+    re.compile(r"""["']((?:\w+\.)*\w+):(?:\w+(?:\.\w+)*["']|\{)"""),
+    re.compile(r"""["']((?:\w+\.)+\w+)["']"""),
+)
+
+
+@cache
+def modules_in_strings(file: Path, package: Path = PACKAGE) -> tuple[Path, ...]:
+    """Files that strings of a file name as ``module:attribute`` or ``a.module``, one a string.
+
+    The name of the module starts at the package, or at the folder of the file.
+    """
+    named = []
+    text = file.read_text(encoding="utf-8")
+    for name in [name for pattern in _NAMED for name in pattern.findall(text)]:
+        parts = name.removeprefix(f"{package.name}.").split(".")
+        folders = (file.parent, package) if len(parts) == 1 else (package, file.parent)
+        candidates = [folder.joinpath(*parts).with_suffix(".py") for folder in folders]
+        named += [path for path in candidates if path.is_file()][:1]
+    return tuple(named)
+
+
+def closure(module: str, strings: bool = False) -> set[Path]:
+    """The files that a module needs, itself included, imports in functions too, types not.
+
+    strings: whether a string that names a module counts as an import of it.
+    """
     start = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
     needed, waiting = set(), [start]
     while waiting:
@@ -61,4 +87,5 @@ def closure(module: str) -> set[Path]:
         if file not in needed:
             needed.add(file)
             waiting += imported_modules(file, typing=False)
+            waiting += modules_in_strings(file) if strings else ()
     return needed

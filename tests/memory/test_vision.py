@@ -8,10 +8,11 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import load_base, train_pack
 from mlx_packs.bases.precision import activation_bytes
+from mlx_packs.bases.vision_families import VisionFamily
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory import vision
-from mlx_packs.memory.decoder_sizes import TEXT_FAMILIES
+from mlx_packs.memory.decoder_sizes import FAMILIES, TEXT_FAMILIES
 from mlx_packs.memory.estimate import estimator_of
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe
@@ -34,6 +35,12 @@ TEXT = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+
+
+def test_every_family_says_which_widths_its_plan_has():
+    assert set(TEXT_FAMILIES.values()) <= set(FAMILIES)
+    with pytest.raises(TypeError, match="widths"):
+        VisionFamily("<image>")
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)

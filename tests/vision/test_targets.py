@@ -30,7 +30,7 @@ class FakeImages(Images):
     """Each image is two lines of three features."""
 
     def __init__(self, token: int) -> None:
-        self.family = VisionFamily(PLACEHOLDER)
+        self.family = VisionFamily(PLACEHOLDER, widths=None)
         self.token = token
 
     def limit(self, *_) -> None:
