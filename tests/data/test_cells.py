@@ -90,7 +90,7 @@ def test_every_task_reads_every_kind_of_file(name, tmp_path, tokenizer):
 
     graded = [{"text": f"t {i}", "score": i / 2} for i in range(6)]
     rows, _ = rows_in(name, graded, tmp_path, "classify")
-    assert find_classes(rows, COLUMNS, "score", "d").problem == "regression"
+    assert find_classes(rows, COLUMNS, "d").problem == "regression"
 
     chats = [{"messages": CHAT, "label": "b"}] * 4
     rows, row_format = rows_in(name, chats, tmp_path, "classify")
@@ -161,7 +161,7 @@ def test_labels_that_every_row_has_tell_nothing_apart():
     """As marks of two labels are, of which one applies."""
     rows = [Row(f"f:{i}", {"text": "x", "labels": [i % 2, 1 - i % 2]}) for i in range(6)]
     with raises("data", "data", "all 2 labels"):
-        find_classes(rows, COLUMNS, "score", "f")
+        find_classes(rows, COLUMNS, "f")
 
 
 FEATURES = {
