@@ -3,19 +3,15 @@
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from ..bases.templated import with_template
-from ..bases.turns import NO_IMAGES, image_sources, takes_images
-from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .cells import messages_of, unpacked
-from .conversations import Conversation, Span, render_ahead
-from .images import IMAGE_COLUMNS, column_without_place, with_row_images, without_marks
-from .messages import THOUGHTS, Turn, turns_of
-from .row_format import Row, TokenFormat, optional, or_error, shown, text_of
+from .conversations import Content, Conversation
+from .images import IMAGE_COLUMNS, with_column_images
+from .messages import Turn, turns_of
+from .row_format import Row, RowFormat, optional, shown, text_of
 from .tool_calls import is_given, json_value, normal_tools, without_padding
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -31,6 +27,23 @@ CONVERSATION_COLUMNS = (
 _LEAST_WORDS = 3  # of a prompt: an answer may begin with a word of it
 
 
+class TokenFormat(RowFormat):
+    """Rows that a causal model trains on."""
+
+    loss_on: ClassVar[str]  # what is supervised by default
+    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
+
+    @abstractmethod
+    def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Content:
+        """Return what a row says; with a tokenizer, `for_tokenizer` it and its chat template."""
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        return self.read(row, names).texts
+
+    def resolve_loss_on(self, loss_on: str | None) -> str:
+        return loss_on or self.loss_on
+
+
 class ConversationFormat(TokenFormat):
     """Rows that are conversations, which the base's chat template renders."""
 
@@ -38,145 +51,52 @@ class ConversationFormat(TokenFormat):
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         """Return the messages of a row, in any dialect that `turns_of` reads."""
 
-    def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the turns of a row without what its other columns say."""
         return _turns(row, self.messages(row, names))
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         return CONVERSATION_COLUMNS
 
-    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the turns of a row with what its columns have: a system prompt, and images."""
-        turns = self._with_system_prompt(row, names)
-        own = [turn.message for turn in turns]
-        messages = with_row_images(row, own)
-        if messages is own:
-            return turns
-        return [replace(t, message=message) for t, message in zip(turns, messages, strict=True)]
-
-    def _with_system_prompt(self, row: Row, names: DataConfig) -> list[Turn]:
-        turns = self.own_turns(row, names)
-        system = _system_prompt(row, self.columns(names))
-        if system is None:
-            return turns
-
-        first = turns[0].message
-        if first["role"] != "system":
-            return [Turn({"role": "system", "content": system}), *turns]
-        if first["content"].strip() != system.strip():
-            fault = "has a system message, and another one in a column. Remove one of them."
-            raise row.error(fault, "wrong type")
-        return turns
-
-    def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
+    def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Conversation:
         turns = self.turns(row, names)
-        if image_sources([turn.message for turn in turns]) and not takes_images(tokenizer):
-            messages = [turn.message for turn in self.own_turns(row, names)]
-            fault = f"has images, and {NO_IMAGES}"
-            if column := column_without_place(row, messages):
-                fault += (
-                    f" If the text is not about them, remove the column '{column}'; of a data set "
-                    f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
-                )
-            raise row.conflict(fault, "unsupported", "model")
-        tokenizer = self._templated(row, names, tokenizer)
+        about = {column: optional(row, column) for column in CONVERSATION_COLUMNS}
+        systems = {c: about[c] for c in SYSTEM_COLUMNS if c not in self.columns(names)}
+        turns = _with_system_prompt(row, turns, systems)
+        try:
+            messages, unplaced = with_column_images(
+                [turn.message for turn in turns], {c: about[c] for c in IMAGE_COLUMNS}, row.folder
+            )
+        except ValueError as error:
+            raise row.error(str(error), "image") from None
 
         conversation = Conversation(
             row.where,
-            [turn.message for turn in turns],
-            _tools(row),
-            tokenizer,
-            documents=_documents(row),
-            variables={**names.template_kwargs, **_variables(row)},
-            template_date=names.template_date,
+            messages,
+            _tools(row, {column: about[column] for column in TOOL_COLUMNS}),
+            documents=_documents(row, about["documents"]),
             context=frozenset(i for i, turn in enumerate(turns) if not turn.is_target),
+            variables={**names.template_kwargs, **_variables(row, about["chat_template_kwargs"])},
+            template_date=names.template_date,
+            asked=self._asked(turns),
+            is_plain=self._is_plain(row, names) and not any(about.values()),
+            unplaced_images=unplaced,
         )
-        conversation.check_plain()
-        return conversation
+        if tokenizer is None:
+            return conversation
+        return conversation.for_tokenizer(tokenizer, names.chat_template)
 
-    def is_plain(self, row: Row, names: DataConfig) -> bool:
+    def _is_plain(self, row: Row, names: DataConfig) -> bool:
         """Whether a row is one text and its continuation, which need no chat template."""
         return False
-
-    def _templated(self, row: Row, names: DataConfig, tokenizer: Any) -> Any:
-        """Return the tokenizer with the chat template that renders a row."""
-        tokenizer = with_template(tokenizer, names.chat_template)
-
-        if tokenizer.has_chat_template:
-            return tokenizer
-        if self.is_plain(row, names):
-            return with_template(tokenizer, PLAIN)
-
-        raise row.conflict(
-            "the base's tokenizer has no chat template. Use examples with 'text', or with 'prompt' "
-            "and 'completion' as texts, or name a template: --chat-template "
-            f"{', '.join(CHAT_TEMPLATES)} or a .jinja file.",
-            "unsupported",
-            "chat_template",
-        )
-
-    def render(
-        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> tuple[str, list[Span]]:
-        return self.conversation(row, names, tokenizer).supervised(loss_on)
-
-    def render_all(
-        self, rows: Sequence[Row], names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> list[tuple[str, list[Span]] | PackError]:
-        """The template renders all rows in one call of its sandbox."""
-        conversations = [or_error(self.conversation, row, names, tokenizer) for row in rows]
-        usable = [each for each in conversations if isinstance(each, Conversation)]
-        render_ahead(usable, loss_on)
-        return [
-            or_error(each.supervised, loss_on) if isinstance(each, Conversation) else each
-            for each in conversations
-        ]
-
-    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """The prompt is what comes before the answer that is asked for."""
-        conversation = self.conversation(row, names, tokenizer)
-        asked = self._asked(self.turns(row, names))
-        messages = list(conversation.messages)[:asked]
-        return without_marks(messages[-1]), conversation.prompt_tokens(messages)
-
-    def images(self, row: Row, names: DataConfig) -> list[Any]:
-        return image_sources([turn.message for turn in self.turns(row, names)])
-
-    def answer(self, row: Row, names: DataConfig) -> str | None:
-        turns = self.turns(row, names)
-        asked = self._asked(turns)
-        if asked >= len(turns) or not _is_answer(turns[asked]):
-            return None
-
-        message = turns[asked].message
-        return None if message.get("tool_calls") else message["content"]
-
-    def thoughts(self, row: Row, names: DataConfig) -> str:
-        turns = self.turns(row, names)
-        asked = self._asked(turns)
-        return turns[asked].message.get(THOUGHTS[0], "") if asked < len(turns) else ""
-
-    def arguments(self, row: Row, names: DataConfig) -> list[Any]:
-        messages = [turn.message for turn in self.turns(row, names)]
-        calls = [call for message in messages for call in message.get("tool_calls") or ()]
-        return [call["function"]["arguments"] for call in calls]
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        texts = [without_marks(turn.message) for turn in self.turns(row, names)]
-        return [text for text in texts if text]
 
     def _asked(self, turns: Sequence[Turn]) -> int:
         """The last message of a completion, else the first answer that is a target."""
         if self.loss_on == "completion":
             return len(turns) - 1
 
-        targets = [i for i, turn in enumerate(turns) if i and _is_answer(turn)]
-        return targets[0] if targets else 1
-
-
-def _is_answer(turn: Turn) -> bool:
-    """Whether a message is an answer that is trained on."""
-    return turn.message["role"] == "assistant" and turn.is_target
+        answers = (i for i, turn in enumerate(turns) if turn.message["role"] == "assistant")
+        return next((i for i in answers if i and turns[i].is_target), 1)
 
 
 class Chat(ConversationFormat):
@@ -202,20 +122,19 @@ class Completion(ConversationFormat):
         return (names.prompt_feature, names.completion_feature)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        return [turn.message for turn in self.own_turns(row, names)]
+        return [turn.message for turn in self.turns(row, names)]
 
-    def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Either column may have messages, as in TRL; what repeats the prompt is left out."""
         _check_alpaca_is_whole(row, names)
         columns = names.prompt_feature, names.completion_feature
         prompt, completion = prompt_and_completion(row, *columns)
         return prompt + completion
 
-    def is_plain(self, row: Row, names: DataConfig) -> bool:
+    def _is_plain(self, row: Row, names: DataConfig) -> bool:
         """As TRL: texts are joined, and messages need a template."""
-        columns = (names.prompt_feature, names.completion_feature, *CONVERSATION_COLUMNS)
-        given = [optional(row, column) for column in columns]
-        return all(isinstance(row.value[name], str) for name in columns[:2]) and not any(given[2:])
+        columns = (names.prompt_feature, names.completion_feature)
+        return all(isinstance(row.value[name], str) for name in columns)
 
 
 class Alpaca(ConversationFormat):
@@ -369,36 +288,42 @@ def _begins_with(completion: str, prompt: str) -> bool:
     return is_repeated and len(prompt.split()) >= _LEAST_WORDS
 
 
-def _system_prompt(row: Row, used: Sequence[str]) -> str | None:
-    """Return the system prompt that a column has; two that differ are an error."""
-    prompts = {}
-    for column in (column for column in SYSTEM_COLUMNS if column not in used):
-        if (value := optional(row, column)) is None:
-            continue
+def _with_system_prompt(row: Row, turns: list[Turn], columns: Mapping[str, Any]) -> list[Turn]:
+    """Return turns that begin with the system prompt of a column; two that differ are an error."""
+    prompts = {column: value for column, value in columns.items() if value is not None}
+    for column, value in prompts.items():
         if not isinstance(value, str):
             raise row.error(f"'{column}' must be a text, but is {shown(value)}.", "wrong type")
-        prompts[column] = value
-
     if len(set(prompts.values())) > 1:
         raise row.error(f"{' and '.join(prompts)} differ. Remove one of them.", "wrong type")
-    return next(iter(prompts.values()), None)
+    if not prompts:
+        return turns
+
+    system = next(iter(prompts.values()))
+    first = turns[0].message
+    if first["role"] != "system":
+        return [Turn({"role": "system", "content": system}), *turns]
+    if first["content"].strip() != system.strip():
+        fault = "has a system message, and another one in a column. Remove one of them."
+        raise row.error(fault, "wrong type")
+    return turns
 
 
-def _tools(row: Row) -> list | None:
+def _tools(row: Row, columns: Mapping[str, Any]) -> list | None:
     """The tools may be a JSON text, or in OpenAI's older column."""
     try:
-        columns = {column: normal_tools(optional(row, column)) for column in TOOL_COLUMNS}
+        tools = {column: normal_tools(value) for column, value in columns.items()}
     except ValueError as error:
         raise row.error(str(error), "wrong type") from None
 
-    given = [tools for tools in columns.values() if tools is not None]
-    if any(tools != given[0] for tools in given[1:]):
+    given = [each for each in tools.values() if each is not None]
+    if any(each != given[0] for each in given[1:]):
         raise row.error(f"{' and '.join(columns)} differ. Remove one of them.", "wrong type")
     return next(iter(given), None)
 
 
-def _documents(row: Row) -> list | None:
-    documents = without_padding(unpacked(optional(row, "documents")))
+def _documents(row: Row, value: Any) -> list | None:
+    documents = without_padding(unpacked(value))
     if documents is None or documents == []:
         return None
 
@@ -409,9 +334,9 @@ def _documents(row: Row) -> list | None:
     return _json_value(row, [d for d in documents if is_given(d)], "documents") or None
 
 
-def _variables(row: Row) -> Mapping[str, Any]:
+def _variables(row: Row, value: Any) -> Mapping[str, Any]:
     """Return variables of the chat template, from TRL's column."""
-    variables = without_padding(unpacked(optional(row, "chat_template_kwargs"))) or {}
+    variables = without_padding(unpacked(value)) or {}
     if not isinstance(variables, Mapping):
         fault = f"'chat_template_kwargs' must be an object, but is {shown(variables)}."
         raise row.error(fault, "wrong type")

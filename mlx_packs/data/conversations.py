@@ -5,47 +5,180 @@ it is in use: a tokenizer may join its end to the beginning of the answer. "ASSI
 are one text whose token " Yes" is half prompt and half answer.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
+from ..bases.templated import with_template
 from ..bases.turns import (
+    NO_IMAGES,
     SENTINEL,
     Prefixes,
     answer_end,
+    image_sources,
     render_conversation,
     render_prefixes,
+    takes_images,
     turn_style,
 )
-from ..errors import PackError
+from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
+from ..errors import Code, PackError
 from .bad_rows import Reason, RowError
+from .images import without_marks
+from .messages import THOUGHTS
 
 Span = tuple[int, int]  # of characters, the second excluded
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, the tools that they may call, and the tokenizer whose template renders them."""
+class Content(ABC):
+    """What an example says: its row as it was read, once for all that use it."""
 
     where: str  # the row that errors name
+
+    @property
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """Every text, for what needs texts of whatever kind."""
+
+    @property
+    def images(self) -> list[Any]:
+        """The images, as `vision.pictures.ImageSource`."""
+        return []
+
+    @property
+    def answer(self) -> str | None:
+        """The text after the `prompt`; None where that is no answer."""
+        return None
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts before the `answer` that the row has under a key of their own."""
+        return ""
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The arguments of all calls."""
+        return []
+
+    @abstractmethod
+    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Content":
+        """Return the content with what renders and encodes it.
+
+        Raises:
+            RowError: The text has been rendered before.
+            PackError: The base model has no chat template, or reads no images.
+        """
+
+    @abstractmethod
+    def prompt(self) -> tuple[str, list[int]]:
+        """Return the prompt as people see it, and its tokens; it needs a tokenizer."""
+
+    @abstractmethod
+    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
+        """Return the text, and the spans of it that are targets (none for ``all``)."""
+
+
+@dataclass(frozen=True)
+class Conversation(Content):
+    """Messages, the tools that they may call, and what else a chat template reads.
+
+    Attributes:
+        documents: that answers are based on.
+        context: numbers of the messages that are no targets.
+        variables: others that the template knows.
+        template_date: at which the template's clock stands; None for the present.
+        asked: number of the message that comes after the prompt.
+        is_plain: whether it is one text and its continuation, which need no chat template.
+        unplaced_images: the column with images for which the messages have no place.
+    """
+
+    where: str
     messages: Sequence[Mapping]
     tools: list | None
-    tokenizer: Any
-    documents: list | None = None  # that answers are based on
-    context: frozenset[int] = frozenset()  # numbers of messages that are no targets
-    variables: Mapping[str, Any] = field(default_factory=dict)  # others that the template knows
-    template_date: str | None = None  # at which the template's clock stands; None for the present
+    tokenizer: Any = None
+    documents: list | None = None
+    context: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    template_date: str | None = None
+    asked: int = 0
+    is_plain: bool = False
+    unplaced_images: str | None = None
     # the renderings of its first N messages, by N and whether the header of an answer follows
     _prefixes: dict[tuple[int, bool], str | PackError] = field(
         default_factory=dict, init=False, repr=False
     )
 
+    @property
+    def texts(self) -> list[str]:
+        texts = map(without_marks, self.messages)
+        return [text for text in texts if text]
+
+    @property
+    def images(self) -> list[Any]:
+        return image_sources(self.messages)
+
+    @property
+    def answer(self) -> str | None:
+        if self.asked >= len(self.messages) or self.asked in self.context:
+            return None
+
+        message = self.messages[self.asked]
+        is_answer = message["role"] == "assistant" and not message.get("tool_calls")
+        return message["content"] if is_answer else None
+
+    @property
+    def thoughts(self) -> str:
+        if self.asked >= len(self.messages):
+            return ""
+        return self.messages[self.asked].get(THOUGHTS[0], "")
+
+    @property
+    def arguments(self) -> list[Any]:
+        calls = [call for message in self.messages for call in message.get("tool_calls") or ()]
+        return [call["function"]["arguments"] for call in calls]
+
+    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Conversation":
+        if self.images and not takes_images(tokenizer):
+            fault = f"has images, and {NO_IMAGES}"
+            if column := self.unplaced_images:
+                fault += (
+                    f" If the text is not about them, remove the column '{column}'; of a data set "
+                    f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
+                )
+            raise self._conflict(fault, "model")
+
+        templated = with_template(tokenizer, chat_template)
+        if not templated.has_chat_template:
+            if not self.is_plain:
+                raise self._conflict(
+                    "the base's tokenizer has no chat template. Use examples with 'text', or with "
+                    "'prompt' and 'completion' as texts, or name a template: --chat-template "
+                    f"{', '.join(CHAT_TEMPLATES)} or a .jinja file.",
+                    "chat_template",
+                )
+            templated = with_template(templated, PLAIN)
+
+        conversation = replace(self, tokenizer=templated)
+        conversation._check_not_rendered()
+        return conversation
+
+    def prompt(self) -> tuple[str, list[int]]:
+        """The prompt is what comes before the answer that is asked for."""
+        messages = self.messages[: self.asked]
+        tokens = self._rendered(messages, tokenize=True, add_generation_prompt=True)
+        return without_marks(messages[-1]), tokens
+
     def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
         return RowError(self.where, fault, reason, flag=flag)
 
-    def check_plain(self) -> None:
+    def _conflict(self, fault: str, flag: str, code: Code = "unsupported") -> PackError:
+        """Return an error of a setting or of the base model, which this row shows."""
+        return PackError(f"{self.where}: {fault}", code, flag)
+
+    def _check_not_rendered(self) -> None:
         """Raise an error if a text has already been rendered by a chat template."""
         style = turn_style(self.tokenizer)
         for number, message in enumerate(self.messages, 1):
@@ -70,9 +203,6 @@ class Conversation:
         if not text.endswith(self.messages[-1]["content"]):
             text = text.rstrip()
         return text + missing
-
-    def prompt_tokens(self, messages: Sequence[Mapping]) -> list[int]:
-        return self._rendered(messages, tokenize=True, add_generation_prompt=True)
 
     def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
         """An error of the chat template that is about this row names it."""
@@ -106,7 +236,6 @@ class Conversation:
         return text
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of it that are targets (none for ``all``)."""
         text = self._ended(self._prefix(len(self.messages)))
         if loss_on == "all":
             self._check_all_targets()

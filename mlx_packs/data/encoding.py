@@ -16,7 +16,7 @@ from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
 from .bad_rows import TOO_LONG, BadRows, RowError
-from .conversations import Span, split_prompts
+from .conversations import Content, Conversation, Span, render_ahead, split_prompts
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .formats import (
     PROMPT,
@@ -34,7 +34,6 @@ from .formats import (
     with_task,
 )
 from .images import FEWER_BY_MAX_PIXELS
-from .row_format import or_error
 from .sources import Fingerprint, Rows, as_rows, canonical_line
 from .token_store import ByteFile, Example, JoinedExamples, StoredExamples, TokenStore
 
@@ -177,7 +176,7 @@ class _Rendered(NamedTuple):
     index: int  # of the row
     text: str
     spans: list[Span]  # targets
-    images: Sequence[Any] = ()  # `vision.images.Image`, whose tokens the text has
+    images: Sequence[Any]  # its sources, and then the `vision.images.Image` that the text has
 
 
 class Encoder:
@@ -297,9 +296,9 @@ class Encoder:
             try:
                 if isinstance(result, PackError):
                     raise result
-                text, spans = result
-                check_unicode(row, text)
-                rendered = self._with_images(row, _Rendered(i, text, spans))
+                rendered = _Rendered(i, *result)
+                check_unicode(row, rendered.text)
+                rendered = self._with_images(row, rendered)
                 self._note(canonical_line(row))
             except RowError as error:
                 if self.bad.stops and error.reason == "no target":
@@ -334,25 +333,31 @@ class Encoder:
                 yield from ahead.result()
 
     def _render(self, begin: int, rows: Sequence[Row]) -> list[tuple[int, Row, Any]]:
-        faults = [
-            or_error(check_format, row, self.format, self.first, self.columns) for row in rows
-        ]
-        usable = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
-        texts = self.format.render_all(usable, self.columns, self.loss_on, self.tokenizer)
-
-        rendered = iter(texts)
+        """Read rows once; the chat template renders all of them in one call of its sandbox."""
+        contents = [_or_error(self._read, row) for row in rows]
+        render_ahead([each for each in contents if isinstance(each, Conversation)], self.loss_on)
         return [
-            (number, row, next(rendered) if fault is None else fault)
-            for number, (row, fault) in enumerate(zip(rows, faults, strict=True), begin)
+            (number, row, _or_error(self._supervised, content))
+            for number, (row, content) in enumerate(zip(rows, contents, strict=True), begin)
         ]
+
+    def _read(self, row: Row) -> Content:
+        check_format(row, self.format, self.first, self.columns)
+        return self.format.read(row, self.columns, self.tokenizer)
+
+    def _supervised(self, content: Content | PackError) -> tuple[str, list[Span], list[Any]]:
+        """Return the text of an example, its targets and its images."""
+        if isinstance(content, PackError):
+            raise content
+        return *content.supervised(self.loss_on), content.images
 
     def _with_images(self, row: Row, rendered: _Rendered) -> _Rendered:
         """Return a text in which each placeholder of an image is what the image becomes."""
         if self.images is None or self.images.family.placeholder not in rendered.text:
-            return rendered
+            return rendered._replace(images=())
 
         try:
-            images = [self.images.add(each) for each in self.format.images(row, self.columns)]
+            images = [self.images.add(each) for each in rendered.images]
             text, spans = self.images.expanded(rendered.text, rendered.spans, images)
         except ValueError as error:
             raise row.error(str(error), "image") from None
@@ -541,6 +546,14 @@ class _Pieces:
                 tokens = tokens + arranged(self.ids, parts[0], encodings, room)
 
             yield row, tokens
+
+
+def _or_error(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a result, or the PackError that is raised instead."""
+    try:
+        return function(*arguments)
+    except PackError as error:
+        return error
 
 
 def _targets(

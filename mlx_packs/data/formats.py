@@ -6,6 +6,7 @@ in the facts of the task.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bases.tokenizer import text_tokens
@@ -14,16 +15,45 @@ from ..config.data import DataConfig
 from ..errors import PackError, any_of
 from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT
-from .conversations import Span
+from .chat_formats import TokenFormat as TokenFormat
+from .conversations import Content, Span
 from .row_format import Row as Row
 from .row_format import RowFormat as RowFormat
-from .row_format import TokenFormat as TokenFormat
 from .row_format import check_unicode as check_unicode
 from .row_format import is_missing, shown, text_of
 from .task_formats import PREFERENCE as PREFERENCE
 from .task_formats import PROMPT as PROMPT
 
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
+
+
+@dataclass(frozen=True)
+class PlainText(Content):
+    """A text, and the column that it is from."""
+
+    where: str
+    text: str
+    column: str
+    tokenizer: Any = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.text]
+
+    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "PlainText":
+        return replace(self, tokenizer=tokenizer)
+
+    def prompt(self) -> tuple[str, list[int]]:
+        """The prompt is the beginning of the text."""
+        tokens = text_tokens(self.tokenizer, self.text)
+        tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
+        shown = tokens[1:] if tokens[0] == self.tokenizer.bos_token_id else tokens
+        return self.tokenizer.decode(shown), tokens
+
+    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
+        if not self.text:
+            raise RowError(self.where, f"'{self.column}' is empty.", "empty")
+        return self.text, []
 
 
 class Text(TokenFormat):
@@ -36,22 +66,8 @@ class Text(TokenFormat):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return (names.text_feature,)
 
-    def render(
-        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> tuple[str, list[Span]]:
-        text = text_of(row, names.text_feature)
-        if not text:
-            raise row.error(f"'{names.text_feature}' is empty.", "empty")
-        return text, []
-
-    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        tokens = text_tokens(tokenizer, row.value[names.text_feature])
-        tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
-        shown = tokens[1:] if tokens[0] == tokenizer.bos_token_id else tokens
-        return tokenizer.decode(shown), tokens
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [text_of(row, names.text_feature)]
+    def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> PlainText:
+        return PlainText(row.where, text_of(row, names.text_feature), names.text_feature, tokenizer)
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
         """Anything but ``all`` is an error: a text has no prompt that could be left out."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..bases.turns import IMAGE_MARK
 from ..vision.pictures import ImageSource
-from .row_format import Row, optional
+from .row_format import Row
 
 IMAGE_COLUMNS = ("image", "images")
 # Families whose images have fewer tokens if --max-pixels makes them smaller.
@@ -116,39 +116,30 @@ def with_own_images(message: dict[str, Any], images: Images, folder: Path | None
     return message
 
 
-def row_images(row: Row) -> tuple[list[ImageSource], str]:
-    """Return the images that a row has in a column, and what errors call that column."""
-    given = {column: optional(row, column) for column in IMAGE_COLUMNS}
-    names = [f"'{column}'" for column, value in given.items() if value not in (None, [])]
-    if len(names) > 1:
-        raise ValueError(f"has both {names[0]} and {names[1]}. Remove one of them.")
-    if not names:
-        return [], "columns"
+def with_column_images(
+    messages: list[dict[str, Any]], columns: Mapping[str, Any], folder: Path | None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return messages with the images of a row's columns, and a column that they have no place for.
 
-    name = names[0]
-    return _sources(given[name.strip("'")], row.folder, name), name
+    A fault is a ValueError. Paths are relative to ``folder``.
+    """
+    given = {column: value for column, value in columns.items() if value not in (None, [])}
+    if len(given) > 1:
+        first, second = given
+        raise ValueError(f"has both '{first}' and '{second}'. Remove one of them.")
+    if not given and not any("images" in message for message in messages):
+        return messages, None
 
-
-def with_row_images(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a row with the images of its columns; a fault is a RowError."""
-    try:
-        sources, column = row_images(row)
-        if not sources and not any("images" in message for message in messages):
-            return messages
-
-        messages = placed(messages, sources, column)
-        _check_before_answer(messages)
-    except ValueError as error:
-        raise row.error(str(error), "image") from None
-    return messages
-
-
-def column_without_place(row: Row, messages: Sequence[Mapping]) -> str | None:
-    """Return the column with the images of a row if its messages have no place for them."""
+    sources: list[ImageSource] = []
+    where = "columns"
+    for column, value in given.items():
+        where = f"'{column}'"
+        sources = _sources(value, folder, where)
     has_place = any("images" in each or _MARKER in each["content"] for each in messages)
-    if has_place:
-        return None
-    return next((name for name in IMAGE_COLUMNS if optional(row, name) not in (None, [])), None)
+
+    messages = placed(messages, sources, where)
+    _check_before_answer(messages)
+    return messages, None if has_place else next(iter(given), None)
 
 
 def _check_before_answer(messages: Sequence[Mapping]) -> None:

@@ -64,11 +64,11 @@ def _answers(splits: Splits, columns: DataConfig) -> Iterable[tuple[str, list]]:
 
     if isinstance(row_format, TokenFormat):
         for row in rows:
-            thoughts = row_format.thoughts(row, columns)
-            answer = row_format.answer(row, columns) or ""
-            if thoughts:
-                answer = f"{thoughts}</think>{answer}"
-            yield answer, row_format.arguments(row, columns)
+            content = row_format.read(row, columns)
+            answer = content.answer or ""
+            if content.thoughts:
+                answer = f"{content.thoughts}</think>{answer}"
+            yield answer, content.arguments
 
 
 def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> bool:

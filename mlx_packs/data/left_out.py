@@ -118,12 +118,12 @@ def _conversations(
     try:
         if row_format is PREFERENCE:
             for side in both_completions([row], names):
-                yield COMPLETION.conversation(side, names, tokenizer)
+                yield COMPLETION.read(side, names, tokenizer)
         elif row_format is PROMPT:
-            prompt = COMPLETION.conversation(with_placeholder(row, names), names, tokenizer)
+            prompt = COMPLETION.read(with_placeholder(row, names), names, tokenizer)
             yield replace(prompt, messages=prompt.messages[:-1])
         elif isinstance(row_format, ConversationFormat) and row_format.matches(row, names):
-            yield row_format.conversation(row, names, tokenizer)
+            yield row_format.read(row, names, tokenizer)
     except (PackError, KeyError):  # encoding names such rows
         return
 

@@ -205,7 +205,7 @@ def _has_empty_answer(row: Row, row_format: RowFormat, names: DataConfig) -> boo
         return False
     try:
         usable = isinstance(row.value, Mapping) and row_format.matches(row, names)
-        return usable and row_format.answer(row, names) == ""
+        return usable and row_format.read(row, names).answer == ""
     except RowError:
         return False
 

@@ -11,7 +11,7 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .batches import TokenCollate
-from .chat_formats import Completion, about_conversation
+from .chat_formats import about_conversation
 from .dataset import Batch, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Fingerprint, Rows, as_rows
@@ -157,7 +157,7 @@ def encode_prompts(
 
 def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) -> list[int]:
     """The prompt must leave room for a completion."""
-    text, tokens = COMPLETION.prompt(with_placeholder(row, columns), columns, tokenizer)
+    text, tokens = COMPLETION.read(with_placeholder(row, columns), columns, tokenizer).prompt()
     check_unicode(row, text)
     if len(tokens) >= max_seq_length:
         raise row.error(
@@ -180,4 +180,4 @@ def wanted_text(row: Row, columns: DataConfig) -> str | None:
     """Return the expected completion of a prompt; None without one."""
     if columns.completion_feature not in row.value:
         return None
-    return Completion().answer(row, columns)
+    return COMPLETION.read(row, columns).answer

@@ -3,7 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from ..config.data import DataConfig
 from ..errors import Code, PackError
 from .bad_rows import Reason, RowError
-from .conversations import Span
 
 _MOST_BYTES = 1000  # that a row is shown with
 
@@ -92,56 +91,6 @@ class RowFormat(ABC):
     def resembles(self, row: Row, names: DataConfig) -> bool:
         """Return whether a row of another task may be meant to have this format."""
         return self.matches(row, names)
-
-
-class TokenFormat(RowFormat):
-    """Rows that a causal model trains on."""
-
-    loss_on: ClassVar[str]  # what is supervised by default
-    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
-
-    @abstractmethod
-    def render(
-        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> tuple[str, list[Span]]:
-        """Return the text of a row and the spans of it that are targets (none for ``all``)."""
-
-    def render_all(
-        self, rows: Sequence[Row], names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> "list[tuple[str, list[Span]] | PackError]":
-        """Return what `render` returns or raises for each row."""
-        return [or_error(self.render, row, names, loss_on, tokenizer) for row in rows]
-
-    @abstractmethod
-    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return the prompt of a row: as people see it, and its tokens."""
-
-    def images(self, row: Row, names: DataConfig) -> list[Any]:
-        """Return the images of a row that has some, as `vision.pictures.ImageSource`."""
-        return []
-
-    def answer(self, row: Row, names: DataConfig) -> str | None:
-        """Return the text of the row after its `prompt`; None where that is no answer."""
-        return None
-
-    def thoughts(self, row: Row, names: DataConfig) -> str:
-        """Return the thoughts before the `answer` that the row has under a key of their own."""
-        return ""
-
-    def arguments(self, row: Row, names: DataConfig) -> list[Any]:
-        """Return the arguments of the calls in a row."""
-        return []
-
-    def resolve_loss_on(self, loss_on: str | None) -> str:
-        return loss_on or self.loss_on
-
-
-def or_error(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a result, or the PackError that is raised instead."""
-    try:
-        return function(*arguments)
-    except PackError as error:
-        return error
 
 
 def check_unicode(row: Row, text: str) -> None:

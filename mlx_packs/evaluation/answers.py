@@ -9,6 +9,7 @@ from typing import Any
 from ..bases.thoughts import opens_thoughts, split_thoughts, thought_marks
 from ..bases.tokenizer import tokenizer_errors
 from ..config.data import DataConfig
+from ..data.conversations import Content
 from ..data.formats import Row, TokenFormat
 from ..errors import PackError
 from ..inference.generate import stream_batch
@@ -211,18 +212,16 @@ def answer_of(base: Base, prompt: Sequence[int], text: str) -> str:
     return split_thoughts(base.tokenizer, text, is_open)[1]
 
 
-def expected_answer(
-    row: Row, row_format: TokenFormat, columns: DataConfig, base: Base, prompt: Sequence[int]
-) -> tuple[str | None, int]:
+def expected_answer(content: Content, base: Base, prompt: Sequence[int]) -> tuple[str | None, int]:
     """Return the answer of an example after its thoughts, and how many tokens these are."""
-    text = row_format.answer(row, columns)
+    text = content.answer
     if text is None:
         return None, 0
 
     opening, end = thought_marks(base.tokenizer)
     is_open = end in text and opens_thoughts(base.tokenizer, prompt)
     written, answer = split_thoughts(base.tokenizer, text, is_open)
-    thoughts = row_format.thoughts(row, columns) or written
+    thoughts = content.thoughts or written
     if not thoughts:
         return answer, 0
 
@@ -250,10 +249,11 @@ def questions_of(
     for row in rows:
         if len(questions) == most:
             break
-        if not row_format.answer(row, columns):
+        content = row_format.read(row, columns, base.tokenizer)
+        if not content.answer:
             continue
-        text, tokens = row_format.prompt(row, columns, base.tokenizer)
-        expected, thoughts = expected_answer(row, row_format, columns, base, tokens)
+        text, tokens = content.prompt()
+        expected, thoughts = expected_answer(content, base, tokens)
         if not expected or not expected.strip():
             continue
 

@@ -127,15 +127,16 @@ class CausalLMTask(TokenTask):
         row = splits[-1].first_usable(split)
         columns = phases[-1].sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
-        text, tokens = row_format.prompt(row, columns, base.tokenizer)
-        wanted, thoughts = expected_answer(row, row_format, columns, base, tokens)
+        content = row_format.read(row, columns, base.tokenizer)
+        text, tokens = content.prompt()
+        wanted, thoughts = expected_answer(content, base, tokens)
         self.sample = SamplePrompt(
             text,
             tokens,
             wanted,
             thoughts=thoughts,
             is_raw=row_format is TEXT or not base.tokenizer.has_chat_template,
-            images=thumbnails(row_format.images(row, columns), columns.allow_urls),
+            images=thumbnails(content.images, columns.allow_urls),
         )
 
         metric = metric_of(self.train.metric, columns)

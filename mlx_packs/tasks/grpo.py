@@ -147,8 +147,8 @@ class GRPOTask(Task):
         if not isinstance(prompt, str):  # the last message
             prompt = plain_text(prompt[-1].get("content"))
 
-        sources = COMPLETION.images(with_placeholder(row, columns), columns)
-        images = thumbnails(sources, columns.allow_urls)
+        content = COMPLETION.read(with_placeholder(row, columns), columns)
+        images = thumbnails(content.images, columns.allow_urls)
         wanted = wanted_text(row, columns)
         self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted, images=images)
         return data

@@ -199,9 +199,10 @@ class PreferenceTask(TokenTask):
         columns = data.phase.sources[0]
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
-        text, tokens = COMPLETION.prompt(row, columns, self.base.tokenizer)
-        images = thumbnails(COMPLETION.images(row, columns), columns.allow_urls)
-        wanted, thoughts = expected_answer(row, COMPLETION, columns, self.base, tokens)
+        content = COMPLETION.read(row, columns, self.base.tokenizer)
+        text, tokens = content.prompt()
+        images = thumbnails(content.images, columns.allow_urls)
+        wanted, thoughts = expected_answer(content, self.base, tokens)
         self.sample = SamplePrompt(text, tokens, wanted, images=images, thoughts=thoughts)
 
     def bind(

@@ -289,7 +289,7 @@ def test_the_header_is_prompt_in_generation_metrics_and_server_alike(folder):
     body = ChatBody.model_validate({"model": "m", "messages": TURNS[:1]})
     assert tokenizer.decode(prompt).endswith(HEADER)
     assert chat_prompt(base, TURNS[:1]) == prompt
-    assert format_of(row, columns).prompt(row, columns, tokenizer)[1] == prompt
+    assert format_of(row, columns).read(row, columns, tokenizer).prompt()[1] == prompt
     assert Prompts(base, 8, 64).of_chat(body) == prompt
 
 

@@ -54,7 +54,7 @@ def user(text: str) -> dict:
 def read(row: dict, folder: Path | None = None) -> list[dict]:
     """The messages of a row of a conversation."""
     row = Row("f:1", row, folder)
-    return [turn.message for turn in format_of(row, COLUMNS, TOKEN_FORMATS).turns(row, COLUMNS)]
+    return format_of(row, COLUMNS, TOKEN_FORMATS).read(row, COLUMNS).messages
 
 
 def shown(messages: list[dict]) -> tuple[list[str], list]:
@@ -236,7 +236,7 @@ def test_both_completions_of_a_preference_have_the_images_of_its_prompt():
     for form in forms:
         sides = both_completions([Row("f:1", form, Path("/d"))], COLUMNS)
         for side, answer in zip(sides, ("A cat.", "A dog."), strict=True):
-            messages = [turn.message for turn in COMPLETION.turns(side, COLUMNS)]
+            messages = COMPLETION.read(side, COLUMNS).messages
             assert shown(messages) == ([f"{M}What?", answer], ["a.png"])
             assert image_sources(messages)[0].folder == Path("/d")
 
@@ -270,8 +270,8 @@ def options():
 
 def test_a_prompt_has_the_images_of_its_row():
     row = Row("f:1", {"prompt": "What?", "image": "a.png", "reference": "A cat."}, Path("/d"))
-    turns = COMPLETION.turns(with_placeholder(row, COLUMNS), COLUMNS)
-    assert image_sources([turn.message for turn in turns]) == [ImageSource("a.png", Path("/d"))]
+    content = COMPLETION.read(with_placeholder(row, COLUMNS), COLUMNS)
+    assert content.images == [ImageSource("a.png", Path("/d"))]
 
 
 @pytest.mark.interop
@@ -290,8 +290,7 @@ def test_paths_are_relative_to_the_file_of_the_row(tmp_path):
     for file in files.values():
         (line,) = read_rows(file)
         assert line.folder == tmp_path and line.with_value({}).folder == tmp_path
-        messages = [turn.message for turn in COMPLETION.turns(line, COLUMNS)]
-        assert image_sources(messages) == [ImageSource("a.png", tmp_path)]
+        assert COMPLETION.read(line, COLUMNS).images == [ImageSource("a.png", tmp_path)]
 
     (line,) = source_of([row]).splits["train"]
     assert line.folder is None and turns_of([parts(url("a.png"))])[0].message["images"] == [
@@ -318,7 +317,7 @@ def test_texts_and_prompts_show_no_marks(tokenizer):
     row = Row("f:1", asked(user("<image>What?"), image="a.png"))
     row_format = format_of(row, COLUMNS)
     assert row_format.texts(row, COLUMNS) == ["What?", "A cat."]
-    assert row_format.answer(row, COLUMNS) == "A cat."
+    assert row_format.read(row, COLUMNS).answer == "A cat."
     alone = Row("f:1", asked(parts(url("a.png"))))
     assert row_format.texts(alone, COLUMNS) == ["A cat."]
     preference = {

@@ -57,8 +57,8 @@ def test_a_marked_answer_is_context(tokenizer, marks):
     turns[1] |= marks
     assert rendered(tokenizer, {"conversations": turns}) == (text, targets)
     row_format, row = Chat(), Row("f:1", marked(**marks))
-    assert row_format.answer(row, COLUMNS) == "Paris."
-    assert "Really?" in row_format.prompt(row, COLUMNS, tokenizer)[0]
+    assert row_format.read(row, COLUMNS).answer == "Paris."
+    assert "Really?" in row_format.read(row, COLUMNS, tokenizer).prompt()[0]
 
 
 @pytest.mark.parametrize("marks", [{"weight": 1}, {"masked": False}, {"loss": None}])
@@ -169,7 +169,7 @@ def test_documents_and_variables_are_as_json_has_them(tokenizer):
     day, row = date(2026, 5, 1), {"messages": [USER, ANSWER]}
     documents = [{"day": day}, {"day": None}]
     row |= {"documents": documents, "chat_template_kwargs": {"of": day, "x": None}}
-    conversation = Chat().conversation(Row("f:1", row), COLUMNS, tokenizer)
+    conversation = Chat().read(Row("f:1", row), COLUMNS, tokenizer)
     assert conversation.documents == [{"day": "2026-05-01"}]
     assert conversation.variables == {"of": "2026-05-01"}
     for column, value in (("documents", [{"day": b"x"}]), ("chat_template_kwargs", {"day": b"x"})):
@@ -202,7 +202,7 @@ def test_a_prompt_that_a_completion_repeats_is_rendered_once(tokenizer, prompt, 
     ):
         assert rendered(tokenizer, row, task) == (expected, ["A cherry.<|im_end|>"])
     row = Row("f:1", {"prompt": prompt, "completion": chosen})
-    assert format_of(row, COLUMNS).answer(row, COLUMNS) == "A cherry."
+    assert format_of(row, COLUMNS).read(row, COLUMNS).answer == "A cherry."
 
 
 def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):

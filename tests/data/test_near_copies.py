@@ -138,7 +138,7 @@ def test_an_answer_that_calls_a_tool_is_not_empty():
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     rows = as_rows([Row("d:1", {"messages": [{"role": "user", "content": "Hi"}, answer]})])
     assert row_notes({"train": rows}, Chat(), DataConfig()) == []
-    assert Chat().answer(rows[0], DataConfig()) is None
+    assert Chat().read(rows[0], DataConfig()).answer is None
 
 
 @pytest.mark.parametrize("column", ["image", "images", "part", "message", "bytes"])

@@ -454,7 +454,7 @@ def test_encode_slow_tokenizer_says_what_to_do():
 )
 def test_prompt_is_what_stands_before_the_first_answer(tokenizer, row, shown, asked):
     row = Row("x", row)
-    text, tokens = format_of(row, COLUMNS).prompt(row, COLUMNS, tokenizer)
+    text, tokens = format_of(row, COLUMNS).read(row, COLUMNS, tokenizer).prompt()
     rendered = tokenizer.decode(tokens)
     assert text == shown and asked in rendered
     assert rendered.endswith("assistant\n") and rendered.count("<|im_start|>assistant") == 1
@@ -477,8 +477,8 @@ SEVERAL_TURNS = {
 def test_of_a_completion_after_several_turns_the_last_answer_is_asked(tokenizer, name):
     row = Row("x", SEVERAL_TURNS[name])
     row_format = format_of(row, COLUMNS)
-    shown, tokens = row_format.prompt(row, COLUMNS, tokenizer)
-    assert (shown, row_format.answer(row, COLUMNS)) == ("Q2", "A2")
+    shown, tokens = row_format.read(row, COLUMNS, tokenizer).prompt()
+    assert (shown, row_format.read(row, COLUMNS).answer) == ("Q2", "A2")
     (example,) = encoded(tokenizer, row.value).items
     assert example.tokens[: len(tokens)].tolist() == tokens
     assert not example.target[: len(tokens)].any() and example.target[len(tokens) :].all()
@@ -487,13 +487,13 @@ def test_of_a_completion_after_several_turns_the_last_answer_is_asked(tokenizer,
 def test_a_chat_that_the_assistant_opens_is_asked_for_its_first_reply(tokenizer):
     turns = [{"role": "assistant", "content": "Hello."}, *chat("Q", "A")["messages"]]
     row = Row("x", {"messages": turns})
-    assert Chat().answer(row, COLUMNS) == "A"
-    assert Chat().prompt(row, COLUMNS, tokenizer)[0] == "Q"
+    assert Chat().read(row, COLUMNS).answer == "A"
+    assert Chat().read(row, COLUMNS, tokenizer).prompt()[0] == "Q"
 
 
 def test_a_completion_that_ends_without_an_answer_has_none(tokenizer):
     row = Row("x", {"prompt": "Q", "completion": chat("A", "B", "C")["messages"]})
-    assert format_of(row, COLUMNS).answer(row, COLUMNS) is None
+    assert format_of(row, COLUMNS).read(row, COLUMNS).answer is None
 
 
 @pytest.mark.parametrize("empty", [None, "", float("nan")])
@@ -504,7 +504,7 @@ def test_optional_columns_may_be_empty(tokenizer, empty):
     assert encoded(tokenizer, {**row, **more}).items[0].tokens.tolist() == expected
     named = DataConfig(prompt_feature="instruction", completion_feature="output")
     whole = Row("x", {**row, "input": empty})
-    assert format_of(whole, named).answer(whole, named) == "A"
+    assert format_of(whole, named).read(whole, named).answer == "A"
 
 
 def test_a_required_column_may_not_be_empty(tokenizer):
@@ -514,11 +514,11 @@ def test_a_required_column_may_not_be_empty(tokenizer):
 
 def test_prompt_of_a_text_is_its_beginning(tokenizer):
     row = Row("x", {"text": "word " * 80})
-    text, tokens = format_of(row, COLUMNS).prompt(row, COLUMNS, tokenizer)
+    text, tokens = format_of(row, COLUMNS).read(row, COLUMNS, tokenizer).prompt()
     assert row.value["text"].startswith(text) and len(tokens) == 32
     short = Row("x", {"text": "In the beginning God"})
     count = len(tokenizer.encode(short.value["text"]))
-    assert len(format_of(short, COLUMNS).prompt(short, COLUMNS, tokenizer)[1]) == count // 2
+    assert len(format_of(short, COLUMNS).read(short, COLUMNS, tokenizer).prompt()[1]) == count // 2
 
 
 MESSAGES = chat("Hi", "ok")["messages"]

@@ -26,8 +26,7 @@ def asked(content, **columns) -> dict:
 
 
 def sources_of(row: Row) -> list[ImageSource]:
-    turns = format_of(row, COLUMNS, TOKEN_FORMATS).turns(row, COLUMNS)
-    return [source for turn in turns for source in turn.message.get("images", ())]
+    return format_of(row, COLUMNS, TOKEN_FORMATS).read(row, COLUMNS).images
 
 
 def drawn(mode: str = "RGB"):

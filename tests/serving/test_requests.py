@@ -1,6 +1,7 @@
 """What clients send: null for what is not given, answers sent back, and tools as agents have them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -104,8 +105,8 @@ def test_tools_and_calls_have_the_text_that_training_has(small_tiny):
 
     served = Prompts(small_tiny, 8, 512).of_chat(parse(ChatBody, **fields))
     row = Row("f:1", fields)
-    trained = Chat().conversation(row, DataConfig(), small_tiny.tokenizer)
-    assert served == trained.prompt_tokens(trained.messages)
+    trained = Chat().read(row, DataConfig(), small_tiny.tokenizer)
+    assert served == replace(trained, asked=len(trained.messages)).prompt()[1]
     text = small_tiny.tokenizer.decode(served)
     assert '{"description": "Say the weather.", "parameters"' in text
     assert '{"city": {"type": "string"}}, "x": [null]}' in text
