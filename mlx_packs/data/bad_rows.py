@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from ..errors import Code, PackError
 from ..files import atomic_write
@@ -33,6 +33,10 @@ Reason = Literal[
     "unknown label",
     "mixed labels",
 ]
+
+
+R = TypeVar("R")  # a row
+T = TypeVar("T")  # its content
 
 
 class Place(Protocol):
@@ -78,6 +82,27 @@ class BadRows:
         if self.stops:
             raise error
         self.leave_out(index, error)
+
+    def usable(self, rows: Sequence[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
+        """Yield the number of each row, the row, and what ``read`` returns for it.
+
+        A row for which it raises a RowError is added.
+
+        Raises:
+            PackError: There are no rows, or none can be used.
+        """
+        if not len(rows):
+            raise PackError("--data: the split has no examples.", "data")
+
+        for i, row in enumerate(rows):
+            try:
+                value = read(row)
+            except RowError as error:
+                self.add(i, error)
+            else:
+                yield i, row, value
+
+        self.check_some_left(len(rows))
 
     def leave_out(self, index: int, error: RowError) -> None:
         """Record a row, whether bad rows stop the run or not."""

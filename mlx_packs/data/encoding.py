@@ -35,7 +35,7 @@ from .formats import (
 )
 from .images import FEWER_BY_MAX_PIXELS
 from .sources import Fingerprint, Rows, as_rows, canonical_line
-from .token_store import ByteFile, Example, JoinedExamples, StoredExamples, TokenStore
+from .token_store import ByteFile, Example, JoinedExamples, TokenStore
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 4
@@ -47,7 +47,10 @@ _RENDERED_ROWS = 64  # of one call of the chat template's sandbox
 
 @dataclass
 class Examples:
-    """The examples of a split; a row that was split has one for each of its pieces."""
+    """The examples of a split.
+
+    A row that was split has one for each of its pieces, and a preference one for each completion.
+    """
 
     items: Sequence[Example]
     format: str  # of the rows
@@ -58,14 +61,8 @@ class Examples:
     fingerprint: str | None = None  # of the rows that were rendered
     merged: int = 0  # examples that begin others, and are part of these (data/chains.py)
     merged_inputs: int = 0  # inputs that these would be apart
-
-    @classmethod
-    def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
-        """``facts`` are the fields after ``items``."""
-        examples = cls(items, *facts)
-        examples.lengths = items.lengths
-        examples.target_counts = items.parts["target_counts"]
-        return examples
+    labels: np.ndarray | None = None  # of each row [N, ...], if rows have labels
+    per_row: int = 1  # examples of a row, one after the other
 
     @classmethod
     def joined(cls, parts: "Sequence[Examples]") -> "Examples":
@@ -77,7 +74,9 @@ class Examples:
         losses = dict.fromkeys(part.loss_on for part in parts)
         items = JoinedExamples([part.items for part in parts])
 
-        joined = cls(items, " + ".join(formats), " + ".join(losses))
+        joined = cls(items, " + ".join(formats), " + ".join(losses), per_row=parts[0].per_row)
+        if parts[0].labels is not None:
+            joined.labels = np.concatenate([part.labels for part in parts])
         joined.merged = sum(part.merged for part in parts)
         joined.merged_inputs = sum(part.merged_inputs for part in parts)
         joined.lengths = np.concatenate([part.lengths for part in parts])
@@ -87,11 +86,22 @@ class Examples:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each example."""
+        lengths = getattr(self.items, "lengths", None)
+        if lengths is not None:
+            return lengths
         return np.array([len(e.tokens) for e in self.items])
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of the examples of each row, [N, per_row]."""
+        return self.lengths.reshape(-1, self.per_row)
 
     @cached_property
     def target_counts(self) -> np.ndarray:
         """Supervised tokens of each example."""
+        counts = getattr(self.items, "target_counts", None)
+        if counts is not None:
+            return counts
         return np.array([int(e.target.sum()) for e in self.items])
 
     @property
@@ -101,8 +111,8 @@ class Examples:
 
     @property
     def count(self) -> int:
-        """How many examples there are, with those that are part of others."""
-        return len(self) + self.merged
+        """How many rows there are, with those that are part of others."""
+        return len(self) // self.per_row + self.merged
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
         return [self.items[i].where for i in indices]
@@ -250,7 +260,7 @@ class Encoder:
                 "max_seq_length",
             )
 
-        return Examples.stored(
+        return Examples(
             self.store.examples(self.rows.places()),
             self.format.name,
             self.loss_on,

@@ -4,7 +4,8 @@ A head reads the class at the last token of a text, or of the prompt of a chat.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ..bases.tokenizer import text_tokens
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import BadRows, RowError
+from .bad_rows import BadRows
 from .batches import PackedCollate, TokenCollate, split_rows
 from .chat_formats import about_conversation
 from .dataset import Batch, Shape
@@ -21,72 +22,11 @@ from .formats import COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, Label, check_input, read_label
 from .preferences import Scored
 from .sampler import Order
-from .sources import Rows, Source, as_rows
+from .sources import ConvertedRows, Rows, as_rows
 from .token_cache import encode_cached
 
 NO_LIMIT = 1 << 30  # of the tokens of an example
 _ANSWER = "."  # where a prompt needs a completion, and none is read
-
-
-@dataclass
-class LabelledExamples(Examples):
-    """Examples, each with its label as `Classes.encoded` has it."""
-
-    values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-    @classmethod
-    def joined(cls, parts: "Sequence[LabelledExamples]") -> "LabelledExamples":
-        joined = super().joined(parts)
-        joined.values = np.concatenate([part.values for part in parts])
-        return joined
-
-
-class _Inputs(Source):
-    """Rows as they are encoded: a text, or a prompt with an answer; and the label."""
-
-    def __init__(self, rows: Rows, names: DataConfig, classes: Classes) -> None:
-        self.rows = rows
-        self.names = names
-        self.classes = classes
-        self.column = COLUMNS[classes.problem]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        names = self.names
-        for row in self.rows[start:stop]:
-            text = row.value.get(names.text_feature)
-            content = {names.text_feature: text}
-            if self.classes.chat:
-                prompt = row.value.get(names.chat_feature)
-                content = {
-                    **about_conversation(row),
-                    names.prompt_feature: text if prompt is None else prompt,
-                    names.completion_feature: _ANSWER,
-                }
-
-            if self.column in row.value:  # for the fingerprint
-                content[self.column] = row.value[self.column]
-            yield row.with_value(content)
-
-    def where(self, i: int) -> str:
-        return self.rows.where(i)
-
-    def nbytes(self, start: int, stop: int) -> int:
-        return self.rows[start:stop].nbytes()
-
-    def content_key(self) -> bytes | None:
-        """Hash the rows, and how they are read."""
-        key = self.rows.content_key()
-        how = f"{self.column} {self.classes.chat}"
-        return key and key + how.encode()
-
-    def is_in_files(self) -> bool:
-        return self.rows.is_in_files()
-
-    def places(self) -> Callable[[int], str]:
-        return self.rows.places()
 
 
 def encode_labelled(
@@ -98,8 +38,8 @@ def encode_labelled(
     num_proc: int | None = None,
     advance: Callable[[], None] | None = None,
     labelled: bool = True,
-) -> LabelledExamples:
-    """Return every row as an example of its class.
+) -> Examples:
+    """Return every row as an example of its class, with its label as `Classes.encoded` has it.
 
     Texts are cut to ``max_seq_length``. Longer chats are dropped, since their end says what is
     asked. Without ``labelled`` rows need no label, and what is too long is an error.
@@ -109,8 +49,23 @@ def encode_labelled(
         PackError: No row can be used.
     """
     rows = as_rows(rows)
-    used, labels, bad = _checked(rows, names, classes, labelled)
-    source = Rows([_Inputs(rows.select(used), names, classes)])
+    column = COLUMNS[classes.problem]
+
+    def read(row: Row) -> Label | None:
+        _check_input(row, names, classes)
+        if not labelled:
+            return None
+        label = read_label(row, column)
+        classes.check(row, label)
+        return label
+
+    bad = BadRows(names.on_bad_row == "stop")
+    usable = [(i, label) for i, _, label in bad.usable(rows, read)]
+    used = np.array([i for i, _ in usable])
+
+    convert = partial(_input_rows, names=names, column=column, is_chat=classes.chat)
+    how = f"{column} {classes.chat}"
+    source = Rows([ConvertedRows(rows.select(used), convert, how)])
     options = replace(options, max_seq_length=NO_LIMIT, loss_on=None)
 
     row_format = COMPLETION if classes.chat else TEXT
@@ -129,26 +84,38 @@ def encode_labelled(
     for i, error in examples.bad.errors:
         bad.leave_out(int(used[i]), error)
 
-    result = LabelledExamples(
-        examples.items,
-        "chat" if classes.chat else "text",
-        "last token",
-        bad=bad.in_order(),
-        fingerprint=examples.fingerprint,
-    )
-    result.lengths = examples.lengths
-    result.target_counts = examples.target_counts
-
+    labels = np.zeros(len(numbers), np.int32)
     if labelled:
-        result.values = classes.encoded([labels[i] for i in numbers])
-    else:
-        result.values = np.zeros(len(numbers), np.int32)
-    return result
+        labels = classes.encoded([usable[i][1] for i in numbers])
+    return replace(
+        examples,
+        format="chat" if classes.chat else "text",
+        loss_on="last token",
+        cut=0,
+        dropped=0,
+        bad=bad.in_order(),
+        labels=labels,
+    )
 
 
-def fitted(
-    examples: LabelledExamples, tokenizer: Any, classes: Classes, limit: int
-) -> LabelledExamples:
+def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iterator[Row]:
+    """Yield a row as it is encoded: a text, or a prompt with an answer that is not read."""
+    text = row.value.get(names.text_feature)
+    content = {names.text_feature: text}
+    if is_chat:
+        prompt = row.value.get(names.chat_feature)
+        content = {
+            **about_conversation(row),
+            names.prompt_feature: text if prompt is None else prompt,
+            names.completion_feature: _ANSWER,
+        }
+
+    if column in row.value:  # for the fingerprint
+        content[column] = row.value[column]
+    yield row.with_value(content)
+
+
+def fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) -> Examples:
     """Return examples of at most ``limit`` tokens with what is read of each.
 
     Raises a PackError if all are too long.
@@ -173,16 +140,13 @@ def fitted(
         )
 
     items = Scored(examples, kept, prompts)
-    result = replace(
+    return replace(
         examples,
         items=items,
         cut=cut,
         dropped=len(prompts) - len(kept),
-        values=examples.values[kept],
+        labels=examples.labels[kept],
     )
-    result.lengths = items.lengths
-    result.target_counts = items.target_counts
-    return result
 
 
 def prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
@@ -197,36 +161,7 @@ def prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.n
     return hits[np.searchsorted(hits, starts)] - starts
 
 
-def _checked(
-    rows: Rows, names: DataConfig, classes: Classes, labelled: bool
-) -> tuple[np.ndarray, list[Label], BadRows]:
-    """Return the numbers of usable rows, their labels, and the other rows."""
-    if not len(rows):
-        raise PackError("--data: the split has no examples.", "data")
-
-    bad = BadRows(names.on_bad_row == "stop")
-    used: list[int] = []
-    labels: list[Label] = []
-    column = COLUMNS[classes.problem]
-
-    for i, row in enumerate(rows):
-        try:
-            _check_input(row, rows, names, classes)
-            if labelled:
-                label = read_label(row, column)
-                classes.check(row, label)
-                labels.append(label)
-        except RowError as error:
-            bad.add(i, error)
-            continue
-
-        used.append(i)
-
-    bad.check_some_left(len(rows))
-    return np.array(used), labels, bad
-
-
-def _check_input(row: Row, rows: Rows, names: DataConfig, classes: Classes) -> None:
+def _check_input(row: Row, names: DataConfig, classes: Classes) -> None:
     """Check that a row says something, in the form of the others or of what was trained on."""
     row_format = check_input(row, names)
     if not classes.chat and row_format is not TEXT:
@@ -246,10 +181,10 @@ class LabelCollate:
 
     tokens: TokenCollate | PackedCollate
 
-    def __call__(self, examples: LabelledExamples, order: Order) -> Batch:
+    def __call__(self, examples: Examples, order: Order) -> Batch:
         return self._labelled(self.tokens(examples, order))
 
-    def shapes(self, examples: LabelledExamples, orders: Iterator[Order]) -> set[Shape]:
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
@@ -259,7 +194,7 @@ class LabelCollate:
         return [self._labelled(piece) for piece in split_rows(whole, parts)]
 
     def _labelled(self, batch: Batch) -> Batch:
-        values = batch.source.values
+        values = batch.source.labels
         none = np.zeros((1, *values.shape[1:]), values.dtype)  # of padding, whose owner is -1
         own = np.concatenate([values[list(batch.examples)], none])
 

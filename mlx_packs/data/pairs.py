@@ -14,7 +14,7 @@ from ..config.choices import LOSSES
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
-from .bad_rows import BadRows, RowError
+from .bad_rows import BadRows
 from .dataset import Batch, Shape, edges_of
 from .formats import Row, check_format, first_format
 from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
@@ -127,14 +127,11 @@ def encode_pairs(
     widths = array("q")  # texts of each pair
     scores = array("f")
 
-    for i, row in enumerate(rows):
-        try:
-            check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
-            pairs = list(row_format.usable(row))
-        except RowError as error:
-            bad.add(i, error)
-            continue
+    def read(row: Row) -> list:
+        check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
+        return list(row_format.usable(row))
 
+    for i, row, pairs in bad.usable(rows, read):
         fingerprint.add(row)
         for (anchor, *others), score in pairs:
             if score is not None:
@@ -143,7 +140,6 @@ def encode_pairs(
             widths.append(1 + len(others))
             numbers.extend(map(texts.number, (query_prompt + anchor, *others)))
 
-    bad.check_some_left(len(rows))
     by_pair = _of_equal_width(np.array(numbers), np.array(widths))
     stored, is_cut = texts.stored()
     return Pairs(

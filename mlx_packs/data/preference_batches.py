@@ -8,7 +8,7 @@ import numpy as np
 
 from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
-from .preferences import PreferenceExamples
+from .encoding import Examples
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .trees import TreeCollate, TreePlan, felled
@@ -28,7 +28,7 @@ class PreferenceCollate:
     tokens: TokenCollate | PackedCollate | TreeCollate  # lays out the examples
     is_scored: bool = False  # whether completions are scored: all tokens that are read count
 
-    def __call__(self, examples: PreferenceExamples, order: Order) -> Batch:
+    def __call__(self, examples: Examples, order: Order) -> Batch:
         batch = self.tokens(examples, order)
         slots = self.tokens.batch_size // 2
         if self._is_packed:
@@ -40,7 +40,7 @@ class PreferenceCollate:
             batch = dataclasses.replace(batch, targets=batch.computed)
         return batch
 
-    def shapes(self, examples: PreferenceExamples, orders: Iterator[Order]) -> set[Shape]:
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
@@ -84,7 +84,7 @@ def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batc
 
 
 def preference_set(
-    examples: PreferenceExamples,
+    examples: Examples,
     sampler: GroupedSampler,
     is_scored: bool = False,
     trees: TreePlan | None = None,
@@ -98,7 +98,7 @@ def preference_set(
 
 
 def preference_evaluation(
-    examples: PreferenceExamples,
+    examples: Examples,
     batch_size: int,
     inputs: int,
     chosen: np.ndarray,

@@ -7,7 +7,8 @@ A reward model scores both completions: one number for each, at its last token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,33 +22,9 @@ from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
 from .messages import Turn, last_turn_start
 from .row_format import RowFormat, optional
-from .sources import Rows, Source, as_rows
+from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import RATED
 from .token_cache import encode_cached
-
-
-@dataclass
-class PreferenceExamples(Examples):
-    """Two examples for each row, at 2 i and 2 i + 1."""
-
-    # float32 [N], of each row: 1 if its first example is desirable, else 0; all are 1 if the
-    # second one is what was rejected
-    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-
-    @classmethod
-    def joined(cls, parts: "Sequence[PreferenceExamples]") -> "PreferenceExamples":
-        joined = super().joined(parts)
-        joined.labels = np.concatenate([part.labels for part in parts])
-        return joined
-
-    @property
-    def count(self) -> int:
-        return len(self) // 2
-
-    @property
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of both examples of each row, [N, 2]."""
-        return self.lengths.reshape(-1, 2)
 
 
 def encode_preferences(
@@ -58,15 +35,15 @@ def encode_preferences(
     row_format: RowFormat = PREFERENCE,
     num_proc: int | None = None,
     advance: Callable[[], None] | None = None,
-) -> PreferenceExamples:
-    """Return every row of `PREFERENCE` or `RATED`; targets are the completions.
+) -> Examples:
+    """Return two examples for each row of `PREFERENCE` or `RATED`; targets are the completions.
+
+    Labels are float32: 1 if the first example of a row is desirable, else 0. They are all 1 if the
+    second one is what was rejected.
 
     At most ``num_proc`` processes encode them. A row that cannot be used is a RowError, unless
     ``columns.on_bad_row`` leaves such rows out. ``advance`` is called as by `encode_cached`.
     """
-    if not len(rows):
-        raise PackError("--data: the split has no examples.", "data")
-
     rows = as_rows(rows)
     used, labels, bad = _checked(rows, columns, row_format)
     options = replace(options, loss_on="completion")
@@ -98,7 +75,7 @@ def encode_preferences(
         )
 
     left_out = {i for i, _ in bad.errors}
-    result = PreferenceExamples(
+    return Examples(
         items,
         row_format.name,
         examples.loss_on,
@@ -107,10 +84,8 @@ def encode_preferences(
         _once(bad),
         examples.fingerprint,
         labels=labels[kept],
+        per_row=2,
     )
-    result.lengths = items.lengths
-    result.target_counts = items.target_counts
-    return result
 
 
 def encode_tokens(
@@ -130,27 +105,18 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, BadRows]:
     """Return the numbers of usable rows, their labels, and the other rows."""
     bad = BadRows(columns.on_bad_row == "stop")
-    used = []
-    labels = []
 
-    for i, row in enumerate(rows):
-        try:
-            check_format(row, row_format, rows.where(0), columns, (row_format,))
-            label = True
-            if row_format is RATED:
-                _split_turns(row, columns.completion_feature, columns)
-                label = truth_of(row, "label")
-            else:
-                _check_sides(row, columns)
-        except RowError as error:
-            bad.add(i, error)
-            continue
+    def read(row: Row) -> bool:
+        check_format(row, row_format, rows.where(0), columns, (row_format,))
+        if row_format is not RATED:
+            _check_sides(row, columns)
+            return True
+        _split_turns(row, columns.completion_feature, columns)
+        return truth_of(row, "label")
 
-        used.append(i)
-        labels.append(label)
-
-    bad.check_some_left(len(rows))
-    return np.array(used), np.array(labels, np.float32), bad
+    usable = [(i, label) for i, _, label in bad.usable(rows, read)]
+    used = np.array([i for i, _ in usable])
+    return used, np.array([label for _, label in usable], np.float32), bad
 
 
 def _check_sides(row: Row, names: DataConfig) -> None:
@@ -203,47 +169,15 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
 
 def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
     """Return two completions for each row: the chosen one and the rejected one."""
-    return Rows([_BothCompletions(as_rows(rows), names)])
+    convert = partial(_completion_rows, names=names)
+    return Rows([ConvertedRows(as_rows(rows), convert, "sides", per_row=2)])
 
 
-class _BothCompletions(Source):
-    def __init__(self, rows: Rows, names: DataConfig) -> None:
-        self.rows = rows
-        self.names = names
-
-    def __len__(self) -> int:
-        return 2 * len(self.rows)
-
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        number = start // 2 * 2
-        for row in self.rows[start // 2 : -(-stop // 2)]:
-            for column in PREFERENCE.columns(self.names):
-                if start <= number < stop:
-                    yield self._side(row, column)
-                number += 1
-
-    def _side(self, row: Row, column: str) -> Row:
-        prompt, completion = split_prompt(row, column, self.names)
-        value = {self.names.prompt_feature: prompt, self.names.completion_feature: completion}
-        return row.with_value({**about_conversation(row), **value})
-
-    def where(self, i: int) -> str:
-        return self.rows.where(i // 2)
-
-    def nbytes(self, start: int, stop: int) -> int:
-        return self.rows[start // 2 : -(-stop // 2)].nbytes()
-
-    def content_key(self) -> bytes | None:
-        """Hash the rows, and that these are their completions."""
-        key = self.rows.content_key()
-        return key and key + b"sides"
-
-    def is_in_files(self) -> bool:
-        return self.rows.is_in_files()
-
-    def places(self) -> Callable[[int], str]:
-        where = self.rows.places()
-        return lambda i: where(i // 2)
+def _completion_rows(row: Row, names: DataConfig) -> Iterator[Row]:
+    for column in PREFERENCE.columns(names):
+        prompt, completion = split_prompt(row, column, names)
+        value = {names.prompt_feature: prompt, names.completion_feature: completion}
+        yield row.with_value({**about_conversation(row), **value})
 
 
 class Selected(Sequence):
@@ -340,7 +274,7 @@ def encode_scored(
     options: EncodingOptions,
     num_proc: int | None = None,
     advance: Callable[[], None] | None = None,
-) -> PreferenceExamples:
+) -> Examples:
     """Return both completions of every row, to be scored, as `encode_preferences`.
 
     Rows with a completion of ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one
@@ -349,7 +283,7 @@ def encode_scored(
     examples = encode_preferences(
         rows, tokenizer, columns, options, num_proc=num_proc, advance=advance
     )
-    longest = examples.lengths.reshape(-1, 2).max(axis=1)
+    longest = examples.row_lengths.max(axis=1)
     kept = np.flatnonzero(longest < options.max_seq_length)
 
     if not len(kept):
@@ -361,7 +295,7 @@ def encode_scored(
         )
 
     items = Scored(examples, np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1))
-    result = replace(
+    return replace(
         examples,
         items=items,
         loss_on="last token",
@@ -369,6 +303,3 @@ def encode_scored(
         dropped=examples.dropped + len(longest) - len(kept),
         labels=examples.labels[kept],
     )
-    result.lengths = items.lengths
-    result.target_counts = items.target_counts
-    return result

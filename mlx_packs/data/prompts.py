@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..config.data import DataConfig
-from ..errors import PackError
-from .bad_rows import BadRows, RowError
+from .bad_rows import BadRows
 from .batches import TokenCollate
 from .chat_formats import about_conversation
 from .dataset import Batch, Shape
@@ -129,29 +128,24 @@ def encode_prompts(
     A row that cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out.
     ``advance`` is called after each row.
     """
-    if not len(rows):
-        raise PackError("--data: the split has no examples.", "data")
-
     rows = as_rows(rows)
     bad = BadRows(columns.on_bad_row == "stop")
     fingerprint = Fingerprint()
     used = array("q")
     tokens: list[list[int]] = []
 
-    for i, row in enumerate(rows):
+    def read(row: Row) -> list[int]:
         try:
             check_format(row, PROMPT, rows.where(0), columns, (PROMPT,))
-            tokens.append(_prompt(row, columns, tokenizer, max_seq_length))
-        except RowError as error:
-            bad.add(i, error)
-            continue
+            return _prompt(row, columns, tokenizer, max_seq_length)
         finally:
             advance()
 
+    for i, row, prompt in bad.usable(rows, read):
+        tokens.append(prompt)
         fingerprint.add(row)
         used.append(i)
 
-    bad.check_some_left(len(rows))
     return Prompts(tokens, rows, used, bad, fingerprint.hexdigest())
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from ..bases.tokenizer import beginning, padded, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import BadRows, RowError
+from .bad_rows import BadRows
 from .dataset import Batch, Shape, edges_of
 from .formats import Row, check_format, first_format
-from .ranking_formats import RANKING_FORMATS
+from .ranking_formats import RANKING_FORMATS, Ranking
 from .shapes import padded_length
 from .sources import Fingerprint, as_rows
 
@@ -172,14 +172,11 @@ def encode_rankings(
     labels = []
     cut = 0
 
-    for i, row in enumerate(rows):
-        try:
-            check_format(row, row_format, first.where, _COLUMNS, RANKING_FORMATS)
-            ranking = row_format.usable(row)
-        except RowError as error:
-            bad.add(i, error)
-            continue
+    def read(row: Row) -> Ranking:
+        check_format(row, row_format, first.where, _COLUMNS, RANKING_FORMATS)
+        return row_format.usable(row)
 
+    for i, row, ranking in bad.usable(rows, read):
         fingerprint.add(row)
         used.append(i)
         encoded = [prompt.tokens(ranking.query, document) for document in ranking.documents]
@@ -187,7 +184,6 @@ def encode_rankings(
         tokens.append([each for each, _ in encoded])
         labels.append(np.array(ranking.labels, np.float32))
 
-    bad.check_some_left(len(rows))
     return Rankings(
         row_format.name,
         tokens,

@@ -247,6 +247,54 @@ class RowList(Source):
         return [row.where for row in self.rows].__getitem__
 
 
+class ConvertedRows(Source):
+    """Rows that are made of others, ``per_row`` of each; messages name the row they are made of.
+
+    ``convert`` yields them, and ``how`` tells it from other functions where tokens are cached.
+    Another process encodes them only if ``convert`` can be pickled.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        convert: Callable[[Row], Iterable[Row]],
+        how: str,
+        per_row: int = 1,
+    ) -> None:
+        self.rows = rows
+        self.convert = convert
+        self.how = how
+        self.per_row = per_row
+
+    def __len__(self) -> int:
+        return self.per_row * len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        converted = itertools.chain.from_iterable(map(self.convert, self._originals(start, stop)))
+        first = start % self.per_row
+        return itertools.islice(converted, first, first + stop - start)
+
+    def _originals(self, start: int, stop: int) -> Rows:
+        return self.rows[start // self.per_row : -(-stop // self.per_row)]
+
+    def where(self, i: int) -> str:
+        return self.rows.where(i // self.per_row)
+
+    def nbytes(self, start: int, stop: int) -> int:
+        return self._originals(start, stop).nbytes()
+
+    def content_key(self) -> bytes | None:
+        key = self.rows.content_key()
+        return key and key + self.how.encode()
+
+    def is_in_files(self) -> bool:
+        return self.rows.is_in_files()
+
+    def places(self) -> Callable[[int], str]:
+        where = self.rows.places()
+        return lambda i: where(i // self.per_row)
+
+
 class ValueList(Source):
     """The values of a list or data set as rows; messages call a row ``name[number]``.
 

@@ -16,7 +16,7 @@ from .labelled import NO_LIMIT, encode_labelled, prompt_lengths
 from .labels import REGRESSION, Classes
 from .pair_formats import PairFormat
 from .pairs import encode_pairs
-from .preferences import PreferenceExamples, encode_tokens
+from .preferences import encode_tokens
 from .prompts import encode_prompts
 from .ranking_formats import RankingFormat
 from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
@@ -96,12 +96,12 @@ class Reader:
         examples = encode_tokens(rows, self.tokenizer, self.columns, whole, self.format)
         lengths = np.asarray(examples.lengths)
         labels: dict[str, int] = {}
-        if self.format is RATED and isinstance(examples, PreferenceExamples):
+        if self.format is RATED:
             lengths = lengths[::2]  # the others have a completion of another row
             labels = _counted("true" if label else "false" for label in examples.labels)
 
         if self.scores_whole:
-            dropped = int((lengths.reshape(-1, 2).max(axis=1) >= self.limit).sum())
+            dropped = int((examples.row_lengths.max(axis=1) >= self.limit).sum())
             return SplitFacts(lengths, examples.bad, cut=dropped, dropped=dropped)
 
         step = len(examples) // len(lengths)
@@ -129,7 +129,7 @@ class Reader:
 
         labels: dict[str, int] = {}
         if classes.problem != REGRESSION:
-            marks = examples.values
+            marks = examples.labels
             if marks.ndim == 1:
                 marks = marks[:, None] == np.arange(classes.outputs)
             labels = dict(zip(classes.labels, marks.sum(axis=0).tolist(), strict=True))

@@ -159,4 +159,4 @@ def _read(
 
     parts = {name: part if name in _MAPPED else np.array(part) for name, part in parts.items()}
     items = StoredExamples(parts, rows.places())
-    return Examples.stored(items, token_format.name, loss_on, cut, dropped, bad, fingerprint)
+    return Examples(items, token_format.name, loss_on, cut, dropped, bad, fingerprint)

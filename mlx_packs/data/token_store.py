@@ -73,6 +73,11 @@ class StoredExamples(Sequence):
         """Tokens of each example, int64 [N]."""
         return np.diff(self._edges)
 
+    @property
+    def target_counts(self) -> np.ndarray:
+        """Supervised tokens of each example, int32 [N]."""
+        return self.parts["target_counts"]
+
 
 class JoinedExamples(Sequence):
     """Several sequences of examples as one, without a copy."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, by_length
-from ..data.encoding import EncodingOptions
+from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
-from ..data.labelled import LabelCollate, LabelledExamples, encode_labelled, fitted
+from ..data.labelled import LabelCollate, encode_labelled, fitted
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
@@ -244,7 +244,7 @@ def predict(
         logits = classifier.outputs(batch)
         if advance is not None:
             advance()
-        return [logits, batch.source.values[list(batch.examples)]]
+        return [logits, batch.source.labels[list(batch.examples)]]
 
     logits, values = zip(*group().map(outputs, batches), strict=True)
     return Predictions(np.concatenate(logits), np.concatenate(values), problem)
@@ -293,7 +293,7 @@ def validated_numbers(problem: str) -> tuple[str, ...]:
 
 
 def labelled_evaluation(
-    examples: LabelledExamples, batch_size: int, max_seq_length: int, chosen: np.ndarray
+    examples: Examples, batch_size: int, max_seq_length: int, chosen: np.ndarray
 ) -> Dataset:
     """Return the chosen examples once, by length."""
     collate = LabelCollate(TokenCollate(batch_size, sequence_inputs(max_seq_length)))

@@ -13,9 +13,9 @@ from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.batches import TokenCollate
 from ..data.dataset import by_length
-from ..data.encoding import EncodingOptions
+from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
-from ..data.labelled import NO_LIMIT, LabelCollate, LabelledExamples, encode_labelled, fitted
+from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted
 from ..data.labels import MULTI, REGRESSION, Classes
 from ..errors import PackError
 from ..objectives.classification import ScoreHead
@@ -71,7 +71,7 @@ class OpenClassifier:
             logits[order] = self.logits(examples, order)
         return self.predictions(logits)
 
-    def encode(self, rows: Sequence[Row]) -> LabelledExamples:
+    def encode(self, rows: Sequence[Row]) -> Examples:
         """Return rows as examples, in their order; no model is used. Errors as of `classify`."""
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
@@ -97,11 +97,11 @@ class OpenClassifier:
             return row
         return row.with_value({**row.value, column: beginning(text, self.limit)})
 
-    def orders(self, examples: LabelledExamples, batch_size: int) -> Sequence[np.ndarray]:
+    def orders(self, examples: Examples, batch_size: int) -> Sequence[np.ndarray]:
         """Return which examples are computed together, those of like length."""
         return by_length(examples.lengths, batch_size, np.arange(len(examples))).orders
 
-    def logits(self, examples: LabelledExamples, order: np.ndarray) -> np.ndarray:
+    def logits(self, examples: Examples, order: np.ndarray) -> np.ndarray:
         """Return the logits of some examples, [N, classes], in evaluation mode."""
         collate = LabelCollate(TokenCollate(len(order), NO_LIMIT))
         self.objective.model.eval()

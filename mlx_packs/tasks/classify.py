@@ -13,8 +13,8 @@ from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
-from ..data.encoding import EncodingOptions
-from ..data.labelled import LabelCollate, LabelledExamples, encode_labelled, fitted
+from ..data.encoding import EncodingOptions, Examples
+from ..data.labelled import LabelCollate, encode_labelled, fitted
 from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
@@ -128,13 +128,13 @@ class ClassifyTask(TokenTask):
                 "conflict",
             )
 
-    def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, LabelledExamples]:
+    def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
         train = phase.train
         columns = phase.sources[0]
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
 
-        def encode(rows: Rows) -> LabelledExamples:
+        def encode(rows: Rows) -> Examples:
             examples = encode_labelled(
                 rows, tokenizer, columns, options, self.classes, train.num_proc
             )
@@ -143,9 +143,7 @@ class ClassifyTask(TokenTask):
 
         return encode_each(read, encode, self.display)
 
-    def _describe(
-        self, phase: RunPhase, read: Splits, encoded: Mapping[str, LabelledExamples]
-    ) -> None:
+    def _describe(self, phase: RunPhase, read: Splits, encoded: Mapping[str, Examples]) -> None:
         display = self.display
         line = f"{read.source} · {counted(encoded)} examples · {self._labels_line()}"
         display.line("data", line)
@@ -168,16 +166,14 @@ class ClassifyTask(TokenTask):
         kind = " on a scale" if self.train.ordinal else ""
         return f"{len(classes.labels)} labels{kind} ({shown})"
 
-    def training(self, phase: RunPhase, examples: LabelledExamples, draw: Draw) -> Dataset:
+    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
         return Dataset(examples, LabelCollate(tokens), sampler)
 
-    def evaluation(
-        self, phase: RunPhase, examples: LabelledExamples, chosen: np.ndarray
-    ) -> Dataset:
+    def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         t = phase.train
         return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
 
@@ -203,7 +199,7 @@ class ClassifyTask(TokenTask):
         if self.train.class_weights == "none":
             return None
 
-        values = data.splits["train"].values
+        values = data.splits["train"].labels
         counts = np.bincount(values, minlength=self.classes.outputs)
         return len(values) / (np.count_nonzero(counts) * np.maximum(counts, 1))
 

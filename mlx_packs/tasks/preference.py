@@ -10,17 +10,13 @@ from ..bases.turns import takes_images
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
-from ..data.encoding import EncodingOptions
+from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import COMPLETION, PREFERENCE, Row, RowFormat
 from ..data.preference_batches import (
     preference_evaluation,
     preference_set,
 )
-from ..data.preferences import (
-    PreferenceExamples,
-    both_completions,
-    encode_preferences,
-)
+from ..data.preferences import both_completions, encode_preferences
 from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
@@ -63,7 +59,7 @@ class PreferenceTask(TokenTask):
         self.base = base
         display = self.display
 
-        encoded: list[dict[str, PreferenceExamples]] = []
+        encoded: list[dict[str, Examples]] = []
         for phase, read in zip(phases, splits, strict=True):
             t = phase.train
             columns = phase.sources[0]
@@ -93,7 +89,7 @@ class PreferenceTask(TokenTask):
         self._choose_examples(data[-1], splits[-1])
         return data
 
-    def training(self, phase: RunPhase, examples: PreferenceExamples, draw: Draw) -> Dataset:
+    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
@@ -101,9 +97,7 @@ class PreferenceTask(TokenTask):
         trees = self._plan_trees(phase, examples, sampler, together=2)
         return preference_set(examples, sampler, self.is_scored, trees)
 
-    def evaluation(
-        self, phase: RunPhase, examples: PreferenceExamples, chosen: np.ndarray
-    ) -> Dataset:
+    def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return rows by length."""
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
@@ -113,7 +107,7 @@ class PreferenceTask(TokenTask):
 
         return preference_evaluation(examples, t.batch_size, inputs, chosen, trees)
 
-    def _costs(self, examples: PreferenceExamples) -> np.ndarray:
+    def _costs(self, examples: Examples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
 
     def _steps(self, read: Splits) -> tuple[dict[str, int], str]:
@@ -133,7 +127,7 @@ class PreferenceTask(TokenTask):
         columns: DataConfig,
         options: EncodingOptions,
         advance: Callable[[], None] | None,
-    ) -> PreferenceExamples:
+    ) -> Examples:
         return encode_preferences(
             rows,
             self.base.tokenizer,
@@ -149,9 +143,7 @@ class PreferenceTask(TokenTask):
             return RATED
         return PREFERENCE
 
-    def _describe(
-        self, phase: RunPhase, read: Splits, examples: dict[str, PreferenceExamples]
-    ) -> None:
+    def _describe(self, phase: RunPhase, read: Splits, examples: dict[str, Examples]) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
         train = phase.train
         first = examples["train"]
@@ -177,7 +169,7 @@ class PreferenceTask(TokenTask):
                 "max_seq_length",
             )
 
-    def _targets_line(self, examples: PreferenceExamples) -> str:
+    def _targets_line(self, examples: Examples) -> str:
         """How much of the examples is trained on, for people."""
         return f"{examples.targets:,} supervised tokens"
 

@@ -8,9 +8,9 @@ from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
-from ..data.encoding import EncodingOptions
+from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
-from ..data.preferences import PreferenceExamples, encode_scored
+from ..data.preferences import encode_scored
 from ..data.rows import Splits
 from ..evaluation.preferences import score_pairs
 from ..memory.memory_choice import MemoryChoice
@@ -40,13 +40,13 @@ class RewardTask(PreferenceTask):
         columns: DataConfig,
         options: EncodingOptions,
         advance: Callable[[], None] | None,
-    ) -> PreferenceExamples:
+    ) -> Examples:
         num_proc = self.train.num_proc
         limit = min(options.max_seq_length, self.base.text_limit)
         options = replace(options, max_seq_length=limit)
         return encode_scored(rows, self.base.tokenizer, columns, options, num_proc, advance)
 
-    def _targets_line(self, examples: PreferenceExamples) -> str:
+    def _targets_line(self, examples: Examples) -> str:
         return "each completion scored at its last token"
 
     def _cut_line(self, cut: int, dropped: int, limit: int) -> str:

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.encoding import EncodingOptions, Examples, encode
 from mlx_packs.data.formats import PREFERENCE, Row
 from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import (
     RATED,
-    PreferenceExamples,
     both_completions,
     encode_preferences,
 )
@@ -113,7 +112,7 @@ def test_sides_are_read_from_anywhere():
 @pytest.mark.parametrize("replay", [0.0, 0.5])
 def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
     parts = [encoded(tokenizer, *(preference(i) for i in range(n))) for n in (9, 14)]
-    examples = PreferenceExamples.joined(parts)
+    examples = Examples.joined(parts)
     draw = Draw(18, 46, replay)
     size = 2 if packing else 6
     sampler = GroupedSampler(examples.lengths, size, 63, 3, packing, draw)

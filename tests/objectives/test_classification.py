@@ -87,8 +87,8 @@ def test_packed_pieces_and_padding_have_the_loss_of_the_rows():
 
     logits = objective.outputs(whole)
     totals = np.logaddexp.reduce(logits, axis=1)
-    of_each = weights[examples.values]
-    expected = (of_each * (totals - logits[np.arange(5), examples.values])).sum()
+    of_each = weights[examples.labels]
+    expected = (of_each * (totals - logits[np.arange(5), examples.labels])).sum()
     for total, count in sums:
         assert total == pytest.approx(expected, rel=1e-4) and count == pytest.approx(of_each.sum())
 

@@ -16,12 +16,12 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
-from mlx_packs.data.encoding import EncodingOptions, Example
+from mlx_packs.data.encoding import EncodingOptions, Example, Examples
 from mlx_packs.data.formats import Row
 from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preference_batches import preference_set
-from mlx_packs.data.preferences import PreferenceExamples, Scored
+from mlx_packs.data.preferences import Scored
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.objectives.causal_lm import split_head
@@ -246,7 +246,7 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     batch = next(iter(trainer.get_train_dataloader()))
     examples, labels = examples_of_batch(of_trl, batch)
 
-    data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
+    data = Examples(examples, "preferences", "completion", labels=labels, per_row=2)
     training = preference_set(data, GroupedSampler(data.lengths, 2 * len(labels), 64))
     training = replace(training, sampler=FixedOrder([np.arange(len(examples))]))
     train = TrainConfig(task=task, batch_size=len(labels), **ours)
@@ -354,9 +354,11 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     tokens, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
     sides = examples_of(tokens, zip(real, real, strict=True))
     half = len(sides) // 2
-    whole = PreferenceExamples(interleaved(sides[:half], sides[half:]), "preferences", "last token")
+    whole = Examples(
+        interleaved(sides[:half], sides[half:]), "preferences", "last token", per_row=2
+    )
     items = Scored(whole, np.arange(2 * half))
-    data = PreferenceExamples(items, "preferences", "last token", labels=np.ones(half, np.float32))
+    data = Examples(items, "preferences", "last token", labels=np.ones(half, np.float32), per_row=2)
     sampler = GroupedSampler(data.lengths, 2 * half, 64)
     laid_out = preference_set(data, sampler).collate(data, np.arange(2 * half))
 
