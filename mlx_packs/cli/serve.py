@@ -121,7 +121,8 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     "--kv-bits",
     section="Memory and speed",
     type=click.Choice(["4", "8"]),
-    help="Quantize keys and values, so that more or longer requests fit; answers may change.",
+    help="Quantize keys and values, so that longer requests fit; answers may change. It needs "
+    "--batch-size 1.",
     default_text="not quantized",
 )
 @option(
@@ -221,6 +222,13 @@ def serve(
             "--no-key: cannot be combined with --api-key or MLX_PACKS_API_KEY. Leave one out.",
             "conflict",
             "no_key",
+        )
+    if settings["kv_bits"] and settings["batch_size"] > 1:
+        raise PackError(
+            f"--kv-bits {settings['kv_bits']}: a batch of several requests has no quantized keys "
+            "and values. Pass --batch-size 1, or leave it out.",
+            "conflict",
+            "kv_bits",
         )
 
     listening = _listen(host, port)

@@ -8,11 +8,10 @@ whatever it does.
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..errors import PackError
 from ..runtime import mx
-from .quantized_cache import quantized
 from .slots import PackSlots
 
 
@@ -45,6 +44,20 @@ class PackOfSequence:
         """Nothing was padded here."""
 
 
+class QuantizedSequence(QuantizedKVCache):
+    """Quantized keys and values of the only sequence of a batch; mlx-lm has none of several."""
+
+    def merge(self, caches: Sequence["QuantizedSequence"]) -> "QuantizedSequence":
+        (only,) = caches
+        return only
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """The only sequence stays."""
+
+    def extract(self, _: int) -> "QuantizedSequence":
+        return self
+
+
 class BatchedModel:
     """The model of a base, called with caches that end with a `PackOfSequence`.
 
@@ -70,7 +83,15 @@ class BatchedModel:
         caches = make_prompt_cache(self._model)
         if self._kv_bits is None:
             return caches
-        return quantized(caches, self._kv_bits, self._name)
+
+        for cache in caches:
+            if type(cache) is not KVCache:
+                raise PackError(
+                    f"--kv-bits {self._kv_bits}: {self._name} keeps a {type(cache).__name__}, "
+                    "which is not quantized.",
+                    "unsupported",
+                )
+        return [QuantizedSequence(bits=self._kv_bits) for _ in caches]
 
     def check_batchable(self) -> None:
         """Raise a PackError if the caches of this model cannot be batched, or not quantized."""

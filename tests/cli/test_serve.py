@@ -252,6 +252,10 @@ def test_settings_of_texts_are_rejected_for_an_encoder(inside, rejected, encoder
     check(rejected("serve", "--model", str(encoder), "--kv-bits", "8"), "conflict", "kv_bits")
 
 
+def test_quantized_keys_and_values_need_a_batch_of_one(inside, rejected):
+    check(rejected("serve", "--kv-bits", "8"), "conflict", "kv_bits", "--batch-size 1")
+
+
 def test_bench_serve_says_what_measures_a_server_now(run):
     code, _, err = run("bench-serve", "--url", "http://127.0.0.1:8080")
     assert code == 2 and "python -m benchmarks serve --url URL" in err
