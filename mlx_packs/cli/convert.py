@@ -198,7 +198,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
     """Convert a pack for another tool.
 
     \b
-    mlx-lm, peft  adapter folders, which packs import converts back bit-identically
+    mlx-lm, peft  adapter folders, which packs import converts back
     gguf          an adapter for llama.cpp (llama-server --lora) and a Modelfile
     ollama        the same, for a model of Ollama (--from)
     lmstudio      the merged model, where LM Studio looks for models

@@ -179,32 +179,16 @@ def low_rank_delta(a: mx.array, b: mx.array, scale: float) -> Delta:
     return delta
 
 
-def _factors(spec: ModuleSpec, scale: float) -> mx.array | None:
-    """Return by what each row of lora_b is multiplied so that ``scale`` is right; None if by 1."""
+def folded(spec: ModuleSpec, b: mx.array, scale: float) -> mx.array:
+    """Return lora_b for a format in which this module has that scale."""
     ratios = [s.scale / scale for s in spec.slices for _ in range(s.rank)]
     if all(ratio == 1 for ratio in ratios):
-        return None
+        return b
 
     factors = mx.array(ratios, dtype=mx.float32)
     if spec.experts is None:
         factors = factors[:, None]
-    return factors
-
-
-def folded(spec: ModuleSpec, b: mx.array, scale: float) -> mx.array:
-    """Return lora_b for a format in which this module has that scale."""
-    factors = _factors(spec, scale)
-    if factors is None:
-        return b
     return b.astype(mx.float32) * factors
-
-
-def unfolded(spec: ModuleSpec, b: mx.array, scale: float) -> mx.array:
-    """Undo `folded`; exact where the factors are powers of two."""
-    factors = _factors(spec, scale)
-    if factors is None:
-        return b
-    return b / factors
 
 
 def verify_numerically(
@@ -237,9 +221,8 @@ def verify_numerically(
             )
 
 
-def save_folder(stored: StoredAdapter, folder: Path, convention: str) -> list[str]:
-    """Write tensors in a convention (``mlx``, ``pt``) and the config; return the files' names."""
+def save_folder(stored: StoredAdapter, folder: Path, convention: str) -> None:
+    """Write tensors in a convention (``mlx``, ``pt``) and the config."""
     file = folder / stored.file.name
     write_tensors(file, stored.tensors, stored.tensors.items(), convention)
     (folder / CONFIG).write_text(to_json(stored.config), encoding="utf-8")
-    return [file.name, CONFIG]

@@ -4,11 +4,9 @@ A new format is a class in a file of its own, a new program one in `destinations
 here, and its name in `config.choices`.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
 from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
@@ -32,10 +30,8 @@ class AdapterFormat(Protocol):
     def check_config(self, config: dict, where: Path) -> None:
         """Raise a PackError unless a pack can store the adapters of a config."""
 
-    def read(
-        self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
-    ) -> ExternalAdapter:
-        """Return an adapter under a pack's names; ``ranks`` by path where they are known.
+    def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
+        """Return an adapter under a pack's names.
 
         Raises:
             PackError: a tensor cannot be converted.
@@ -55,11 +51,8 @@ class AdapterFormat(Protocol):
             PackError: the format has no place for something in the pack.
         """
 
-    def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
-        """Write the files of a converted pack into a folder; their names."""
-
-    def scale_of(self, spec: ModuleSpec, config: dict) -> float:
-        """Return the scale that a module of a pack has once it is converted."""
+    def save(self, stored: StoredAdapter, folder: Path) -> None:
+        """Write the files of a converted pack into a folder."""
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return the other tool's delta of each module of a pack, from its own tensors."""

@@ -1,23 +1,22 @@
 """Packs to and from other tools: `export_pack` writes a folder, `import_adapter` reads one.
 
 Every conversion is numerically verified. A folder that was exported here has the pack's manifest
-beside what the other tool reads, so that import restores the pack bit-identically; once the other
-tool has changed it, it is read by its own config.
+beside what the other tool reads; import takes from it what no other tool stores.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..adapters.spec import SCORE_WEIGHT, check_shapes
+from ..adapters.spec import SCORE_WEIGHT
 from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.arguments import checked_arguments
 from ..data.labels import SINGLE, Classes
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
+from ..kinds import check_kind
 from ..packs.base import Base, name_of
-from ..packs.compatibility import check_checkpoint
 from ..packs.making import untrained_pack
 from ..packs.manifest import (
     FORMAT_VERSION,
@@ -26,14 +25,11 @@ from ..packs.manifest import (
     check_manifest,
     has_score_head,
     replaced_of,
-    shapes_of,
-    specs_of,
     template_kwargs_of,
 )
 from ..packs.pack import Pack
-from ..reading import read_json, sha256
-from ..runtime import mx
-from ..tensors import read_tensors, save_tensors
+from ..reading import read_json
+from ..tensors import read_tensors
 from .adapter_texts import differing_texts
 from .external import (
     CONFIG,
@@ -41,16 +37,15 @@ from .external import (
     StoredAdapter,
     Tensors,
     check_no_pickle,
-    folded,
     plain_file,
     specs_for,
-    unfolded,
     verify_numerically,
 )
-from .formats import DESTINATIONS, FORMATS, AdapterFormat, format_of
+from .formats import DESTINATIONS, FORMATS, format_of
 from .peft import readme_of_gguf
 
-ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
+# Parts of an exported pack's manifest that say how it is used, which no other tool stores.
+_PARTS = ("objective", "classifier", "recipe")
 
 
 @checked_arguments
@@ -106,7 +101,7 @@ def export_pack(
 
 
 def _export_adapter(pack: Pack, to: str, out: Path) -> dict:
-    """Write a pack so that `import_adapter` gives it back bit-identically."""
+    """Write a pack as another tool reads it, with its manifest."""
     form = FORMATS[to]
     stored = form.convert(pack, out / form.tensor_file)
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
@@ -114,38 +109,17 @@ def _export_adapter(pack: Pack, to: str, out: Path) -> dict:
 
     notes = list(stored.notes)
     with atomic_folder(out) as partial:
-        names = form.save(stored, partial)
+        form.save(stored, partial)
         if template := chat_template_of(pack.manifest):
             (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-            names.append(CHAT_TEMPLATE)
         if to == "peft" and (readme := readme_of_gguf(pack, out.name)):
             (partial / "README.md").write_text(readme, encoding="utf-8")
             notes.append(f"transformers opens the base by gguf_file: code is in {out}/README.md")
-        if originals := _not_invertible(pack, stored.config, form):
-            save_tensors(partial / ORIGINALS, originals)
-            names.append(ORIGINALS)
-
-        sidecar = {
-            "format_version": FORMAT_VERSION,
-            "about": "what packs import needs to restore the pack byte for byte",
-            "sha256": {name: sha256(partial / name) for name in names},
-            "pack": {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")},
-        }
+        manifest = {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")}
+        sidecar = {"format_version": FORMAT_VERSION, "pack": manifest}
         (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
 
     return {"tensors": len(stored.tensors), "notes": notes}
-
-
-def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:
-    """Return each lora_b that `unfolded` does not restore bit-identically."""
-    originals = {}
-    for path, spec in pack.specs.items():
-        b = pack.load_tensors()[f"{path}.lora_b"]
-        scale = form.scale_of(spec, config)
-        restored = unfolded(spec, folded(spec, b, scale), scale)
-        if restored.dtype != b.dtype or not mx.array_equal(restored, b).item():
-            originals[f"{path}.lora_b"] = b
-    return originals
 
 
 @checked_arguments
@@ -166,8 +140,7 @@ def import_adapter(
         folder: Folder with ``adapter_config.json`` and safetensors files.
         out: Folder to write the pack to.
         base: The base model of the adapter: a folder, a Hub id, or a loaded one. None takes the one
-            that its config names, if that is a Hub id. A folder that `export_pack` wrote, and that
-            is unchanged, needs none.
+            that its config names, if that is a Hub id.
         overwrite: Whether to replace a pack at ``out``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         labels: Names of the labels of a classifier, in the order of its outputs. By default
@@ -194,23 +167,11 @@ def import_adapter(
     file = plain_file(folder, form.tensor_file)
     stored = StoredAdapter(read_tensors(file), config, file)
 
+    model = _base_name(model, config, folder)
+    exported = _exported_manifest(folder)
+    pack = _converted(name, stored, model, trust_remote_code, labels, exported)
     note = ""
-    sidecar = _read_sidecar(folder)
-    unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.tensor_file, CONFIG))
-    if unchanged:
-        if labels:
-            raise PackError(f"--labels: {folder} has its own. Leave it out.", "conflict")
-        pack = _restored(folder, form, stored, sidecar)
-        if model is not None:
-            check_checkpoint(pack, model)
-            note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
-    else:
-        model = _base_name(model, config, folder)
-        facts = {}
-        if sidecar is not None:
-            labels = labels or _names_of(sidecar["pack"].get("classifier"))
-            facts = _reranker(sidecar["pack"].get("objective"))
-        pack = _converted(name, stored, model, trust_remote_code, labels, facts)
+    if chat_template_of(pack.manifest) is None:
         note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
@@ -225,7 +186,7 @@ def import_adapter(
         "kinds": sorted({spec.kind for spec in pack.specs.values()}),
         "ranks": sorted({spec.rank for spec in pack.specs.values()}),
         "replaced": list(replaced_of(pack.manifest)),
-        "exported_here": unchanged,
+        "exported_here": bool(exported),
         "pack_mb": round(pack.size_mb, 3),
         "notes": [note] if note else [],
     }
@@ -247,70 +208,30 @@ def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Pa
     )
 
 
-def _read_sidecar(folder: Path) -> dict | None:
+def _exported_manifest(folder: Path) -> dict:
+    """Return the manifest of the pack that was exported to a folder; empty without one."""
     if not (folder / SIDECAR).exists():
-        return None
+        return {}
 
     file = plain_file(folder, SIDECAR)
     sidecar = read_json(file)
-
     version = sidecar.get("format_version")
-    if not isinstance(version, int) or version < 1:
-        raise PackError(
-            f"{file}: format_version must be a number above 0, but is {version!r}.", "unreadable"
-        )
-    if version > FORMAT_VERSION:
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise PackError(
             f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}). "
             "Upgrade mlx-packs.",
             "unsupported",
         )
 
-    hashes = sidecar.get("sha256")
-    if not isinstance(hashes, dict) or not isinstance(sidecar.get("pack"), dict):
-        raise PackError(
-            f"{file}: has no 'sha256' and 'pack'. Remove it to import by {CONFIG}.", "unreadable"
-        )
-    if outside := next((name for name in hashes if Path(name).name != name), None):
-        raise PackError(f"{file}: names a file outside: {outside!r}.", "unreadable")
-
-    return sidecar
-
-
-def _is_unchanged(folder: Path, sidecar: dict, names: tuple[str, str]) -> bool:
-    """Return whether tensors and config, and what else was written, are what was exported."""
-    hashes = sidecar["sha256"]
-    return set(names) <= set(hashes) and all(
-        (folder / name).exists() and sha256(plain_file(folder, name)) == digest
-        for name, digest in hashes.items()
-    )
-
-
-def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar: dict) -> Pack:
-    where = folder / SIDECAR
-    manifest = sidecar["pack"]
+    manifest = sidecar.get("pack")
     try:
+        check_kind("pack", manifest, "a mapping")
         check_manifest(manifest, with_files=False)
     except ValueError as error:
-        raise PackError(f"{where}: is not a manifest ({error}).", "unreadable") from None
-
-    specs = specs_of(manifest)
-    ranks = {path: spec.rank for path, spec in specs.items()}
-    adapter = form.read(stored, manifest["base"]["model_type"], ranks)
-    tensors = adapter.full_tensors | adapter.tensors
-
-    originals = {}
-    if ORIGINALS in sidecar["sha256"]:
-        originals = read_tensors(plain_file(folder, ORIGINALS))
-    shapes = {name: tensor.shape for name, tensor in (tensors | originals).items()}
-    check_shapes(shapes_of(manifest), shapes, str(where))
-
-    for path, spec in specs.items():
-        name = f"{path}.lora_b"
-        if name in tensors and name not in originals:
-            tensors[name] = unfolded(spec, tensors[name], form.scale_of(spec, stored.config))
-
-    return Pack(manifest, tensors | originals)
+        raise PackError(
+            f"{file}: is not a manifest ({error}). Remove it to import by {CONFIG}.", "unreadable"
+        ) from None
+    return manifest
 
 
 def _converted(
@@ -319,7 +240,7 @@ def _converted(
     model: str | Path,
     trust: bool,
     labels: Sequence[str],
-    facts: Mapping[str, object],
+    exported: dict,
 ) -> Pack:
     base = lazy_base(model, trust)
     form = FORMATS[name]
@@ -332,31 +253,20 @@ def _converted(
         base_id = None
     source = {"from": name, "base": base_id, "by": f"mlx-packs {__version__}"}
     full = adapter.full_tensors
-    facts = {**facts, **_classifier(full, labels, stored.file)}
+    facts = _facts(exported, full, labels, stored.file)
     return untrained_pack(base, specs, adapter.tensors, full, imported=source, **facts)
 
 
-def _names_of(classifier: object) -> list[str]:
-    """Return the labels in a part of a manifest that was not checked; empty without any."""
-    if not isinstance(classifier, Mapping):
-        return []
-    labels = classifier.get("labels")
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        return []
-    return labels
-
-
-def _reranker(objective: object) -> dict:
-    """Return the part ``objective`` of a manifest, which was not checked, if it is a reranker's.
-
-    Without it a head of one output would be a reward model's.
-    """
-    if not isinstance(objective, Mapping) or objective.get("task") != "rerank":
-        return {}
-
-    kept = {name: objective.get(name) for name in ("instruction", "head")}
-    texts = {name: text for name, text in kept.items() if isinstance(text, str)}
-    return {"objective": {"task": "rerank", **texts}}
+def _facts(exported: dict, tensors: Tensors, labels: Sequence[str], where: Path) -> dict:
+    """Return optional parts of a manifest: those of the exported pack, and the head's classes."""
+    facts = {part: exported[part] for part in _PARTS if part in exported}
+    head = tensors.get(SCORE_WEIGHT)
+    shape = None if head is None else head.shape
+    has_other_head = not exported or replaced_of(exported).get(SCORE_WEIGHT) != shape
+    if labels or has_other_head:
+        facts.pop("classifier", None)
+        facts |= _classifier(tensors, labels, where)
+    return facts
 
 
 def _classifier(tensors: Tensors, labels: Sequence[str], where: Path) -> dict:

@@ -5,12 +5,11 @@ padded with zeros to the largest rank, and scales that differ go into lora_b.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
 from ..bases.vision_families import (
     VISION_FAMILIES,
@@ -67,10 +66,8 @@ class MlxLm:
                 "unreadable",
             )
 
-    def read(
-        self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
-    ) -> ExternalAdapter:
-        """Cut back ranks padded with zeros; without ``ranks``, to what either factor uses."""
+    def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
+        """Cut back ranks padded with zeros, to what either factor uses."""
         stored = _renamed(stored, model_type, path_of_mlx_vlm)
         adapter = ExternalAdapter(dict(stored.tensors))
         for name in stored.tensors:
@@ -90,7 +87,7 @@ class MlxLm:
             if a.ndim != b.ndim or a.ndim not in (2, 3):
                 continue  # such factors have no place on any base
 
-            rank = (ranks or {}).get(path) or _used_rank(a, b)
+            rank = _used_rank(a, b)
             adapter.tensors[f"{path}.lora_a"] = mx.contiguous(a[:, :rank])
             b = b[:rank] if a.ndim == 2 else b[..., :rank]
             adapter.tensors[f"{path}.lora_b"] = mx.contiguous(b)
@@ -129,12 +126,8 @@ class MlxLm:
         converted = StoredAdapter(padded(specs, tensors, rank), config, file, notes)
         return _renamed(converted, base["model_type"], path_in_mlx_vlm)
 
-    def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
-        return save_folder(stored, folder, "mlx")
-
-    def scale_of(self, spec: ModuleSpec, config: dict) -> float:
-        """mlx-lm has one scale for all modules."""
-        return config["lora_parameters"]["scale"]
+    def save(self, stored: StoredAdapter, folder: Path) -> None:
+        save_folder(stored, folder, "mlx")
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scale * (x lora_a) lora_b of each module."""

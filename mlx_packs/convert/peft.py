@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, Specs
+from ..adapters.spec import SCORE_WEIGHT, Specs
 from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
@@ -151,10 +151,7 @@ class Peft:
         for key in ("rank_pattern", "alpha_pattern"):
             _check_pattern(config.get(key) or {}, key, where)
 
-    def read(
-        self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
-    ) -> ExternalAdapter:
-        """PEFT's tensors have their true ranks, so ``ranks`` is not used."""
+    def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
         where = stored.file
         adapter = ExternalAdapter(head=False)
         for name, tensor in stored.tensors.items():
@@ -234,12 +231,8 @@ class Peft:
         notes = _notes(specs, config) + _head_notes(pack)
         return StoredAdapter(tensors, dict(sorted(config.items())), file, notes)
 
-    def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
-        return save_folder(stored, folder, "pt")
-
-    def scale_of(self, spec: ModuleSpec, config: dict) -> float:
-        """PEFT has a scale for each module."""
-        return common_scale([spec])
+    def save(self, stored: StoredAdapter, folder: Path) -> None:
+        save_folder(stored, folder, "pt")
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scaling * B (A x) of each module."""

@@ -231,7 +231,7 @@ def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
 def test_a_round_trip_through_peft_and_none_to_mlx_lm(trained, tmp_path):
     base, _, run, wanted = trained
     export_pack(run.pack, "peft", tmp_path / "peft")
-    import_adapter(tmp_path / "peft", tmp_path / "same")
+    import_adapter(tmp_path / "peft", tmp_path / "same", base)
     (tmp_path / "peft" / "mlx_packs.json").unlink()  # by PEFT's own config
     import_adapter(tmp_path / "peft", tmp_path / "back", base)
     for name in ("same", "back"):

@@ -1,4 +1,4 @@
-"""packs export and import: PEFT's and mlx-lm's folders, to the byte and by numbers."""
+"""packs export and import: PEFT's and mlx-lm's folders, by numbers."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from mlx_packs import Pack, load_base
-from mlx_packs.convert.external import CONFIG, folded, verify_numerically
-from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
+from mlx_packs.convert.external import CONFIG, verify_numerically
+from mlx_packs.convert.interop import SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
 from mlx_packs.reading import read_header, read_json, sha256
@@ -43,41 +43,29 @@ def stock_logits(model: Path, adapter: Path) -> np.ndarray:
     return np.array(stock(mx.arange(1, 33)[None]))
 
 
-def check_comes_back(pack: Pack, to: str, folder: Path) -> None:
-    """An export in a folder is imported as the same pack."""
+def check_comes_back(pack: Pack, to: str, folder: Path, base: Path) -> None:
+    """An export in a folder is imported with the same numbers and task."""
     export_pack(pack, to, folder)
     back = folder.with_name(f"{folder.name}-back")
-    import_adapter(folder, back)
-    assert is_the_same(Pack.open(back), pack)
+    import_adapter(folder, back, base)
+    again = Pack.open(back)
+    assert np.abs(attached_logits(again, base) - attached_logits(pack, base)).max() < 1e-5
+    assert again.manifest.get("objective") == pack.manifest.get("objective")
 
 
 def same_tensors(one: Pack, other: Pack) -> bool:
     return len({sha256(p.path / "adapters.safetensors") for p in (one, other)}) == 1
 
 
-def is_the_same(one: Pack, other: Pack) -> bool:
-    """Tensors to the byte, and the manifest; the card alone has the folder's name."""
-    manifests = [{**p.manifest, "files": None} for p in (one, other)]
-    return same_tensors(one, other) and manifests[0] == manifests[1]
-
-
-@pytest.mark.parametrize("to", ["peft", "mlx-lm"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pack_comes_back_to_the_byte(kind, to, exported, tmp_path):
-    pack, _, folder = exported(kind, to)
-    report = import_adapter(folder, tmp_path / "back")
-    assert report["exported_here"]
-    assert is_the_same(Pack.open(tmp_path / "back"), pack)
-
-
 @pytest.mark.parametrize("to", ["peft", "mlx-lm"])
 @pytest.mark.parametrize("kind", slow_except(KINDS, "ragged", "square"))
-def test_without_what_was_noted_the_logits_are_the_same(kind, to, exported, tmp_path):
+def test_an_export_comes_back_with_the_same_logits(kind, to, exported, tmp_path):
+    """Also without the manifest beside it."""
     pack, base, folder = exported(kind, to)
-    noted = shutil.ignore_patterns(SIDECAR, ORIGINALS)
-    shutil.copytree(folder, tmp_path / "out", ignore=noted)
-    report = import_adapter(tmp_path / "out", tmp_path / "back", base)
-    assert not report["exported_here"]
+    assert import_adapter(folder, tmp_path / "same", base)["exported_here"]
+    shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns(SIDECAR))
+    assert not import_adapter(tmp_path / "out", tmp_path / "back", base)["exported_here"]
+    assert same_tensors(*(Pack.open(tmp_path / name) for name in ("same", "back")))
     back = Pack.open(tmp_path / "back")
     expected = attached_logits(pack, base)
     assert np.abs(expected - logits(load_base(base))).max() > 1e-2
@@ -223,7 +211,7 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
     assert np.abs(stock_logits(model, pack.path) - expected).max() < 1e-4
 
     for to in ("peft", "mlx-lm"):
-        check_comes_back(pack, to, tmp_path / to)
+        check_comes_back(pack, to, tmp_path / to, model)
 
 
 def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
@@ -235,7 +223,7 @@ def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
     merged(pack, bases["qwen3"], tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
     for to in ("peft", "mlx-lm"):
-        check_comes_back(pack, to, tmp_path / to)
+        check_comes_back(pack, to, tmp_path / to, bases["qwen3"])
 
 
 def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp_path):
@@ -262,7 +250,7 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     import_adapter(theirs, tmp_path / "mlx", bases["tied"])
     ours = Pack.open(tmp_path / "mlx")
     assert ours.specs["model.embed_tokens"].head is True
-    check_comes_back(ours, "peft", tmp_path / "tied")
+    check_comes_back(ours, "peft", tmp_path / "tied", bases["tied"])
     (tmp_path / "tied" / SIDECAR).unlink()  # by PEFT's own config
     import_adapter(tmp_path / "tied", tmp_path / "read", bases["tied"])
     assert Pack.open(tmp_path / "read").specs == ours.specs
@@ -306,7 +294,7 @@ def test_modules_to_save_are_applied_and_merged_but_not_exported(bases, tmp_path
         export_pack(pack, "mlx-lm", tmp_path / "x")
     assert not (pack.path / CONFIG).exists()
 
-    check_comes_back(pack, "peft", tmp_path / "peft")
+    check_comes_back(pack, "peft", tmp_path / "peft", bases["qwen3"])
     assert read_json(tmp_path / "peft" / CONFIG)["modules_to_save"] == ["lm_head", "model.norm"]
 
 
@@ -363,7 +351,7 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     with raises("unsupported", None, "switch_mlp.down_proj", "target_parameters"):
         export_pack(pack, "peft", tmp_path / "x")
 
-    check_comes_back(pack, "mlx-lm", tmp_path / "out")
+    check_comes_back(pack, "mlx-lm", tmp_path / "out", bases["moe"])
     (tmp_path / "out" / SIDECAR).unlink()
     import_adapter(tmp_path / "out", tmp_path / "again", bases["moe"])
     again = Pack.open(tmp_path / "again")
@@ -376,13 +364,6 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     router = random_pack(base, targets=("mlp.gate",)).save(tmp_path / "r")
     with raises("unsupported", None, "mlp.gate", "transformers"):
         export_pack(router, "peft", tmp_path / "x")
-
-
-def test_import_of_a_changed_export_reads_its_own_config(exported, tmp_path):
-    _, base, folder = exported("ragged", "peft")
-    changed = shutil.copytree(folder, tmp_path / "changed")
-    edit_json(changed / CONFIG, lambda config: config.update(lora_alpha=2 * config["lora_alpha"]))
-    assert not import_adapter(changed, tmp_path / "two", base)["exported_here"]
 
 
 def test_an_adapter_of_mlx_lm_that_names_no_type_is_lora(exported, tmp_path):
@@ -398,25 +379,14 @@ def test_commands_print_what_was_done(bases, tmp_path, run):
     code, out, _ = run("export", pack.path, "--to", "peft", "--out", tmp_path / "out", "--json")
     assert code == 0 and json.loads(out)["modules"] == 14
     assert run("export", pack.path, "--to", "peft", "--out", tmp_path / "out")[0] == 2
-    code, out, _ = run("import", tmp_path / "out", "--out", tmp_path / "back")
+    code, out, _ = run(
+        "import", tmp_path / "out", "--model", bases["qwen3"], "--out", tmp_path / "back"
+    )
     assert code == 0 and "lora of rank 2 on 14 modules of qwen3" in out
     assert run("import", pack.path, "--out", tmp_path / "x")[0] == 2
     check(run.error, "conflict", None, str(pack.path))
     assert run("inspect", tmp_path / "out")[0] == 2
     check(run.error, "not-found", None, f"`packs import {tmp_path / 'out'} --out PACK`")
-
-
-def test_a_fold_that_cannot_be_undone_is_kept_beside_it(exported, tmp_path):
-    pack, base, folder = exported("ragged", "mlx-lm")
-    odd = [s for s in pack.specs.values() if s.slices[0].scale not in (0.5, 1.0, 2.0)]
-    header, _ = read_header(folder / ORIGINALS)
-    assert set(header) == {f"{s.path}.lora_b" for s in odd}
-    b = pack.load_tensors()[f"{odd[0].path}.lora_b"]
-    assert folded(odd[0], b, odd[0].slices[0].scale) is b
-    shutil.copytree(folder, tmp_path / "in", ignore=shutil.ignore_patterns(ORIGINALS))
-    for out in ("one", "two"):
-        assert not import_adapter(tmp_path / "in", tmp_path / out, base)["exported_here"]
-        edit_json(tmp_path / "in" / SIDECAR, lambda note: note.update(sha256={}))
 
 
 def test_tables_that_peft_saved_but_left_alone_are_not_carried(bases, tmp_path):

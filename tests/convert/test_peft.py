@@ -247,7 +247,7 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
         assert logits.shape == (1, 1) and abs(logits.item() - score) < 1e-4
     assert abs(scores[0] - scores[1]) > 1e-3
 
-    import_adapter(tmp_path / "out", tmp_path / "back")
+    import_adapter(tmp_path / "out", tmp_path / "back", transformers_base)
     (tmp_path / "out" / "mlx_packs.json").unlink()  # as PEFT itself would write it
     import_adapter(tmp_path / "out", tmp_path / "read", transformers_base)
     for name in ("back", "read"):
@@ -286,7 +286,7 @@ def test_a_classifier_has_the_same_logits_in_peft(transformers_base, tmp_path):
         ours = [prediction.probabilities[label] for label in classes.labels]
         np.testing.assert_allclose(ours, likely, atol=1e-4)
 
-    import_adapter(tmp_path / "out", tmp_path / "back")
+    import_adapter(tmp_path / "out", tmp_path / "back", transformers_base)
     assert Pack.open(tmp_path / "back").manifest["classifier"] == classes.to_json()
     there.save_pretrained(tmp_path / "theirs")
     names = ["a", "b", "c"]

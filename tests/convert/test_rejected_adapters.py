@@ -10,7 +10,6 @@ import pytest
 
 from mlx_packs.convert.external import CONFIG
 from mlx_packs.convert.interop import SIDECAR, export_pack, import_adapter
-from mlx_packs.reading import read_json
 from mlx_packs.runtime import mx
 from tests.convert.conftest import (
     Q0,
@@ -138,14 +137,11 @@ def test_a_base_is_not_looked_for_outside(tmp_path):
     check_rejected(folder, tmp_path / "pack", None, "not-found", "../qwen3")
 
 
-def test_a_note_that_contradicts_its_adapter_is_rejected(exported, tmp_path):
-    folder = shutil.copytree(exported("ragged", "peft")[2], tmp_path / "in")
-    note = read_json(folder / SIDECAR)
-    note["pack"]["adapters"]["modules"][0]["slices"][0]["alpha"] *= 2
-    (folder / SIDECAR).write_text(json.dumps(note))
-    check_rejected(folder, tmp_path / "x", None, "mismatch")
+def test_a_manifest_of_a_newer_format_is_rejected(exported, tmp_path):
+    _, base, source = exported("ragged", "peft")
+    folder = shutil.copytree(source, tmp_path / "in")
     edit_json(folder / SIDECAR, lambda note: note.update(format_version=99))
-    check_rejected(folder, tmp_path / "x", None, "unsupported", SIDECAR, "99")
+    check_rejected(folder, tmp_path / "x", base, "unsupported", SIDECAR, "99")
 
 
 @pytest.mark.parametrize(
@@ -158,14 +154,10 @@ def test_a_note_that_contradicts_its_adapter_is_rejected(exported, tmp_path):
         (CONFIG, lambda c: c["lora_parameters"].update(scale="2")),
         (CONFIG, lambda c: c["lora_parameters"].update(scale=10**50)),
         (CONFIG, lambda c: c.update(model="half of \udc9b")),
-        (SIDECAR, lambda s: s.update(format_version="1")),
-        (SIDECAR, lambda s: s.update(sha256=[])),
-        (SIDECAR, lambda s: s["sha256"].update({"../x": "0"})),
         (SIDECAR, lambda s: s["pack"].update(license="half of \ud800")),
+        (SIDECAR, lambda s: s.update(pack=[])),
         (SIDECAR, lambda s: s["pack"].update(base=3)),
         (SIDECAR, lambda s: s["pack"]["adapters"].update(modules=[])),
-        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"][0].update(in_features=3)),
-        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"].pop()),
     ],
 )
 def test_values_of_a_wrong_kind_are_rejected(exported, tmp_path, rejected, file, change):

@@ -86,7 +86,7 @@ def test_peft_scores_as_the_pack_and_it_comes_back(trained, tmp_path):
         logits = np.array([model(row).logits.item() for row in rows])
     assert np.abs(1 / (1 + np.exp(-logits)) - scores_of(folder, pack)).max() < 1e-5
 
-    import_adapter(tmp_path / "adapter", tmp_path / "again")
+    import_adapter(tmp_path / "adapter", tmp_path / "again", base=folder)
     again = Pack.open(tmp_path / "again")
     assert again.manifest["objective"] == pack.manifest["objective"]
     for name, tensor in again.load_tensors().items():

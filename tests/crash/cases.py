@@ -130,7 +130,8 @@ def _quantize(places: Places, *args: str) -> list[str]:
 
 
 def _import(places: Places, number: int) -> list[str]:
-    return ["import", str(places.exported[number]), "--out", "x", "--overwrite"]
+    folder = str(places.exported[number])
+    return ["import", folder, "--model", str(places.base), "--out", "x", "--overwrite"]
 
 
 def _overwriting_train(places: Places, seed: int) -> list[str]:

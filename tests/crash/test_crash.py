@@ -174,7 +174,7 @@ def kill_export(killer: Killer, places: Places, count: int) -> None:
         if not (folder / "x").exists():
             killer.completed(args, folder)
         assert contents(folder / "x") == contents(uninterrupted / "x")
-        killer.completed(["import", "x", "--out", "y"], folder)
+        killer.completed(["import", "x", "--model", str(places.base), "--out", "y"], folder)
         assert not hidden_names(folder)
 
     at_points(count, whole, check)

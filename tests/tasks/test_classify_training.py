@@ -7,12 +7,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, train_pack
+from mlx_packs import (
+    DataConfig,
+    LoRAConfig,
+    Pack,
+    TrainConfig,
+    evaluate,
+    export_pack,
+    import_adapter,
+    train_pack,
+)
 from mlx_packs.cli.main import packs
 from mlx_packs.packs import classify
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.classify import ClassifyTask
-from tests.helpers.bases import small_base
+from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
 from tests.helpers.labelled import (
     labelled,
@@ -110,13 +119,9 @@ def test_labels_on_a_scale(tmp_path):
     assert prediction.label == "3"
     assert sum(prediction.probabilities.values()) == pytest.approx(1)
 
-    for command in (
-        ["export", "p", "--to", "peft", "--out", "e"],
-        ["import", "e", "--out", "i"],
-    ):
-        paths = [str(tmp_path / word) if len(word) == 1 else word for word in command]
-        result = CliRunner().invoke(packs, paths)
-        assert result.exit_code == 0, result.output
+    export_pack(tmp_path / "p", "peft", tmp_path / "e")
+    base = saved_base(small_base(), tmp_path / "base")
+    import_adapter(tmp_path / "e", tmp_path / "i", base)
     assert Pack.open(tmp_path / "i").manifest["classifier"] == pack.manifest["classifier"]
 
 

@@ -40,7 +40,7 @@ class ImportKind(Kind):
     def mutate(self, case):
         """Change the config, the tensors or the sidecar of one of them."""
         self.format = case.rng.choice(list(TENSORS))
-        if case.rng.random() < 0.6:  # else what was exported here is restored from the sidecar
+        if case.rng.random() < 0.6:  # else the task and the recipe are those of the sidecar
             case.write(f"{self.format}/{SIDECAR}", b"")
             Path(SUBJECT, self.format, SIDECAR).unlink()
         names = (CONFIG, TENSORS[self.format], SIDECAR)
