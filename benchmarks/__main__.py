@@ -26,7 +26,6 @@ NAMES = (
     "prefix",
     "trees",
     "image_steps",
-    "together",
     "quantization_error",
     "plan_accuracy",
     "quantize",

@@ -38,7 +38,6 @@ class StepJob:
         prefix: inputs that the sequences of a group begin with, computed once.
         root: of these, inputs that all sequences begin with, computed before the others.
         weights: how the model is quantized.
-        packs: that the step is of, each with a batch of these sequences.
     """
 
     config: dict
@@ -55,7 +54,6 @@ class StepJob:
     prefix: int = 0
     root: int = 0
     weights: str = "affine4"
-    packs: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,6 @@ class _Ours:
         quantization = dict(zip(("group_size", "bits", "mode"), WEIGHTS[job.weights], strict=True))
         config = job.config | {"quantization": quantization}
         model = _model(job.config, job.weights)
-        if job.packs > 1:
-            joint = importlib.import_module("benchmarks.apple_gpu.joint_step")
-            return joint.lazy_step(model, config, job)
         return self.graph.lazy_step(model, config, targets=job.targets, **size, **options)
 
     def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:

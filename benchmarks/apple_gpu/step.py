@@ -72,8 +72,6 @@ class Step:
         name += f", recompute {self.job.recompute}" if self.job.recompute != "none" else ""
         if self.job.groups:
             name += ", tree"
-        if self.job.packs > 1:
-            name += f", {self.job.packs} packs"
         return name + (", packed" if self.job.packed else "")
 
     @property

@@ -86,21 +86,13 @@ def attach(
         attached.swap(fallback)
         modules = dict(base.model.named_modules())
         attached.frozen = {path: modules[path] for path in specs}
-        attached.note_replaced(
-            apply_matmul_path(base.model, matmul_path, base.is_lazy, base.shared)
-        )
+        attached.note_replaced(apply_matmul_path(base.model, matmul_path, base.is_lazy))
         add_adapters(attached, lora.dropout, seed)
         base.model.train(base.model.training)  # new modules join the mode of the rest
     except BaseException:
         attached.detach()
         raise
     return attached
-
-
-def adapted_paths(base: "BaseModel", lora: "LoRAConfig", fp16_fallback: bool) -> set[str]:
-    """Return the paths of the modules to which `attach` adds adapters."""
-    groups, _, _ = _probed(base, lora, None, fp16_fallback)
-    return {geometry.path for group in groups for geometry in group.members}
 
 
 def _probed(

@@ -100,8 +100,6 @@ class BaseModel:
     is_lazy: bool = False  # whether its weights are read when they are used
     # relative error of the weights, where they were quantized on loading
     rounding_error: float | None = field(default=None, compare=False)
-    # replacements of its modules, with other bases that have the same ones (`nn.quantized`)
-    shared: dict | None = field(default=None, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,6 @@ import click
 
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
-from ..config.together import check_together
 from ..config.values import bytes_of
 from ..display import size
 from ..errors import PackError
@@ -175,7 +174,7 @@ def plan(
             "memory",
         )
 
-    data = _data_argument(flags, recipe)
+    data = _command_arguments(flags, recipe)
     with assumed_device(device):
         rows = None
         if examples:
@@ -195,8 +194,6 @@ def plan(
         lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
         if machines is not None:
             needed = _add_machines(report, lines, headers, limit - least, recipe, machines, width)
-
-        report = _with_seeds(report, lines, headers, choices[0], limit - least, recipe)
 
     lines[1:1] = shared
     if headers.code is not None:
@@ -231,37 +228,17 @@ def _add_machines(
     return needed.needed
 
 
-def _with_seeds(
-    report: list[dict],
-    lines: list[str],
-    headers: "Headers",
-    best: "Option",
-    memory: int,
-    recipe: Recipe,
-) -> list[dict]:
-    """Add what several packs in one batch take and save; return the report."""
-    packs = recipe.run.get("seeds")
-    if packs is None:
-        return report
-
-    from ..memory.together import plan_together
-
-    check_together(recipe)
-    together = plan_together(headers, best.lora, best.train, packs, memory)
-
-    lines[-1:-1] = [f"seeds   {line}" for line in together.lines()]
-    if lines[-1].startswith("try:    packs"):
-        lines[-1] += f" --seeds {packs} --out DIR"
-    return [{**each, "together": together.to_json()} for each in report]
-
-
-def _data_argument(flags: Mapping, recipe: Recipe) -> list[str]:
-    """Return ``--data`` for the suggested command, unless files or the bundled model have it."""
+def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
+    """Return ``--data`` and ``--seeds`` for the suggested command, unless it needs none."""
+    arguments = []
     if "data" in flags:
-        return ["--data", flags["data"]]
-    if recipe.model == RunOptions.model or recipe.specified & {*DATA_SETTINGS, "phases"}:
-        return []
-    return ["--data", "DATA"]
+        arguments = ["--data", flags["data"]]
+    elif recipe.model != RunOptions.model and not recipe.specified & {*DATA_SETTINGS, "phases"}:
+        arguments = ["--data", "DATA"]
+
+    if seeds := recipe.run.get("seeds"):
+        arguments += ["--seeds", str(seeds), "--out", "DIR"]
+    return arguments
 
 
 def _facts(

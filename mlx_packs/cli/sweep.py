@@ -48,18 +48,9 @@ from .recipe import RecipeFiles, recipe_of
     help="Train the trials one after the other on this machine (local), or on the workers of the "
     "Ray cluster at RAY_ADDRESS, else of one on this machine (ray).",
 )
-@option(
-    "--together",
-    section="Optimization",
-    is_flag=True,
-    help="Train up to 8 trials in one batch on one base model, if they only differ in seed, rank, "
-    "scale, learning rate, optimizer and similar settings; train the others one by one.",
-)
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
-def sweep(
-    file: str, out: str | None, search: str | None, runner: str, together: bool, quiet: bool
-) -> None:
+def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bool) -> None:
     """Train a recipe with several settings, and compare the packs.
 
     The section sweep of FILE names the search (grid, random, halving or tpe) and the values by key
@@ -77,7 +68,6 @@ def sweep(
     from ..sweeps.plan import SECTION, plan_sweep
     from ..sweeps.run import EXECUTORS, SweepRun
     from ..sweeps.sweep import begin
-    from ..sweeps.together import check_trials
 
     settings = read_settings(file)
     if SECTION not in settings:
@@ -96,9 +86,6 @@ def sweep(
         lambda own: recipe_of({}, RecipeFiles(((file, own),))),
     )
 
-    if together:
-        check_trials(plan, file)
-
     display = Display(QUIET if quiet else NORMAL)
     make_folder(folder.parent)
     with exclusive_writer(folder):
@@ -110,7 +97,7 @@ def sweep(
         display.line("sweep", text)
         try:
             with EXECUTORS[runner]() as executor:
-                SweepRun(begun, executor, display, together).run()
+                SweepRun(begun, executor, display).run()
         except (KeyboardInterrupt, Interrupted) as error:
             number = getattr(error, "exit_code", 128 + signals.number_of(error)) - 128
             raise Interrupted(

@@ -168,7 +168,7 @@ def train(
 
 
 def _train_seeds(request: "Request", on_hosts: bool) -> None:
-    """Train several packs in one batch, and print what became of them."""
+    """Train the packs of several seeds, and print what became of them."""
     from ..training.seeds import report_lines, train_with_seeds
 
     if on_hosts:

@@ -140,7 +140,6 @@ class TaskFacts:
     # Its own formats of rows, a tuple, module:name. `data.formats` imports the module.
     formats: str | None = None
     caches: bool = False  # whether it can cache frozen activations (--cache-frozen)
-    together: bool = False  # whether packs of several seeds can be trained in one batch
     plans_rows: bool = False  # whether the memory plan of ``packs plan`` encodes its rows
     pipelined: str | None = None  # its class with --pipeline
     functions: tuple[str, ...] = ()  # of the caller's, arguments of `train_pack`
@@ -305,7 +304,6 @@ def _preferences(
         described=described,
         defaults={"learning_rate": 2e-5, **defaults},
         masks=True,
-        together=True,
         sequences=2,
         rated=rated,
         losses=losses,
@@ -326,7 +324,6 @@ TASKS = Table(
             masks=True,
             metrics=("ppl", "accuracy", "answers"),
             caches=True,
-            together=True,
             plans_rows=True,
             pipelined="mlx_packs.extras.pipeline.task:PipelinedTask",
             functions=("loss",),

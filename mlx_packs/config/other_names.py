@@ -18,6 +18,7 @@ REMOVED: Mapping[str, str] = {
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
     "supervise": _SHELL_LOOP,
+    "together": "Leave it out: trials are trained one after another.",
 }
 # Values that were removed, by setting and value, likewise.
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}

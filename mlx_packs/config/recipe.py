@@ -68,13 +68,13 @@ class RunOptions(Settings):
     )
     seeds: int | None = option(
         None,
-        "Train N packs in one batch, with the seeds from --seed on, into --out: seed-0, seed-1 and "
-        "so on. Their report, seeds.json, has the mean and standard error of every number. For "
-        "--method lora and --task lm and preferences.",
+        "Train N packs, one after another, with the seeds from --seed on, into --out: seed-0, "
+        "seed-1 and so on. Their report, seeds.json, has the mean and standard error of every "
+        "number.",
         section="Optimization",
         metavar="N",
         at_least=2,
-        at_most=64,  # the standard error is an eighth of the deviation, and the graph 64 times one
+        at_most=64,  # the standard error is an eighth of the deviation
         memory=True,
     )
     resume: bool = _output(

@@ -12,7 +12,6 @@ from ..adapters.trainable import find_method
 from ..bases.shapes import Geometry, Group, check_num_layers, is_named
 from ..bases.vision_families import PROJECTOR, is_of_projector
 from ..config.choices import POLICIES
-from ..config.fields import option
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError, did_you_mean
@@ -22,13 +21,6 @@ from .headers import Tensors
 from .plan import MemoryPlan, accumulates, moment_parts, recompute_policies
 
 UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
-
-
-@dataclass(frozen=True, repr=False)
-class LoRAOfPacks(LoRAConfig):
-    """The adapters of several packs on one base model, all with the settings of one pack."""
-
-    packs: int = option(1, "Number of packs.", section="Adapter", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -179,15 +171,12 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     if trained & {*places.embedding, *places.projector}:
         lowest = 0
     shapes = tuple(shape for path in saved for shape in places.modules[path])
-    packs = 1
-    if isinstance(lora, LoRAOfPacks):
-        packs = lora.packs
 
     return PlannedAdapters(
         ranks[lowest:],
         kept[lowest:],
-        packs * [*of_method.adapter_shapes(specs), *shapes],
-        saved=packs * shapes,
+        [*of_method.adapter_shapes(specs), *shapes],
+        saved=shapes,
         head=bool(trained & set(places.head or places.embedding)),
     )
 

@@ -216,30 +216,21 @@ def matmul_path_of(module: nn.Module) -> str | None:
     return None
 
 
-# Modules and their replacements, by path and identity.
-Shared = dict[tuple[str, int], tuple[nn.Module, nn.Module | None]]
-
-
 def apply_matmul_path(
-    model: nn.Module, matmul_path: str, lazy: bool = False, shared: Shared | None = None
+    model: nn.Module, matmul_path: str, lazy: bool = False
 ) -> list[tuple[str, nn.Module]]:
     """Make all quantized modules compute by a matmul path; ``lazy`` reads no weight.
-
-    Models with the same modules have the same replacements if they have ``shared`` in common.
 
     Return (path, original module) of those replaced; `replace_modules` puts them back.
     """
     replacement = PATHS[matmul_path].replacement
-    if shared is None:
-        shared = {}
-
+    replacements: dict[int, nn.Module | None] = {}
     originals = []
     replaced = []
     for path, module in model.named_modules():
-        key = matmul_path, id(module)
-        if key not in shared:
-            shared[key] = module, replacement(module)
-        _, other = shared[key]
+        if id(module) not in replacements:
+            replacements[id(module)] = replacement(module)
+        other = replacements[id(module)]
         if other is not None:
             originals.append((path, module))
             replaced.append((path, other))

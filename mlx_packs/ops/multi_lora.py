@@ -90,38 +90,6 @@ def reference(
     return summed
 
 
-def multi_lora_in_order(
-    x: mx.array,
-    outputs: Sequence[mx.array],
-    lora_a: Sequence[mx.array],
-    lora_b: Sequence[mx.array],
-    scales: Sequence[mx.array],
-) -> list[mx.array]:
-    """Return `multi_lora` where sequence p uses pack p, as in training: by batched products.
-
-    Their gradients are batched products too, without a scatter.
-
-    Args:
-        x: [P, T, D], the rows of each pack; products are in its dtype, as those of `grouped_lora`.
-        outputs: [P, T, O_i] for each slice.
-        lora_a: [P, D, R_i] of each slice.
-        lora_b: [P, R_i, O_i] of each slice.
-        scales: [P] of each slice.
-
-    Returns:
-        [P, T, O_i] each, in the dtype of its base output.
-
-    Raises:
-        ValueError: The shapes do not fit each other.
-    """
-    _check_shapes(x, outputs, lora_a, lora_b, scales, scales[0])
-    summed = []
-    for y, a, b, scale in zip(outputs, lora_a, lora_b, scales, strict=True):
-        hidden = (x @ a.astype(x.dtype)) * scale[:, None, None].astype(x.dtype)
-        summed.append(y + (hidden @ b.astype(x.dtype)).astype(y.dtype))
-    return summed
-
-
 def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
     """Return x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
     if x.dtype == mx.float64 or dispatch.detect() == "cuda":  # gather_mm lacks float64, of checks

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,8 +13,7 @@ from ..display import Display, clock
 from ..errors import PackError
 from .leaderboard import value_text, write_leaderboard
 from .sweep import Sweep
-from .together import batches_of_trials, described
-from .trial import LOG, Result, Trial, fail, train_trials
+from .trial import Result, Trial, fail, train
 
 
 class LocalExecutor(AbstractContextManager):
@@ -80,16 +79,12 @@ EXECUTORS = registered(SWEEP_RUNNERS, {"local": LocalExecutor, "ray": RayExecuto
 
 @dataclass
 class SweepRun:
-    """Trains the trials of a sweep, at most as many at once as the executor has workers.
-
-    With ``together`` a worker trains several trials at once, in one batch.
-    """
+    """Trains the trials of a sweep, at most as many at once as the executor has workers."""
 
     sweep: Sweep
     executor: LocalExecutor | RayExecutor
     display: Display
-    together: bool = False
-    _running: dict[Future, list[Trial]] = field(default_factory=dict)
+    _running: dict[Future, Trial] = field(default_factory=dict)
 
     def run(self) -> None:
         """Train the trials to the end of a rung, and the best of them to the end of the next.
@@ -115,43 +110,19 @@ class SweepRun:
 
     def _train(self, trials: Iterable[Trial], rung: int) -> list[Trial]:
         trained = []
-        for batch in self._batches(trials, rung):
-            trained += batch
-            waiting = [trial for trial in batch if not self._is_over(trial, rung)]
-            if not waiting:
+        for trial in trials:
+            trained.append(trial)
+            if self._is_over(trial, rung):
                 continue
 
-            named = f"{waiting[0].number} · {_values(waiting[0])}"
-            if len(waiting) > 1:
-                named = ", ".join(str(trial.number) for trial in waiting)
-            with self.display.working("trial", named):
-                self._running[self._submit(waiting, rung)] = waiting
+            with self.display.working("trial", f"{trial.number} · {_values(trial)}"):
+                self._running[self._submit(trial, rung)] = trial
             if len(self._running) == self.executor.workers:
                 self._collect(rung)
 
         while self._running:
             self._collect(rung)
         return trained
-
-    def _batches(self, trials: Iterable[Trial], rung: int) -> Iterator[list[Trial]]:
-        """Yield the trials that are trained in one batch; without ``together`` one by one."""
-        if not self.together:
-            for trial in trials:
-                yield [trial]
-            return
-
-        waiting = []
-        for trial in trials:
-            if trial.result(rung) is None:
-                waiting.append(trial)
-            else:
-                yield [trial]
-
-        recipe_of = self.sweep.plan.recipe_of
-        batches = list(batches_of_trials(waiting, recipe_of, self.executor.workers))
-        for line in described(batches, recipe_of):
-            self.display.line("batch", line)
-        yield from batches
 
     def _is_over(self, trial: Trial, rung: int) -> bool:
         """Return whether a trial has a result of a rung, which Optuna is told."""
@@ -161,24 +132,19 @@ class SweepRun:
         self.sweep.tell(trial, rung, result)
         return True
 
-    def _submit(self, trials: Sequence[Trial], rung: int) -> Future:
+    def _submit(self, trial: Trial, rung: int) -> Future:
         try:
-            recipes = [self.sweep.plan.recipe_of(trial.values).to_json() for trial in trials]
+            recipe = self.sweep.plan.recipe_of(trial.values).to_json()
         except PackError as error:  # of values that were drawn after the sweep was checked
-            return self.executor.submit(fail, trials, rung, error.message)
-        return self.executor.submit(
-            train_trials, trials, recipes, rung, self.sweep.plan.rungs[rung]
-        )
+            return self.executor.submit(fail, trial, rung, error.message)
+        return self.executor.submit(train, trial, recipe, rung, self.sweep.plan.rungs[rung])
 
     def _collect(self, rung: int) -> None:
         for future in wait(self._running, return_when=FIRST_COMPLETED).done:
-            trials = self._running.pop(future)
-            for trial, result in zip(trials, future.result(), strict=True):
-                self.sweep.tell(trial, rung, result)
-                text = self._text(result)
-                if result.packs == 1 and len(trials) > 1:
-                    text += f" · trained by itself, see {trials[0].folder / LOG}"
-                self._show(trial, rung, text)
+            trial = self._running.pop(future)
+            result = future.result()
+            self.sweep.tell(trial, rung, result)
+            self._show(trial, rung, self._text(result))
             write_leaderboard(self.sweep.plan.folder, self.sweep.leaderboard())
 
     def _text(self, result: Result) -> str:
@@ -191,8 +157,6 @@ class SweepRun:
             text = f"{name} {value:.4g} after {result.batches:,} batches"
         if result.train_s is not None:
             text += f" · {clock(result.train_s)}"
-        if result.packs > 1:
-            text += f" · {result.packs} in one batch"
         if not result.error and not result.passed:
             text += " · FAILED a gate"
         return text

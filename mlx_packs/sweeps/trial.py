@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -10,7 +10,6 @@ from typing import Any
 
 from .. import signals
 from ..config.choices import TASKS
-from ..config.together import SETTINGS
 from ..errors import Interrupted, PackError
 from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
@@ -21,7 +20,6 @@ from ..training.unattended import SUPERVISED, program
 
 RECIPE = "recipe.json"
 LOG = "train.log"
-TOO_LARGE = 75  # exit code of trials in one batch that memory does not suffice for
 _TAIL_BYTES = 300  # of a log, for the reason of its end
 _PROGRAM = program("sweeps.process")
 _SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by exit code
@@ -38,7 +36,6 @@ class Result:
     train_s: float | None = None  # without evaluations
     peak_gb: float | None = None  # of MLX's memory, in 10^9 bytes
     error: str = ""  # why there is no pack; empty if there is one
-    packs: int = 1  # trained in one batch, whose steps the time is of
 
     @property
     def passed(self) -> bool:
@@ -62,13 +59,6 @@ class Trial:
     def is_begun(self) -> bool:
         """Whether there is a checkpoint to continue from."""
         return bool(checkpoints(run_folder(self.pack)))
-
-    def begun_recipe(self) -> Mapping[str, Any]:
-        """Return the settings of the run that `train` or `train_trials` began; none without one."""
-        file = self.folder / RECIPE
-        if not self.is_begun or not file.is_file():
-            return {}
-        return read_json(file)
 
     def result(self, rung: int) -> Result | None:
         """Return the result of a rung; None if it is not over. A damaged file is a PackError."""
@@ -101,89 +91,35 @@ def train(trial: Trial, recipe: dict[str, Any], rung: int, until: int | None) ->
     if (result := trial.result(rung)) is not None:
         return result
 
-    begun = trial.begun_recipe()  # perhaps in one batch with others
-    recipe = recipe | {name: begun[name] for name in SETTINGS if name in begun}
     make_folder(trial.folder)
     atomic_write(trial.folder / RECIPE, to_json(recipe))
 
-    code = _run([trial], rung, until)
+    code = _run(trial, rung, until)
     if (result := trial.result(rung)) is not None:
         return result
 
-    reason = _raise_unless_of(trial, code)
-    if code == -SIGKILL:
-        reason = "was killed (SIGKILL), probably for want of memory"
-    elif code < 0:
-        reason = f"crashed ({Signals(-code).name})"
-    return fail([trial], rung, reason or f"ended with exit code {code}")[0]
-
-
-def train_trials(
-    trials: Sequence[Trial], recipes: Sequence[dict[str, Any]], rung: int, until: int | None
-) -> list[Result]:
-    """Train trials to the end of a rung, several in one batch, and return their results.
-
-    Those that fail in one batch, or have begun alone, are trained as by `train`, which also says
-    what is raised.
-    """
-    waiting = []
-    for trial, recipe in zip(trials, recipes, strict=True):
-        begun = trial.begun_recipe()
-        if trial.result(rung) is None and SETTINGS.items() <= {**SETTINGS, **begun}.items():
-            waiting.append((trial, recipe))
-    _train_in_one_batch(waiting, rung, until)
-
-    return [train(*each, rung, until) for each in zip(trials, recipes, strict=True)]
-
-
-def _train_in_one_batch(
-    waiting: Sequence[tuple[Trial, dict[str, Any]]], rung: int, until: int | None
-) -> None:
-    """Train trials in a process, all in one batch; of as many as memory suffices for."""
-    if len(waiting) < 2:
-        return
-
-    trials = [trial for trial, _ in waiting]
-    for trial, recipe in waiting:
-        make_folder(trial.folder)
-        atomic_write(trial.folder / RECIPE, to_json(recipe | SETTINGS))
-        if trial is not trials[0]:
-            with (trial.folder / LOG).open("a") as log:
-                log.write(f"in one batch with trial {trials[0].number}, whose log has all lines\n")
-
-    code = _run(trials, rung, until)
-    if code == TOO_LARGE:
-        half = (len(waiting) + 1) // 2
-        _train_in_one_batch(waiting[:half], rung, until)
-        _train_in_one_batch(waiting[half:], rung, until)
-    elif code:
-        _raise_unless_of(trials[0], code)
-
-
-def fail(trials: Sequence[Trial], rung: int, reason: str) -> list[Result]:
-    """Write that trials have no pack, and why; return these results."""
-    return [write_result(trial, rung, Result(error=reason)) for trial in trials]
-
-
-def _raise_unless_of(trial: Trial, code: int) -> str:
-    """Return the last line of a trial whose process has ended; raise what would end all trials."""
     reason = _last_line(trial.folder / LOG).removeprefix("packs: ")
     if code in _SIGNALLED:
         raise Interrupted(f"interrupted in trial {trial.number}", _SIGNALLED[code])
     if code == 2:
         raise PackError(f"trial {trial.number}: {reason}", "unwritable")
-    return reason
+    if code == -SIGKILL:
+        reason = "was killed (SIGKILL), probably for want of memory"
+    elif code < 0:
+        reason = f"crashed ({Signals(-code).name})"
+    return fail(trial, rung, reason or f"ended with exit code {code}")
 
 
-def _run(trials: Sequence[Trial], rung: int, until: int | None) -> int:
-    """Run the process of trials and return its exit code; it ends when this process does.
+def fail(trial: Trial, rung: int, reason: str) -> Result:
+    """Write that a trial has no pack, and why; return this result."""
+    return write_result(trial, rung, Result(error=reason))
 
-    The first has the log.
-    """
-    folders = [str(trial.folder) for trial in trials]
-    with (trials[0].folder / LOG).open("ab") as log:
+
+def _run(trial: Trial, rung: int, until: int | None) -> int:
+    """Run the process of a trial and return its exit code; it ends when this process does."""
+    with (trial.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [*_PROGRAM, *folders, str(rung), str(until or 0)],
+            [*_PROGRAM, str(trial.folder), str(rung), str(until or 0)],
             stdin=subprocess.PIPE,  # closed by the system when this process ends, however it does
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -303,8 +303,7 @@ class Fit:
         run = self.run
         phase = data.phase
         stepper, objective = self._stepper_of(phase, optimizer)
-        whole = run.request.packs > 1
-        step = BatchStep(stepper, objective, data.train.collate, self.parts, whole)
+        step = BatchStep(stepper, objective, data.train.collate, self.parts)
         mean_inputs = data.task.mean_inputs(data)
         reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
         save = partial(self._save, optimizer, reports)

@@ -163,10 +163,7 @@ class Loop:
         updates = number % several == 0 or number == self.settings.iters
         random = mx.random.state[0]
         batch = self.step.objective.prepare(batch)
-        prepared = time.perf_counter()
         step = yield DueStep(self.step, batch, updates, alone=several == 1)
-        if step.joint is not None:  # it has waited for other runs
-            start += step.joint.began - prepared
 
         number += self.settings.start
         self._in_flight.append(_StartedBatch(batch, number, updates, random, step, start))
@@ -184,8 +181,6 @@ class Loop:
             loss, norm = started.step.read()
             start = max(started.start, self._read_at)
             self._read_at = time.perf_counter()
-            if started.step.joint is not None:
-                self._read_at = started.step.joint.ended
             self._count(started, loss, norm, self._read_at - start)
 
             if limit is not None and mx.get_cache_memory() > limit:

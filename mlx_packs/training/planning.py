@@ -119,14 +119,8 @@ def fit_into_memory(
     plans = {}
     shapes = {shape for each in data for shape in each.shapes()}
     try:
-        if run.request.packs > 1:
-            plan_packs = load("memory.together:plan_packs")
-            packs = run.request.packs
-            plans, planned, saves = plan_packs(headers, run.lora, planned, packs, shapes, force)
-            run.display.line("plan", saves)
-        else:
-            with suggesting_pipeline(headers, run, shapes):
-                plans = plan_run(headers, run.lora, planned, shapes, force, estimate_of)
+        with suggesting_pipeline(headers, run, shapes):
+            plans = plan_run(headers, run.lora, planned, shapes, force, estimate_of)
     except PackError as error:
         if error.code == "memory":
             raise

@@ -250,7 +250,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     earlier = None
     if place.resume:
         earlier = check_resumable(folder)
-        place = replace(place, resume_point=resume_point(folder, place.latest))
+        place = replace(place, resume_point=resume_point(folder))
     settings = settings.as_it_began(earlier)
     adapters = start_of(request.option("resume_adapter_file"), earlier)
 
@@ -352,8 +352,6 @@ def _attached(
         trainable = attach_method(start.target, start.lora, run.train, memory.choice.matmul_path)
 
     try:
-        if run.request.packs > 1:
-            load("training.joint_step:check_groups")(trainable.model)
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
 

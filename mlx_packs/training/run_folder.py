@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -191,17 +191,6 @@ class ResumePoint:
         return text
 
 
-def common_batch(runs: Sequence[Path]) -> int | None:
-    """Return the newest batch of which all runs have a checkpoint that is not damaged, if any."""
-    common = set.intersection(*({batches_of(f) for f in checkpoints(run)} for run in runs))
-
-    for batch in sorted(common, reverse=True):
-        points = [resume_point(run, batch).folder for run in runs]
-        if all(batches_of(folder) == batch for folder in points):
-            return batch
-    return None
-
-
 def seed_runs(folder: Path) -> list[Path]:
     """Return the run folders of `packs train --seeds` in a folder, the smallest seed first."""
     if not folder.is_dir():
@@ -211,16 +200,13 @@ def seed_runs(folder: Path) -> list[Path]:
     return sorted(runs, key=lambda run: int(run.name.split("-")[1]))
 
 
-def resume_point(run: Path, latest: int | None = None) -> ResumePoint:
+def resume_point(run: Path) -> ResumePoint:
     """Return where a run is resumed; all files of newer checkpoints and of this one are checked.
 
-    Checkpoints after batch ``latest`` are left out. Raises PackError if there is no checkpoint, or
-    all are damaged.
+    Raises PackError if there is no checkpoint, or all are damaged.
     """
     damaged: list[str] = []
     for folder in reversed(checkpoints(run)):
-        if latest is not None and batches_of(folder) > latest:
-            continue
         try:
             return ResumePoint(folder, check_checkpoint(folder), tuple(damaged))
         except PackError as error:

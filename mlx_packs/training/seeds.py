@@ -1,6 +1,6 @@
-"""One recipe with several seeds: a pack for each, trained in one batch, and the mean of them."""
+"""One recipe with several seeds: a pack for each, trained one after another, and their mean."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,24 @@ from ..config.data import Columns
 from ..config.lora import LoRAConfig
 from ..config.recipe import RunOptions
 from ..config.schema import TrainConfig
-from ..config.together import SETTINGS, check_together
 from ..data.in_memory import Data
-from ..display import QUIET, Display, display_of
+from ..display import Display, display_of
+from ..distributed.group import group
 from ..errors import PackError, reason_of
 from ..files import atomic_write, to_json
 from ..gates import failures
-from ..packs.base import Base
+from ..packs.base import Base, load_base
 from ..packs.pack import Pack
 from ..report.facts import PAGE
 from ..report.seeds import statistics
 from ..tasks.task import task_class
+from .folders import output_folders
 from .observer import Observer
 from .result import TrainRun
+from .run import train_request
+from .run_folder import CONFIG, checkpoints, clear_run, run_folder
 from .seeds_page import SUMMARY, notebook_html, write_seeds_page
 from .settings import Request, recipe_of
-from .together import train_together
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,16 +95,22 @@ class SeedRuns:
 
 
 class _Outdated(Observer):
-    """Removes the summary and the page of earlier runs when the first run starts."""
+    """Removes the summary, the page and ``runs`` of earlier seeds when the first run starts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
         self._folder = folder
+        self._runs = runs
         self.has_started = False
 
     def on_phase_start(self, batches: int, done: int) -> None:
+        if self.has_started:
+            return
         self.has_started = True
         for name in (SUMMARY, PAGE):
             (self._folder / name).unlink(missing_ok=True)
+        for run in self._runs:
+            clear_run(run)
+            (run / CONFIG).unlink(missing_ok=True)
 
 
 @checked_arguments
@@ -121,10 +129,9 @@ def train_seeds(  # noqa: PLR0913 (the public face)
     force: bool = False,
     progress: bool | Display = True,
 ) -> SeedRuns:
-    """Train packs with several seeds in one batch, and save each.
+    """Train packs with several seeds, one after another on one base, and save each.
 
-    They share the base and each step; each has its own order of examples, optimizer and
-    validations, and equals the pack of `train_pack` with its seed up to rounding.
+    Each equals the pack of `train_pack` with its seed.
 
     Args:
         base: As of `train_pack`.
@@ -135,18 +142,18 @@ def train_seeds(  # noqa: PLR0913 (the public face)
         columns: As of `train_pack`.
         seeds: Number of packs, from 2 to 64.
         overwrite: Whether to replace packs and runs in ``out``.
-        resume: Whether to continue all runs in ``out`` from their newest common checkpoint.
+        resume: Whether to continue each run in ``out`` from its last checkpoint.
         trust_remote_code: As of `train_pack`.
         force: As of `train_pack`.
-        progress: As of `train_pack`; the progress is the first seed's.
+        progress: As of `train_pack`.
 
     Returns:
         The packs with their runs and reports, and the mean and standard error of every number.
 
     Raises:
-        PackError: As of `train_pack`, or if packs in one batch cannot have a setting. If the loss
-            of a pack is not finite, the others are trained and saved first.
-        RunStopped: If a signal ended the runs; each has a checkpoint.
+        PackError: As of `train_pack`. If the loss of a pack is not finite, the others are trained
+            and saved first.
+        RunStopped: As of `train_pack`; the packs of earlier seeds are saved.
     """
     RunOptions(seeds=seeds)  # raises if that number is invalid
     recipe = recipe_of(
@@ -163,11 +170,16 @@ def train_seeds(  # noqa: PLR0913 (the public face)
 def train_with_seeds(request: Request) -> SeedRuns:
     """Train a pack for each of ``seeds`` seeds, from that of the recipe on.
 
-    Each is a pack of its own in ``out``: ``seed-0``, and its run ``seed-0-run``. The first shows
-    its progress. Errors are as of `train_together`.
+    Each is a pack of its own in ``out``: ``seed-0``, and its run ``seed-0-run``. Errors are as of
+    `train_seeds`.
     """
     recipe = request.recipe
-    check_together(recipe)
+    if group().size > 1:
+        raise PackError(
+            "--seeds: trains on one machine. Leave --hosts out, or train one pack at a time.",
+            "conflict",
+            "seeds",
+        )
     if request.option("out") is None:
         raise PackError(
             "--seeds: needs a folder for the packs. Name it with --out DIR.", "conflict", "out"
@@ -184,24 +196,28 @@ def train_with_seeds(request: Request) -> SeedRuns:
 
     first = recipe.train.seed
     seeds = range(first, first + request.option("seeds"))
-    request.display.line(
-        "seeds",
-        f"{len(seeds)} packs in one batch, {folder}/seed-{seeds[0]} to seed-{seeds[-1]}; what "
-        f"follows is of seed-{first}",
-    )
+    requests = _requests_of_seeds(request, folder, seeds)
+    for each in requests.values():  # before the first one is trained
+        options = [each.option(name) for name in ("overwrite", "resume")]
+        with output_folders(each.option("out"), recipe.data, *options):
+            pass
 
-    outdated = _Outdated(folder)
-    requests = [_of_seed(request, folder, seed) for seed in seeds]
-    requests[0] = replace(requests[0], callbacks=(*request.callbacks, outdated))
+    later = [each for each in requests.values() if each.recipe.train.seed != first]
+    replaced = [Path(each.option("out")) for each in later if not each.option("resume")]
+    outdated = _Outdated(folder, [run_folder(pack) for pack in replaced])
+    requests[first] = replace(requests[first], callbacks=(*request.callbacks, outdated))
+
+    names = f"{folder}/seed-{seeds[0]} to seed-{seeds[-1]}"
+    request.display.line("seeds", f"{len(seeds)} packs, {names}")
     try:
-        runs = train_together(requests)
+        runs = _train_in_turn(requests)
     except BaseException:
         if outdated.has_started:
             _write_page(folder, request.display)
             request.display.line("page", str(folder / PAGE))
         raise
 
-    result = SeedRuns(folder, dict(zip(seeds, runs, strict=True)))
+    result = SeedRuns(folder, runs)
     atomic_write(folder / SUMMARY, to_json(result.to_json()))
     _write_page(folder, request.display)
     return result
@@ -217,16 +233,60 @@ def _write_page(folder: Path, display: Display) -> None:
         display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
 
 
-def _of_seed(request: Request, folder: Path, seed: int) -> Request:
-    recipe = request.recipe
-    options = {name: value for name, value in recipe.run.items() if name != "seeds"}
-    options["out"] = str(folder / f"seed-{seed}")
-    train = replace(recipe.train, seed=seed, **SETTINGS)
+class _LoadedOnce:
+    """Loads the base for the first seed; the others train on the same one."""
 
-    display = request.display
-    if seed != recipe.train.seed:
-        display = Display(QUIET)
-    return replace(request, recipe=replace(recipe, train=train, run=options), display=display)
+    def __init__(self) -> None:
+        self._arguments: tuple | None = None
+        self._base: Base | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> Base:
+        """Return `load_base` of arguments, which a seed that overflows in float16 has others of."""
+        if self._arguments != (args, options):
+            self._base = None  # two of them may not fit into memory
+            self._base = load_base(*args, **options)
+            self._arguments = args, options
+        return self._base
+
+
+def _requests_of_seeds(request: Request, folder: Path, seeds: Sequence[int]) -> dict[int, Request]:
+    """Return the request of each seed; a run that has no checkpoint yet cannot be resumed."""
+    recipe = request.recipe
+    open_base = _LoadedOnce()
+    outs = {seed: folder / f"seed-{seed}" for seed in seeds}
+    has_begun = {seed: bool(checkpoints(run_folder(out))) for seed, out in outs.items()}
+    resumes = request.option("resume") and any(has_begun.values())
+
+    requests = {}
+    for seed, out in outs.items():
+        run = {**recipe.run, "out": str(out)}
+        del run["seeds"]
+        if resumes:
+            run |= {"resume": has_begun[seed], "overwrite": not has_begun[seed]}
+        requests[seed] = replace(
+            request,
+            recipe=replace(recipe, train=replace(recipe.train, seed=seed), run=run),
+            open_base=open_base,
+        )
+    return requests
+
+
+def _train_in_turn(requests: Mapping[int, Request]) -> dict[int, TrainRun]:
+    """Train the packs of all seeds; one that diverges is an error after the others are trained."""
+    runs = {}
+    failed: PackError | None = None
+    for seed, request in requests.items():
+        request.display.line("seed", str(seed))
+        try:
+            runs[seed] = train_request(request)
+        except PackError as error:
+            if error.code != "diverged":
+                raise
+            failed = failed or PackError(f"seed-{seed}: {error.message}", error.code, error.flag)
+            request.display.line("note", failed.message)
+    if failed is not None:
+        raise failed
+    return runs
 
 
 def _changes(mean: Mapping[str, float], errors: Mapping[str, float]) -> list[str]:

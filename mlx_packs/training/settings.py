@@ -38,7 +38,6 @@ class Request:
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: "RewardFunction | None" = None  # of generated completions
-    packs: int = 1  # that share the steps of this run, its own among them
     open_base: Callable[..., Base] | None = None  # in place of `load_base`
 
     def __post_init__(self) -> None:
@@ -227,7 +226,6 @@ class Place:
     folder: Path  # the run folder
     resume: bool = False  # whether to continue from a checkpoint of ``folder``
     resume_point: ResumePoint | None = None  # which one
-    latest: int | None = None  # batch of a checkpoint that it may continue from; None is any
     overflow: str = ""  # why a run that began in float16 goes on in bfloat16
 
 

@@ -6,10 +6,9 @@ of a batch add up to it: `BatchStep` takes one in pieces, or the share of a rank
 """
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,21 +28,6 @@ if TYPE_CHECKING:
     from .update_prefix import UpdatePrefix
 
 
-@dataclass
-class JointTime:
-    """When the step of several runs began, and when the first of them has read it.
-
-    What a run does between, such as a validation, is not time of the others' steps.
-    """
-
-    began: float = field(default_factory=time.perf_counter)
-    ended: float | None = None
-
-    def end(self) -> None:
-        if self.ended is None:
-            self.ended = time.perf_counter()
-
-
 @dataclass(frozen=True)
 class StartedStep:
     """A step that MLX computes or has computed."""
@@ -51,15 +35,11 @@ class StartedStep:
     loss: mx.array  # the mean over the batch's targets, or their sum
     count: int  # what the sum is divided by; 1 for a mean
     norm: mx.array | None  # of the gradient of its update; None without one
-    joint: JointTime | None = None  # of a step of several runs
 
     def read(self) -> tuple[float, float]:
         """Return mean loss and gradient norm (0 without an update), once the step is computed."""
         norm = 0.0 if self.norm is None else self.norm.item()
-        loss = self.loss.item() / self.count
-        if self.joint is not None:
-            self.joint.end()
-        return loss, norm
+        return self.loss.item() / self.count, norm
 
 
 class Stepper:
@@ -220,21 +200,6 @@ class Stepper:
 
         return StartedStep(total, count, step.norm)
 
-    def take_gradients(
-        self, total: mx.array, pending: tuple, batch: Batch, last: bool
-    ) -> StartedStep:
-        """Go on as `start` once loss, count and gradients of a batch were computed elsewhere."""
-        if self.waiting:
-            count, grads = pending
-            pending = self._pending[0] + count, tree_map(mx.add, self._pending[1], grads)
-        self.waiting += 1
-        self._pending = pending
-
-        if not last:
-            self._evaluate(pending, total)
-            return StartedStep(total, batch.denominator, None)
-        return StartedStep(total, batch.denominator, self._update_waiting())
-
     def start_without_batch(self, last: bool) -> StartedStep:
         """Take part in an update of the ranks without a batch of this one."""
         if not self.waiting:
@@ -305,7 +270,6 @@ class BatchStep:
     objective: Objective
     collate: Collate  # which knows the pieces of a batch
     parts: int = 1  # pieces of a batch; it only grows
-    whole: bool = False  # whether batches are never cut, as they share steps with others
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Start the step on a prepared batch, as `Stepper.start`, one piece after the other."""
@@ -319,9 +283,8 @@ class BatchStep:
 
     def use_smaller_pieces(self, batch: Batch) -> bool:
         """Take batches in twice as many pieces; return whether ``batch`` can be cut so small."""
-        if (
-            self.whole or group().batch_shares < group().size
-        ):  # the ranks of a pipeline take the same pieces
+        # the ranks of a pipeline take the same pieces
+        if group().batch_shares < group().size:
             return False
         if len(self._split(batch, 2 * self.parts)) <= len(self._split(batch, self.parts)):
             return False

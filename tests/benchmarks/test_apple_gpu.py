@@ -68,33 +68,6 @@ def test_a_block_dispatches_few_primitives():
     assert 1.2 < recomputed.whole.seconds["M3 Max"] / kept.whole.seconds["M3 Max"] < 1.4
 
 
-@pytest.mark.slow
-def test_packs_in_one_batch_cost_less_on_short_rows_alone():
-    """The base's products are those of all rows; only adapters and updates are there for each."""
-    jobs = [StepJob(QWEN3_4B, 1, length, packs=n) for length in (84, 2048) for n in (1, 3)]
-    short, short_together, long, long_together = lay_out([(OURS, job) for job in jobs])
-    for chip, one in short.whole.seconds.items():
-        assert 0.6 < short_together.whole.seconds[chip] / (3 * one) < 0.8
-        one = long.whole.seconds[chip]
-        assert long_together.whole.seconds[chip] / (3 * one) == pytest.approx(1, abs=0.05)
-    assert long_together.whole.dispatches < 2 * long.whole.dispatches
-    assert long_together.name == "mlx_packs quantized, 3 packs"
-
-
-@pytest.mark.slow
-def test_clients_in_one_pass_cost_less_on_short_rows_alone():
-    """The server's own trainer is laid out: adapters, losses and updates are of each client."""
-    jobs = [
-        StepJob(QWEN3_4B, 1, length, packs=n, clients=True) for length in (88, 1024) for n in (1, 2)
-    ]
-    short, short_together, long, long_together = lay_out([(OURS, job) for job in jobs])
-    for chip, one in short.whole.seconds.items():
-        assert 0.75 < short_together.whole.seconds[chip] / (2 * one) < 0.9
-        one = long.whole.seconds[chip]
-        assert long_together.whole.seconds[chip] / (2 * one) == pytest.approx(1, abs=0.05)
-    assert short_together.name == "mlx_packs quantized, 2 packs of clients"
-
-
 # A step with made-up costs, for what only adds them up.
 COSTS = Costs(100.0, 90.0, 4e9, 1e12, 1e9, {chip: 0.01 for chip in CHIPS})
 STEP = Step(OURS, StepJob(QWEN3_4B, 1, 2048), 2048, COSTS, {}, COSTS, 0)

@@ -229,6 +229,10 @@ def test_the_table_fits_the_terminal(columns, memory, shown, run, monkeypatch):
     assert shown in lines[0]
 
 
+def test_seeds_are_in_the_command(run):
+    assert run("plan", "--seeds", "3")[1].splitlines()[-1].endswith("--seeds 3 --out DIR")
+
+
 def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     last = run("plan", "--memory", "0.02")[1].splitlines()[-1]
     assert last == "try:    a smaller base or more memory"

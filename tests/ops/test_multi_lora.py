@@ -8,7 +8,7 @@ import pytest
 from mlx_packs.ops import _backend, dispatch
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
-from mlx_packs.ops.multi_lora import multi_lora, multi_lora_in_order, reference
+from mlx_packs.ops.multi_lora import multi_lora, reference
 from mlx_packs.ops.multi_lora_kernel import Sizes, Workload, check_of, instances, plans
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
@@ -55,20 +55,6 @@ def gradients(f, x, outputs, a, b, scales, pack):
 
 def bits(value: mx.array) -> mx.array:
     return value.view(mx.uint32 if value.dtype == mx.float32 else mx.uint16)
-
-
-def test_packs_in_order_are_those_of_their_sequences():
-    x, outputs, a, b, scales, _ = inputs(PACKS, 7)
-    pack = mx.arange(PACKS)
-    expected = looped(x, outputs, a, b, scales, pack)
-    assert all_close(multi_lora_in_order(x, outputs, a, b, scales), expected, 1e-5)
-
-    def in_order(*arguments):
-        return multi_lora_in_order(*arguments[:-1])
-
-    ours = gradients(in_order, x, outputs, a, b, scales, pack)
-    theirs = gradients(looped, x, outputs, a, b, scales, pack)
-    assert all_close(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (8, 1), (64, 1), (5, 7)])

@@ -24,6 +24,7 @@ from mlx_packs.sweeps import plan, trial
 from mlx_packs.sweeps.sweep import Sweep
 from mlx_packs.sweeps.trial import Result, write_result
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 
 RECIPE = {
@@ -76,7 +77,7 @@ def trained(tmp_path, monkeypatch) -> Calls:
             result = Result(error="memory is exhausted")
         return write_result(trial, rung, result)
 
-    monkeypatch.setattr(trial, "train", train)
+    monkeypatch.setattr("mlx_packs.sweeps.run.train", train)
     return calls
 
 
@@ -149,8 +150,8 @@ def test_the_best_must_pass_the_gates(trained, tmp_path):
     [(143, Interrupted), (-15, Interrupted), (2, PackError), (-9, None), (70, None), (-11, None)],
 )
 def test_how_the_process_of_a_trial_ended(tmp_path, monkeypatch, code, raised):
-    def run(trials, rung, until):
-        (trials[0].folder / trial.LOG).write_text("first\npacks: the disk is full\n\n")
+    def run(one, rung, until):
+        (one.folder / trial.LOG).write_text("first\npacks: the disk is full\n\n")
         return code
 
     monkeypatch.setattr(trial, "_run", run)
@@ -426,14 +427,8 @@ def test_the_last_rung_is_the_run_in_one_piece(tmp_path, monkeypatch):
     assert (tmp_path / row["pack"] / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param([], marks=pytest.mark.interop),
-        pytest.param(["--together"], marks=pytest.mark.nightly),
-    ],
-)
-def test_ray_trains_on_two_workers(tmp_path, monkeypatch, options):
+@pytest.mark.interop
+def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -448,7 +443,7 @@ def test_ray_trains_on_two_workers(tmp_path, monkeypatch, options):
         ray.init(address=cluster.address, log_to_driver=False)
         assert sum(node["Alive"] for node in ray.nodes()) == 2
 
-        result = run_sweep("--runner", "ray", *options)
+        result = run_sweep("--runner", "ray")
         assert result.exit_code == 0, result.output
         rows = leaderboard(tmp_path)["rows"]
         assert sorted(row["trial"] for row in rows) == [1, 2]
@@ -466,3 +461,10 @@ def test_a_sweep_that_runs_out_of_values_says_so(trained, tmp_path, monkeypatch)
     monkeypatch.setattr(Sweep, "_draw", lambda _: None)
     ended = run_sweep()
     assert " of 14 trials: no new values were found" in ended.stderr
+
+
+def test_together_is_answered_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sweep(tmp_path, {"parameters": {"rank": [1, 2]}})
+    with raises("unknown", None, "--together", "was removed", "one after another"):
+        packs(["sweep", "-c", "s.yaml", "--together"], standalone_mode=False)

@@ -15,7 +15,6 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.recipe import Recipe
-from mlx_packs.config.together import SETTINGS
 from mlx_packs.data.dataset import Batch
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
@@ -23,9 +22,9 @@ from mlx_packs.runtime import mx
 from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
 from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.seeds import train_with_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.step import Stepper
-from mlx_packs.training.together import train_together
 from mlx_packs.training.update import FIRST, KEY, LEAST, add_scale
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import raises
@@ -314,48 +313,23 @@ def test_a_loaded_base_that_overflows_is_an_error(checkpoint, rows):
         trained(base, rows, out="p")
 
 
-def request_of(base, out: str, data: Path, seed: int) -> Request:
+def test_seeds_that_overflow_continue_in_bfloat16(checkpoint, rows):
+    """Each as by itself, from its last update."""
     recipe = Recipe(
         LORA,
-        replace(TRAIN, seed=seed, **SETTINGS),
-        DataConfig(data=str(data)),
-        run={"model": str(base), "out": out},
+        replace(TRAIN, seed=1),
+        DataConfig(data=str(rows)),
+        run={"model": str(checkpoint), "out": "seeds", "seeds": 2},
         names_data=True,
     )
-    return Request(recipe, base, Lines())
+    display = Lines()
+    result = train_with_seeds(Request(recipe, checkpoint, display))
 
-
-def test_packs_in_one_batch_that_overflow_go_on_in_bfloat16(checkpoint, rows):
-    """Each as alone, from its own last update."""
-    requests = [request_of(checkpoint, f"together-{seed}", rows, seed) for seed in (1, 2)]
-    packs = train_together(requests)
-
-    for seed, run, request in zip((1, 2), packs, requests, strict=True):
-        lines = [line for line in request.display.lines if line.startswith("dtype ")]
-        train = replace(TRAIN, seed=seed, **SETTINGS)
-        alone, lines_alone = trained(checkpoint, rows, train, f"alone-{seed}")
-        assert lines == lines_alone and "continues in bfloat16" in lines[1]
-
-        assert run.report["compute_dtype"] == alone.report["compute_dtype"]
-        ours, theirs = ([line.get("batch") for line in each.curve] for each in (run, alone))
-        assert ours == theirs
-        assert run.report["ppl_after"] == pytest.approx(alone.report["ppl_after"], rel=1e-2)
-
-
-@pytest.mark.parametrize("held_out", [[f"{LARGE} a"], ["a b", f"{LARGE} a"]])
-def test_packs_in_one_batch_on_a_base_that_overflows(checkpoint, here, held_out):
-    valid = [{"text": text} for text in held_out]
-    data = write_rows(here / "d", train=[{"text": f"one {LARGE} two"}] * 2, valid=valid)
-    packs = train_together([request_of(checkpoint, f"o-{seed}", data, seed) for seed in (1, 2)])
-    assert [run.report["compute_dtype"]["name"] for run in packs] == ["bfloat16"] * 2
-
-
-def test_packs_in_one_batch_on_a_loaded_base_that_overflows(checkpoint, rows):
-    base = load_base(checkpoint, compute_dtype="float16")
-    requests = [request_of(base, f"o-{seed}", rows, seed) for seed in (1, 2)]
-    auto = [
-        replace(r, recipe=replace(r.recipe, train=replace(r.recipe.train, compute_dtype="auto")))
-        for r in requests
-    ]
-    with raises("diverged", "compute_dtype", "in float16"):
-        train_together(auto)
+    lines = []
+    for seed, run in result.runs.items():
+        train = replace(TRAIN, seed=seed)
+        single, lines_of_seed = trained(checkpoint, rows, train, f"single-{seed}")
+        lines += lines_of_seed
+        assert run.report["compute_dtype"] == single.report["compute_dtype"]
+        assert run.report["ppl_after"] == single.report["ppl_after"]
+    assert [line for line in display.lines if line.startswith("dtype ")] == lines

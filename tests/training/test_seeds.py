@@ -1,0 +1,232 @@
+"""Packs of several seeds: each is what it is by itself, resumes to the bit, and has a part in a mean."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, Pack, train_pack, train_seeds
+from mlx_packs.cli.main import main
+from mlx_packs.config.data import DataConfig
+from mlx_packs.config.recipe import Recipe
+from mlx_packs.config.schema import TrainConfig
+from mlx_packs.display import QUIET, Display
+from mlx_packs.errors import RunStopped
+from mlx_packs.packs.base import load_base
+from mlx_packs.training import seeds as training
+from mlx_packs.training.run import train_request
+from mlx_packs.training.run_folder import checkpoints
+from mlx_packs.training.seeds import statistics, train_with_seeds
+from mlx_packs.training.settings import Request
+from tests.helpers.errors import raises
+from tests.helpers.observers import observe
+from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import Lines
+
+WORDS = "one two six ten red sun".split()
+CHATS = [chat(f"Say {w}{' again' * n}.", f"Yes, I say {w} to you.") for n, w in enumerate(WORDS)]
+TRAIN = TrainConfig(
+    iters=3,
+    batch_size=2,
+    max_seq_length=64,
+    save_every=1,
+    steps_per_report=1,
+    steps_per_eval=1,
+    optimizer="sgd",
+    learning_rate=0.1,
+)
+
+
+@pytest.fixture
+def rows(here) -> Path:
+    """A folder with chats, which is the current one."""
+    write_rows(here / "chats", train=CHATS, valid=CHATS[:1])
+    return here
+
+
+@pytest.fixture
+def request_of(small):
+    """Return a request for packs ``out`` of `small`, with settings besides `TRAIN`."""
+
+    def request(out, display=None, base=small, **settings) -> Request:
+        options = {"model": "small", "out": str(out), "seeds": 2}
+        options |= {key: settings.pop(key) for key in ("seeds", "resume") if key in settings}
+        recipe = Recipe(
+            LoRAConfig(rank=2),
+            replace(TRAIN, **settings),
+            DataConfig(data="chats"),
+            run=options,
+            names_data=True,
+        )
+        return Request(recipe, base, display or Display(QUIET))
+
+    return request
+
+
+def adapters(run: str, batch: int = 3) -> bytes:
+    return Path(f"{run}-run/step-{batch:06d}/adapters.safetensors").read_bytes()
+
+
+def test_seeds_have_a_pack_each_and_their_mean(rows, request_of):
+    display = Lines()
+    result = train_with_seeds(request_of("out", seed=3, display=display))
+    assert [line for line in display.lines if line.startswith("seeds 2 packs")]
+
+    stored = json.loads(Path("out/seeds.json").read_text())
+    assert stored == json.loads(json.dumps(result.to_json()))
+    assert stored["seeds"] == [3, 4]
+    losses = [Pack.open(f"out/seed-{seed}").manifest["eval"]["ppl_after"] for seed in (3, 4)]
+    assert stored["mean"]["ppl_after"] == pytest.approx(sum(losses) / 2)
+    error = abs(losses[0] - losses[1]) / 2
+    assert stored["standard_error"]["ppl_after"] == pytest.approx(error)
+    recipe = Pack.open("out/seed-4").manifest["recipe"]
+    assert recipe["seed"] == 4 and "seeds" not in recipe
+
+
+def test_python_trains_seeds_on_a_loaded_base_and_examples_in_memory(here, small):
+    data = {"train": iter(CHATS), "valid": CHATS[:1]}
+    lora = LoRAConfig(rank=2)
+    runs = train_seeds(small, data, lora, TRAIN, "out", seeds=2, progress=False)
+
+    assert list(runs.runs) == [0, 1]
+    assert [pack.path for pack in runs.packs] == [Path("out/seed-0"), Path("out/seed-1")]
+    assert runs.mean["ppl_after"] == pytest.approx(
+        sum(run.report["ppl_after"] for run in runs.runs.values()) / 2
+    )
+    assert runs.standard_error["ppl_after"] > 0
+    assert repr(runs).startswith("SeedRuns(2 seeds, ppl ") and "±" in repr(runs)
+    assert str(runs).startswith("mean    ppl ")
+    assert runs.to_json() == json.loads(Path("out/seeds.json").read_text())
+
+    data = {"train": CHATS, "valid": CHATS[:1]}
+    single = train_pack(small, data, lora, replace(TRAIN, seed=1), "single", progress=False)
+    assert adapters("out/seed-1") == adapters("single")
+    assert runs.runs[1].report["ppl_after"] == single.report["ppl_after"]
+
+
+def test_python_says_what_seeds_need(here, small):
+    for seeds in (1, 65):
+        with raises("invalid", "seeds", "[2, 64]", str(seeds)):
+            train_seeds(small, CHATS, out="out", seeds=seeds)
+    assert not Path("out").exists()
+    with raises("conflict", "out"):
+        train_seeds(small, CHATS)
+    with raises("unknown", "seed", "train=mp.TrainConfig(seed=...)"):
+        train_seeds(small, CHATS, out="out", seed=1)
+
+
+def test_mean_and_standard_error_are_of_numbers_that_all_have():
+    reports = [
+        {"loss": 1.0, "held_out": {"rows": 3}, "own": 1, "name": "a", "gates": True},
+        {"loss": 2.0, "held_out": {"rows": 3}, "name": "b", "gates": True},
+        {"loss": 6.0, "held_out": {"rows": 3}, "name": "c", "gates": True},
+    ]
+    found = statistics(reports)
+    assert found["mean"] == {"loss": 3.0, "held_out.rows": 3.0}
+    assert found["standard_error"] == pytest.approx(
+        {"loss": (14 / 2 / 3) ** 0.5, "held_out.rows": 0}
+    )
+
+
+def test_the_base_is_loaded_once(rows, small_folder, request_of, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        training,
+        "load_base",
+        lambda *args, **options: loaded.append(load_base(*args, **options)) or loaded[-1],
+    )
+    train_with_seeds(request_of("out", base=str(small_folder)))
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, seed):
+    train_with_seeds(request_of("whole"))
+    steps = []
+
+    def interrupt(line):
+        steps.append(line)
+        if len(steps) == 3 * seed + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        observe(patch, on_step=interrupt)
+        with pytest.raises(RunStopped) as stopped:
+            train_with_seeds(request_of("out"))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert checkpoints(Path(f"out/seed-{seed}-run"))[-1].name == "step-000002"
+    assert Path("out/seed-1-run").exists() == (seed == 1)
+
+    train_with_seeds(request_of("out", resume=True))
+    for each in (0, 1):
+        assert adapters(f"out/seed-{each}") == adapters(f"whole/seed-{each}")
+
+    again = train_with_seeds(request_of("out", resume=True))  # which takes no step
+    assert [run.report["batches"] for run in again.runs.values()] == [3, 3]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(rows, request_of):
+    train_with_seeds(request_of("out"))
+    expected = adapters("out/seed-1")
+    for checkpoint in checkpoints(Path("out/seed-1-run")):
+        checkpoint.rename(checkpoint.name)
+    train_with_seeds(request_of("out", resume=True))
+    assert adapters("out/seed-1") == expected
+
+
+def test_a_pack_that_diverges_leaves_the_others_to_their_end(rows, request_of, monkeypatch):
+    def diverging(request):
+        train = request.recipe.train
+        if train.seed == 0:
+            train = replace(train, learning_rate=1e30)
+        return train_request(replace(request, recipe=replace(request.recipe, train=train)))
+
+    monkeypatch.setattr(training, "train_request", diverging)
+    with raises("diverged", None, "seed-0: "):
+        train_with_seeds(request_of("out"))
+    assert Pack.open("out/seed-1").manifest["eval"]
+    assert not Path("out/seed-0").exists()
+
+
+def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
+    request = request_of("out")
+    nameless = replace(request.recipe, run={"seeds": 2, "model": "small"})
+    with raises("conflict", "out"):
+        train_with_seeds(replace(request, recipe=nameless))
+
+    train_request(request_of("pack"))
+    with raises("exists", "out", "pack"):
+        train_with_seeds(request_of("pack"))
+
+
+def test_folders_are_checked_before_the_first_pack_is_trained(rows, request_of):
+    Path("out/seed-1").mkdir(parents=True)
+    Path("out/seed-1/mine").touch()
+    with raises("exists", "out", "seed-1"):
+        train_with_seeds(request_of("out"))
+    assert [path.name for path in Path("out").iterdir()] == ["seed-1"]
+
+
+def test_the_command_prints_the_mean(rows, small_folder, capsys):
+    arguments = f"train --model {small_folder} --data chats --seeds 2 --out out --iters 2 --rank 2"
+    arguments += " --batch-size 2 --max-seq-length 64 --matmul-path dense"
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mean ") and "±" in lines[0] and "2 seeds" in lines[0]
+    assert [line.split()[0] for line in lines[1:5]] == ["loss", "speed", "seed-0", "seed-1"]
+
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments.replace("--seeds 2", "--seeds 300").split(), "--overwrite"])
+    assert ended.value.code == 2
+    assert "--seeds: must be in [2, 64], but is 300" in capsys.readouterr().err
+
+    longer = f"train --seeds 2 --out out --resume --iters 3 --model {small_folder}"
+    with pytest.raises(SystemExit) as ended:
+        main(longer.split())
+    assert not ended.value.code
+    assert Path("out/seed-1-run/step-000003").is_dir()
