@@ -230,5 +230,9 @@ def check_removed_value(setting: str, value: Any, place: str) -> None:
 
 
 def current_keys(values: Mapping) -> dict:
-    """Return the mapping of a file that an older version wrote with today's name for every key."""
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
+    """Return the mapping of a file that an older version wrote with today's name for every key.
+
+    Settings that were removed since are left out unless they were used.
+    """
+    unused = {name for name in REMOVED if values.get(name) in (None, False, "none")}
+    return {RENAMED_KEYS.get(key, key): value for key, value in values.items() if key not in unused}

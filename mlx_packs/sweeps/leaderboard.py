@@ -284,32 +284,16 @@ def page(content: Mapping) -> str:
 
     direction = "lower" if content["lower_is_better"] else "higher"
     note = f"{content['search']} search · {metric} on held-out examples ({direction} is better)"
-    name = content.get("name") or Path(content["sweep"]).name
     axes = [*_axes(content).values()]
     header, *lines = table(content)
-    return render(Leaderboard(name, note, metric, figures, axes, entries, header, lines))
+    return render(Leaderboard(content["name"], note, metric, figures, axes, entries, header, lines))
 
 
 def _axes(content: Mapping) -> dict[str, Axis]:
-    """Return the axes of the plots; leaderboards of older versions have only values."""
-    if "axes" in content:
-        return {
-            key: Axis(key, axis["values"] and [*map(value_text, axis["values"])], axis["log"])
-            for key, axis in content["axes"].items()
-        }
-
-    rows = content["rows"]
-    if not rows:
-        return {}
-
-    axes = {}
-    for key in rows[0]["values"]:
-        values = [row["values"][key] for row in rows]
-        names = None
-        if any(type(value) not in (int, float) for value in values):
-            names = [*dict.fromkeys(map(value_text, values))]
-        axes[key] = Axis(key, names)
-    return axes
+    return {
+        key: Axis(key, axis["values"] and [*map(value_text, axis["values"])], axis["log"])
+        for key, axis in content["axes"].items()
+    }
 
 
 def _kind(row: Mapping, content: Mapping) -> str:
@@ -317,5 +301,4 @@ def _kind(row: Mapping, content: Mapping) -> str:
         return "best"
     if row["status"] != "ok":
         return "failed"
-    last = content.get("rungs", 1 + max(each["rung"] for each in content["rows"])) - 1
-    return "finished" if row["rung"] == last else "stopped"
+    return "finished" if row["rung"] == content["rungs"] - 1 else "stopped"

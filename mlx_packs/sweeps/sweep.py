@@ -12,6 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ..config.choices import SEARCHES, is_lower_better
+from ..config.other_names import current_keys
 from ..config.recipe import resolve
 from ..errors import PackError, library_errors
 from ..files import atomic_write, make_folder, to_json
@@ -24,7 +25,6 @@ from .trial import Result, Trial
 _FILE = "sweep.json"
 _STUDY = "study.jsonl"
 _FORMAT = "mlx_packs sweep 2"
-_LISTED = "mlx_packs sweep 1"  # which lists the trials, and has no study
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,8 @@ def _running(space: Space, values: Values) -> FrozenTrial:
 def begin(plan: Plan) -> tuple[Sweep, bool]:
     """Return the sweep in a plan's folder, and whether it had begun; a PackError for another."""
     file = plan.folder / _FILE
-    values = plan.values
-
     if continues := file.is_file():
-        values = _continued(plan, without_seal(read_json(file)))
+        _check_same(plan, without_seal(read_json(file)))
     elif plan.folder.exists() and (not plan.folder.is_dir() or any(plan.folder.iterdir())):
         text = "already exists and is not a sweep. Choose another --out."
         raise PackError(f"--out {plan.folder}: {text}", "exists")
@@ -193,7 +191,7 @@ def begin(plan: Plan) -> tuple[Sweep, bool]:
     study = plan.folder / _STUDY
     with library_errors(lambda reason: _damaged(study, reason)):
         sweep = Sweep(plan, _open(study, is_lower_better(plan.metrics[0])))
-        for each in values[len(sweep.trials) :]:
+        for each in plan.values[len(sweep.trials) :]:
             sweep.study.add_trial(_running(plan.space, each))
 
     return sweep, continues
@@ -210,45 +208,24 @@ def _identity(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _continued(plan: Plan, before: dict[str, Any]) -> list[Values]:
-    """Return the values of the trials of a sweep that a folder has; it must be the plan's.
+def _check_same(plan: Plan, before: dict[str, Any]) -> None:
+    """Raise a PackError unless the sweep that a folder has is the plan's.
 
-    A sweep of an older version lists its trials, whose values may be others than are drawn today.
-    Settings that a recipe lacks, since they are newer, have their defaults.
+    Settings that its recipe lacks, since they are newer, have their defaults.
     """
-    now = _identity(plan)
-    values = plan.values
-
     if isinstance(recipe := before.get("recipe"), dict):
-        before = {**before, "recipe": resolve(recipe).to_json()}
-    if before.get("format") == _LISTED:
-        try:
-            values = [dict(trial["values"]) for trial in before["trials"]]
-            for own in values:
-                _running(plan.space, own)
-            recipes = [resolve(trial["recipe"]).to_json() for trial in before["trials"]]
-        except (LookupError, TypeError, ValueError):
-            raise _another(plan, "parameters") from None
-        if len(values) != len(plan.values):
-            raise _another(plan, "number of trials")
-        now |= {"format": _LISTED, "trials": [plan.recipe_of(own).to_json() for own in values]}
-        before = {**before, "trials": recipes}
+        before = {**before, "recipe": resolve(current_keys(recipe)).to_json()}
 
     before = without_seal(sealed(before))
-    now = without_seal(sealed(now))  # as it will be read
+    now = without_seal(sealed(_identity(plan)))  # as it will be read
     if differs := [key for key in before if before[key] != now.get(key)]:
-        raise _another(plan, differs[0])
-
-    return values
-
-
-def _another(plan: Plan, key: str) -> PackError:
-    verb = "differ" if key.endswith("s") else "differs"
-    return PackError(
-        f"--out {plan.folder}: has another sweep, whose {key} {verb}. "
-        "Choose another --out, or remove that folder.",
-        "exists",
-    )
+        key = differs[0]
+        verb = "differ" if key.endswith("s") else "differs"
+        raise PackError(
+            f"--out {plan.folder}: has another sweep, whose {key} {verb}. "
+            "Choose another --out, or remove that folder.",
+            "exists",
+        )
 
 
 def _open(file: Path, lower: bool) -> Study:

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs.cli.main import packs
-from mlx_packs.config.other_names import OTHER_NAMES
+from mlx_packs.config.other_names import OTHER_NAMES, current_keys
 from mlx_packs.config.recipe import _OWNERS, resolve
 from tests.helpers.errors import raises
 
@@ -29,3 +29,8 @@ def test_a_key_is_answered_with_ours(key):
 def test_lr_is_the_learning_rate(monkeypatch):
     with raises("invalid", "learning_rate"):
         packs(["train", "--lr", "-1"], standalone_mode=False)
+
+
+def test_removed_settings_of_a_file_are_left_out_unless_they_were_used():
+    assert current_keys({"for_merge": "none", "rank": 4}) == {"rank": 4}
+    assert current_keys({"for_merge": "affine4"}) == {"for_merge": "affine4"}

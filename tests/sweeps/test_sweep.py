@@ -20,7 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from mlx_packs.cli.main import packs
 from mlx_packs.config.recipe import resolve
 from mlx_packs.errors import Interrupted, PackError
-from mlx_packs.sweeps import plan, trial
+from mlx_packs.sweeps import trial
 from mlx_packs.sweeps.sweep import Sweep
 from mlx_packs.sweeps.trial import Result, write_result
 from tests.helpers.checkpoints import write_checkpoint
@@ -235,85 +235,46 @@ def test_a_report_and_a_trial_need_no_optuna():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-@pytest.fixture
-def old(trained, tmp_path, monkeypatch) -> Path:
-    """The folder of a sweep that the version before Optuna was training: one of three trials is over.
-
-    The bundled examples, which it trained on, are not checked again.
-    """
-    monkeypatch.setattr(plan, "_check_inputs", lambda recipes: None)
-    shutil.copytree(Path(__file__).parent / "old", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "s").mkdir()
-    for name in ("sweep.json", "leaderboard.json", "trials"):
-        shutil.move(tmp_path / name, tmp_path / "s" / name)
-    return tmp_path / "s"
-
-
-def test_a_sweep_of_an_older_version_continues_with_its_trials(old, trained, tmp_path):
-    listed = json.loads((old / "sweep.json").read_text())["trials"]
-    result = run_sweep()
-    assert result.exit_code == 0 and "continues, 1 have results" in result.stderr
-    assert [number for number, *_ in trained] == [2, 3]
-    rows = sorted(leaderboard(tmp_path)["rows"], key=lambda row: row["trial"])
-    assert [row["values"] for row in rows] == [trial["values"] for trial in listed]
-    assert rows[0]["ppl"] == pytest.approx(30.627, abs=1e-3)
-    assert run_sweep().exit_code == 0 and len(trained) == 2
-
-
-def with_packing(recipe: dict, packing: bool) -> dict:
-    """A recipe of a version that did not know packing, or that used it."""
-    return {k: v for k, v in {**recipe, "packing": packing}.items() if k != "packing" or v}
-
-
-@pytest.mark.parametrize(("packing", "code"), [(False, 0), (True, 2)])
-def test_settings_that_are_newer_than_a_sweep_have_their_defaults(
-    old, trained, tmp_path, packing, code
-):
-    content = json.loads((old / "sweep.json").read_text())
-    for listed in content["trials"]:
-        listed["recipe"] = with_packing(listed["recipe"], packing)
-    (old / "sweep.json").write_text(json.dumps(content))
-    assert run_sweep().exit_code == code
-
-    shutil.rmtree(old)
-    write_sweep(tmp_path, RANKS)
-    assert run_sweep().exit_code == 0
-    content = json.loads((old / "sweep.json").read_text())
-    content["recipe"] = with_packing(content["recipe"], packing)
-    (old / "sweep.json").write_text(json.dumps(content))
-    assert run_sweep().exit_code == code
-
-
 @pytest.mark.parametrize(
-    "line, key",
+    ("changes", "code"),
     [
-        ("iters: 9", "trials"),
-        ("  trials: 3", "number of trials"),
-        ("  seed: 1", "seed"),
-        ("    rank: [1, 2, 64]", "parameters"),
+        ({"packing": None}, 0),
+        ({"packing": True}, 2),
+        ({"for_merge": "none"}, 0),  # a setting that was removed, and was not used
+        ({"for_merge": "affine4"}, 2),
     ],
 )
-def test_an_older_sweep_that_differs_is_one_line(old, trained, tmp_path, line, key):
-    text = (tmp_path / "s.yaml").read_text()
-    assert line in text
-    changed = line.replace("2, ", "") if "[" in line else line[:-1] + "4"
-    (tmp_path / "s.yaml").write_text(text.replace(line, changed))
+def test_a_recipe_of_another_version_continues_if_it_means_the_same(
+    trained, tmp_path, changes, code
+):
+    write_sweep(tmp_path, RANKS)
+    assert run_sweep().exit_code == 0
+    file = tmp_path / "s" / "sweep.json"
+    content = json.loads(file.read_text())
+    recipe = {**content["recipe"], **changes}
+    content["recipe"] = {key: value for key, value in recipe.items() if value is not None}
+    file.write_text(json.dumps(content))
+    assert run_sweep().exit_code == code
+
+
+def test_a_sweep_of_another_format_is_one_line(trained, tmp_path):
+    write_sweep(tmp_path, RANKS)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "sweep.json").write_text('{"format": "mlx_packs sweep 1", "trials": []}')
     result = run_sweep()
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert f"whose {key} differ" in result.stderr and "Choose another --out" in result.stderr
-    assert trained == [] and not (old / "study.jsonl").exists()
+    assert "whose format differs" in result.stderr and "Choose another --out" in result.stderr
 
 
-def test_report_writes_the_page_of_sweeps_of_every_version(old, trained, tmp_path):
-    page = tmp_path / "old.html"
-    result = CliRunner().invoke(packs, ["report", "s", "-o", "old.html"])
-    assert result.exit_code == 0 and page.read_text().count("<circle") == 6
+def test_report_writes_the_page_of_a_sweep(trained, tmp_path):
+    write_sweep(tmp_path, RANKS)
     assert run_sweep().exit_code == 0
-    written = (old / "leaderboard.html").read_bytes()
-    (old / "leaderboard.html").unlink()
+    folder = tmp_path / "s"
+    written = (folder / "leaderboard.html").read_bytes()
+    (folder / "leaderboard.html").unlink()
     assert CliRunner().invoke(packs, ["report", "s"]).exit_code == 0
-    assert (old / "leaderboard.html").read_bytes() == written
-    (old / "leaderboard.json").write_text('{"rows": 3}')
+    assert (folder / "leaderboard.html").read_bytes() == written
+    (folder / "leaderboard.json").write_text('{"rows": 3}')
     result = CliRunner().invoke(packs, ["report", "s"])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
 
