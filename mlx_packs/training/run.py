@@ -168,7 +168,8 @@ def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         except Float16Overflow as overflow:
             if isinstance(request.base, Base):  # it is the caller's
                 raise
-            fault, saved = overflow.fault, overflow.saved
+            fault = overflow.fault
+            saved = overflow.saved
         request.display.line("dtype", f"{fault}; the run continues in bfloat16")
         gc.collect()  # the base in float16, which the exception referenced
         place = replace(place, resume=place.resume or saved, overflow=fault)
@@ -246,7 +247,8 @@ def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[Tra
 
 def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     """Return a run with its base loaded and its examples encoded, as it began if it is resumed."""
-    display, folder = request.display, place.folder
+    display = request.display
+    folder = place.folder
     earlier = None
     if place.resume:
         earlier = check_resumable(folder)
