@@ -58,6 +58,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     callbacks = ()
     if until is not None:
         callbacks = (StopAt(until),)
+
     recipe = replace(recipe, run=run, names_data=True)
     request = Request(recipe, recipe.model, Display(), callbacks=callbacks)
     report = train_request(request).report
