@@ -170,6 +170,7 @@ def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
                 raise
             fault = overflow.fault
             saved = overflow.saved
+
         request.display.line("dtype", f"{fault}; the run continues in bfloat16")
         gc.collect()  # the base in float16, which the exception referenced
         place = replace(place, resume=place.resume or saved, overflow=fault)
