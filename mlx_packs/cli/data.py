@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config.choices import TASKS
+from ..config.choices import TASKS, architecture_of
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..config.schema import TrainConfig
 from ..display import Display
@@ -21,7 +21,6 @@ from .output import print_report, wants_json
 if TYPE_CHECKING:
     from ..data.overview import SplitOverview
     from ..data.rows import Splits
-    from ..data.sources import Rows
     from ..data.split_facts import Reader
 
 _MOST_LABELS = 8  # in a line
@@ -71,7 +70,7 @@ def data(
     from ..data.left_out import template_notes
     from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
-    from . import mask
+    from .mask import print_masked
 
     if overwrite and out is None:
         raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
@@ -97,7 +96,10 @@ def data(
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
     notes += template_notes(splits.rows["train"], splits.format, columns, tokenizer)
 
-    shown = _masked(splits.rows["train"][:samples], readers["train"])
+    shown: list[dict] = []
+    if samples and readers["train"].has_targets:
+        with suppress(PackError):  # the overview says why none of these can be used
+            shown, _ = readers["train"].masked(splits.rows["train"][:samples])
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
         "data": path,
@@ -124,7 +126,7 @@ def data(
 
     print_report(report, lines)
     if not wants_json():
-        mask.print_masked(shown)
+        print_masked(shown)
 
 
 def _readers(
@@ -134,6 +136,7 @@ def _readers(
 
     Raises a PackError for rows that the task does not train on.
     """
+    from ..bases.model_tokenizer import tokenizer_of
     from ..data.formats import FORMATS, first_format, formats_of, own_formats
     from ..data.labels import find_classes
     from ..data.pair_formats import PairFormat
@@ -141,7 +144,6 @@ def _readers(
     from ..data.split_facts import Reader
     from ..data.task_formats import LABEL_FORMATS
     from ..tasks.tokens import encoding_options
-    from . import mask
 
     formats = FORMATS
     if task is not None:
@@ -155,11 +157,11 @@ def _readers(
         first_format(rows, columns, own_formats(task))
 
     if task is not None and isinstance(splits.format, PairFormat):
-        tokenizer, longest = mask.text_tokenizer_of(model, trust_remote_code)
+        tokenizer, longest = _text_tokenizer_of(model, trust_remote_code)
         train = replace(train, max_seq_length=min(train.max_seq_length, longest))
         vocab_size = len(tokenizer)
     else:
-        tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
+        tokenizer, vocab_size = tokenizer_of(model, trust_remote_code)
 
     is_scored = task is not None and TASKS[task].sequences == 2 and TASKS[task].heads == ("score",)
     return splits, {
@@ -176,19 +178,28 @@ def _readers(
     }
 
 
-def _masked(rows: "Rows", reader: "Reader") -> list[dict]:
-    """Return the first examples with their targets; none of a task without any."""
-    from ..data.preferences import encode_tokens
-    from ..data.token_store import masked
+def _text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
+    """Return the tokenizer with which a base embeds texts, and the most tokens that it reads."""
+    from ..bases.files import check_files, resolve_checkpoint
+    from ..bases.model_tokenizer import tokenizer_of
+    from ..bases.sentence_config import read_sentence_config
+    from ..bases.tokenizer import load_encoder_tokenizer
+    from ..data.labelled import NO_LIMIT
+    from ..objectives.decoder_embedding import with_eos
 
-    if not rows or not reader.has_targets:
-        return []
+    path = resolve_checkpoint(model)
+    config = check_files(path)
+    is_decoder = architecture_of(config["model_type"]) == "decoder"
+    sentences = read_sentence_config(path, is_decoder)
 
-    with suppress(PackError):  # the overview says why none of these can be used
-        settings = reader.columns, reader.options, reader.format
-        examples = encode_tokens(rows, reader.tokenizer, *settings)
-        return [masked(example, reader.tokenizer) for example in examples.items]
-    return []
+    if not is_decoder:
+        lower_case = sentences.lower_case
+        tokenizer = load_encoder_tokenizer(path, config, lower_case, trust_remote_code)
+    else:
+        tokenizer = tokenizer_of(model, trust_remote_code)[0]._tokenizer
+        if sentences.adds_eos:
+            tokenizer = with_eos(tokenizer, path)
+    return tokenizer, sentences.max_seq_length or NO_LIMIT
 
 
 def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: str | None) -> str:

@@ -23,6 +23,7 @@ from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
 from .sharing import Repeats, repeats_of
 from .sources import Rows
 from .task_formats import RATED
+from .token_store import masked
 from .trees import common_inputs
 
 
@@ -71,6 +72,11 @@ class Reader:
         if self.classes is not None or self.scores_whole:
             return False
         return isinstance(self.format, TokenFormat) or self.format is PREFERENCE
+
+    def masked(self, rows: Rows) -> tuple[list[dict], str]:
+        """Return rows in spans of text that are targets or not, and what the loss is on."""
+        examples = encode_tokens(rows, self.tokenizer, self.columns, self.options, self.format)
+        return [masked(example, self.tokenizer) for example in examples.items], examples.loss_on
 
     def facts(self, rows: Rows) -> SplitFacts:
         if self.classes is not None:

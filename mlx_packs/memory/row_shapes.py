@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..bases.files import check_files, resolve_checkpoint
-from ..bases.tokenizer import images_of, load_tokenizer, take_images
+from ..bases.model_tokenizer import tokenizer_of
+from ..bases.tokenizer import images_of
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
@@ -60,10 +60,7 @@ def row_shapes(
     if not TASKS[train.task].plans_rows or train.phases or train.fim_rate:
         return None
     try:
-        path = resolve_checkpoint(model)
-        config = check_files(path)
-        tokenizer = load_tokenizer(path, config, trust_remote_code=False)
-        take_images(tokenizer, model, path, config)
+        tokenizer, _ = tokenizer_of(model, trust_remote_code=False)
     except PackError:
         return None
 

@@ -16,8 +16,8 @@ from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases import model_tokenizer
 from mlx_packs.bases.geometry import select_targets
-from mlx_packs.cli import mask
 from mlx_packs.cli import recipe as cli_recipe
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
@@ -397,7 +397,9 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     passed = []
-    monkeypatch.setattr(mask, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0)
+    monkeypatch.setattr(
+        model_tokenizer, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0
+    )
     invoke_train("--show-mask")
     invoke_train("--show-mask", "--trust-remote-code")
     assert [args[-1] for args in passed] == [False, True]
