@@ -58,7 +58,8 @@ FEATURES = {
     "cli/examples.py": ("classify",),  # its examples
     "cli/learn.py": ("kto", "dpo", "lm"),  # what rated answers train
     "cli/main.py": ("classify",),  # its place in the list of commands
-    "config/other_names.py": ("reward",),  # the argument of `mlx_packs.train`, of other libraries
+    # the argument of `mlx_packs.train`, and what other libraries call these tasks
+    "config/other_names.py": ("reward", "lm"),
     "serving/registry.py": ("lm",),  # what a server answers with if nothing else is asked for
     "serving/embedding.py": ("embedding", "rerank"),  # `/v1/embeddings` and `/v1/rerank`
     "cli/logits.py": ("distill",),  # `packs logits` writes the cache of a teacher

@@ -5,29 +5,16 @@ from difflib import get_close_matches
 import click
 
 from ..config.fields import flags_of
-from ..config.other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
+from ..config.other_names import (
+    ARGUMENT_NAMES,
+    COMMANDS,
+    OTHER_NAMES,
+    OTHER_VALUES,
+    RENAMED_KEYS,
+)
 from ..errors import any_of, flag_of
 from .options import SETTINGS
 
-# Options of mlx-lm's commands that do not train.
-_OTHER_OPTIONS = {
-    "adapter": "pack",
-    "adapter_path": "pack",
-    "hf_path": "model",
-    "mlx_path": "out",
-    "q_bits": "bits",
-    "q_group_size": "group_size",
-    "q_mode": "mode",
-    "save_path": "out",
-}
-# Options of other tools for what a command of its own does here.
-_OTHER_STEPS = {
-    "export_gguf": "export",
-    "hub_model_id": "push",
-    "merge": "merge",
-    "push_to_hub": "push",
-    "upload_repo": "push",
-}
 _NEAR = 0.75  # similarity of names, as of `difflib`
 
 
@@ -43,13 +30,13 @@ def option_hint(error: click.NoSuchOption) -> str:
 
     ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name) or name
     value = OTHER_VALUES.get(name, "")
-    for here in (ours, _OTHER_OPTIONS.get(name)):
+    for here in (ours, ARGUMENT_NAMES.get(name)):
         if here and flag_of(here) in flags:
             return f"Use {flag_of(here)} {value}".rstrip() + "."
         if here in arguments:
             return "Pass it without a flag."
 
-    if step := _OTHER_STEPS.get(name):
+    if step := COMMANDS.get(name):
         return f"Use packs {step}."
     if "--config" in flags and ours in SETTINGS:
         flag = flags_of(SETTINGS[ours])[0]

@@ -13,6 +13,7 @@ from ..errors import PackError
 from .choices import METHODS
 from .fields import unknown_setting
 from .optimizer import uncorrected
+from .other_names import value_hint
 from .values import bytes_of, setting_error, typed_value
 
 _LORA_PARAMETERS = {  # ours by theirs; alpha is ours alone
@@ -87,6 +88,7 @@ def _take_method(flat: dict, where: str) -> None:
         return
     if kind not in METHODS:
         text = f"must be one of {', '.join(METHODS)}, but is {kind}."
+        text += value_hint("method", kind)
         raise setting_error(text, "fine_tune_type", where, "unknown")
     _set_by(flat, "fine_tune_type", "method", kind, where)
 

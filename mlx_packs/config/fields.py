@@ -22,6 +22,7 @@ from .other_names import (
     RENAMED_KEYS,
     ours_for,
     removal,
+    value_hint,
 )
 from .values import typed_value
 
@@ -235,6 +236,7 @@ def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]
             if isinstance(valid, Table):
                 valid = (*valid, *valid.added())
             text = f"must be one of {', '.join(valid)}, but is '{value}'."
+            text += value_hint(field.name, value)
             if sentence := REMOVED_VALUES.get((field.name, value)):
                 text = f"the value '{value}' was removed. {sentence}"
             yield Fault(field.name, text, "unknown")

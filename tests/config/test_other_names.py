@@ -3,8 +3,11 @@
 import pytest
 
 from mlx_packs.cli.main import packs
-from mlx_packs.config.other_names import OTHER_NAMES, current_keys
+from mlx_packs.cli.options import SETTINGS
+from mlx_packs.config.fields import facts_of
+from mlx_packs.config.other_names import _VALUES, OTHER_NAMES, current_keys
 from mlx_packs.config.recipe import _OWNERS, resolve
+from mlx_packs.errors import flag_of
 from tests.helpers.errors import raises
 
 
@@ -24,6 +27,29 @@ def test_a_flag_is_answered_with_ours(name):
 def test_a_key_is_answered_with_ours(key):
     with raises("unknown", None, key, OTHER_NAMES[key]):
         resolve({key: 1}, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "ours"),
+    [
+        ("task", "sft", "Use lm."),
+        ("method", "qlora", "Use lora, and add --quantize nf4."),
+        ("compute_dtype", "bf16", "Use bfloat16."),
+        ("optimizer", "adamw_torch", "Use adamw."),
+        ("report_to", "none", "Leave it out."),
+    ],
+)
+def test_a_value_is_answered_with_ours(setting, value, ours):
+    with raises("unknown", setting, value, ours):
+        packs(["train", flag_of(setting), value], standalone_mode=False)
+
+
+def test_values_that_are_suggested_are_no_other_setting():
+    for setting, values in _VALUES.items():
+        choices = set(facts_of(SETTINGS[setting]).choices)
+        theirs = {value for names in values.values() for value in names.split()}
+        assert {ours.partition(",")[0] for ours in values} <= choices
+        assert not theirs & choices
 
 
 def test_lr_is_the_learning_rate(monkeypatch):

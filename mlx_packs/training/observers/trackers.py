@@ -93,10 +93,10 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
 
     for name in _names(report_to):
         if name not in PACKAGES:
-            raise PackError(
-                f"--report-to {report_to}: must be of {', '.join(PACKAGES)}, but got '{name}'.",
-                "unknown",
-            )
+            text = f"must be of {', '.join(PACKAGES)}, but got '{name}'."
+            if name == "none":
+                text += " Leave it out."
+            raise PackError(f"--report-to {report_to}: {text}", "unknown")
         if not _is_installed(name):
             raise PackError(
                 f"--report-to {report_to}: {name} is not installed. Run "
