@@ -18,6 +18,9 @@ from .runtime import mx, on_cpu
 # PyTorch 0.64 to 0.78 (pytorch/torch-performance-test-data#65, device-benchmarks#7).
 BANDWIDTH_REACHED = 0.75
 MATMUL_REACHED = 0.70
+ATTENTION_REACHED = 0.6
+# Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
+QUANTIZED_REACHED = 0.9
 
 STORE = "mlx_packs.measurements"  # of rates; it reads and writes files, so it is imported when used
 _KIND = "rates"
@@ -51,6 +54,32 @@ class Chip:
     native_bf16: bool = True
     launch_us: float = 2.75
     measured: bool = False
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of memory that a program reads and writes in a second."""
+        return 1e9 * self.bandwidth_gb_s * BANDWIDTH_REACHED
+
+    @property
+    def products_per_s(self) -> float:
+        """Operations of dense products of matrices that a program reaches in a second."""
+        return 1e12 * self.matrix_tflops * MATMUL_REACHED
+
+    @property
+    def attention_per_s(self) -> float:
+        """Operations of attention that a program reaches in a second."""
+        return 1e12 * self.matrix_tflops * ATTENTION_REACHED
+
+    def quantized_share(self, mode: str) -> float:
+        """Return the share of a dense product's rate that quantized ones reach, both directions.
+
+        MLX 0.32.4 has kernels for matrix units (M5) of both directions of affine weights, but of
+        other formats only of x @ W.T: the gradient x @ W runs on the ordinary units.
+        """
+        if mode == "affine" or not self.matrix_units:
+            return QUANTIZED_REACHED
+        backward = self.matrix_tflops / self.vector_tflops  # times as long as the forward direction
+        return QUANTIZED_REACHED * 2 / (1 + backward)
 
     @property
     def matrix_units(self) -> bool:

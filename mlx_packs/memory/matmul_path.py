@@ -34,21 +34,6 @@ _LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
 _CPU_DENSE = 2e10
 _CPU_QUANTIZED = 1e9
 _CPU_DEQUANTIZED = 1e9
-# Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
-_GPU_QUANTIZED = 0.9
-
-
-def quantized_share(chip: chips.Chip, mode: str) -> float:
-    """Return the share of a dense product's rate that quantized ones reach, both directions alike.
-
-    MLX 0.32.4 has kernels for matrix units (M5) of both directions of affine weights, but of other
-    formats only of x @ W.T: the gradient x @ W runs on the ordinary units.
-    """
-    if mode == "affine" or not chip.matrix_units:
-        return _GPU_QUANTIZED
-
-    backward = chip.matrix_tflops / chip.vector_tflops  # times as long as the forward direction
-    return _GPU_QUANTIZED * 2 / (1 + backward)
 
 
 def dense_bytes(model: nn.Module) -> int:
@@ -154,7 +139,7 @@ def _times(
 ) -> tuple[str, list[dict[str, float]] | None]:
     """Return the seconds of a step by kind and path, None if not known, and where they are from."""
     of = {"weights": [_facts(kind) for kind in kinds]}
-    if (step_s := _recalled(of, kinds, paths)) is not None:
+    if (step_s := _recalled(of, paths)) is not None:
         return "measured before", step_s
 
     limit = LIMIT_S
@@ -187,17 +172,12 @@ def _facts(kind: WeightKind) -> list:
     ]
 
 
-def _recalled(
-    of: Mapping, kinds: Sequence[WeightKind], paths: Sequence[str]
-) -> list[dict[str, float]] | None:
+def _recalled(of: Mapping, paths: Sequence[str]) -> list[dict[str, float]] | None:
     """Return the times of an earlier measurement; None without one of all paths."""
-    step_s = (recall("matmul-path", of) or {}).get("step_s")
-    try:
-        if len(step_s) == len(kinds) and all(times[path] > 0 for times in step_s for path in paths):
-            return step_s
-    except (TypeError, KeyError):
-        pass
-    return None
+    measured = recall("matmul-path", of)
+    if measured is None or any(path not in measured["step_s"][0] for path in paths):
+        return None
+    return measured["step_s"]
 
 
 def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
@@ -227,8 +207,7 @@ def matmul_rates(quantization: Sequence, dtype: str) -> dict[str, float]:
 
     ``quantization`` is bits, group size and mode of the weights, ``dtype`` what they are dense in.
     """
-    rates = recall("matmul-rates", _rates_of(quantization, dtype)) or {}
-    return {path: rate for path, rate in rates.items() if isinstance(rate, float) and rate > 0}
+    return recall("matmul-rates", _rates_of(quantization, dtype)) or {}
 
 
 def _rates_of(quantization: Sequence, dtype: str) -> dict:
@@ -269,7 +248,7 @@ def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
 
     launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
     if facts.in_place:
-        flops = launches[0].flops / quantized_share(chip, mode)
+        flops = launches[0].flops / chip.quantized_share(mode)
         launches = [replace(launches[0], flops=flops)]
     if facts.dequantizes:
         launches.append(_cost.Launch("dequantize", quantized + itemsize * out * width))

@@ -19,7 +19,7 @@ from .. import chips, runtime
 from ..bases.compressed_tensors import quantization_in_mlx
 from ..bases.precision import activation_bytes, choose_compute_dtype
 from ..bases.weight_formats import named_format
-from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
+from ..chips import ATTENTION_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -28,14 +28,13 @@ from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
-from .matmul_path import matmul_rates, quantized_share
+from .matmul_path import matmul_rates
 from .plan import has_logits, recompute_policies
 from .planned_adapters import plan_adapters
 
 _KIND = "step-times"
 _LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more
 _OTHER_BYTES = 40  # times the widths of a block, forward and backward, beside its products
-_ATTENTION_REACHED = 0.6  # of the nominal rate
 _SLOW = 0.6  # of a dense product's rate: a path at this share is not proposed
 _LEAST_ERROR = 0.1  # that a calibrated prediction claims
 
@@ -168,7 +167,7 @@ def slow_in_place(headers: Headers, train: TrainConfig) -> str:
 
     chip = chips.known_chip()
     mode = _precision(headers, train)[0][2]
-    if chip is None or quantized_share(chip, mode) > _SLOW:
+    if chip is None or chip.quantized_share(mode) > _SLOW:
         return ""
     return f"gradients through {mode} do not use the matrix units of {chip.name}"
 
@@ -248,22 +247,18 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         else:
             products = _product_seconds(needed, chip, path, quantization[2], nominal)
 
-    dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
-    return products + dense / (1e12 * nominal) + needed.bytes / _bandwidth(chip)
+    dense = needed.adapters / MATMUL_REACHED + needed.attention / ATTENTION_REACHED
+    return products + dense / (1e12 * nominal) + needed.bytes / chip.bytes_per_s
 
 
 def _product_seconds(needed: Work, chip: Chip, path: str, mode: str, tflops: float) -> float:
     facts = MATMUL_PATHS[path]
     seconds = needed.products / (1e12 * tflops * MATMUL_REACHED)
     if facts.in_place:
-        seconds /= quantized_share(chip, mode)
+        seconds /= chip.quantized_share(mode)
     if facts.dequantizes:
-        seconds += 2.6 * needed.dequantized / _bandwidth(chip)  # bytes: 4 bits in, 16 out
+        seconds += 2.6 * needed.dequantized / chip.bytes_per_s  # bytes: 4 bits in, 16 out
     return seconds
-
-
-def _bandwidth(chip: Chip) -> float:
-    return 1e9 * chip.bandwidth_gb_s * BANDWIDTH_REACHED
 
 
 def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, str], str]:

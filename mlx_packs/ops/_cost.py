@@ -10,7 +10,7 @@ nothing was measured; the tables in kernels/*/README.md are printed from it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
+from ..chips import Chip
 
 # Shares of the nominal rates that are reached; those of memory and of products are in chips.py.
 VECTOR_REACHED = 0.30  # our kernels: multiply-adds on operands in threadgroup memory
@@ -57,14 +57,14 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
     """Return the expected seconds of a plan's launches, one level after the other."""
     total = 0.0
     for launch in plan:
-        memory = launch.bytes / (chip.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
+        memory = launch.bytes / chip.bytes_per_s
         cached = launch.cached_bytes / (chip.bandwidth_gb_s * 1e9 * CACHE_FACTOR)
 
-        rate = chip.vector_tflops * VECTOR_REACHED
+        rate = 1e12 * chip.vector_tflops * VECTOR_REACHED
         if launch.matmul:
-            rate = chip.matrix_tflops * MATMUL_REACHED
+            rate = chip.products_per_s
 
-        total += max(memory, cached, launch.flops / (rate * 1e12))
+        total += max(memory, cached, launch.flops / rate)
 
         wait = chip.launch_us * 1e-6
         if launch.beside:

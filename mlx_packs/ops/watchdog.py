@@ -15,14 +15,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import runtime
-from ..chips import MATMUL_REACHED, Chip, known_chip
+from ..chips import Chip, known_chip
 
 VARIABLE = "MLX_MAX_OPS_PER_BUFFER"
 LONGEST_S = 1.0  # that an operation should take
 # The gradient of a layer's attention over 8,192 tokens takes about a second on an M1.
 _LONG_ROW = 8192
-_ATTENTION_REACHED = 0.6  # of the nominal rate of products
-_QUANTIZED_REACHED = 0.9 * MATMUL_REACHED
 _EMULATED_BF16 = 1.8  # times as long take 4-bit products on an M1 Max (ml-explore/mlx#4216)
 _BACKWARD = 2.5  # times the operations of attention's forward pass has its gradient
 
@@ -40,7 +38,7 @@ class AttentionSizes(NamedTuple):
 def attention_seconds(sizes: AttentionSizes, chip: Chip) -> float:
     """Return the seconds of the gradient of MLX's causal attention; the forward pass takes less."""
     operations = 2 * sizes.rows * sizes.heads * sizes.length**2 * sizes.width
-    return _BACKWARD * operations / (1e12 * chip.matrix_tflops * _ATTENTION_REACHED)
+    return _BACKWARD * operations / chip.attention_per_s
 
 
 def attention_calls(sizes: AttentionSizes, chip: Chip) -> tuple[int, int]:
@@ -63,7 +61,7 @@ def attention_calls(sizes: AttentionSizes, chip: Chip) -> tuple[int, int]:
 def product_seconds(tokens: int, out: int, width: int, chip: Chip, half: bool = False) -> float:
     """Return the seconds of a product with a quantized weight; ``half`` is in float16."""
     slower = 1.0 if half or chip.native_bf16 else _EMULATED_BF16
-    rate = 1e12 * chip.matrix_tflops * _QUANTIZED_REACHED
+    rate = chip.products_per_s * chip.quantized_share("affine")
     return slower * 2 * tokens * out * width / rate
 
 

@@ -341,7 +341,7 @@ def test_recomputed_blocks_of_mlx_lm_leave_ours_alone(small):
 def test_a_disturbed_machine_is_noted_and_calibrates_nothing(faked):
     result = bench_of(before=Conditions(power="battery"))
     assert result.uncalibrated == "the machine runs on battery" and not result.calibrated
-    assert not list((faked / "cache" / "measurements").rglob("*.json"))
+    assert not list((faked / "cache" / "measurements").rglob("*.npy"))
     assert "The machine runs on battery: it can do more." in record.notes(result)
 
 

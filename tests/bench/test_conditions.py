@@ -105,7 +105,7 @@ def test_a_busy_processor_counts_where_it_computes(monkeypatch):
 
 
 def test_a_tool_that_is_not_there_or_hangs_prints_nothing(monkeypatch):
-    monkeypatch.setattr(macos, "_SECONDS", 0.1)
+    monkeypatch.setattr(macos, "_ANSWER_TIMEOUT_S", 0.1)
     assert macos.output(["/nowhere/tool"]) is None
     assert macos.output(["sleep", "5"]) is None
     assert macos.output(["echo", "text"]) == "text\n"

@@ -1,7 +1,5 @@
 """Choosing the matmul path of frozen weights, and remembering it."""
 
-import json
-
 import mlx.nn as nn
 import pytest
 
@@ -142,18 +140,6 @@ def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
 def test_paths_that_were_not_measured_before_are(cache, limits):
     choose_matmul_path(quantized(), 64, planned={"quantized", "transient"})
     assert choose_matmul_path(quantized(), 64).matmul_path == "dense" and len(limits) == 2
-
-
-@pytest.mark.parametrize(
-    "step_s", ["x", None, [], [1.0] * 6, [{"quantized": 1.0}] * 6, [dict.fromkeys(EVERY, "1")] * 6]
-)
-def test_a_damaged_measurement_is_replaced(cache, limits, step_s):
-    choose_matmul_path(quantized(), 64)
-    (file,) = cache.glob("matmul-path-*.json")
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "result": {"step_s": step_s}}))
-    assert choose_matmul_path(quantized(), 64).matmul_path == "dense"
-    assert len(limits) == 2 and json.loads(file.read_text()) == content
 
 
 def test_a_measurement_takes_a_tenth_of_the_work_at_most(limits, monkeypatch):
