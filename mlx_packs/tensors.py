@@ -70,13 +70,11 @@ def write_tensors(
     outline: dict,
     tensors: Iterable[tuple[str, mx.array]],
     kind: str = "mlx",
-    float8: Mapping[str, str] | None = None,
 ) -> None:
     """Write safetensors atomically and one tensor at a time; none stays in memory.
 
     ``outline`` has lazy arrays of the shapes and dtypes to come, by name; ``tensors`` come in any
-    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow. ``float8`` has the
-    safetensors dtypes of tensors that MLX has as bytes (F8_E4M3).
+    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow.
     """
     # wide dtypes first, so that each is aligned
     names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
@@ -85,7 +83,7 @@ def write_tensors(
     for name in names:
         begin = end
         end += outline[name].nbytes
-        dtype = (float8 or {}).get(name, DTYPES[dtype_name(outline[name].dtype)])
+        dtype = DTYPES[dtype_name(outline[name].dtype)]
         shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 

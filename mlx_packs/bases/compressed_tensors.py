@@ -1,7 +1,9 @@
-"""4-bit floating checkpoints of the package compressed-tensors: the same bits by our names.
+"""4-bit floating checkpoints of the package compressed-tensors.
 
-Beside a packed weight, bytes [O, D / 2], they have ``weight_scale``, a byte for each group, and for
-nvfp4 ``weight_global_scale``: a weight is its code times scale / global scale, in float32.
+Beside a packed weight, bytes [O, D / 2], they have ``weight_scale``, a byte for each group. mxfp4
+is read as MLX's format, the same bits. nvfp4 also has ``weight_global_scale``: a weight is its code
+times scale / global scale. MLX's modules have no such scale, so these weights are read as dense
+ones, and loading quantizes the base again.
 """
 
 import logging
@@ -13,12 +15,14 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..kinds import check_keys
+from ..nn.frozen_weight import LARGEST_NVFP4
 from ..runtime import mx
 from .unsupported import INSTEAD
 
 _log = logging.getLogger("mlx_packs")
 
 METHOD = "compressed-tensors"  # quant_method in a config.json
+_REQUANTIZED = "affine4"
 _FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # and their group sizes
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 _EXPERT = re.compile(
@@ -42,18 +46,37 @@ _KEYS = {
 }
 
 
-def has_global_scales(config: Mapping) -> bool:
-    """Whether a checkpoint is in nvfp4 by compressed-tensors."""
+def is_compressed(config: Mapping) -> bool:
+    """Return whether a config.json is of a checkpoint of compressed-tensors."""
+    return bool(_stored(config))
+
+
+def is_read_as_dense(config: Mapping) -> bool:
+    """Return whether a checkpoint is in nvfp4 by compressed-tensors."""
     return _stored(config).get("format") == "nvfp4-pack-quantized"
 
 
-def quantization_in_mlx(config: Mapping) -> dict:
-    """Settings of MLX's format of these bits, as mlx-lm puts them in a config; {} of others."""
-    kind = _stored(config).get("format")
-    if kind not in _FORMATS:
-        return {}
+def format_on_loading(config: Mapping, quantize: str) -> str:
+    """Return the format that loading quantizes a base to, if ``quantize`` is asked for."""
+    if quantize == "none" and is_read_as_dense(config):
+        return _REQUANTIZED
+    return quantize
 
-    return {"group_size": _FORMATS[kind], "bits": 4, "mode": kind.removesuffix("-pack-quantized")}
+
+def quantization_in_mlx(config: Mapping) -> dict:
+    """Return MLX's settings of these bits as mlx-lm puts them in a config; {} if it has none."""
+    if _stored(config).get("format") != "mxfp4-pack-quantized":
+        return {}
+    return {"group_size": _FORMATS["mxfp4-pack-quantized"], "bits": 4, "mode": "mxfp4"}
+
+
+def without_quantization(config: Mapping) -> dict:
+    """Return a config as that of a dense checkpoint."""
+    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    if "text_config" in plain:
+        text = plain["text_config"]
+        plain["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    return plain
 
 
 def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> None:
@@ -166,9 +189,9 @@ def _unsupported(path: Path, fault: str) -> PackError:
 
 
 def from_compressed_tensors(
-    weights: dict[str, mx.array], config: Mapping, where: Path
+    weights: dict[str, mx.array], config: Mapping, where: Path, dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """Return all weights of a checkpoint, 4-bit ones by our names; codes stay lazy."""
+    """Return the weights of a checkpoint by MLX's names, lazily; nvfp4 is dense in ``dtype``."""
     group_size = _FORMATS.get(_stored(config).get("format", ""))
     if group_size is None:
         return weights
@@ -182,64 +205,12 @@ def from_compressed_tensors(
         parts = {stored: renamed.pop(f"{path}.{stored}", None) for stored in _PARTS}
         try:
             _check_shapes(parts, group_size)
-            renamed |= {f"{path}.{own}": array for own, array in _by_our_names(parts).items()}
+            tensors = _in_mlx(parts, dtype)
+            renamed |= {f"{path}.{part}": array for part, array in tensors.items()}
         except ValueError as error:
             raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
 
     return _with_stacked_experts(renamed, weights, where)
-
-
-def to_compressed_tensors(path: str, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return a weight in nvfp4 with a global scale by the names of compressed-tensors.
-
-    ``tensors`` are its ``weight``, ``block_scales`` and ``global_scale``; stacked experts become
-    one weight each.
-    """
-    codes = tensors["weight"].view(mx.uint8)
-    parts = dict(zip(_PARTS, (codes, *list(tensors.values())[1:]), strict=False))
-    if codes.ndim == 2:
-        return {f"{path}.{part}": array for part, array in parts.items()}
-
-    experts = _experts_of(path, len(codes))
-    return {
-        f"{expert}.{part}": array[i : i + 1] if array.ndim == 1 else array[i]
-        for i, expert in enumerate(experts)
-        for part, array in parts.items()
-    }
-
-
-def stored_path(path: str, stored: Collection[str]) -> str:
-    """Return the path of a weight as the files name it: experts of Mixtral are w1, w2 and w3."""
-    block, is_stack, leaf = path.rpartition(".switch_mlp.")
-    names = {ours: theirs for theirs, ours in _OF_MIXTRAL.items()}
-
-    if is_stack and f"{block}.experts.0.{names.get(leaf)}.weight_packed" in stored:
-        return f"{block}.switch_mlp.{names[leaf]}"
-    return path
-
-
-def packed_names(path: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the names of the tensors of a weight, or of stacked experts [E, O, D]."""
-    paths = [path]
-    if len(shape) == 3:
-        paths = _experts_of(path, shape[0])
-    return [f"{each}.{part}" for each in paths for part in _PARTS[:3]]
-
-
-def true_sizes(tensors: Mapping[str, mx.array]) -> dict[str, int]:
-    """Return how many weights tensors of compressed-tensors represent; scales: none."""
-    sizes = {}
-    for name, tensor in tensors.items():
-        path, _, part = name.rpartition(".")
-        if part == "weight_packed":
-            sizes[name] = 2 * tensor.size
-            sizes |= {f"{path}.{other}": 0 for other in _PARTS[1:]}
-    return sizes
-
-
-def _experts_of(path: str, count: int) -> list[str]:
-    block, _, leaf = path.rpartition(".switch_mlp.")
-    return [f"{block}.experts.{expert}.{leaf}" for expert in range(count)]
 
 
 def _with_stacked_experts(
@@ -261,7 +232,7 @@ def _with_stacked_experts(
         stack = f"{block}.switch_mlp.{_OF_MIXTRAL.get(leaf, leaf)}"
         ordered = [paths[expert] for expert in sorted(paths)]
 
-        for part in ("weight", "scales", "block_scales"):
+        for part in ("weight", "scales"):
             if f"{ordered[0]}.{part}" in weights:
                 arrays = [weights.pop(f"{path}.{part}") for path in ordered]
                 shapes = {tuple(array.shape) for array in arrays}
@@ -273,10 +244,6 @@ def _with_stacked_experts(
                         "unreadable",
                     )
                 weights[f"{stack}.{part}"] = mx.stack(arrays)
-
-        if f"{ordered[0]}.global_scale" in weights:
-            arrays = [weights.pop(f"{path}.global_scale") for path in ordered]
-            weights[f"{stack}.global_scale"] = mx.concatenate(arrays)
 
     return weights
 
@@ -316,7 +283,7 @@ def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None
         )
 
 
-def _by_our_names(parts: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _in_mlx(parts: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Scales are read: a ValueError names those that are no numbers."""
     words = parts["weight_packed"].view(mx.uint32)
     scales = parts["weight_scale"]
@@ -331,26 +298,32 @@ def _by_our_names(parts: Mapping[str, mx.array]) -> dict[str, mx.array]:
         raise ValueError("weight_scale has NaN.")
     if global_scale.size != 1 or not 0 < global_scale.item() < math.inf:
         raise ValueError("weight_global_scale must be one number above 0.")
-    return {"weight": words, "block_scales": scales, "global_scale": global_scale.reshape(1)}
+
+    largest = LARGEST_NVFP4 / global_scale.reshape(())
+    weight = mx.dequantize(words, scales, mode="nvfp4", global_scale=largest, dtype=mx.float32)
+    return {"weight": weight.astype(dtype)}
 
 
-def renamed_headers(tensors: Mapping[str, Mapping]) -> dict[str, Mapping]:
-    """Return headers of tensors as `from_compressed_tensors` names the tensors."""
+def renamed_headers(
+    tensors: Mapping[str, Mapping], config: Mapping, dense_dtype: str
+) -> dict[str, Mapping]:
+    """Return headers of tensors as `from_compressed_tensors` returns the tensors."""
+    dense = is_read_as_dense(config)
     renamed = {}
     for name, tensor in tensors.items():
         path, _, part = name.rpartition(".")
-        is_global = f"{path}.weight_global_scale" in tensors
         is_packed = tensors.get(f"{path}.weight_packed", {}).get("dtype") == "U8"
-
-        if part == "weight_packed" and is_packed:
+        if not is_packed:
+            renamed[name] = tensor
+        elif part == "weight_packed":
             *rows, columns = tensor["shape"]
-            renamed[f"{path}.weight"] = {"dtype": "U32", "shape": [*rows, columns // 4]}
-        elif part == "weight_scale" and is_packed:
-            scales = "block_scales" if is_global else "scales"
-            renamed[f"{path}.{scales}"] = {**tensor, "dtype": "U8"}
-        elif part == "weight_global_scale":
-            renamed[f"{path}.global_scale"] = tensor
-        elif part != "input_global_scale":
+            header = {"dtype": "U32", "shape": [*rows, columns // 4]}
+            if dense:
+                header = {"dtype": dense_dtype, "shape": [*rows, columns * 2]}
+            renamed[f"{path}.weight"] = header
+        elif part == "weight_scale" and not dense:
+            renamed[f"{path}.scales"] = {**tensor, "dtype": "U8"}
+        elif part not in _PARTS:
             renamed[name] = tensor
 
     return renamed

@@ -8,7 +8,6 @@ import mlx.nn as nn
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
 from ..nn.frozen_weight import CustomWeight, frozen_weight
-from ..nn.lora import is_switch_linear
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
@@ -34,9 +33,7 @@ def place_custom_weights(
             continue
 
         module = modules.get(path)
-        is_stack = module is not None and is_switch_linear(module)
-        takes_stack = is_stack and format_class(mode)().holds("other")
-        if not takes_stack and not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
             raise PackError(
                 f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for "
@@ -47,8 +44,6 @@ def place_custom_weights(
         quantized = _quantized_module(path, mode, module, weights, dtype, where)
 
         shape = list(frozen_weight(quantized).shape)
-        if is_stack:
-            shape.insert(0, quantized.weight.shape[0])
         if shape != list(module.weight.shape):
             raise PackError(
                 f"{where}: {path}: is quantized from {shape}, but the config asks for "

@@ -15,7 +15,7 @@ from ..kinds import check_keys
 from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
-from .compressed_tensors import check_compressed
+from .compressed_tensors import check_compressed, is_read_as_dense
 from .readers import is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
@@ -406,7 +406,9 @@ def vocab_size_of(config: dict, where: str | Path) -> int:
 
 
 def stored_quantization(config: Mapping) -> dict:
-    """{} if the config has none."""
+    """Return the quantization of a config, {} if it has none or is read as dense."""
+    if is_read_as_dense(config):
+        return {}
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization", "quantization_config"):
             if part.get(key):

@@ -1,10 +1,11 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,13 @@ from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
-from .compressed_tensors import from_compressed_tensors, quantization_in_mlx
+from .compressed_tensors import (
+    format_on_loading,
+    from_compressed_tensors,
+    is_read_as_dense,
+    quantization_in_mlx,
+    without_quantization,
+)
 from .custom_weights import (
     already_quantized,
     check_stored,
@@ -46,6 +53,8 @@ from .sandboxed_tokenizer import read_ahead
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from .unsupported import unreadable
 from .weight_formats import named_format
+
+_log = logging.getLogger("mlx_packs")
 
 Weights = dict[str, mx.array]
 _LOAD_ENCODER = "bases.encoder:load_encoder"
@@ -101,7 +110,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     path = request.path
     ahead = read_ahead(path)
     stored = request.config
-    quantize = request.quantize
+    quantize = format_on_loading(stored, request.quantize)
     keep = request.keep
 
     options = None
@@ -133,6 +142,9 @@ def _load_decoder(request: _Request) -> BaseModel:
         if keep:
             quantization = {**quantization, "keep": list(keep)}
 
+    if is_read_as_dense(stored):
+        _say_requantized(path, quantize, rounding.relative)
+
     _set_dense_dtype(model, dtype)
     names: list[str] = []
     if runtime.on_cpu() or request.compute_dtype != "auto":
@@ -162,6 +174,17 @@ def _load_decoder(request: _Request) -> BaseModel:
         compute_dtype=dtype_of(model),
         is_lazy=request.lazy,
         rounding_error=rounding.relative if options else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _say_requantized(path: Path, quantize: str, error: float) -> None:
+    _log.warning(
+        "%s: is in nvfp4 with a global scale, which is read and quantized again to %s: its weights "
+        "differ by %.1f %%. --quantize chooses another format.",
+        path,
+        quantize,
+        100 * error,
     )
 
 
@@ -216,9 +239,13 @@ def load_model_of(
     if "trust_remote_code" in inspect.signature(load_model).parameters:
         flags["trust_remote_code"] = True
 
-    known = {}
-    if "text_config" in stored:  # with sizes that its file may lack
-        known["text_config"] = stored["text_config"]
+    known: dict = {}
+    named = stored
+    if is_read_as_dense(stored):
+        named = without_quantization(stored)
+        known["quantization_config"] = None
+    if "text_config" in named:  # with sizes that its file may lack
+        known["text_config"] = named["text_config"]
     if quantization := quantization_in_mlx(stored):  # mlx-lm before 0.32 takes it for affine
         known |= {"quantization": quantization, "quantization_config": quantization}
     flags["model_config"] = known
@@ -234,7 +261,7 @@ def load_model_of(
 
             def sanitize(weights: Weights) -> Weights:
                 own = from_bitsandbytes(dict(weights), str(path))
-                own = from_compressed_tensors(own, stored, path)
+                own = from_compressed_tensors(own, stored, path, DTYPES[stored_dtype(stored)])
                 # the caller keeps this one: nothing else may reference a dense weight
                 weights.clear()
 
@@ -253,7 +280,7 @@ def load_model_of(
 
         return make, arguments_class
 
-    with library_errors(partial(unreadable, path, stored)), _named_files_only(path):
+    with library_errors(partial(unreadable, path, named)), _named_files_only(path):
         model, config = load_model(path, lazy=True, get_model_classes=classes, **flags)
 
     vars(model).pop("sanitize", None)
@@ -330,10 +357,10 @@ def _check_no_scales_missing(
         if name == module_path or codes.dtype != mx.uint32 or dense is None:
             continue
 
-        parts = [f"{module_path}.{part}" for part in ("scales", "block_scales")]
-        if codes.shape != dense.shape and not any(part in weights for part in parts):
+        scales = f"{module_path}.scales"
+        if codes.shape != dense.shape and scales not in weights:
             raise PackError(
-                f"{path}: {parts[0]} is missing beside {name}, which is quantized. Copy or "
+                f"{path}: {scales} is missing beside {name}, which is quantized. Copy or "
                 "download the base again.",
                 "unreadable",
             )

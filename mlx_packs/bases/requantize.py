@@ -11,7 +11,6 @@ from ..config.choices import WEIGHT_MODES
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
-from .compressed_tensors import METHOD
 from .model import BaseModel
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, format_of, named_format
@@ -34,7 +33,7 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
         return None
 
     if requantize == "same":
-        if stored and not _is_written(stored) and METHOD not in stored.layouts:
+        if stored and stored.mode not in WEIGHT_MODES:
             raise PackError(
                 f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
                 "nvfp4, affine4, affine8 or none.",
@@ -61,11 +60,6 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
     return wanted
 
 
-def _is_written(weight_format: WeightFormat) -> bool:
-    facts = WEIGHT_MODES.get(weight_format.mode)
-    return facts is not None and not facts.read_only
-
-
 def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
     """Formats of unchanged weights that become smaller by them, or cannot stay as they are."""
     formats: Formats = {}
@@ -78,7 +72,7 @@ def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) 
 
         wanted = format_after(path, module, requantize)
         is_smaller = wanted is None or wanted.bits_per_weight < stored.bits_per_weight
-        if is_smaller or not _is_written(stored):
+        if is_smaller or stored.mode not in WEIGHT_MODES:
             formats[path] = wanted
 
     return formats

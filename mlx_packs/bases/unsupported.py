@@ -72,8 +72,7 @@ def check_method(path: Path, config: Mapping) -> None:
                 "unsupported",
             )
 
-        modes = [name for name, facts in WEIGHT_MODES.items() if not facts.read_only]
-        modes.append("mxfp8")  # which is read, and not written
+        modes = [*WEIGHT_MODES, "mxfp8"]  # which is read, and not written
         mode = (part.get("quantization") or {}).get("mode", "affine")
         if mode not in modes:
             raise PackError(

@@ -55,8 +55,6 @@ class WritePlan:
     merged: dict | None = None  # the pack that was merged into it, if any
     ends: tuple[int, ...] = ()  # what ends an answer, for eos_token_id in addition to its own
     texts: Mapping[str, str] = field(default_factory=dict)  # other files, by their path in it
-    # dtypes of tensors that MLX has as bytes
-    float8: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def items(self) -> list[Item]:

@@ -304,7 +304,7 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
 
                 outline = {name: w for item in items for name, w in item.outline.items()}
                 written = _written(items, plan, bar)
-                write_tensors(partial / shard, outline, written, kind, plan.float8)
+                write_tensors(partial / shard, outline, written, kind)
     finally:
         mx.set_cache_limit(cache)
 

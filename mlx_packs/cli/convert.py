@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 # Options of the comparison that a merged result has to pass.
-_WRITTEN_MODES = tuple(mode for mode, facts in WEIGHT_MODES.items() if not facts.read_only)
 _fidelity = options.add(
     option(
         "--max-drift",
@@ -284,7 +283,7 @@ def import_(
     "model", required=True, help="Checkpoint to quantize: a folder or a Hugging Face id."
 )
 @options.out("Folder to write the quantized checkpoint to.")
-@option("--mode", type=click.Choice(_WRITTEN_MODES), default="nf4", help="Kind of quantization.")
+@option("--mode", type=click.Choice([*WEIGHT_MODES]), default="nf4", help="Kind of quantization.")
 @options.setting("double_quant", "double-quant")
 @option(
     "--bits",

@@ -210,7 +210,6 @@ class WeightModeFacts:
     # modes without any are further ones of MLX, whose tensors are called as those of affine.
     parts: tuple[str, ...] = ()
     numbers: int | None = None  # in an element of the stored weight; None where the bits decide
-    read_only: bool = False  # whether nothing is quantized to it but what was stored so
 
 
 @dataclass(frozen=True)
@@ -488,12 +487,6 @@ WEIGHT_MODES = {  # of `packs quantize --mode`
     "affine": WeightModeFacts("mlx_packs.bases.weight_formats:MLXFormat", ("scales", "biases")),
     "mxfp4": WeightModeFacts("mlx_packs.bases.weight_formats:MXFP4Format"),
     "nvfp4": WeightModeFacts("mlx_packs.bases.weight_formats:NVFP4Format"),
-    "nvfp4-global": WeightModeFacts(
-        "mlx_packs.bases.nvfp4:GlobalNVFP4Format",
-        ("block_scales", "global_scale"),
-        numbers=8,
-        read_only=True,
-    ),
 }
 WEIGHT_FORMATS: dict[str, tuple[str, dict[str, int]]] = {  # of --quantize: mode and settings
     "affine4": ("affine", {"bits": 4}),

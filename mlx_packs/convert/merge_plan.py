@@ -6,7 +6,7 @@ Everything is lazy: planning reads headers, and a tensor is computed when it is 
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.nn as nn
@@ -34,7 +34,7 @@ from ..nn.quantized import QUANTIZED
 from ..packs.compatibility import quantize_for, quantize_options
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
-from ..reading import read_header, read_json
+from ..reading import read_json
 from ..runtime import mx
 
 REQUANTIZE = ("none", "same", *WEIGHT_FORMATS)
@@ -222,20 +222,12 @@ def _config(
     options: QuantizeOptions,
     requantize: str,
 ) -> dict:
-    # of compressed-tensors what changes is written by the names of MLX, unless they have no such
-    method = base_files.stored_quantization(config).get("quant_method")
     is_stored = quantization or not any(c.weight_format for c in changes)
-    keeps_names = method != compressed_tensors.METHOD or compressed_tensors.has_global_scales(
-        config
-    )
-    if requantize == "same" and is_stored and keeps_names:
+    if requantize == "same" and is_stored and not compressed_tensors.is_compressed(config):
         return config
 
     quantized = dict(quantization)
-    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    if "text_config" in plain:
-        text = plain["text_config"]
-        plain["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    plain = compressed_tensors.without_quantization(config)
     if requantize == "none":
         return plain
 
@@ -266,13 +258,11 @@ class _Names:
     Attributes:
         places: the name of each changed module in the files, by path.
         transposed: paths whose weight is stored transposed (GPT-2's).
-        float8: dtypes of the tensors that MLX has as bytes, by their names.
     """
 
     tensors: dict[str, mx.array]
     places: dict[str, str]
     transposed: frozenset[str] = frozenset()
-    float8: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan:
@@ -291,10 +281,8 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     if of_bitsandbytes and requantize != "none" and not native:
         layout = "bitsandbytes"
 
-    if requantize == "same" and compressed_tensors.has_global_scales(planned.config):
-        layout = compressed_tensors.METHOD
-        names = _names_of_compressed(source, planned)
-    else:
+    names = None
+    if not compressed_tensors.is_compressed(read_json(source / "config.json")):
         names = _own_names(source, planned, layout)
 
     origin = "base"
@@ -317,8 +305,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     merged = {**(facts or {}), "changed": changed, "names": origin}
 
     shards = in_shards(items, request.max_shard_gb)
-    plan = WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
-    return dataclasses.replace(plan, float8=names.float8)
+    return WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 
 
 def _items(
@@ -333,7 +320,7 @@ def _items(
         path, _, parameter = name.rpartition(".")
         full_tensors[f"{places.get(path, path)}.{parameter}"] = tensor
 
-    sizes = _true_sizes(planned.base, places) | compressed_tensors.true_sizes(names.tensors)
+    sizes = _true_sizes(planned.base, places)
     items = []
     tensors = {}
     for name, tensor in names.tensors.items():
@@ -407,39 +394,6 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
             return None
 
     return _Names(tensors, places, frozenset(transposed))
-
-
-def _names_of_compressed(source: Path, planned: Changes) -> _Names:
-    """The names of a checkpoint in nvfp4 with global scales; a changed weight has ``.weight``."""
-    tensors: dict[str, mx.array] = {}
-    float8: dict[str, str] = {}
-    for file in base_files.weight_files(source):
-        tensors |= mx.load(str(file))
-        header = read_header(file)[0]
-        float8 |= {n: t["dtype"] for n, t in header.items() if t["dtype"].startswith("F8")}
-
-    places = {}
-    for change in planned.changes:
-        origin = planned.base.weight_map.get(f"{change.path}.weight", "")
-        place = compressed_tensors.stored_path(str(origin).removesuffix(".weight"), tensors)
-        names = [f"{place}.weight"]
-        if change.weight_format:
-            names = compressed_tensors.packed_names(place, change.weight.shape)
-
-        if not tensors.keys() >= set(names):
-            raise PackError(
-                f"--requantize same: the name of {change.path} in the files of {source} is not "
-                "known. Choose nvfp4, affine4, affine8 or none.",
-                "unsupported",
-                "requantize",
-            )
-
-        for name in names:
-            del tensors[name]
-        tensors[f"{place}.weight"] = change.weight
-        places[change.path] = place
-
-    return _Names(tensors, places, float8=float8)
 
 
 def _place_of(

@@ -101,6 +101,7 @@ def estimate(
     Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all. ``shapes`` are
     those of the run's batches, by default the largest possible.
     """
+    train = headers.as_loaded(train)
     one = estimator_of(headers.config).estimate
     if shapes is None:
         plans = [one(headers, lora, train)]
@@ -122,7 +123,7 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     if train.matmul_path != "auto":
         return [train.matmul_path]
 
-    quantized = headers.is_quantized or train.quantize != "none"
+    quantized = headers.is_quantized or headers.as_loaded(train).quantize != "none"
     if not quantized:
         return ["dense"]
     return list(MATMUL_PATHS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..bases.compressed_tensors import format_on_loading
 from ..bases.custom_weights import check_stored, stored_as_asked
 from ..bases.model_classes import classes_of
 from ..bases.precision import stored_dtype
@@ -95,6 +96,13 @@ class Headers:
         dense = {n: t for n, t in self.tensors.items() if not n.endswith(first)}
         return replace(self, tensors=dense)
 
+    def as_loaded(self, train: TrainConfig) -> TrainConfig:
+        """Return settings with the format that loading quantizes the base to."""
+        quantize = format_on_loading(self.config, train.quantize)
+        if train.trains_base or quantize == train.quantize:
+            return train
+        return replace(train, quantize=quantize)
+
     def check_quantize(self, train: TrainConfig) -> None:
         """Raise a PackError, as `load_base` does, if a quantized base is to be quantized anew."""
         if stored_as_asked(self.config, train.quantize):
@@ -113,7 +121,7 @@ def dense_tensors(config: Mapping) -> Tensors:
     except (TypeError, ValueError, KeyError) as error:
         raise PackError(f"no plan: config.json is incomplete ({error}).", "unsupported") from error
 
-    dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stored_dtype(config)]
+    dtype = DTYPES[stored_dtype(config)]
     return {name: {**tensor, "dtype": dtype} for name, tensor in tensors_of(model).items()}
 
 

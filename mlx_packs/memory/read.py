@@ -13,10 +13,12 @@ from ..bases.files import (
     resolve_checkpoint,
     weight_files,
 )
+from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
 from ..errors import PackError
 from ..files import is_hub_id
 from ..reading import read_header
+from ..tensors import DTYPES
 from .estimate import estimator_of
 from .headers import Headers, Tensors
 
@@ -42,7 +44,7 @@ def read_headers(name: str | Path) -> Headers:
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
         tensors |= read_header(file)[0]
-    return Headers(str(name), config, renamed_headers(tensors))
+    return Headers(str(name), config, _as_loaded(tensors, config))
 
 
 def describe(name: str, config: dict) -> Headers:
@@ -98,4 +100,9 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
         for file in headers.files_metadata.values()
         for name, t in file.tensors.items()
     }
-    return read_config(Path(file), tensors), renamed_headers(tensors)
+    config = read_config(Path(file), tensors)
+    return config, _as_loaded(tensors, config)
+
+
+def _as_loaded(tensors: Tensors, config: dict) -> Tensors:
+    return renamed_headers(tensors, config, DTYPES[stored_dtype(config)])

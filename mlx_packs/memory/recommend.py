@@ -181,7 +181,7 @@ def recommend(
 
     estimator = estimator_of(headers.config)
     train = _of_task(headers, train or TrainConfig())
-    train = estimator.run_settings(headers, train)
+    train = headers.as_loaded(estimator.run_settings(headers, train))
     headers.check_quantize(train)
     request = PlanRequest(headers, memory, lora or LoRAConfig(), train, specified, shapes_of)
     if train.trains_base:
@@ -281,7 +281,7 @@ def _ways(request: PlanRequest) -> list[_Way]:
         return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
 
     formats = ["none", "nf4", "affine4"]
-    if "quantize" in request.specified:
+    if "quantize" in request.specified or train.quantize != "none":
         formats = [train.quantize]
 
     ways = []

@@ -25,5 +25,5 @@ def teacher_bytes(name: str) -> int:
     headers = read_headers(name)
     estimator = estimator_of(headers.config)
     path = "dense" if runtime.on_cpu() else "quantized"
-    train = TrainConfig(matmul_path=path)
+    train = headers.as_loaded(TrainConfig(matmul_path=path))
     return estimator.estimate(headers, LoRAConfig(), train, estimator.smallest_shape(train)).base

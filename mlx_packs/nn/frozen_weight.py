@@ -237,7 +237,6 @@ class CustomWeight(nn.Module):
     mode: str  # of `config.choices.WEIGHT_MODES`
     bits: int  # of a number
     group_size: int  # numbers that share a scale
-    has_kernel = False  # whether MLX multiplies by the quantized weight
 
 
 class CustomLinear(CustomWeight):

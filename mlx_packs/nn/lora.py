@@ -310,12 +310,8 @@ def adapter_key(seed: int, path: str) -> mx.array:
     return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))
 
 
-_SWITCH_LAYERS = (
-    "mlx_lm.models.switch_layers",
-    "mlx_vlm.models.switch_layers",
-    "mlx_packs.nn.nvfp4",
-)
-_SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear", "NVFP4SwitchLinear")
+_SWITCH_LAYERS = ("mlx_lm.models.switch_layers", "mlx_vlm.models.switch_layers")
+_SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 def is_switch_linear(module: nn.Module) -> bool:

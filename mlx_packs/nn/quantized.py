@@ -157,11 +157,10 @@ def _unchanged(module: nn.Module) -> None:
 
 
 def _transient(module: nn.Module) -> nn.Module | None:
-    """Return a module that dequantizes for each use; most of `CustomWeight` do so by themselves."""
-    has_kernel = isinstance(module, CustomWeight) and module.has_kernel
-    if type(module) is nn.QuantizedLinear or (has_kernel and isinstance(module, CustomLinear)):
+    """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
+    if type(module) is nn.QuantizedLinear:
         return TransientLinear(module)
-    if type(module) in _MLX_EMBEDDINGS or (has_kernel and isinstance(module, CustomEmbedding)):
+    if type(module) in _MLX_EMBEDDINGS:
         return TransientEmbedding(module)
     return None
 

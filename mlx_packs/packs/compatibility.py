@@ -10,6 +10,7 @@ from ..bases.files import (
     context_of,
     quantization_name,
     resolve_checkpoint,
+    stored_quantization,
     weight_files,
 )
 from ..bases.fingerprint import (
@@ -138,9 +139,7 @@ def quantize_options(pack: Pack) -> dict:
 
 def is_converted_on_loading(config: dict) -> bool:
     """Whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
-    text = config.get("text_config")
-    configs = (config, text if isinstance(text, dict) else {})
-    return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
+    return not config.get("quantization") and bool(stored_quantization(config))
 
 
 def text_limit(manifest: Mapping, config: dict) -> int:

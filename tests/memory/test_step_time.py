@@ -14,7 +14,7 @@ from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.read import describe, read_headers
 from mlx_packs.memory.recommend import recommend, table
 from mlx_packs.memory.step_time import predict, remember_steps, slow_in_place
-from tests.helpers.fp4 import GROUP_SIZES, write_compressed
+from tests.helpers.fp4 import write_compressed
 
 LORA = LoRAConfig(rank=16)
 RATES = {"copied_gb_s": 10.0, "float32_tflops": 0.1}
@@ -112,13 +112,19 @@ def test_gradients_through_fp4_do_not_use_matrix_units(on_gpu, chip):
     assert recommend(affine, 64 << 30)[0].plan.matmul_path == "quantized"
 
 
-@pytest.mark.parametrize("mode", GROUP_SIZES)
-def test_bases_of_compressed_tensors_are_planned_by_their_mode(on_gpu, tmp_path, mode):
+def test_bases_in_mxfp4_are_planned_by_their_mode(on_gpu, tmp_path):
     on_gpu("Apple M5 Max")
-    headers = read_headers(write_compressed(tmp_path / "base", mode))
+    headers = read_headers(write_compressed(tmp_path / "base", "mxfp4"))
     reason = slow_in_place(headers, run(1, 2048))
-    assert f"gradients through {mode}" in reason and "M5 Max" in reason
+    assert "gradients through mxfp4" in reason and "M5 Max" in reason
     assert recommend(headers, 64 << 30)[0].plan.matmul_path == "transient"
+
+
+def test_bases_in_nvfp4_are_planned_as_they_are_quantized_on_loading(on_gpu, tmp_path):
+    on_gpu("Apple M5 Max")
+    headers = read_headers(write_compressed(tmp_path / "base", "nvfp4"))
+    way = recommend(headers, 64 << 30)[0]
+    assert (way.quantize, way.plan.matmul_path) == ("affine4", "quantized")
 
 
 def test_more_work_takes_longer(on_gpu):
