@@ -113,7 +113,7 @@ def exclusive_writer(path: Path, busy: str | None = None) -> Iterator[None]:
     lock = path.with_name(f".{path.name}.lock")
     with _locked(lock, path, busy):
         try:
-            sweep(path.parent, [path.name])
+            sweep(path.parent)
             yield
         finally:
             lock.unlink(missing_ok=True)

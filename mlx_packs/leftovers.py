@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from .errors import PackError
 PARTIAL, OLD = "partial", "old"
 _NAME = re.compile(
     r"\.(?P<target>.+)\.(?P<kind>partial|old)-"
-    r"(?:(?P<host>[0-9a-f]{6})-[0-9a-f]{10}|(?P<pid>\d{1,7}))(?:\.safetensors)?"
+    r"(?P<host>[0-9a-f]{6})-[0-9a-f]{10}(?:\.safetensors)?"
 )
 _STALE_S = 24 * 3600  # after which leftovers of another host are removed
 _WAIT_S = 2.0  # at most, for a live process between two renames
@@ -36,20 +36,13 @@ class _Leftover:
     """A temporary file or folder, and its final name.
 
     Attributes:
-        host: of the process that made it; empty for versions that put their ``pid`` in the name.
+        host: of the process that made it.
     """
 
     path: Path
     target: Path
     kind: str
     host: str
-    pid: int
-
-    def is_dead(self, has_lock: bool) -> bool:
-        """Return whether nobody uses it; ``has_lock`` tells whether its lock could be taken."""
-        if self.pid:
-            return not _is_process(self.pid)
-        return _is_unused(self.path, self.host, has_lock)
 
 
 def hidden_name(path: Path, kind: str, suffix: str = "") -> Path:
@@ -63,7 +56,7 @@ def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") ->
 
     It is locked meanwhile. What dead processes left in that folder is removed first.
     """
-    sweep(path.parent, [path.name])
+    sweep(path.parent)
 
     descriptor = None
     while descriptor is None:
@@ -78,16 +71,11 @@ def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") ->
         os.close(descriptor)
 
 
-def sweep(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove what dead processes left in a folder, and put back what they moved away.
-
-    Older versions put a process id in temporary names. Such leftovers are only removed if their
-    target is one of ``names``; None allows any target, in a folder of our own.
-    """
+def sweep(folder: Path) -> None:
+    """Remove what dead processes left in a folder, and put back what they moved away."""
     for leftover in _leftovers(folder):
-        if leftover.host or names is None or leftover.target.name in names:
-            with suppress(OSError):
-                _settle(leftover)
+        with suppress(OSError):
+            _settle(leftover)
 
     for lock in folder.glob(".*.lock"):
         _remove_dead_lock(lock)
@@ -151,7 +139,8 @@ def _settle(leftover: _Leftover, waited: bool = False) -> bool:
         return False
 
     try:
-        is_dead = leftover.is_dead(filesystem.lock(descriptor)) or waited
+        has_lock = filesystem.lock(descriptor)
+        is_dead = _is_unused(leftover.path, leftover.host, has_lock) or waited
         if not is_dead or not filesystem.is_named(descriptor, leftover.path):
             return False
 
@@ -216,9 +205,7 @@ def _leftovers(folder: Path) -> list[_Leftover]:
         for entry in entries:
             if match := _NAME.fullmatch(entry.name):
                 target = folder / match["target"]
-                host = match["host"] or ""
-                pid = int(match["pid"] or 0)
-                leftover = _Leftover(folder / entry.name, target, match["kind"], host, pid)
+                leftover = _Leftover(folder / entry.name, target, match["kind"], match["host"])
                 dated.append((entry.stat(follow_symlinks=False).st_ctime_ns, leftover))
 
     return [leftover for _, leftover in sorted(dated, key=lambda pair: pair[0], reverse=True)]
@@ -230,16 +217,6 @@ def _is_unused(path: Path, host: str, has_lock: bool) -> bool:
 
 def _host() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:6]
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        pass
-    return True
 
 
 def _age_s(path: Path) -> float:

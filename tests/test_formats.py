@@ -1,4 +1,4 @@
-"""Packs and runs of every format version open, apply and resume; those of a newer one say so."""
+"""Packs and runs of this commit open for ever; older and newer ones say so in one line."""
 
 import json
 import shutil
@@ -16,14 +16,12 @@ from mlx_packs.training.run_folder import (
     is_run,
     logged_metrics,
     read_identity,
-    resume_point,
 )
 from tests.formats.write import LORA, TRAIN
 from tests.helpers.errors import check, raises
 
 FORMATS = Path(__file__).parent / "formats"
-UNCORRECTED = ["first", "unsealed", "sealed"]  # of Adam without bias correction
-NAMES = [*UNCORRECTED, "corrected"]
+NAMES = ["settled"]
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def test_every_version_has_a_fixture_and_every_fixture_is_tested():
     runs = versions_of("run", "config.json", "format")
     assert packs == set(range(1, FORMAT_VERSION + 1))
     assert runs == {f"mlx_packs run {n}" for n in range(1, RUN_FORMAT_VERSION + 1)}
-    listed = {folder.parent.name for folder in FORMATS.glob("*/pack")}
+    listed = {folder.parent.name for folder in FORMATS.glob("*/pack")} - {"older"}
     assert listed == set(NAMES)
     table = (FORMATS / "README.md").read_text()
     assert all(f"| `{name}` |" in table for name in NAMES)
@@ -69,34 +67,42 @@ def test_a_run_of_an_earlier_program_resumes_as_it_began(copy_of, run, dense_tin
     copy_of(name)
     before = logged_metrics(Path("o-run"))
     assert [line["batch"] for line in before] == [1, 2]
-    assert resume_point(Path("o-run")).has_hashes == (name in ("sealed", "corrected"))
     code, _, err = run("train", "--resume", "--out", "o", "--iters", 3)
     assert code == 0, err
     after = logged_metrics(Path("o-run"))
     assert after[:2] == before and after[2]["batch"] == 3
-    assert resume_point(Path("o-run")).has_hashes
+    assert after[2]["learning_rate"] == pytest.approx(1e-3 * 2 / 10)  # of a warm-up of 10 updates
+    expected = mx.load("o/adapters.safetensors")
 
-    recorded = json.loads((FORMATS / name / "run" / "config.json").read_text())["recipe"]
-    recipe = Pack.open("o")._part("recipe")
-    is_old = name in UNCORRECTED
-    assert recipe["iters"] == 3 and ("bias_correction" in recorded) != is_old
-    assert recipe["bias_correction"] != is_old and recipe["warmup_from_zero"] != is_old
-    assert ("without bias correction" in err) == is_old
-    warmup = recorded["warmup_steps"]
-    rate = 1e-3 * (3 / (warmup + 1) if is_old and warmup else 1)
-    assert after[2]["learning_rate"] == pytest.approx(rate)
+    copy_of(name)  # as from Python
+    train_pack(dense_tiny, "d", LORA, replace(TRAIN, iters=3), "o", resume=True)
+    resumed = mx.load("o/adapters.safetensors")
+    assert all(mx.array_equal(resumed[key], expected[key]) for key in expected)
 
-    if is_old:  # as from Python, whose settings are those of today
-        expected = mx.load("o/adapters.safetensors")
-        copy_of(name)
-        train = replace(TRAIN, iters=3, warmup_steps=warmup)
-        train_pack(dense_tiny, "d", LORA, train, "o", resume=True)
-        resumed = mx.load("o/adapters.safetensors")
-        assert all(mx.array_equal(resumed[key], expected[key]) for key in expected)
+
+OLDER = "written by an older version of mlx-packs"
+
+
+def test_a_pack_of_an_older_version_is_one_line(copy_of, rejected):
+    copy_of("older")
+    for command in ("inspect o", "generate --pack o --prompt a", "export o --to peft --out x"):
+        check(rejected(*command.split()), "unsupported", None, "o/pack.json", OLDER, "Train")
+
+
+def test_a_run_of_an_older_version_is_one_line_and_can_be_replaced(copy_of, run, rejected):
+    copy_of("older")
+    error = rejected("train", "--resume", "--out", "o")
+    check(error, "unsupported", None, "o-run", OLDER, "--overwrite")
+    with raises("unsupported", None, OLDER):
+        train_pack("tiny", "d", LORA, TRAIN, "o", resume=True)
+    check(rejected("report", "o-run"), "unsupported", None, OLDER)
+    check(rejected("train", "--data", "d", "--out", "o"), "exists", None)
+    shutil.rmtree("o")
+    assert run("train", "--data", "d", "--out", "o", "--iters", 1, "--overwrite")[0] == 0
 
 
 def test_a_run_of_a_newer_format_says_so_whatever_else_it_holds(copy_of, run):
-    copy_of("sealed")
+    copy_of("settled")
     version = RUN_FORMAT_VERSION + 1
     (Path("o-run") / "config.json").write_text(json.dumps({"format": f"mlx_packs run {version}"}))
     with raises("unsupported", None, "config.json", str(version), "Upgrade"):
@@ -111,7 +117,7 @@ def test_a_run_of_a_newer_format_says_so_whatever_else_it_holds(copy_of, run):
 
 @pytest.mark.parametrize("text", ["mlx_packs run 0", "mlx_packs run", "mlx_packs run 1x", 1, None])
 def test_what_is_no_format_of_a_run_is_not_called_newer(copy_of, text):
-    copy_of("sealed")
+    copy_of("settled")
     file = Path("o-run") / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": text}))
     with raises("unreadable", None, "config.json"):

@@ -193,28 +193,13 @@ def test_what_cannot_be_known_to_be_dead_waits_a_day(tmp_path, monkeypatch, why)
     assert not partial.exists()
 
 
-def test_names_with_the_id_of_a_process_are_cleaned_by_target(tmp_path):
-    dead, alive = 4_000_000, os.getpid()
-    for name in ("x.partial", "x.old", "y.partial", "latest.partial"):
-        for pid in (dead, alive):
-            (tmp_path / f".{name}-{pid}").mkdir()
-    (tmp_path / "x").mkdir()
-    sweep(tmp_path, ["x", "latest"])
-    left = [".latest.partial", ".x.old", ".x.partial", ".y.partial"]
-    assert names(tmp_path) == sorted([f"{n}-{alive}" for n in left] + [f".y.partial-{dead}", "x"])
-
-
 def test_an_old_folder_comes_back_unless_it_was_replaced(tmp_path):
     for name in ("x", "y"):
         write(tmp_path / name, "old")
         os.rename(tmp_path / name, hidden_name(tmp_path / name, OLD))
-    write(tmp_path / "z", "of an earlier version")
-    os.rename(tmp_path / "z", tmp_path / ".z.old-4000000")
     write(tmp_path / "y", "new")  # which cleans up the folder as well
-    assert names(tmp_path) == [".z.old-4000000", "x", "y"]
+    assert names(tmp_path) == ["x", "y"]
     assert (text_of(tmp_path / "x"), text_of(tmp_path / "y")) == ("old", "new")
-    recover(tmp_path / "z")
-    assert text_of(tmp_path / "z") == "of an earlier version"
 
 
 def test_recovery_waits_for_a_live_process(tmp_path, monkeypatch):

@@ -2,8 +2,7 @@
 
 A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of ``[name, dtype,
 shape, hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does
-not depend on how tensors are spread over files, and threads share the work. Older versions of this
-package hashed 4 KiB of each tensor; such a fingerprint has no prefix and is compared as it is.
+not depend on how tensors are spread over files, and threads share the work.
 
 The files beside the weights (config, tokenizer, template) have a hash each: a resumed run needs the
 same ones, while a pack on a base with another of them is only worth a note.
@@ -30,7 +29,6 @@ _PREFIX = "sha256:"
 _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
 _BUFFER_BYTES = 1 << 20
 _THREADS = 8
-_SAMPLE_BYTES = 4096
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
 _NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
 _log = logging.getLogger("mlx_packs")
@@ -75,40 +73,9 @@ def fingerprint(path: Path) -> str:
     return value
 
 
-def sampled_fingerprint(path: Path) -> str:
-    """The fingerprint of older versions: a hash of 4 KiB of each tensor."""
-    return _sampled(tuple(_state(file) for file in weight_files(path)))
-
-
 def short_fingerprint(value: str) -> str:
     """The twelve digits that people compare."""
     return value.removeprefix(_PREFIX)[:12]
-
-
-def is_sampled(value: str) -> bool:
-    """Older versions hashed a sample only."""
-    return not value.startswith(_PREFIX)
-
-
-def is_fingerprint_of(path: Path, recorded: str, current: str, where: str) -> bool:
-    """``current`` is the checkpoint's; once per ``where``, a match of samples only is logged."""
-    if not is_sampled(recorded):
-        return recorded == current
-    if recorded == current:
-        return True
-    if recorded != sampled_fingerprint(path):
-        return False
-
-    _say_sampled(where)
-    return True
-
-
-def same_fingerprint(a: Mapping, b: Mapping) -> bool:
-    """Whether two manifests' ``base`` name the same tensors, as far as both can tell."""
-    if is_sampled(a["fingerprint"]) == is_sampled(b["fingerprint"]):
-        return a["fingerprint"] == b["fingerprint"]
-    old, new = (a, b) if is_sampled(a["fingerprint"]) else (b, a)
-    return old["fingerprint"] == new.get("sampled_fingerprint")
 
 
 def text_hashes(path: Path) -> dict[str, str]:
@@ -146,15 +113,6 @@ def say_changed(where: str, path: Path, names: tuple[str, ...]) -> None:
 @lru_cache(maxsize=256)
 def _hash_of(state: FileState) -> str:
     return sha256(Path(state[0]))
-
-
-@lru_cache(maxsize=256)
-def _say_sampled(where: str) -> None:
-    _log.warning(
-        "%s: is of an older version, which recorded a sample of its base (4 KiB of each tensor). "
-        "That sample matches; the rest cannot be compared.",
-        where,
-    )
 
 
 def _state(file: Path) -> FileState:
@@ -227,23 +185,3 @@ def _hash_pieces(pieces: list[_Piece]) -> list[str]:
 
             digests.append(digest.hexdigest())
     return digests
-
-
-@lru_cache(maxsize=64)
-def _sampled(states: tuple[FileState, ...]) -> str:
-    entries = {}
-
-    for file in (Path(state[0]) for state in states):
-        header, start = read_header(file)
-        with file.open("rb") as f:
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
-                f.seek(start + middle)
-                sample = f.read(min(_SAMPLE_BYTES, end - begin))
-                entries[name] = (tensor["dtype"], tensor["shape"], sample)
-
-    digest = hashlib.sha256()
-    for name, (dtype, shape, sample) in sorted(entries.items()):
-        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
-    return digest.hexdigest()

@@ -5,13 +5,7 @@ from difflib import get_close_matches
 import click
 
 from ..config.fields import flags_of
-from ..config.other_names import (
-    ARGUMENT_NAMES,
-    COMMANDS,
-    OTHER_NAMES,
-    OTHER_VALUES,
-    RENAMED_KEYS,
-)
+from ..config.other_names import ARGUMENT_NAMES, COMMANDS, OTHER_NAMES, OTHER_VALUES
 from ..errors import any_of, flag_of
 from .options import SETTINGS
 
@@ -28,7 +22,7 @@ def option_hint(error: click.NoSuchOption) -> str:
     flags = {flag for each in parameters for flag in each.opts if flag.startswith("--")}
     arguments = {each.name for each in parameters if isinstance(each, click.Argument)}
 
-    ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name) or name
+    ours = OTHER_NAMES.get(name, name)
     value = OTHER_VALUES.get(name, "")
     for here in (ours, ARGUMENT_NAMES.get(name)):
         if here and flag_of(here) in flags:

@@ -19,7 +19,6 @@ from .other_names import (
     OTHER_NAMES,
     OTHER_VALUES,
     REMOVED_VALUES,
-    RENAMED_KEYS,
     ours_for,
     removal,
     value_hint,
@@ -307,9 +306,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
         example = f": {ours}={value!r}"
     fault = "is not a setting."
 
-    if renamed := RENAMED_KEYS.get(key):
-        hint = f"It is called '{renamed}' now."
-    elif ours in valid:
+    if ours in valid:
         hint = f"It is called '{ours}' here{example}."
     elif owner := _owner_of(ours or name, valid):
         hint = f"It is called '{ours}' here, {owner}{example}."

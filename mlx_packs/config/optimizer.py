@@ -51,7 +51,7 @@ class OptimizerConfig(Settings):
     warmup_from_zero: bool = _optimizer(
         True,
         "Start the warm-up at a rate of 0, as PEFT and TRL do; false starts it at the first of "
-        "N + 1 equal steps, as runs of earlier versions do.",
+        "N + 1 equal steps.",
         flags=(),
     )
     optimizer: str = _optimizer(
@@ -142,18 +142,6 @@ def arguments_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     own = every.get(name)
     return own if isinstance(own, Mapping) else {}
-
-
-def corrected_in_mlx_lm(settings: Mapping[str, Any]) -> bool:
-    """Return the ``bias_correction`` of settings that do not have it, by mlx-lm's default.
-
-    It is off for Adam and AdamW; other optimizers have nothing to turn off.
-    """
-    name = settings.get("optimizer", OptimizerConfig.optimizer)
-    own = arguments_of(settings).get("bias_correction")
-    if isinstance(own, bool):
-        return own
-    return name not in _CORRECTING
 
 
 def uncorrected(optimizer_config: Any) -> Any:

@@ -23,14 +23,6 @@ REMOVED: Mapping[str, str] = {
 # Values that were removed, by setting and value, likewise.
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
 
-# Keys of recipes, manifests (`measured`) and reports, as older versions wrote them.
-RENAMED_KEYS = {
-    "base_path": "matmul_path",
-    "base_path_ms": "matmul_path_ms",
-    "base_paths_at_work": "matmul_paths",
-    "cache_prefix": "cache_frozen",
-}
-
 # By setting: what it is called elsewhere. ``name=value`` is a switch there for this value of ours.
 _ELSEWHERE = {
     "alpha": "lora_alpha",
@@ -176,10 +168,7 @@ def check_removed_value(setting: str, value: Any, place: str) -> None:
         raise PackError(f"{place}: the value '{value}' was removed. {sentence}", "unknown", setting)
 
 
-def current_keys(values: Mapping) -> dict:
-    """Return the mapping of a file that an older version wrote with today's name for every key.
-
-    Settings that were removed since are left out unless they were used.
-    """
-    unused = {name for name in REMOVED if values.get(name) in (None, False, "none")}
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items() if key not in unused}
+def without_removed(recipe: Mapping) -> dict:
+    """Return a recorded recipe without the removed settings that changed nothing in its run."""
+    unused = (None, False, "none", "auto")
+    return {k: v for k, v in recipe.items() if k not in REMOVED or v not in unused}

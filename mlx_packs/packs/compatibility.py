@@ -16,9 +16,6 @@ from ..bases.files import (
 from ..bases.fingerprint import (
     changed_texts,
     fingerprint,
-    is_fingerprint_of,
-    is_sampled,
-    sampled_fingerprint,
     say_changed,
     short_fingerprint,
 )
@@ -76,9 +73,7 @@ def _check_base(
         )
 
     path, value = current
-    if not is_fingerprint_of(path, ours["fingerprint"], value, where):
-        if is_sampled(ours["fingerprint"]):
-            value = sampled_fingerprint(path)
+    if ours["fingerprint"] != value:
         raise PackError(
             f"{where}: was trained on {ours['id']} (fingerprint "
             f"{short_fingerprint(ours['fingerprint'])}), but {name} is another base "

@@ -11,7 +11,7 @@ from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
 from ..adapters.targets import tied_tables
 from ..adapters.trainable import Trainable
-from ..bases.fingerprint import sampled_fingerprint, text_hashes
+from ..bases.fingerprint import text_hashes
 from ..bases.shapes import Group, Heads
 from ..bases.vision_families import has_vision_tower
 from ..errors import PackError
@@ -89,7 +89,6 @@ def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) 
     facts_of_base = {
         "id": base.public_name,
         "fingerprint": base.fingerprint,
-        "sampled_fingerprint": sampled_fingerprint(base.path),
         "text_files": text_hashes(base.path),
         "model_type": base.config["model_type"],
         "quantization": base.quantization or None,

@@ -17,11 +17,10 @@ from ..config.choices import (
     architecture_of,
 )
 from ..config.data import COLUMN_SETTINGS, JSON_LAYOUT
-from ..config.other_names import current_keys
-from ..errors import PackError
+from ..errors import PackError, older_version
 from ..files import to_json
 from ..kinds import MISSING, check_keys, check_kind
-from ..reading import check_seal, parse_json, read_json, read_text, sealed, without_seal
+from ..reading import SEAL, check_seal, parse_json, read_json, read_text, sealed, without_seal
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -44,7 +43,6 @@ _OBJECTIVES = {
 _KEYS = {
     "base": "a mapping",
     **dict.fromkeys(("base.id", "base.fingerprint", "base.model_type"), "text"),
-    "base.sampled_fingerprint": "text?",
     "base.text_files": "a mapping?",
     "base.text_files.*": "text",
     "base.quantization": "a mapping or null",
@@ -175,9 +173,9 @@ def read_manifest(file: Path) -> dict:
 
 
 def parse_manifest(text: str, where: str) -> dict:
-    """The manifest, every key checked; errors call it ``where``.
+    """The manifest, every key and its own hash checked; errors call it ``where``.
 
-    Its own hash, which manifests of early versions lack, is checked and left out.
+    The result is without the hash.
     """
     try:
         manifest = parse_json(text)
@@ -185,14 +183,11 @@ def parse_manifest(text: str, where: str) -> dict:
         version = manifest.get("format_version", MISSING)
         check_kind("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
+            if SEAL not in manifest:
+                raise older_version(where, "Train the pack again.")
             check_seal(manifest)
             manifest = without_seal(manifest)
             check_manifest(manifest)
-            manifest |= {
-                part: current_keys(manifest[part])
-                for part in ("recipe", "measured")
-                if manifest.get(part)
-            }
     except (ValueError, RecursionError) as error:
         raise PackError(f"{where}: is not a manifest ({error}).", "unreadable") from None
 
@@ -423,9 +418,9 @@ def architecture_facts(manifest: dict) -> ArchitectureFacts:
 
 
 def read_pin(folder: Path) -> dict | None:
-    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
+    """Where a pulled pack comes from (repo, revision, commit), and the hash of its manifest.
 
-    ``manifest_sha256``, of the manifest as pulled, is missing if an older program wrote the file.
+    None if it was not pulled.
     """
     with suppress(PackError, OSError):  # the pack does not need it
         return check_pin(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
-from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
+from ..bases.fingerprint import short_fingerprint
 from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import to_json
@@ -97,9 +97,8 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
     mx.eval(tensors)
 
-    # of the manifest that identifies the base best
-    bases = [part.pack.manifest["base"] for part in parts]
-    base = min(bases, key=lambda each: (is_sampled(each["fingerprint"]), to_json(each)))
+    # the same for every order of the packs
+    base = min((part.pack.manifest["base"] for part in parts), key=to_json)
 
     manifest = {
         "format_version": first.manifest["format_version"],
@@ -138,7 +137,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
 
         bases = [pack.manifest["base"], first.manifest["base"]]
         same_quantization = bases[0]["quantization"] == bases[1]["quantization"]
-        if not same_quantization or not same_fingerprint(*bases):
+        if not same_quantization or bases[0]["fingerprint"] != bases[1]["fingerprint"]:
             theirs, ours = (
                 f"{base['id']} as {quantization_name(base['quantization'])} (fingerprint "
                 f"{short_fingerprint(base['fingerprint'])})"

@@ -12,9 +12,9 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ..config.choices import SEARCHES, is_lower_better
-from ..config.other_names import current_keys
+from ..config.other_names import without_removed
 from ..config.recipe import resolve
-from ..errors import PackError, library_errors
+from ..errors import PackError, library_errors, older_version
 from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
 from ..reading import read_json, sealed, without_seal
@@ -213,8 +213,10 @@ def _check_same(plan: Plan, before: dict[str, Any]) -> None:
 
     Settings that its recipe lacks, since they are newer, have their defaults.
     """
+    if before.get("format") == "mlx_packs sweep 1":
+        raise older_version(plan.folder, "Choose another --out, or remove that folder.")
     if isinstance(recipe := before.get("recipe"), dict):
-        before = {**before, "recipe": resolve(current_keys(recipe)).to_json()}
+        before = {**before, "recipe": resolve(without_removed(recipe)).to_json()}
 
     before = without_seal(sealed(before))
     now = without_seal(sealed(_identity(plan)))  # as it will be read

@@ -21,7 +21,15 @@ from ..distributed.group import group
 from ..errors import PackError
 from ..files import atomic_folder, to_json
 from ..filesystem import sync
-from ..reading import SEAL, check_files, check_seal, file_facts, read_header, read_json, sealed
+from ..reading import (
+    check_files,
+    check_seal,
+    file_facts,
+    read_header,
+    read_json,
+    sealed,
+    without_seal,
+)
 from ..runtime import mx, set_random_state
 from ..tensors import save_tensors
 from .state import TrainingState, Window
@@ -31,18 +39,6 @@ ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
-# Keys that are absent in early versions.
-_ADDED_LATER = {
-    "peak_gb",
-    "grad_norm",
-    "window",
-    "valid_loss",
-    "valid_reward",
-    "valid_best",
-    "terms",
-    "computed_tokens",
-    "inputs",
-}
 _SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
@@ -69,18 +65,13 @@ def batches_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
-def check_checkpoint(folder: Path) -> bool:
-    """Check every file of a checkpoint; return whether it has hashes, as early ones do not."""
+def check_checkpoint(folder: Path) -> None:
+    """Raise a PackError if a file of a checkpoint is damaged."""
     _, facts = _read_state(folder)
     try:
-        if facts is None:
-            for name in (ADAPTERS, OPTIMIZER):
-                read_header(folder / name)
-        else:
-            check_files(folder, facts)
+        check_files(folder, facts)
     except (OSError, ValueError) as error:
         raise _damaged(folder, error) from None
-    return facts is not None
 
 
 def load_checkpoint(
@@ -135,16 +126,13 @@ def read_training_state(folder: Path) -> TrainingState:
     return _read_state(folder)[0]
 
 
-def _read_state(folder: Path) -> tuple[TrainingState, dict | None]:
-    """Return the progress, and size and hash of the other files; None without hashes."""
+def _read_state(folder: Path) -> tuple[TrainingState, dict]:
+    """Return the progress, and size and hash of the other files."""
     try:
         content = read_json(folder / STATE)
-        facts = None
-        if SEAL in content or _FILES in content:
-            check_seal(content)
-            del content[SEAL]
-            facts = _checked_facts(content.pop(_FILES))
-
+        check_seal(content)
+        content = without_seal(content)
+        facts = _checked_facts(content.pop(_FILES))
         state = _from_json(TrainingState, content)
         if state.batches and not state.train_s:
             raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
@@ -172,13 +160,10 @@ def _damaged(folder: Path, error: Exception) -> PackError:
 def _from_json(cls: type, value: object, prefix: str = "") -> Any:
     """Return a dataclass from JSON, after a check of every name and number."""
     kinds = {f.name: f.type for f in fields(cls)}
-    if not isinstance(value, dict) or not set(kinds) - _ADDED_LATER <= set(value) <= set(kinds):
+    if not isinstance(value, dict) or set(value) != set(kinds):
         raise ValueError(f"{STATE} must contain {', '.join(prefix + name for name in kinds)}")
 
     entries = dict(value)
-    if cls is TrainingState:
-        entries.setdefault("computed_tokens", None)
-
     for key, number in entries.items():
         kind = kinds[key]
         optional = NoneType in get_args(kind)
@@ -194,8 +179,6 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
                 bound = ""
             raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
 
-    if cls is Window:
-        entries.setdefault("terms", None)
     return cls(**entries)
 
 

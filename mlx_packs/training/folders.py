@@ -49,7 +49,7 @@ def output_folders(
             created.insert(0, run_folder(folder).absolute())
         run = run_folder(folder)
         with exclusive_writer(run):
-            sweep(folder.parent, [folder.name])
+            sweep(folder.parent)
             sweep(run)
             if out is not None and not resume:
                 _check_run(run, overwrite)

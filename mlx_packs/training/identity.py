@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..bases.chat_template import reads_clock
 from ..bases.files import public_name, resolve_checkpoint
-from ..bases.fingerprint import changed_texts, fingerprint, is_fingerprint_of, text_hashes
+from ..bases.fingerprint import changed_texts, fingerprint, text_hashes
 from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.optimizer import with_bias_correction
@@ -20,9 +20,6 @@ from ..late import load
 from ..packs.base import Base
 from .run_folder import PACKAGES, check_unchanged
 from .settings import Run, RunSettings
-
-# What older runs did that do not have an option whose default is something else.
-_BEFORE = {"share_prefix": "off"}
 
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:
@@ -62,10 +59,9 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     ``base`` is the folder of the base, ``earlier`` the identity of the run as it began.
     """
-    same_base = is_fingerprint_of(base, earlier["base"], identity["base"], f"--resume: {run}")
     named = "teacher" if identity["recipe"].get("teacher") else "teacher_cache"
     for key, same, other, flag in (
-        ("base", same_base, "another base", "model"),
+        ("base", earlier["base"] == identity["base"], "another base", "model"),
         ("data", earlier["data"] == identity["data"], "other examples", "data"),
         (
             "teacher",
@@ -94,8 +90,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
             "loss",
         )
 
-    texts = earlier.get("base_text_files")  # of older runs nobody knows
-    if isinstance(texts, dict) and (names := changed_texts(base, texts)):
+    if names := changed_texts(base, earlier["base_text_files"]):
         raise PackError(
             f"--resume: {run} was trained with another {names[0]} of its base. Resume with the "
             "original base.",
@@ -103,8 +98,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
             "model",
         )
 
-    # an option that is newer than the run was what it is by default, or what came before it
-    newest = json.loads(json.dumps(Recipe().to_json())) | _BEFORE
+    # an option that is newer than the run was what it is by default
+    newest = json.loads(json.dumps(Recipe().to_json()))
     then = _with_head(with_bias_correction(newest | earlier["recipe"]))
     now = _with_head(with_bias_correction(newest | json.loads(json.dumps(identity["recipe"]))))
 
@@ -119,7 +114,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
 
 def _with_head(recipe: dict) -> dict:
-    """Return a recipe with the head that ``auto`` means; older runs named one for all tasks."""
+    """Return a recipe with the head that ``auto`` means."""
     task = TASKS.get(str(recipe["task"]))
     if task is None:
         return recipe
@@ -142,13 +137,10 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
     return public
 
 
-def with_template_date(
-    settings: RunSettings, base: Base, earlier: dict | None, display: Display
-) -> RunSettings:
+def with_template_date(settings: RunSettings, base: Base, display: Display) -> RunSettings:
     """Return settings with the date that the chat template reads, if it reads the clock.
 
-    ``earlier`` is the identity of the run that is resumed: early versions recorded no date, and
-    their templates go on reading the clock.
+    A resumed run has recorded one.
     """
     specified = settings.columns.template_date
     if not reads_clock(base.tokenizer):
@@ -161,11 +153,8 @@ def with_template_date(
             "template_date",
         )
 
-    if specified is None and earlier is None:
-        specified = date.today().isoformat()
     if specified is None:
-        display.line("template", "reads the clock, and this run has recorded no date")
-        return settings
+        specified = date.today().isoformat()
 
     display.line(
         "template",

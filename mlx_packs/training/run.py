@@ -266,7 +266,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.last_phase.train.task]
 
-    settings = with_template_date(settings, base, earlier, display)
+    settings = with_template_date(settings, base, display)
     with load("evaluation.images:images_of_run")(base, display):
         data = _encode(tasks, base, settings, splits)
     settings, data = with_batches(settings, data, display)

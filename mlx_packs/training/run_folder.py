@@ -8,12 +8,11 @@ from pathlib import Path
 from types import NoneType
 
 from ..config.choices import METHODS, TASKS
-from ..config.optimizer import corrected_in_mlx_lm
-from ..config.other_names import current_keys
-from ..errors import PackError
+from ..config.other_names import without_removed
+from ..errors import PackError, older_version
 from ..files import atomic_write, to_json
 from ..leftovers import discard, recovered
-from ..reading import check_seal, parse_json, read_json, sealed, without_seal
+from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
 from .checkpoint import (
     ADAPTERS,
@@ -31,8 +30,9 @@ REPORT = "report.json"  # what the run reported at its end
 PICTURE = "loss.png"
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
+# Settings that every run records; without one of them an older version wrote it.
+_SETTINGS = {"share_prefix", "template_date"}
 _SEED_RUN = re.compile(r"seed-\d+-run")
-_POINTER = "latest"  # which early versions wrote
 # Fields of metrics.jsonl that are not numbers: the phase, and the events passed to `on_event`.
 _OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
 
@@ -63,7 +63,7 @@ def clear_run(run: Path) -> None:
     """Remove the checkpoints, the metrics and the records of an earlier run."""
     for folder in checkpoints(run):
         discard(folder, folder)
-    for name in (_POINTER, METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
+    for name in (METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
         (run / name).unlink(missing_ok=True)
     for file in run.glob("reference-*.safetensors"):
         file.unlink()
@@ -80,8 +80,10 @@ def write_identity(run: Path, identity: dict) -> None:
 
 
 def read_identity(run: Path) -> dict:
-    """Return what `write_identity` wrote; an older run gets the settings that it had by default."""
+    """Return what `write_identity` wrote."""
     identity = _parsed_identity(run)
+    if SEAL not in identity or not _SETTINGS <= set(identity["recipe"]):
+        raise older_version(run, "Train again, with --overwrite.")
     try:
         check_seal(identity)
     except ValueError as error:
@@ -89,13 +91,7 @@ def read_identity(run: Path) -> dict:
             f"{run / CONFIG}: {error}. {_without_identity(run)}", "unreadable"
         ) from None
 
-    recipe = current_keys(identity["recipe"])
-    if recipe.get("keep_last", 0) is None:  # as early versions had it
-        recipe["keep_last"] = -1
-    recipe.setdefault("hold_out", "last")  # as early versions did
-    recipe.setdefault("bias_correction", corrected_in_mlx_lm(recipe))
-    recipe.setdefault("warmup_from_zero", False)
-    return without_seal(identity) | {"recipe": recipe}
+    return without_seal(identity) | {"recipe": without_removed(identity["recipe"])}
 
 
 def _parsed_identity(run: Path) -> dict:
@@ -175,7 +171,6 @@ class ResumePoint:
     """The checkpoint that a resumed run continues from: the newest that is not damaged."""
 
     folder: Path
-    has_hashes: bool  # without them, as of early versions, damage may not be noticed
     damaged: tuple[str, ...] = ()  # what is wrong with each newer checkpoint
 
     @property
@@ -185,10 +180,7 @@ class ResumePoint:
         if self.damaged:
             newest = "the newest that is not damaged"
 
-        text = f"{self.folder.name}, {newest}"
-        if not self.has_hashes:
-            text += "; an early version wrote it, without hashes"
-        return text
+        return f"{self.folder.name}, {newest}"
 
 
 def seed_runs(folder: Path) -> list[Path]:
@@ -208,9 +200,11 @@ def resume_point(run: Path) -> ResumePoint:
     damaged: list[str] = []
     for folder in reversed(checkpoints(run)):
         try:
-            return ResumePoint(folder, check_checkpoint(folder), tuple(damaged))
+            check_checkpoint(folder)
         except PackError as error:
             damaged.append(error.message)
+        else:
+            return ResumePoint(folder, tuple(damaged))
 
     if damaged:
         text = damaged[0]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
-from ..config.optimizer import arguments_of
 from ..config.recipe import Recipe, RunOptions, check_data_named, from_configs
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data, columns_of
@@ -145,30 +144,15 @@ class RunSettings:
         )
 
     def as_it_began(self, earlier: dict | None) -> "RunSettings":
-        """Return these with the earlier defaults of the run that is resumed, by its identity."""
+        """Return these with the template and date of the run that is resumed, by its identity."""
         if earlier is None:
             return self
-
-        train = self.train
-        earlier_columns = {}
-        if not self.columns.changed(["hold_out"]):
-            earlier_columns["hold_out"] = earlier["recipe"]["hold_out"]
-        for name in ("template_date", "chat_template"):
-            if getattr(self.columns, name) is None:
-                earlier_columns[name] = earlier["recipe"].get(name)
-
-        earlier_defaults = {
-            name: earlier["recipe"][name]
-            for name in ("bias_correction", "warmup_from_zero")
-            if not train.changed([name]) and name not in arguments_of(vars(train))
+        recorded = {
+            name: earlier["recipe"].get(name)
+            for name in ("template_date", "chat_template")
+            if getattr(self.columns, name) is None
         }
-
-        if not train.changed(["share_prefix"]):  # older runs compute every row whole
-            earlier_defaults["share_prefix"] = earlier["recipe"].get("share_prefix", "off")
-        if train.test_batches is None:  # older runs evaluate all
-            earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
-
-        return self.with_settings(earlier_defaults, earlier_columns)
+        return self.with_settings({}, recorded)
 
 
 def with_batches(

@@ -15,14 +15,10 @@ class Window:
 
     batches: int = 0
     targets: int = 0
-    terms: int | None = 0  # of the losses; None in early versions, where they were the targets
+    terms: int = 0  # of the losses
     loss_sum: float = 0.0
     seconds: float = 0.0
     inputs: int = 0  # all real tokens
-
-    def __post_init__(self) -> None:
-        if self.terms is None:
-            self.terms = self.targets
 
     def add(self, loss: float, batch: Batch, seconds: float) -> None:
         """Count a batch with this mean loss."""
@@ -69,7 +65,7 @@ class TrainingState:
     valid_loss: float | None = None
     valid_reward: float | None = None
     valid_best: float | None = None  # what --best names
-    computed_tokens: int | None = 0  # all real tokens of those batches; None in early versions
+    computed_tokens: int = 0  # all real tokens of those batches
 
     def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
@@ -80,8 +76,7 @@ class TrainingState:
             self.valid_loss = self.valid_reward = self.valid_best = None
 
         self.trained_tokens += batch.targets
-        if self.computed_tokens is not None:
-            self.computed_tokens += batch.computed
+        self.computed_tokens += batch.computed
         self.train_s += seconds
         self.peak_gb = max(self.peak_gb, mx.get_peak_memory() / 1e9)
         self.window.add(loss, batch, seconds)

@@ -5,7 +5,7 @@ import pytest
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.config.fields import facts_of
-from mlx_packs.config.other_names import _VALUES, OTHER_NAMES, current_keys
+from mlx_packs.config.other_names import _VALUES, OTHER_NAMES, without_removed
 from mlx_packs.config.recipe import _OWNERS, resolve
 from mlx_packs.errors import flag_of
 from tests.helpers.errors import raises
@@ -58,5 +58,5 @@ def test_lr_is_the_learning_rate(monkeypatch):
 
 
 def test_removed_settings_of_a_file_are_left_out_unless_they_were_used():
-    assert current_keys({"for_merge": "none", "rank": 4}) == {"rank": 4}
-    assert current_keys({"for_merge": "affine4"}) == {"for_merge": "affine4"}
+    assert without_removed({"for_merge": "none", "rank": 4}) == {"rank": 4}
+    assert without_removed({"for_merge": "affine4"}) == {"for_merge": "affine4"}

@@ -1,16 +1,19 @@
-"""Damage to files, and checkpoints as earlier versions wrote them."""
+"""Damage to files, and hashes of files that a test has changed."""
 
 import json
 import random
 from pathlib import Path
 
+from mlx_packs.reading import file_facts, sealed, without_seal
 
-def remove_hashes(checkpoint: Path) -> None:
-    """Leave a checkpoint as versions without hashes wrote it."""
+
+def renew_hashes(checkpoint: Path, state: dict | None = None) -> None:
+    """Write the state of a checkpoint, or another one, with the hashes of its files as they are."""
     file = checkpoint / "state.json"
-    state = json.loads(file.read_text())
-    del state["sha256"], state["files"]
-    file.write_text(json.dumps(state))
+    if state is None:
+        state = without_seal(json.loads(file.read_text()))
+    facts = file_facts(checkpoint, ("adapters.safetensors", "optimizer.safetensors"))
+    file.write_text(json.dumps(sealed({**state, "files": facts})))
 
 
 def flip_bit(file: Path, bit: int) -> None:

@@ -39,7 +39,7 @@ def test_any_finite_score_is_better_than_none(value, is_better):
         ({"valid_loss": 1.5, "valid_ppl": 4.4}, StoredScore(1.5, LOSS)),
         ({"valid_reward": 0.3}, StoredScore(0.3, REWARD)),
         ({"valid_loss": 0.0}, StoredScore(0.0, LOSS)),
-        ({"valid_loss": -0.3, "valid_reward": 0.3}, StoredScore(0.3, REWARD)),  # of early versions
+        ({"valid_loss": -0.3, "valid_reward": 0.3}, StoredScore(0.3, REWARD)),
         ({"valid_loss": None}, None),
         ({"loss": 1.0}, None),
     ],

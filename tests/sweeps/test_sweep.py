@@ -263,7 +263,28 @@ def test_a_sweep_of_another_format_is_one_line(trained, tmp_path):
     (tmp_path / "s" / "sweep.json").write_text('{"format": "mlx_packs sweep 1", "trials": []}')
     result = run_sweep()
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "whose format differs" in result.stderr and "Choose another --out" in result.stderr
+    assert "older version" in result.stderr and "Choose another --out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("sweep", "settings", "key"),
+    [
+        ({}, {"iters": 8}, "recipe differs"),
+        ({"trials": 2}, {}, "trials differ"),
+        ({"seed": 4}, {}, "seed differs"),
+        ({"parameters": {"rank": [1, 3, 4]}}, {}, "parameters differ"),
+    ],
+)
+def test_another_sweep_in_the_folder_is_one_line(trained, tmp_path, sweep, settings, key):
+    searched = {"search": "random", "trials": 3, **RANKS}
+    write_sweep(tmp_path, searched)
+    assert run_sweep().exit_code == 0
+    trained.clear()
+    write_sweep(tmp_path, {**searched, **sweep}, **settings)
+    result = run_sweep()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert f"whose {key}" in result.stderr and "Choose another --out" in result.stderr
+    assert trained == []
 
 
 def test_report_writes_the_page_of_a_sweep(trained, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import train_pack
-from mlx_packs.reading import sha256
+from mlx_packs.reading import sha256, without_seal
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import (
     checkpoints,
@@ -18,7 +18,7 @@ from mlx_packs.training.run_folder import (
     logged_metrics,
     resume_point,
 )
-from tests.helpers.damage import flip_bit, remove_hashes
+from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.runs import LORA, TRAIN, Lines
 
@@ -56,13 +56,6 @@ def flip_last(file: Path) -> None:
     flip_bit(file, 8 * (file.stat().st_size - 3))
 
 
-@pytest.mark.parametrize("text", ["", "step-000001"])
-def test_a_pointer_of_an_early_version_has_no_say(trained_copy, text):
-    (RUN / "latest").write_text(text)
-    point = resume_point(RUN)
-    assert (point.folder.name, point.why) == ("step-000002", "step-000002, the newest checkpoint")
-
-
 def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, uninterrupted):
     shutil.rmtree(RUN / "step-000002")  # nothing else names a checkpoint
     names = {"step-000001", "config.json", "metrics.jsonl", "report.json", "report.html"}
@@ -76,7 +69,7 @@ def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed,
 def test_a_damaged_newest_checkpoint_is_passed_over(trained_copy, name, damage):
     damage(RUN / "step-000002" / name)
     point = resume_point(RUN)
-    assert point.folder.name == "step-000001" and point.has_hashes
+    assert point.folder.name == "step-000001"
     (fault,) = point.damaged
     assert fault.startswith(f"{RUN / 'step-000002'}") and name in fault and "\n" not in fault
 
@@ -118,21 +111,9 @@ def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resum
     assert resume_point(RUN).folder.name == "step-000003" and hashes(Path("o")) == uninterrupted
 
 
-def test_checkpoints_without_hashes_resume(trained_copy, resumed, uninterrupted):
-    for folder in checkpoints(RUN):
-        remove_hashes(folder)
-    (RUN / "latest").write_text("step-000002\n")
-    (line,) = resumed()
-    assert line.endswith(
-        "(step-000002, the newest checkpoint; an early version wrote it, without hashes)"
-    )
-    assert hashes(Path("o")) == uninterrupted
-
-
-def test_a_torn_checkpoint_without_hashes_is_passed_over(trained_copy):
-    for folder in checkpoints(RUN):
-        remove_hashes(folder)
-    os.truncate(RUN / "step-000002" / "optimizer.safetensors", 5000)
+def test_a_checkpoint_without_hashes_is_passed_over(trained_copy):
+    file = RUN / "step-000002" / "state.json"
+    file.write_text(json.dumps(without_seal(json.loads(file.read_text()))))
     assert resume_point(RUN).folder.name == "step-000001"
 
 
