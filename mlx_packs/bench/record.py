@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ..bases.files import public_name
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED
 from .conditions import unknown
 from .implementations import LEARNING_RATE
-from .run import BenchResult, median
+from .run import BenchResult
 from .steps import MIN_ROUNDS, Comparison, Contest, Side
 
 FORMAT = "mlx_packs bench 1"
@@ -203,22 +204,14 @@ def pull_request(record: dict, file: str) -> str:
     machine = record["machine"]
     name = file_name(record)
     chip = machine["device"].split(" (")[0]
-    cores = ""
-    if machine["gpu_cores"]:
-        cores = f"{machine['gpu_cores']} GPU cores, "
-
     lines = [
         f"# [benchmarks] Add a record of {chip}",
         "",
-        f"`packs bench` on {chip}, {cores}{machine['memory_gb']:g} GB, {machine['system']}, "
-        f"{record['date'][:10]}.",
+        f"`packs bench` on {chip}, {record['date'][:10]}.",
         "",
-        "| model | batch | path | mlx-lm tokens/s | mlx_packs tokens/s | speedup | "
-        "mlx-lm GB | mlx_packs GB |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
-        *(_table_row(step) for step in record["steps"] if not step["fault"]),
-        "",
-        *(f"- {note}" for note in record["notes"]),
+        "```",
+        *table(record),
+        "```",
         "",
         "## How to open it",
         "",
@@ -237,18 +230,6 @@ def pull_request(record: dict, file: str) -> str:
     ]
 
     return "\n".join(lines)
-
-
-def _table_row(step: dict) -> str:
-    theirs = step["mlx_lm"]
-    ours = step["mlx_packs"]
-    ratio = step["ratio"]
-    return (
-        f"| {step['model']} | {step['batch_size']} x {step['length']} | {step['matmul_path']} | "
-        f"{_short(theirs['tokens_per_s'])} | {_short(ours['tokens_per_s'])} | "
-        f"{_short(ratio['p50'])} ({_short(ratio['p20'])} to {_short(ratio['p80'])}) | "
-        f"{_short(theirs['peak_gb'])} | {_short(ours['peak_gb'])} |"
-    )
 
 
 def file_name(record: dict) -> str:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
 
 from .. import chips, measurements
 from ..bases.files import TINY, check_files, resolve_checkpoint
@@ -132,14 +133,6 @@ def outcome(comparison: Comparison) -> str:
     count = len(comparison.ratios)
     rounds = "rounds" if count > 1 else "round"
     return f"{median(comparison.ratios):.2f}x the speed of mlx-lm, {count} {rounds}"
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(values) // 2
-    if len(values) % 2:
-        return ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _contests(settings: BenchSettings, display: Display) -> list[Contest]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -125,7 +124,7 @@ def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
         )
 
     try:
-        _shared(base.model)
+        copy.deepcopy(base.model)
     except TypeError as error:  # a module with a compiled function
         raise PackError(
             f"--model {name}: its modules cannot be copied ({error}).", "unsupported"
@@ -141,7 +140,6 @@ def compare_steps(
     share_s: float,
     end: float,
     clock: Callable[[], float],
-    say: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Time both on batches of a shape, alternating, for about ``share_s`` seconds.
 
@@ -156,7 +154,7 @@ def compare_steps(
     try:
         entries = _entries(of, shape, path, comparison.recompute)
         turns = _turns(entries, until, end, clock)
-        race(of.adapters, entries, turns, TOLERANCE[of.dtype], say)
+        race(of.adapters, entries, turns, TOLERANCE[of.dtype])
     except LossesDiffer as error:
         return replace(comparison, fault=f"losses differ: {error}", differs=True)
     except (RuntimeError, MemoryError) as error:
@@ -217,11 +215,11 @@ def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
 
 
 def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry]:
-    """Return mlx-lm's side and ours; both use the same weights of the base."""
+    """Return mlx-lm's side and ours; both use the same weights, since MLX copies no arrays."""
     rows = Rows.random(*shape, of.base.vocab_size, _SEED, offset=1)
 
     def fresh() -> Base:
-        return replace(of.base, model=_shared(of.base.model))
+        return replace(of.base, model=copy.deepcopy(of.base.model))
 
     peer = MlxLm(fresh, of.adapters, recompute=recompute == "block")
     ours = Ours(fresh, of.adapters, path, recompute)
@@ -229,11 +227,6 @@ def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry
         Entry("mlx-lm", peer, rows, rows.for_mlx_lm()),
         Entry("mlx_packs", ours, rows, rows.for_ours(), untimed=1, around=memory_limits),
     ]
-
-
-def _shared(model: nn.Module) -> nn.Module:
-    """Return modules of their own with the same arrays; MLX copies no data."""
-    return copy.deepcopy(model)
 
 
 def _turns(
