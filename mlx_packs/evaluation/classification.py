@@ -8,7 +8,7 @@ the temperature that is fitted to logits. Standard errors of means are theirs; o
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -21,21 +21,27 @@ from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
-from ..memory.matmul_path import choose_matmul_path
 from ..objectives.classification import ScoreHead
-from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_commonest
 from ..packs.classify import attached, objective_of
 from ..packs.pack import Pack
 from .embeddings import pearson, spearman
-from .preferences import check_no_text_settings, standard_error, with_error
 from .rows import EvalSettings
+from .scores import (
+    MetricScore,
+    check_no_text_settings,
+    format_with_errors,
+    scoring_path,
+    standard_error,
+)
 
 _BINS = 15
 _RESAMPLES = 200
 _MOST_MISTAKES = 10  # that people see
 _COLDEST = 0.05  # a temperature is between it and its inverse
+
+VALIDATED = ("valid_loss", "valid_accuracy", "valid_macro_f1", "valid_spearman")
 
 Metric = Callable[[np.ndarray], float]  # of the numbers of some examples
 
@@ -250,43 +256,19 @@ def predict(
     return Predictions(np.concatenate(logits), np.concatenate(values), problem)
 
 
-@dataclass(frozen=True)
-class ClassScore(Score):
-    """The metrics of a classifier, each with its standard error (``<name>_se``).
-
-    ``ppl`` is None, since the reports of phases look for one.
-    """
-
-    metrics: Mapping[str, float]
-    rows: int
-    ppl: None = None
-    numbers: ClassVar = ("valid_loss", "valid_accuracy", "valid_macro_f1", "valid_spearman")
-
-    @property
-    def value(self) -> float:
-        return self.metrics["loss"]
-
-    @property
-    def entries(self) -> dict[str, float]:
-        present = {name: name.removeprefix("valid_") for name in self.numbers}
-        return {n: self.metrics[key] for n, key in present.items() if key in self.metrics}
-
-    @property
-    def text(self) -> str:
-        shown = [
-            f"{name} {self.metrics[name]:.3f}"
-            for name in ("loss", "spearman", "macro_f1")
-            if name in self.metrics
-        ]
-
-        if "accuracy" in self.metrics:
-            commonest = f"commonest label {self.metrics['commonest_share']:.1%}"
-            shown.insert(1, f"accuracy {self.metrics['accuracy']:.1%} ({commonest})")
-        return ", ".join(shown)
+def class_score(predictions: Predictions) -> MetricScore:
+    """Return the score of a validation: its facts are what only reports have."""
+    metrics = predictions.metrics()
+    validated = {
+        name: value
+        for name, value in metrics.items()
+        if name.removesuffix("_se") in ("accuracy", "macro_f1", "spearman")
+    }
+    return MetricScore(metrics["loss"], validated, len(predictions.values), metrics)
 
 
 def validated_numbers(problem: str) -> tuple[str, ...]:
-    """Return which numbers of `ClassScore` validations have."""
+    """Return which numbers validations have."""
     if problem == REGRESSION:
         return ("valid_loss", "valid_spearman")
     return ("valid_loss", "valid_accuracy", "valid_macro_f1")
@@ -320,13 +302,8 @@ class ClassificationReport:
         return {**report.pop("metrics"), **report}
 
     def lines(self) -> list[str]:
-        shown = [
-            f"{label} {with_error(self.metrics[name], self.metrics[f'{name}_se'])}"
-            for name, label in _SHOWN.items()
-            if name in self.metrics
-        ]
         notes = format_commonest({**self.metrics, "predicts_only": self.predicts_only})
-        lines = [f"pack    {', '.join(shown)}{notes}"]
+        lines = [f"pack    {format_with_errors(self.metrics)}{notes}"]
 
         if self.temperature != 1:
             lines.append(f"        probabilities at temperature {self.temperature:.3f}")
@@ -342,18 +319,6 @@ class ClassificationReport:
 
         lines.append(f"data    {self.rows} examples ({self.format}){left_out}")
         return lines
-
-
-_SHOWN = {
-    "accuracy": "accuracy",
-    "macro_f1": "macro F1",
-    "log_loss": "log loss",
-    "calibration_error": "calibration error",
-    "mae": "mean absolute error",
-    "rmse": "RMSE",
-    "spearman": "Spearman",
-    "pearson": "Pearson",
-}
 
 
 def evaluate_classifier(
@@ -372,11 +337,7 @@ def evaluate_classifier(
     chosen = np.arange(examples.count)
     batches = labelled_evaluation(examples, settings.batch_size, length, chosen).once()
 
-    path = settings.matmul_path
-    if path == "auto":
-        tokens = batches[-1].inputs["tokens"].size
-        path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
-
+    path = scoring_path(base, batches, settings.matmul_path)
     bars = settings.display.task("score", len(batches), "batches")
     with attached(base, pack, path) as head, bars as bar:
         classifier = objective_of(base, classes, head)

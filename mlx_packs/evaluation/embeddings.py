@@ -5,72 +5,30 @@ InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 
 from ..bases.encoder import Vectors, embedded
 from ..data.formats import Row
 from ..data.pairs import Pairs, encode_pairs
-from ..errors import PackError, flag_of
-from ..objectives.score import Score
+from ..errors import PackError
 from ..packs.base import Base
-from ..packs.card import format_metrics
-from .metrics import NO_METRIC
 from .rows import EvalSettings
+from .scores import MetricReport, Metrics, check_no_text_settings
 
 TOP = 10  # of MRR and NDCG
 _QUERIES = 512  # whose similarities are in memory at a time
 
-Metrics = dict[str, float]
 
-
-@dataclass(frozen=True)
-class EmbeddingScore(Score):
-    """Validation examples in the loop: the loss, if requested, and the metrics."""
-
-    nll: float
-    metrics: Metrics
-    numbers: ClassVar = (
-        "valid_loss",
-        "valid_spearman",
-        "valid_pearson",
-        "valid_mrr_at_10",
-        "valid_ndcg_at_10",
-        "valid_recall_at_1",
-        "valid_triplet_accuracy",
-    )
-
-    @property
-    def value(self) -> float:
-        return self.nll
-
-    @property
-    def entries(self) -> dict[str, float]:
-        return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
-
-    @property
-    def text(self) -> str:
-        return f"loss {self.nll:.3f}, {format_metrics(self.metrics)}"
-
-
-@dataclass(frozen=True)
-class EmbeddingReport:
-    """Base and base with pack on the same examples: metrics by name."""
-
-    rows: int
-    format: str
-    base: Metrics
-    pack: Metrics | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        metrics = {"base": self.base, "pack": self.pack}
-        lines = [f"{name}    {format_metrics(own)}" for name, own in metrics.items() if own]
-        return [*lines, f"data    {self.rows} examples ({self.format})"]
+VALIDATED = (
+    "valid_loss",
+    "valid_spearman",
+    "valid_pearson",
+    "valid_mrr_at_10",
+    "valid_ndcg_at_10",
+    "valid_recall_at_1",
+    "valid_triplet_accuracy",
+)
 
 
 def check_scores(pairs: Pairs, where: str) -> None:
@@ -178,30 +136,15 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
     }
 
 
-def _check_settings(base: Base, settings: EvalSettings) -> None:
-    """Raise a PackError for settings that mean nothing for embeddings."""
-    unfit = {
-        "metric": settings.metric not in (None, NO_METRIC),
-        "share_prefix": settings.share_prefix == "on",
-        "loss_on": settings.loss_on is not None,
-    }
-    if base.architecture == "encoder":
-        unfit["matmul_path"] = settings.matmul_path not in ("auto", "dense")
-
-    for name, is_unfit in unfit.items():
-        if is_unfit:
-            raise PackError(
-                f"{flag_of(name)}: means nothing for the embeddings of {base.name}. Leave it out.",
-                "conflict",
-                name,
-            )
-
-
 class EmbeddingEvaluator:
     """The metrics of a base's embeddings; see `evaluate.Evaluator`."""
 
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        _check_settings(base, settings)
+        check_no_text_settings(settings, f"the embeddings of {base.name}")
+        if base.architecture == "encoder" and settings.matmul_path not in ("auto", "dense"):
+            text = f"--matmul-path: does not apply to {base.name}, which is dense. Leave it out."
+            raise PackError(text, "conflict", "matmul_path")
+
         self.matmul_path = "quantized"  # an encoder is dense: nothing to choose
         if base.architecture == "decoder" and settings.matmul_path != "auto":
             self.matmul_path = settings.matmul_path
@@ -220,5 +163,5 @@ class EmbeddingEvaluator:
         with self._display.working("score", f"{len(self._pairs):,} rows"):
             return score_pairs(self._vectors, self._pairs, self._batch_size)
 
-    def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:
-        return EmbeddingReport(len(self._pairs), self._pairs.format.name, base, pack)
+    def report(self, base: Metrics, pack: Metrics | None) -> MetricReport:
+        return MetricReport.of(len(self._pairs), self._pairs.format.name, base, pack)

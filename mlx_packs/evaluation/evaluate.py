@@ -17,9 +17,9 @@ from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
     from .classification import ClassificationReport
-    from .embeddings import EmbeddingReport
     from .perplexity import EvalReport
     from .preferences import RewardReport
+    from .scores import MetricReport
 
 
 class Evaluator(Protocol):
@@ -34,7 +34,7 @@ class Evaluator(Protocol):
     def score(self) -> Any:
         """Score the base as it is now, with its active pack if it has one."""
 
-    def report(self, base: Any, pack: Any | None) -> "EvalReport | EmbeddingReport":
+    def report(self, base: Any, pack: Any | None) -> "EvalReport | MetricReport":
         """Return the combined report of the scores of the base, and of the base with the pack."""
 
 
@@ -63,7 +63,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     metric: str | None = None,
     share_prefix: str = "auto",
     progress: bool | Display = True,
-) -> "EvalReport | EmbeddingReport | RewardReport | ClassificationReport":
+) -> "EvalReport | MetricReport | RewardReport | ClassificationReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. For embeddings the report has correlations, retrieval metrics or
@@ -141,7 +141,7 @@ def _of_task(pack: Pack, usual: Any) -> tuple[Any, Any]:
 
 def _report(
     base: Base, pack: Pack | None, evaluator: Evaluator
-) -> "EvalReport | EmbeddingReport | RewardReport":
+) -> "EvalReport | MetricReport | RewardReport":
     with activated(base, None, evaluator.matmul_path):
         base_score = evaluator.score()
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -17,7 +17,6 @@ from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..data.trees import WORTHWHILE, TreePlan
 from ..distributed.group import group
 from ..errors import PackError
-from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
 from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
@@ -29,6 +28,9 @@ from .answers import AnswerReport, Exam, answer_line, questions_of
 from .images import encode_shown
 from .metrics import metric_of
 from .rows import EvalSettings
+from .scores import scoring_path
+
+VALIDATED = ("valid_loss", "valid_ppl", "valid_accuracy")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ class PerplexityScore(Score):
     nll: float
     rows: int
     targets: int
-    numbers: ClassVar = ("valid_loss", "valid_ppl", "valid_accuracy")
 
     @property
     def value(self) -> float:
@@ -52,11 +53,15 @@ class PerplexityScore(Score):
 
     @property
     def entries(self) -> dict[str, float]:
-        return dict(zip(self.numbers, (self.nll, self.ppl, self.accuracy), strict=True))
+        return dict(zip(VALIDATED, (self.nll, self.ppl, self.accuracy), strict=True))
 
     @property
     def text(self) -> str:
-        return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
+        return f"loss {self.value:.3f}, PPL {self.ppl:.2f}"
+
+    @property
+    def perplexity(self) -> dict[str, float | None]:
+        return {"ppl": self.ppl, "ppl_se": self.ppl_se, "accuracy": self.accuracy}
 
 
 @dataclass(frozen=True)
@@ -303,11 +308,7 @@ class PerplexityEvaluator:
             questions = questions_of(usable, row_format, columns, base, metric, length)
             self._exam = Exam(base, metric, questions, settings.batch_size * length)
 
-        self.matmul_path = settings.matmul_path
-        if self.matmul_path == "auto":
-            tokens = self._batches[-1].inputs["tokens"].size
-            steps = len(self._batches)
-            self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
+        self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
 
     def score(self) -> Evaluation:
         scorer = Scorer(self._base.model, split_head(self._base.model))

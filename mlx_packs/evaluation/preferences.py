@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,73 +15,39 @@ from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
-from ..memory.matmul_path import choose_matmul_path
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
 from ..objectives.reward_model import RewardModel, hidden_states
-from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.pack import Pack
 from ..packs.rewards import attached_reward_model
 from ..runtime import mx
 from .images import encoding_progress
-from .metrics import NO_METRIC
 from .perplexity import perplexity
 from .rows import EvalSettings
+from .scores import (
+    MetricScore,
+    check_no_text_settings,
+    format_with_errors,
+    scoring_path,
+    standard_error,
+)
 
-
-@dataclass(frozen=True)
-class PairScore(Score):
-    """What every score of preferences has.
-
-    Attributes:
-        nll: mean loss of a row.
-        accuracy: share of the rows whose chosen completion has the higher reward, or whose rated
-            completion has a reward of the right sign; a tie counts as half.
-        margin: mean reward of chosen completions minus the mean of rejected ones.
-        rows: number of rows.
-        commonest_share: share of the commoner rating, which a constant sign would reach; None of
-            pairs, where that is chance.
-    """
-
-    nll: float
-    accuracy: float
-    margin: float
-    rows: int
-    commonest_share: float | None = None
-    numbers: ClassVar = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
-
-    @property
-    def value(self) -> float:
-        return self.nll
-
-    @property
-    def entries(self) -> dict[str, float]:
-        return dict(zip(self.numbers, (self.nll, self.accuracy, self.margin), strict=True))
-
-    @property
-    def text(self) -> str:
-        commonest = ""
-        if self.commonest_share is not None:
-            commonest = f" (commonest label {self.commonest_share:.1%})"
-        accuracy = f"accuracy {self.accuracy:.1%}{commonest}"
-        return f"loss {self.nll:.3f}, {accuracy}, margin {self.margin:.3f}"
-
-
-@dataclass(frozen=True)
-class PreferenceScore(PairScore):
-    """The score of a model on preferences; ``ppl`` is the perplexity of chosen completions."""
-
-    ppl: float = float("nan")
-    ppl_se: float | None = None  # not known
+VALIDATED = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
 
 
 def score_preferences(
     objective: PreferenceObjective,
     batches: Sequence[Batch],
     advance: Callable[[], None] | None = None,
-) -> PreferenceScore:
-    """Score all rows of some batches, at least one, in evaluation mode."""
+) -> MetricScore:
+    """Score all rows of some batches, at least one, in evaluation mode.
+
+    Accuracy is the share of the rows whose chosen completion has the higher reward, or whose rated
+    completion has a reward of the right sign; a tie counts as half. The margin is the mean reward
+    of chosen completions minus the mean of rejected ones. Facts are the perplexity of chosen
+    completions, and of rated ones the share of the commoner rating.
+    """
     if not batches:
         raise PackError("--data: there are no examples to evaluate.", "data")
     objective.model.eval()
@@ -116,27 +82,18 @@ def score_preferences(
     count = int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
 
-    commonest = max(desirable.mean(), 1 - desirable.mean()) if rated else None
-    return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), commonest, ppl)
-
-
-@dataclass(frozen=True)
-class RewardScore(PairScore):
-    """The score of a reward model on pairs, with standard errors unless there is one pair.
-
-    ``ppl`` is None, since a score is no probability.
-    """
-
-    accuracy_se: float | None = None
-    margin_se: float | None = None
-    ppl: None = None
+    facts = {"chosen_ppl": ppl}
+    if rated:
+        facts["commonest_share"] = max(desirable.mean(), 1 - desirable.mean())
+    metrics = {"preference_accuracy": accuracy, "reward_margin": margin}
+    return MetricScore(loss / len(rewards), metrics, len(rewards), facts)
 
 
 def score_pairs(
     objective: RewardModel,
     batches: Sequence[Batch],
     advance: Callable[[], None] | None = None,
-) -> RewardScore:
+) -> MetricScore:
     """Score all pairs of some batches, at least one, in evaluation mode."""
     if not batches:
         raise PackError("--data: there are no examples to evaluate.", "data")
@@ -155,16 +112,13 @@ def score_pairs(
     right = (np.sign(gains) + 1) / 2
     loss = float(np.concatenate(losses).mean())
 
-    accuracy, margin = float(right.mean()), float(gains.mean())
-    errors = {"accuracy_se": standard_error(right), "margin_se": standard_error(gains)}
-    return RewardScore(loss, accuracy, margin, len(pairs), **errors)
-
-
-def standard_error(values: np.ndarray) -> float | None:
-    """Return the standard error of a mean, [N]; None of a single value."""
-    if len(values) < 2:
-        return None
-    return float(values.std(ddof=1) / np.sqrt(len(values)))
+    metrics = {
+        "preference_accuracy": float(right.mean()),
+        "preference_accuracy_se": standard_error(right),
+        "reward_margin": float(gains.mean()),
+        "reward_margin_se": standard_error(gains),
+    }
+    return MetricScore(loss, metrics, len(pairs))
 
 
 @dataclass(frozen=True)
@@ -184,37 +138,14 @@ class RewardReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        accuracy = with_error(self.preference_accuracy, self.preference_accuracy_se)
-        margin = with_error(self.reward_margin, self.reward_margin_se)
         dropped = ""
         if self.dropped:
             dropped = f" · {self.dropped} dropped for their length"
 
         return [
-            f"pack    preference accuracy {accuracy}, reward margin {margin}, loss {self.loss:.4f}",
+            f"pack    {format_with_errors(asdict(self))}, loss {self.loss:.4f}",
             f"data    {self.rows} examples ({self.format}){dropped}",
         ]
-
-
-def check_no_text_settings(settings: EvalSettings, what: str) -> None:
-    """Raise a PackError if a setting is about text, which a pack of another kind has not."""
-    misplaced = {
-        "loss_on": settings.loss_on is not None,
-        "metric": settings.metric not in (None, NO_METRIC),
-        "share_prefix": settings.share_prefix == "on",
-    }
-    for flag, is_misplaced in misplaced.items():
-        if is_misplaced:
-            name = flag.replace("_", "-")
-            text = f"--{name}: does not apply to {what}. Leave it out."
-            raise PackError(text, "conflict", flag)
-
-
-def with_error(value: float, error: float | None) -> str:
-    """Return a number for people, with its standard error if it is known."""
-    if error is None:
-        return f"{value:.4f}"
-    return f"{value:.4f} ± {error:.4f}"
 
 
 def evaluate_reward_model(
@@ -234,11 +165,7 @@ def evaluate_reward_model(
     inputs = sequence_inputs(length)
     batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()
 
-    path = settings.matmul_path
-    if path == "auto":
-        tokens = batches[-1].inputs["tokens"].size
-        path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
-
+    path = scoring_path(base, batches, settings.matmul_path)
     bars = settings.display.task("score", len(batches), "batches")
     with attached_reward_model(base, pack, path) as attached, bars as bar:
         states = hidden_states(base.model, base.name)
@@ -246,12 +173,9 @@ def evaluate_reward_model(
         score = score_pairs(model, batches, bar.advance)
 
     return RewardReport(
-        score.rows,
-        examples.dropped,
-        examples.format,
-        score.accuracy,
-        score.accuracy_se,
-        score.margin,
-        score.margin_se,
-        score.nll,
+        rows=score.rows,
+        dropped=examples.dropped,
+        format=examples.format,
+        loss=score.loss,
+        **score.metrics,
     )

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import mlx.nn as nn
 import numpy as np
@@ -13,7 +12,10 @@ from ..objectives.causal_lm import Head
 from ..objectives.distillation import Distillation, target_losses
 from ..objectives.objective import Inputs
 from ..runtime import mx
+from .perplexity import VALIDATED as OF_PERPLEXITY
 from .perplexity import ExampleScores, PerplexityScore, Scorer
+
+VALIDATED = (*OF_PERPLEXITY, "valid_teacher_loss")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,6 @@ class StudentScore(PerplexityScore):
 
     divergence: float = 0.0
     ce_weight: float = 0.0
-    numbers: ClassVar = ("valid_loss", "valid_ppl", "valid_accuracy", "valid_teacher_loss")
 
     @property
     def value(self) -> float:
@@ -36,11 +37,7 @@ class StudentScore(PerplexityScore):
     @property
     def entries(self) -> dict[str, float]:
         values = (self.value, self.ppl, self.accuracy, self.divergence)
-        return dict(zip(self.numbers, values, strict=True))
-
-    @property
-    def text(self) -> str:
-        return f"loss {self.value:.3f}, PPL {self.ppl:.2f}"
+        return dict(zip(VALIDATED, values, strict=True))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from ..data.preferences import both_completions
 from ..display import QUIET, Display
 from ..evaluation.images import encode_shown
 from ..evaluation.perplexity import Difference, ExampleScores, Scorer, mean_and_error
-from ..evaluation.preferences import standard_error
 from ..evaluation.rows import columns_of, evaluation_rows
+from ..evaluation.scores import standard_error
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated

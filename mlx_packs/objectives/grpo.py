@@ -5,7 +5,7 @@ so that the ratio to the policy that generated it is 1, and clipping has no effe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.nn as nn
@@ -17,29 +17,9 @@ from ..runtime import mx
 from .causal_lm import Head, target_loss
 from .objective import Inputs, Objective, arrays_of
 from .reference import PhaseStart
-from .score import Score
+from .score import Score, StoredScore
 
 _LEAST_SPREAD = 1e-4  # that is added to the standard deviation of a group's rewards, as in TRL
-
-
-@dataclass(frozen=True)
-class TrainedScore(Score):
-    """The mean cross-entropy of what was generated and trained on."""
-
-    nll: float
-
-    @property
-    def value(self) -> float:
-        return self.nll
-
-    @property
-    def entries(self) -> dict[str, float]:
-        """No entry: it is no result."""
-        return {}
-
-    @property
-    def text(self) -> str:
-        return f"loss {self.nll:.3f}"
 
 
 class Generator(Protocol):
@@ -178,8 +158,8 @@ class GRPO(Objective):
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         return self._score(data, advance)
 
-    def score_trained(self, batch: Batch) -> TrainedScore:
+    def score_trained(self, batch: Batch) -> Score:
         """Loss of the targets of a batch that was trained on; nothing is generated."""
         self.model.eval()
         loss, _ = target_loss(self.model, self.head, arrays_of(batch))
-        return TrainedScore(loss.mean().item())
+        return StoredScore(loss.mean().item())

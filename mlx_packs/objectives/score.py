@@ -25,7 +25,6 @@ class Score(ABC):
 
     value: float
     measure: ClassVar[str] = LOSS
-    numbers: ClassVar[tuple[str, ...]] = ()  # names of `entries`; of some examples only, perhaps
 
     @property
     @abstractmethod
@@ -36,6 +35,11 @@ class Score(ABC):
     @abstractmethod
     def text(self) -> str:
         """The same in one line for people."""
+
+    @property
+    def perplexity(self) -> dict[str, float | None] | None:
+        """Perplexity, its standard error and the accuracy, for reports of phases; None without."""
+        return None
 
     @property
     def higher_is_better(self) -> bool:

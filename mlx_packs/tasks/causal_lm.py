@@ -22,7 +22,7 @@ from ..data.sharing import plan_groups, plan_trees, training_batches
 from ..errors import PackError
 from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
-from ..evaluation.perplexity import PerplexityScore, Scorer
+from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ..inference.generate import complete
 from ..memory.memory_choice import MemoryChoice
@@ -96,7 +96,7 @@ class Outcome:
 class CausalLMTask(TokenTask):
     """``--task lm``."""
 
-    validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
+    validated = (*VALIDATED, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     completes_text: ClassVar[bool] = True  # whether this process has all of the base
     shares_prefixes: ClassVar[bool] = True  # whether examples may be merged, and batches be trees
@@ -482,8 +482,5 @@ def phase_reports(
 
 def _perplexities(scores: Scores) -> dict:
     """Perplexity and accuracy on the held-out examples of every phase, by its name."""
-    return {
-        name: {"ppl": s.ppl, "ppl_se": s.ppl_se, "accuracy": s.accuracy}
-        for name, s in scores.items()
-        if s.ppl is not None
-    }
+    named = {name: score.perplexity for name, score in scores.items()}
+    return {name: values for name, values in named.items() if values is not None}

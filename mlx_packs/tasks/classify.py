@@ -22,8 +22,9 @@ from ..data.shapes import sequence_inputs
 from ..data.sources import Rows
 from ..errors import PackError
 from ..evaluation.classification import (
-    ClassScore,
+    VALIDATED,
     Predictions,
+    class_score,
     commonest_share,
     confusion_matrix,
     fit_temperature,
@@ -31,6 +32,7 @@ from ..evaluation.classification import (
     predict,
     validated_numbers,
 )
+from ..evaluation.scores import MetricScore, before_and_after
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import ScoreHead
@@ -63,7 +65,7 @@ _MOST_SHOWN = 8  # labels in a line
 class ClassifyTask(TokenTask):
     """``--task classify``."""
 
-    validated = ClassScore.numbers
+    validated = VALIDATED
 
     base: Base
     classes: Classes
@@ -203,9 +205,8 @@ class ClassifyTask(TokenTask):
         counts = np.bincount(values, minlength=self.classes.outputs)
         return len(values) / (np.count_nonzero(counts) * np.maximum(counts, 1))
 
-    def _score(self, objective: Any, batches: Sequence[Batch], advance: Any = None) -> ClassScore:
-        predictions = predict(objective, batches, self.classes.problem, advance)
-        return ClassScore(predictions.metrics(), len(predictions.values))
+    def _score(self, objective: Any, batches: Sequence[Batch], advance: Any = None) -> MetricScore:
+        return class_score(predict(objective, batches, self.classes.problem, advance))
 
     def summary(
         self,
@@ -239,7 +240,7 @@ class ClassifyTask(TokenTask):
                 "split": last.held_out_split,
                 "rows": after.rows,
                 "available": last.held_out_examples.count,
-                **_changes(before, after),
+                **before_and_after(_reported(before), _reported(after)),
                 **_constants(held_out, classes),
                 **calibrated,
             },
@@ -321,14 +322,11 @@ def _constants(predictions: Predictions, classes: Classes) -> dict[str, float | 
     return facts
 
 
-def _changes(before: ClassScore, after: ClassScore) -> dict[str, float | None]:
-    """Return each metric before and after, with its standard error."""
-    values: dict[str, float | None] = {}
-    for name, key in _METRICS.items():
-        if key not in after.metrics:
-            continue
-        for when, score in (("before", before), ("after", after)):
-            values[f"{name}_{when}"] = score.metrics[key]
-            values[f"{name}_{when}_se"] = score.metrics[f"{key}_se"]
-
-    return values
+def _reported(score: MetricScore) -> dict[str, float | None]:
+    """Return the metrics of a score, with standard errors, as manifests name them."""
+    return {
+        f"{name}{suffix}": score.facts[f"{key}{suffix}"]
+        for name, key in _METRICS.items()
+        if key in score.facts
+        for suffix in ("", "_se")
+    }

@@ -16,7 +16,7 @@ from ..data.sampler import Draw
 from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key, without_teacher
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
-from ..evaluation.teacher import StudentScore, StudentScorer
+from ..evaluation.teacher import VALIDATED, StudentScorer
 from ..objectives.causal_lm import CausalLM, Head, Preparation
 from ..objectives.distillation import Distillation, DistillationObjective
 from ..objectives.frozen_activations import FrozenActivations
@@ -24,7 +24,6 @@ from ..packs.base import Base
 from .causal_lm import CausalLMTask
 from .live_teacher import LiveCollate, LiveTeacher, OnPolicy
 from .phases import PhaseData, RunPhase
-from .preference import before_and_after
 from .task import Summary, Trained
 
 
@@ -49,7 +48,7 @@ class TeacherCollate:
 class DistillTask(CausalLMTask):
     """``--task distill``: as ``lm``, with another loss."""
 
-    validated = (*StudentScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
+    validated = (*VALIDATED, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     shares_prefixes = False  # merged examples would not be those of the cache
 
@@ -207,8 +206,11 @@ class DistillTask(CausalLMTask):
     ) -> Summary:
         summary = super().summary(trainable, data, trained, sources)
 
-        scores = trained.ends(data[-1].phase)
-        changes = before_and_after(*scores, {"teacher_loss": "divergence"})
+        before, after = trained.ends(data[-1].phase)
+        changes = {
+            "teacher_loss_before": before.divergence,
+            "teacher_loss_after": after.divergence,
+        }
 
         teacher = {
             **self._known,

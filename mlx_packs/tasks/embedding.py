@@ -22,11 +22,12 @@ from ..data.rows import Splits
 from ..data.sources import Rows
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import (
-    EmbeddingScore,
+    VALIDATED,
     check_scores,
     score_pairs,
     validated_entries,
 )
+from ..evaluation.scores import MetricScore, before_and_after
 from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.embedding import EmbeddingObjective
@@ -43,7 +44,7 @@ from .texts import TextsTask, texts_lines
 class EmbeddingTask(TextsTask):
     """``--task embedding``."""
 
-    validated = EmbeddingScore.numbers
+    validated = VALIDATED
     examples_are = "sentence pairs"
     most_held_out = 1000
 
@@ -174,14 +175,14 @@ class EmbeddingTask(TextsTask):
         objective: EmbeddingObjective,
         batches: Sequence[Batch],
         pairs: Pairs | None = None,
-    ) -> EmbeddingScore:
+    ) -> MetricScore:
         """Return the metrics of held-out pairs, and the loss of batches."""
         model: Encoder = objective.model
         model.eval()
         metrics = {}
         if pairs is not None:
             metrics = score_pairs(model, pairs, self.train.batch_size)
-        return EmbeddingScore(objective.mean_loss(batches), metrics)
+        return MetricScore(objective.mean_loss(batches), metrics)
 
     def summary(
         self,
@@ -202,8 +203,7 @@ class EmbeddingTask(TextsTask):
                 "split": own.held_out_split,
                 "rows": len(held_out),
                 "available": own.held_out_examples.count,
-                **{f"{name}_before": value for name, value in before.items()},
-                **{f"{name}_after": value for name, value in after.items()},
+                **before_and_after(before, after),
             },
             objective={
                 "task": "embedding",

@@ -6,7 +6,6 @@ https://arxiv.org/abs/2402.03300
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
-from ..objectives.score import REWARD, Score
+from ..objectives.score import REWARD, StoredScore
 from ..packs.base import Base, check_forward
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
@@ -58,35 +57,17 @@ from .task import PhaseStarts, Summary, Task, Trained
 
 
 @dataclass(frozen=True)
-class RewardScore(Score):
-    """The mean reward of a model's likeliest completions."""
+class MeanReward(StoredScore):
+    """The mean reward of a model's likeliest completions, of which ``rows`` have one."""
 
-    reward: float
-    rows: int
-    nll: float | None = None  # the reward with a minus, in lines of early versions
-    ppl: float | None = None
-    ppl_se: float | None = None
-    accuracy: float | None = None
-    measure: ClassVar[str] = REWARD
-    numbers: ClassVar = ("valid_reward",)
-
-    @property
-    def value(self) -> float:
-        return self.reward
-
-    @property
-    def entries(self) -> dict[str, float]:
-        return {"valid_reward": self.reward}
-
-    @property
-    def text(self) -> str:
-        return f"reward {self.reward:.3f}"
+    measure: str = REWARD  # type: ignore[misc]
+    rows: int = 0
 
 
 class GRPOTask(Task):
     """``--task grpo``."""
 
-    validated = RewardScore.numbers
+    validated = ("valid_reward",)
 
     base: Base
     reward: Reward
@@ -248,7 +229,7 @@ class GRPOTask(Task):
             texts.append(text)
         return self.reward(prompts, indices, texts)
 
-    def _score(self, data: Dataset, advance: Callable[[], None] | None = None) -> RewardScore:
+    def _score(self, data: Dataset, advance: Callable[[], None] | None = None) -> MeanReward:
         """Return the mean reward of the likeliest completions of some prompts."""
         prompts = data.examples
         indices = [i for batch in data.once() for i in batch.examples]
@@ -270,7 +251,7 @@ class GRPOTask(Task):
                 "data",
                 "reward",
             )
-        return RewardScore(float(scored.mean()), len(scored))
+        return MeanReward(float(scored.mean()), rows=len(scored))
 
     def summary(
         self,
@@ -295,8 +276,8 @@ class GRPOTask(Task):
                 "split": last.held_out_split,
                 "rows": after.rows,
                 "available": last.held_out_examples.count,
-                "reward_before": before.reward,
-                "reward_after": after.reward,
+                "reward_before": before.value,
+                "reward_after": after.value,
             },
             objective=named,
             facts=facts,

@@ -26,7 +26,8 @@ from ..display import VERBOSE
 from ..errors import PackError
 from ..evaluation.answers import expected_answer
 from ..evaluation.images import advance_of
-from ..evaluation.preferences import PairScore, score_preferences
+from ..evaluation.preferences import VALIDATED, score_preferences
+from ..evaluation.scores import MetricScore, before_and_after
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
@@ -46,7 +47,7 @@ from .tokens import TokenTask, token_lines
 class PreferenceTask(TokenTask):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
 
-    validated = PairScore.numbers
+    validated = VALIDATED
 
     is_scored = False  # whether completions are scored as a whole
 
@@ -240,13 +241,7 @@ class PreferenceTask(TokenTask):
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
 
-        values = {
-            "preference_accuracy": "accuracy",
-            "reward_margin": "margin",
-            "loss": "nll",
-            "chosen_ppl": "ppl",
-        }
-        summary = self._summary(data, trained, sources, named, values)
+        summary = self._summary(data, trained, sources, named)
         return replace(
             summary, facts=summary.facts | samples, report=summary.report | {"sample": sample}
         )
@@ -257,9 +252,9 @@ class PreferenceTask(TokenTask):
         trained: Trained,
         sources: Sequence[str],
         named: Mapping,
-        values: Mapping[str, str],
     ) -> Summary:
         last = data[-1]
+        before, after = trained.ends(last.phase)
         phases = phase_reports(data, sources, trained)
         facts = {}
         if phases:
@@ -271,14 +266,15 @@ class PreferenceTask(TokenTask):
             shared = trees.to_json(last.train.examples)
 
         commonest = {}
-        if (share := trained.ends(last.phase)[1].commonest_share) is not None:
-            commonest["commonest_share"] = share
+        if "commonest_share" in after.facts:
+            commonest["commonest_share"] = after.facts["commonest_share"]
 
         return Summary(
             eval={
                 "split": last.held_out_split,
                 "available": last.held_out_examples.count,
-                **before_and_after(*trained.ends(last.phase), values),
+                "rows": after.rows,
+                **before_and_after(_reported(before), _reported(after)),
                 **commonest,
             },
             objective=dict(named),
@@ -291,16 +287,13 @@ class PreferenceTask(TokenTask):
         return outcome_lines(report)
 
 
-def before_and_after(before: PairScore, after: PairScore, names: Mapping[str, str]) -> dict:
-    """Return the number of rows and, by name, a value of the scores before and after a run.
-
-    ``names`` has the attribute of a score, by what reports call it.
-    """
-    values: dict = {"rows": after.rows}
-    for name, key in names.items():
-        values[f"{name}_before"] = getattr(before, key)
-        values[f"{name}_after"] = getattr(after, key)
-    return values
+def _reported(score: MetricScore) -> dict[str, float | None]:
+    """Return the metrics of a score for the report of a run, without standard errors."""
+    metrics = {name: v for name, v in score.metrics.items() if not name.endswith("_se")}
+    metrics["loss"] = score.loss
+    if "chosen_ppl" in score.facts:
+        metrics["chosen_ppl"] = score.facts["chosen_ppl"]
+    return metrics
 
 
 def outcome_lines(report: dict) -> list[str]:

@@ -22,7 +22,8 @@ from ..data.rankings import (
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.sources import Rows
-from ..evaluation.rankings import RankScore, score_rankings, shown
+from ..evaluation.rankings import VALIDATED, score_rankings
+from ..evaluation.scores import MetricScore, before_and_after, format_with_errors
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
@@ -37,7 +38,7 @@ from .texts import TextsTask, texts_lines
 class RerankTask(TextsTask):
     """``--task rerank``."""
 
-    validated = RankScore.numbers
+    validated = VALIDATED
     examples_are = "rankings"
     most_held_out = 200
 
@@ -138,15 +139,15 @@ class RerankTask(TextsTask):
         batches: Sequence[Batch],
         rankings: Rankings | None = None,
         advance: Callable[[], None] | None = None,
-    ) -> RankScore:
+    ) -> MetricScore:
         """Return the metrics of held-out queries, and the loss of batches."""
         objective.model.eval()
         loss = objective.mean_loss(batches, advance)
         if rankings is None:
-            return RankScore(loss, {})
+            return MetricScore(loss, {})
 
         documents = self.train.batch_size * TASKS["rerank"].sequences
-        return RankScore(loss, *score_rankings(objective.scorer, rankings, documents))
+        return MetricScore(loss, score_rankings(objective.scorer, rankings, documents))
 
     def summary(
         self,
@@ -170,8 +171,7 @@ class RerankTask(TextsTask):
                 "split": own.held_out_split,
                 "rows": len(held_out),
                 "available": own.held_out_examples.count,
-                **before.to_json("before"),
-                **after.to_json("after"),
+                **before_and_after(before.metrics, after.metrics),
             },
             objective=objective,
             held_out={"format": held_out.format},
@@ -180,12 +180,17 @@ class RerankTask(TextsTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        changes = []
-        for when in ("before", "after"):
-            names = [name for name in ("mrr_at_10", "ndcg_at_10") if f"{name}_{when}" in report]
-            metrics = {name: report[f"{name}_{when}"] for name in names}
-            errors = {name: report.get(f"{name}_{when}_se") for name in names}
-            changes.append(shown(metrics, errors))
+        changes = [
+            format_with_errors(
+                {
+                    f"{name}{suffix}": report[f"{name}_{when}{suffix}"]
+                    for name in ("mrr_at_10", "ndcg_at_10")
+                    for suffix in ("", "_se")
+                    if f"{name}_{when}{suffix}" in report
+                }
+            )
+            for when in ("before", "after")
+        ]
 
         speed = f"{report['queries_per_s']:,.1f} queries/s"
         return texts_lines(report, " → ".join(changes), speed)

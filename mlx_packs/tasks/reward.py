@@ -84,8 +84,7 @@ class RewardTask(PreferenceTask):
             "loss_on": data[-1].splits["train"].loss_on,
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
-        values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
-        return self._summary(data, trained, sources, named, values)
+        return self._summary(data, trained, sources, named)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -220,4 +220,5 @@ def test_a_loss_begins_at_its_value_without_a_difference():
         total, rows = small.loss(small.batch(0))
         score = small.objective.score_trained(small.batch(0))
     assert total / rows == pytest.approx(math.log(2), abs=1e-5)
-    assert (score.accuracy, score.rows) == (0.5, 4) and abs(score.margin) < 1e-4
+    assert (score.metrics["preference_accuracy"], score.rows) == (0.5, 4)
+    assert abs(score.metrics["reward_margin"]) < 1e-4

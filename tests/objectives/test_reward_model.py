@@ -103,7 +103,7 @@ def test_padding_rows_count_for_nothing():
     whole = small.sums([batch])
     assert whole[1] == 3
     score = score_pairs(small.objective, [batch])
-    assert score.rows == 3 and score.nll == pytest.approx(whole[0] / 3, rel=1e-5)
+    assert score.rows == 3 and score.loss == pytest.approx(whole[0] / 3, rel=1e-5)
 
 
 def test_losses_are_those_of_the_formula():

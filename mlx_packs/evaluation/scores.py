@@ -1,0 +1,159 @@
+"""Scores and reports of tasks whose results are metrics by name, rather than a perplexity.
+
+The standard error of a metric is the metric ``<name>_se``; it is None for a single example.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..config.choices import METRICS
+from ..data.dataset import Batch
+from ..errors import PackError, flag_of
+from ..memory.matmul_path import choose_matmul_path
+from ..objectives.score import Score
+from ..packs.base import Base
+from ..packs.card import format_commonest
+from .metrics import NO_METRIC
+from .rows import EvalSettings
+
+Metrics = Mapping[str, float | None]
+
+_LABELS = {name: facts.described for name, facts in METRICS.items()} | {"accuracy": "accuracy"}
+
+
+@dataclass(frozen=True)
+class MetricScore(Score):
+    """The loss of held-out examples, and their metrics.
+
+    Attributes:
+        loss: Mean loss of an example.
+        metrics: What a line of metrics.jsonl has, with standard errors.
+        rows: Number of examples.
+        facts: What only reports have.
+    """
+
+    loss: float
+    metrics: Metrics
+    rows: int = 0
+    facts: Metrics = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        return self.loss
+
+    @property
+    def entries(self) -> dict[str, float]:
+        metrics = {f"valid_{n}": v for n, v in self.metrics.items() if not n.endswith("_se")}
+        return {"valid_loss": self.loss, **metrics}
+
+    @property
+    def text(self) -> str:
+        metrics = format_with_errors(self.metrics)
+        text = ", ".join(filter(None, (f"loss {self.loss:.3f}", metrics)))
+        return f"{text}{format_commonest(self.facts)}"
+
+    @property
+    def perplexity(self) -> dict[str, float | None] | None:
+        if "chosen_ppl" not in self.facts:
+            return None
+        accuracy = self.metrics["preference_accuracy"]
+        return {"ppl": self.facts["chosen_ppl"], "ppl_se": None, "accuracy": accuracy}
+
+
+def standard_error(values: np.ndarray) -> float | None:
+    """Return the standard error of a mean, [N]; None of a single value."""
+    if len(values) < 2:
+        return None
+    return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+
+def before_and_after(before: Metrics, after: Metrics) -> dict[str, float | None]:
+    """Return metrics as a report of a run names them: ``mae_before``, ``mae_before_se``."""
+    entries = {}
+    for when, metrics in (("before", before), ("after", after)):
+        for name, value in metrics.items():
+            metric = name.removesuffix("_se")
+            entries[f"{metric}_{when}{name.removeprefix(metric)}"] = value
+    return entries
+
+
+def format_with_errors(metrics: Metrics) -> str:
+    """Return metrics for people: ``MRR@10 0.8123 ± 0.0210, NDCG@10 ...``."""
+    texts = []
+    for name, value in metrics.items():
+        if name in _LABELS:
+            error = metrics.get(f"{name}_se")
+            spread = "" if error is None else f" ± {error:.4f}"
+            texts.append(f"{_LABELS[name]} {value:.4f}{spread}")
+    return ", ".join(texts)
+
+
+@dataclass(frozen=True)
+class MetricReport:
+    """Metrics of a base, and of the base with a pack, on the same examples.
+
+    A base has none if they need the head of the pack.
+    """
+
+    rows: int
+    format: str
+    base: Metrics | None
+    pack: Metrics | None
+    base_se: Metrics | None = None
+    pack_se: Metrics | None = None
+
+    @classmethod
+    def of(
+        cls, rows: int, row_format: str, base: Metrics | None, pack: Metrics | None
+    ) -> "MetricReport":
+        """Return the report of metrics among which are their standard errors."""
+        base, base_se = _split(base)
+        pack, pack_se = _split(pack)
+        return cls(rows, row_format, base, pack, base_se, pack_se)
+
+    def to_json(self) -> dict[str, Any]:
+        report = asdict(self)
+        if self.base_se is None and self.pack_se is None:
+            del report["base_se"], report["pack_se"]
+        return report
+
+    def lines(self) -> list[str]:
+        lines = []
+        for name, metrics in (("base", self.base), ("pack", self.pack)):
+            if metrics is not None:
+                errors = getattr(self, f"{name}_se") or {}
+                errors = {f"{metric}_se": error for metric, error in errors.items()}
+                lines.append(f"{name}    {format_with_errors({**metrics, **errors})}")
+        return [*lines, f"data    {self.rows} examples ({self.format})"]
+
+
+def _split(metrics: Metrics | None) -> tuple[Metrics | None, Metrics | None]:
+    """Return metrics and their standard errors by metric; None where there are none."""
+    if metrics is None:
+        return None, None
+    errors = {name.removesuffix("_se"): metrics[name] for name in metrics if name.endswith("_se")}
+    return {name: metrics[name] for name in metrics if not name.endswith("_se")}, errors or None
+
+
+def check_no_text_settings(settings: EvalSettings, what: str) -> None:
+    """Raise a PackError if a setting is about text, which a pack of another kind has not."""
+    misplaced = {
+        "loss_on": settings.loss_on is not None,
+        "metric": settings.metric not in (None, NO_METRIC),
+        "share_prefix": settings.share_prefix == "on",
+    }
+    for name, is_misplaced in misplaced.items():
+        if is_misplaced:
+            text = f"{flag_of(name)}: does not apply to {what}. Leave it out."
+            raise PackError(text, "conflict", name)
+
+
+def scoring_path(base: Base, batches: Sequence[Batch], matmul_path: str) -> str:
+    """Return how the weights of a base are used on batches; ``auto`` is the fastest way."""
+    if matmul_path != "auto":
+        return matmul_path
+    tokens = batches[-1].inputs["tokens"].size
+    return choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
