@@ -176,17 +176,6 @@ def append_line(path: Path, line: str) -> None:
         f.write(line + "\n")
 
 
-def remove_unused(folder: Path, pattern: str, days: int) -> None:
-    """Remove leftovers, and the files of a cache that no run has used for ``days``."""
-    sweep(folder)
-
-    oldest = time.time() - days * 24 * 3600
-    for file in folder.glob(pattern):
-        with suppress(OSError):  # another process was faster
-            if file.stat().st_mtime < oldest:
-                file.unlink()
-
-
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes of the disk that a path is on, or will be; None if unknown."""
     path = path.absolute()

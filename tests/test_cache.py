@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -112,3 +113,17 @@ def test_what_nobody_has_used_is_removed(path):
     CACHE.folder("folder-a", "a", lambda folder: pytest.fail("written again"))
     CACHE.remove_unused()
     assert {entry.name for entry in path.iterdir()} == {"a.npy", "folder-a"}
+
+
+def test_a_clock_that_is_set_back_removes_nothing(path, monkeypatch):
+    for key in ("used", "older"):
+        CACHE.put_json(key, 1)
+    day = 24 * 3600
+    now = time.time()
+    os.utime(path / "older.npy", (now - 40 * day, now - 40 * day))
+    monkeypatch.setattr(time, "time", lambda: now - 365 * day)
+    CACHE.remove_unused()
+    assert len(list(path.iterdir())) == 2
+    monkeypatch.setattr(time, "time", lambda: now)
+    CACHE.remove_unused()
+    assert [file.name for file in path.iterdir()] == ["used.npy"]

@@ -20,6 +20,7 @@ from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
 from ..bases.geometry import is_embedding
 from ..bases.vision_families import is_of_projector
+from ..cache import Cache
 from ..config.schema import TrainConfig
 from ..data.batches import token_collate
 from ..data.dataset import Batch
@@ -28,7 +29,7 @@ from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
-from ..files import cache_folder, free_bytes
+from ..files import free_bytes
 from ..late import load
 from ..nn.image_tokens import names_images
 from ..nn.surgery import block_prefixes, replace_modules
@@ -40,6 +41,7 @@ from .objective import arrays_of
 from .sequence_packing import TOLERANCE, relative_error
 from .state_store import StateStore
 
+STATES = Cache("prefix", days=7)
 _FORMAT = 2
 _WORTHWHILE = 0.1  # least share of a step's time to save, counting blocks
 _MEMORY_SHARE = 0.5  # of what the plan leaves
@@ -309,7 +311,8 @@ def _open_store(
     row_bytes: np.ndarray, memory: int, key: str, display: Display, disk_bytes: int
 ) -> StateStore:
     needed = int(row_bytes.sum())
-    folder = cache_folder("prefix")
+    STATES.remove_unused()
+    folder = STATES.path
     file = None
     room = 0
     if folder is not None:

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PackError
-from ..files import exclusive_writer, remove_unused
+from ..files import exclusive_writer
 
 _DIGEST_BYTES = 16
-_DAYS = 7  # after which an unused file is removed
 
 
 class StateStore:
@@ -135,7 +134,6 @@ class StateStore:
     def _open_file(self, file: Path) -> None:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-            remove_unused(file.parent, "*.states", _DAYS)
             self._open.enter_context(exclusive_writer(file))
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
 

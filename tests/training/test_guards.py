@@ -13,7 +13,6 @@ import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.errors import RunStopped
-from mlx_packs.files import remove_unused
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import sha256
@@ -352,17 +351,3 @@ def test_a_clock_that_is_set_back_changes_no_throughput(train, monkeypatch):
     run = train()
     assert all(line["tokens_per_s"] > 0 for line in run.curve if "loss" in line)
     assert 0 < run.report["train_s"] < 3600 and run.report["tokens_per_s"] > 0
-
-
-def test_a_clock_that_is_set_back_removes_no_cached_file(tmp_path, monkeypatch):
-    for name in ("used", "older"):
-        (tmp_path / name).write_text("")
-    day = 24 * 3600
-    now = time.time()
-    os.utime(tmp_path / "older", (now - 40 * day, now - 40 * day))
-    monkeypatch.setattr(time, "time", lambda: now - 365 * day)
-    remove_unused(tmp_path, "*", 30)
-    assert (tmp_path / "used").exists() and (tmp_path / "older").exists()
-    monkeypatch.setattr(time, "time", lambda: now)
-    remove_unused(tmp_path, "*", 30)
-    assert (tmp_path / "used").exists() and not (tmp_path / "older").exists()
