@@ -6,7 +6,6 @@ thread that computes, which does other work between two.
 """
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from .losses import Loss, find_loss, settings_of
 from .passes import Grads, Pass, TrainedModel
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
-from .trainer import AdamStep, Adapters, Trainer, added
+from .trainer import Trainer, added
 from .wire import ForwardRequest, forward_output
 
 T = TypeVar("T")
@@ -91,12 +90,7 @@ class Models:
 
     async def create(self, model_id: str, session_id: str, config: LoraConfigBody) -> None:
         """Make a model with fresh adapters."""
-        seed = config.seed
-        if seed is None:
-            seed = secrets.randbits(31)
-
-        places = (config.train_attn, config.train_mlp, config.train_unembed)
-        make = partial(self._trainer.create, Adapters(config.rank, seed, *places))
+        make = partial(self._trainer.create, config)
         await self._add(model_id, session_id, make, config)
 
     async def _add(
@@ -177,17 +171,9 @@ class Models:
 
     async def update(self, model: Model, params: AdamBody) -> float:
         """Update a model by the gradients that wait, and return their norm."""
-        step = AdamStep(
-            params.learning_rate,
-            (params.beta1, params.beta2),
-            params.eps,
-            params.weight_decay,
-            max(0.0, params.grad_clip_norm),
-        )
-
         async with model.lock:
             self._check_loaded(model)
-            return await self._call(partial(self._trainer.update, model.trained, step))
+            return await self._call(partial(self._trainer.update, model.trained, params))
 
     async def pack(self, model: Model) -> Pack:
         """Return a copy of a model, whose lock the caller holds, as a pack."""

@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 
 from ...adapters.lora import Attached
 from ...errors import PackError
-from ...nn.lora import GroupedLoRA
 from ...objectives.causal_lm import Head, forward, part_of
 from .batches import RowBatch
 from .logprobs import target_logprobs
@@ -20,20 +19,6 @@ from .losses import Loss, Targets
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
 _MOST_WITH_LOGITS = 512
 Grads = dict[str, mx.array]  # by the names of the parameters
-Modules = list[tuple[str, nn.Module]]  # by path
-
-
-@dataclass(frozen=True)
-class Lifted:
-    """Modules with adapters that are not on the base.
-
-    Attributes:
-        modules: what `replace_modules` puts on the base.
-        originals: the base's modules in their places, in the order of their replacement.
-    """
-
-    modules: Modules
-    originals: Modules
 
 
 @dataclass(eq=False)
@@ -41,14 +26,13 @@ class TrainedModel:
     """Adapters, the gradients that wait for an update, and the state of the optimizer.
 
     Attributes:
-        groups: the adapters by the path of their module.
+        modules: what `replace_modules` puts on the base for a pass or an update.
         grads: sum of the gradients since the last update; None without any.
         updates: the compiled update, by its settings.
     """
 
     attached: Attached
-    lifted: Lifted
-    groups: dict[str, GroupedLoRA]
+    modules: list[tuple[str, nn.Module]]
     head: Head | None
     optimizer: optimizers.AdamW
     rank: int
@@ -62,15 +46,6 @@ class TrainedModel:
             return _MOST_WITH_LOGITS
         return MOST_INPUTS
 
-    @property
-    def factors(self) -> dict[str, dict]:
-        """The trainable parameters of the groups, by the path of the group."""
-        return {path: group.trainable_parameters() for path, group in self.groups.items()}
-
-    def set(self, factors: dict[str, dict]) -> None:
-        for path, values in factors.items():
-            self.groups[path].update(values)
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -82,20 +57,20 @@ class Pass:
 
 
 def compute(
-    base: nn.Module, model: TrainedModel, batch: RowBatch, loss: Loss, backward: bool
+    base: nn.Module, head: Head | None, batch: RowBatch, loss: Loss, backward: bool
 ) -> Pass:
-    """Compute a pass on a base that has the adapters of a model.
+    """Compute a pass on a base that has the adapters of a model; ``head`` is the model's.
 
     Raises:
         PackError: if the loss or its gradient is not finite.
     """
-    before = model.factors
+    before = base.trainable_parameters()
     inputs = {name: mx.array(array) for name, array in batch.inputs.items()}
     owners = mx.array(batch.arrays["owners"])
 
-    def total(factors: dict[str, dict]) -> tuple[mx.array, mx.array]:
-        model.set(factors)
-        logprobs = _logprobs(base, model.head, batch, backward)
+    def total(parameters: dict) -> tuple[mx.array, mx.array]:
+        base.update(parameters)
+        logprobs = _logprobs(base, head, batch, backward)
         targets = Targets(logprobs, inputs, owners, len(batch.targets))
         return loss.terms(targets).sum(), logprobs
 
@@ -107,7 +82,7 @@ def compute(
         else:
             value, logprobs = total(before)
     finally:
-        model.set(before)
+        base.update(before)
 
     mx.eval(value, logprobs, grads)
     _check_finite(value, grads)

@@ -4,9 +4,9 @@ The models share the base. One has its adapters on it for the time of a pass; th
 served are off the base then, and back before the next token is generated.
 """
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -32,35 +32,10 @@ from ...training.update import Update
 from ..slots import PackSlots
 from .batches import Row, batch_of
 from .losses import Loss
-from .passes import Grads, Lifted, Pass, TrainedModel, compute
+from .passes import Grads, Pass, TrainedModel, compute
+from .protocol import AdamBody, LoraConfigBody
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Which linear layers of a model have adapters, as the protocol's LoraConfig names them."""
-
-    rank: int
-    seed: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """One update by AdamW.
-
-    Attributes:
-        max_grad_norm: gradients of a larger norm are scaled down to it; 0 never.
-    """
-
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    max_grad_norm: float
 
 
 class Trainer:
@@ -74,12 +49,16 @@ class Trainer:
         self._slots = slots
         self._base: BaseModel = slots.base
 
-    def create(self, adapters: Adapters) -> TrainedModel:
+    def create(self, config: LoraConfigBody) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
+        seed = config.seed
+        if seed is None:
+            seed = secrets.randbits(31)
+
         with self._slots.lifted():
-            targets = self._targets(adapters)
-            lora = LoRAConfig(rank=adapters.rank, alpha=ALPHA, target_modules=targets)
-            return self._model(attach(self._base, lora, seed=adapters.seed))
+            targets = self._targets(config)
+            lora = LoRAConfig(rank=config.rank, alpha=ALPHA, target_modules=targets)
+            return self._model(attach(self._base, lora, seed=seed))
 
     def of_pack(self, pack: Pack, state: Mapping[str, Any] | None) -> TrainedModel:
         """Return a model with the adapters of a pack; ``state`` is its optimizer's, or None."""
@@ -104,35 +83,29 @@ class Trainer:
         """Return the model of adapters that are on the base, and take them off."""
         try:
             head = split_head(attached.model)
-            groups = {
-                path: module
-                for path, module in attached.model.named_modules()
-                if isinstance(module, GroupedLoRA)
-            }
-            originals = list(attached._originals)
             ranks = {s.rank for spec in attached.specs.values() for s in spec.slices}
             optimizer = optimizers.AdamW(0.0, bias_correction=True)
             optimizer.init(attached.model.trainable_parameters())
             mx.eval(attached.model.trainable_parameters(), optimizer.state)
-            lifted = Lifted(attached.lift(), originals)
+            modules = attached.lift()
         except BaseException:
             attached.detach()
             raise
 
-        return TrainedModel(attached, lifted, groups, head, optimizer, max(ranks))
+        return TrainedModel(attached, modules, head, optimizer, max(ranks))
 
-    def _targets(self, adapters: Adapters) -> tuple[str, ...]:
+    def _targets(self, config: LoraConfigBody) -> tuple[str, ...]:
         """Return the paths of the linears that get adapters; all but attention count as MLP."""
         groups, _ = find_groups(self._base.model, self._base.config, (), -1)
-        groups, _ = without_narrow(groups, LoRAConfig(rank=adapters.rank))
+        groups, _ = without_narrow(groups, LoRAConfig(rank=config.rank))
         linears = [geometry.path for group in groups for geometry in group.members]
 
         paths = []
         for path in linears:
             is_attention = "attn" in path or "attention" in path
-            if adapters.train_attn if is_attention else adapters.train_mlp:
+            if config.train_attn if is_attention else config.train_mlp:
                 paths.append(path)
-        if adapters.train_unembed and isinstance(self._base.model.get("lm_head"), nn.Module):
+        if config.train_unembed and isinstance(self._base.model.get("lm_head"), nn.Module):
             paths.append("lm_head")
 
         if not paths:
@@ -145,28 +118,27 @@ class Trainer:
         return tuple(paths)
 
     @contextmanager
-    def _on_base(self, lifted: Lifted) -> Iterator[nn.Module]:
+    def _on_base(self, model: TrainedModel) -> Iterator[nn.Module]:
         """Return the base's model with adapters on it, for training."""
         base = self._base.model
         with self._slots.lifted():
-            replace_modules(base, lifted.modules)
+            replace_modules(base, model.modules)
             base.train()
             try:
                 yield base
             finally:
-                for original in reversed(lifted.originals):
-                    replace_modules(base, [original])
+                model.attached.lift()
 
     def run(self, model: TrainedModel, rows: Sequence[Row], loss: Loss, backward: bool) -> Pass:
         """Compute a pass, with its gradients if asked for; `add` keeps them."""
-        with self._on_base(model.lifted) as base:
-            return compute(base, model, batch_of(rows), loss, backward)
+        with self._on_base(model) as base:
+            return compute(base, model.head, batch_of(rows), loss, backward)
 
     def add(self, model: TrainedModel, grads: Grads) -> None:
         """Add gradients to those that wait for the next update."""
         model.grads = added(model.grads, grads)
 
-    def update(self, model: TrainedModel, step: AdamStep) -> float:
+    def update(self, model: TrainedModel, step: AdamBody) -> float:
         """Update a model by the gradients that wait, and return their norm before clipping."""
         if model.grads is None:
             raise PackError(
@@ -175,12 +147,12 @@ class Trainer:
 
         optimizer = model.optimizer
         optimizer.learning_rate = step.learning_rate
-        optimizer.betas = list(step.betas)
+        optimizer.betas = [step.beta1, step.beta2]
         optimizer.eps = step.eps
         optimizer.weight_decay = step.weight_decay
 
         grads = model.grads
-        with self._on_base(model.lifted) as module:
+        with self._on_base(model) as module:
             tree = tree_map_with_path(lambda name, _: grads[name], module.trainable_parameters())
             norm = _update_of(model, module, step)(tree)
             mx.eval(norm, module.trainable_parameters(), optimizer.state)
@@ -214,16 +186,16 @@ def added(total: Grads | None, grads: Grads) -> Grads:
 
 
 def _update_of(
-    model: TrainedModel, module: nn.Module, step: AdamStep
+    model: TrainedModel, module: nn.Module, step: AdamBody
 ) -> Callable[[dict], mx.array]:
     """Return what updates a model on its base by gradients, compiled for the settings of a step.
 
     The learning rate is part of the optimizer's state, so that a schedule compiles nothing anew.
     """
-    settings = (step.betas, step.eps, step.weight_decay, step.max_grad_norm)
+    settings = (step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_clip_norm)
     if settings not in model.updates:
-        update = Update(module, model.optimizer, step.max_grad_norm, skips=True)
-        factors = [group.state for group in model.groups.values()]
+        update = Update(module, model.optimizer, max(0.0, step.grad_clip_norm), skips=True)
+        factors = [m.state for m in module.modules() if isinstance(m, GroupedLoRA)]
         state = [factors, model.optimizer.state]
 
         def apply(grads: dict) -> mx.array:

@@ -11,7 +11,8 @@ from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
 from mlx_packs.serving.train.batches import Row, RowLimits, checked_row
 from mlx_packs.serving.train.losses import LOSSES
-from mlx_packs.serving.train.trainer import AdamStep, Adapters, Trainer
+from mlx_packs.serving.train.protocol import AdamBody, LoraConfigBody
+from mlx_packs.serving.train.trainer import Trainer
 from mlx_packs.serving.train.wire import RawDatum
 from tests.helpers.bases import first_blocks, small_base
 from tests.helpers.errors import raises
@@ -19,7 +20,7 @@ from tests.helpers.families import family_base
 from tests.helpers.packs import random_pack
 
 LOSS = LOSSES["cross_entropy"]
-STEP = AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
+STEP = AdamBody(learning_rate=1e-2)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
 
 def test_the_head_is_adapted_and_its_pack_is_served(slots):
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(rank=4, seed=0))
+    model = trainer.create(LoraConfigBody(rank=4, seed=0))
     assert "lm_head" in model.attached.specs
     losses = []
     for _ in range(3):
@@ -57,12 +58,12 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
 
 def test_served_packs_are_off_the_base_for_the_time_of_a_batch(slots):
     trainer = Trainer(slots)
-    alone = trainer.create(Adapters(4, 0))
+    alone = trainer.create(LoraConfigBody(rank=4, seed=0))
     before = run(trainer, alone, backward=False).loss
 
     slots.add(random_pack_of(slots))
     names = [name for name, _ in slots.base.model.named_modules()]
-    other = trainer.create(Adapters(8, 1, train_unembed=False))
+    other = trainer.create(LoraConfigBody(rank=8, seed=1, train_unembed=False))
     for model in (alone, other):
         assert run(trainer, model, backward=False).loss == before
     assert [name for name, _ in slots.base.model.named_modules()] == names
@@ -83,15 +84,15 @@ def test_a_pack_with_more_than_lora_is_not_trained(slots):
 
 def test_the_optimizer_of_other_adapters(slots):
     trainer = Trainer(slots)
-    state = trainer.state_of(trainer.create(Adapters(4, 0)))
-    pack = trainer.pack(trainer.create(Adapters(8, 0)))
+    state = trainer.state_of(trainer.create(LoraConfigBody(rank=4, seed=0)))
+    pack = trainer.pack(trainer.create(LoraConfigBody(rank=8, seed=0)))
     with pytest.raises(PackError, match="of other adapters"):
         trainer.of_pack(pack, state)
 
 
 def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(4, 0))
+    model = trainer.create(LoraConfigBody(rank=4, seed=0))
     names = [name for name, _ in slots.base.model.named_modules()]
     monkeypatch.setattr("mlx_packs.serving.train.passes.target_logprobs", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -103,12 +104,12 @@ def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
 def test_each_update_has_its_own_settings(slots):
     """What is kept of an update, compiled on a GPU, is of its settings and of no others."""
     trainer = Trainer(slots)
-    models = [trainer.create(Adapters(4, 0)) for _ in range(2)]
-    changes = [{}, {"max_grad_norm": 0.1}, {"betas": (0.5, 0.6)}, {"learning_rate": 1e-3}, {}]
+    models = [trainer.create(LoraConfigBody(rank=4, seed=0)) for _ in range(2)]
+    changes = [{}, {"grad_clip_norm": 0.1}, {"beta1": 0.5}, {"learning_rate": 1e-3}, {}]
     for change in changes:
         for model in models:
             trainer.add(model, run(trainer, model).grads)
-            trainer.update(model, replace(STEP, **change))
+            trainer.update(model, STEP.model_copy(update=change))
         models[1].updates.clear()
 
     kept, anew = (model.attached.tensors() for model in models)
@@ -121,7 +122,7 @@ def test_several_targets_of_a_token_are_the_sum_of_one_by_one(slots, head):
     if head == "table":
         slots = PackSlots(first_blocks(2), "dense")
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(4, 1))
+    model = trainer.create(LoraConfigBody(rank=4, seed=1))
     trainer.add(model, run(trainer, model).grads)
     trainer.update(model, STEP)
 
@@ -140,7 +141,7 @@ def test_several_targets_of_a_token_are_the_sum_of_one_by_one(slots, head):
 
 def test_a_pass_that_is_not_finite_is_an_error(slots):
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(4, 0))
+    model = trainer.create(LoraConfigBody(rank=4, seed=0))
     huge = replace(row([5, 6, 7, 8]), inputs={"weights": np.full(4, 3e38, np.float32)})
     with raises("diverged", None, "not finite"):
         run(trainer, model, rows=(huge,))
@@ -152,7 +153,7 @@ def test_other_families_learn(family):
     """Fused projections, mixtures of experts and recurrent blocks."""
     slots = PackSlots(family_base(family))
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(2, 0))
+    model = trainer.create(LoraConfigBody(rank=2, seed=0))
     rows = tuple(row(tokens, vocab_size=64) for tokens in ([5, 6, 7, 8], [9, 4]))
     first = run(trainer, model, rows=rows)
     trainer.add(model, first.grads)
@@ -163,10 +164,10 @@ def test_other_families_learn(family):
 
 def test_models_leave_memory(slots):
     trainer = Trainer(slots)
-    model = trainer.create(Adapters(4, 0))
+    model = trainer.create(LoraConfigBody(rank=4, seed=0))
     trainer.add(model, run(trainer, model).grads)
     trainer.update(model, STEP)
-    groups = [weakref.ref(group) for group in model.groups.values()]
+    groups = [weakref.ref(place.lora) for place in model.attached.places.values()]
     del model
     gc.collect()
     assert groups and not any(group() for group in groups)
