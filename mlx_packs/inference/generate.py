@@ -378,11 +378,13 @@ def complete_batch(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
+    sampler: "Callable[[mx.array], mx.array] | None" = None,
 ) -> list[str]:
-    """Return the greedy text that follows each prompt, in their order."""
+    """Return the text that follows each prompt, in their order; without a sampler it is greedy."""
     tokens: list[list[int]] = [[] for _ in prompts]
-    for i, token in stream_batch(base, prompts, max_tokens, batch_size):
-        tokens[i].append(token)
+    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, True, sampler):
+        if not ends:
+            tokens[i].append(token)
     return [text_of(base, generated) for generated in tokens]
 
 
@@ -410,12 +412,7 @@ def complete_prompts(
         mx.random.seed(sampling.seed)
         sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k)
 
-    tokens: list[list[int]] = [[] for _ in prompts]
-    limit = sampling.max_tokens
-    for i, token, ends in _generated(base, prompts, limit, batch_size, True, sampler):
-        if not ends:
-            tokens[i].append(token)
-    return [text_of(base, generated) for generated in tokens]
+    return complete_batch(base, prompts, sampling.max_tokens, batch_size, sampler)
 
 
 def text_of(base: "BaseModel", tokens: Sequence[int]) -> str:

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,42 +101,20 @@ class RowFiles:
             PackError: a row is no JSON, or a file cannot be written; all files are as they were.
         """
         lines = {name: _line(row) for name, row in rows.items()}
-        with self._lock:
-            if replaced is None:
-                self._append(lines)
-            else:
-                self._replace(lines, replaced)
-
-    def _append(self, lines: Mapping[str, str]) -> None:
-        sizes: dict[Path, int] = {}
-        try:
-            for name, line in lines.items():
-                path = self.folder / name
-                with write_errors(path):
-                    sizes[path] = _complete_lines(path)
-                    _append_durably(path, line)
-        except BaseException:
-            for path, size in sizes.items():
-                with suppress(OSError):
-                    os.truncate(path, size)
-            raise
-
-    def _replace(self, lines: Mapping[str, str], replaced: str) -> None:
-        """Write all files anew before the first of them takes its place."""
-        with ExitStack() as stack:
+        with self._lock, ExitStack() as stack:
             replacements = []
             for name in FILES.values():
                 path = self.folder / name
-                with write_errors(path):
-                    _complete_lines(path)
-
-                kept = [line for line in _lines(path) if _identity_of(line) != replaced]
-                if name in lines:
-                    kept.append(lines[name])
-                if not kept and not path.exists():
+                if name not in lines and (replaced is None or not path.exists()):
                     continue
 
                 stack.enter_context(write_errors(path))
+                kept = _complete_lines(path)
+                if replaced is not None:
+                    kept = [line for line in kept if _identity_of(line) != replaced]
+                if name in lines:
+                    kept.append(lines[name])
+
                 new = stack.enter_context(temporary(path, partial(Path.touch, mode=0o600)))
                 new.write_bytes("".join(kept).encode(errors="surrogateescape"))
                 filesystem.sync(new)
@@ -162,35 +139,14 @@ def _line(row: Row) -> str:
     return line + "\n"
 
 
-def _append_durably(path: Path, line: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        content = line.encode()
-        while content:
-            content = content[os.write(descriptor, content) :]
-    finally:
-        os.close(descriptor)
-    filesystem.sync(path)
-
-
-def _complete_lines(path: Path) -> int:
-    """Return the size of a file once its last line is complete; a torn one was never confirmed."""
-    if not path.exists() or not (size := path.stat().st_size):
-        return 0
-
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read() == b"\n":
-            return size
-
-    *_, last = _lines(path)
-    if _parsed_json(last) is None:
-        size -= len(last.encode(errors="surrogateescape"))
-        os.truncate(path, size)
-        return size
-
-    _append_durably(path, "\n")
-    return size + 1
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines of a file; a torn last one, which was never confirmed, is left out."""
+    lines = list(_lines(path))
+    if lines and not lines[-1].endswith("\n"):
+        last = lines.pop()
+        if _parsed_json(last) is not None:
+            lines.append(last + "\n")
+    return lines
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -171,18 +172,18 @@ def test_a_full_disk_leaves_the_rows_as_they_were(server, folder, monkeypatch):
     first = ended(server)
     assert rate(server, first, rating="up")[0] == 200
     before = {file.name: file.read_bytes() for file in folder.path.glob("*.jsonl")}
-    write = os.write
+    write = Path.write_bytes
     calls = []
 
-    def full(descriptor: int, data: bytes) -> int:
-        calls.append(len(data))
-        if len(calls) == 3:  # of the second file, after a part of its line
+    def full(file: Path, content: bytes) -> int:
+        calls.append(file)
+        if len(calls) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data[:10] if len(calls) == 2 else data)
+        return write(file, content)
 
     answer = ended(server)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(Path, "write_bytes", full)
         status, message = rejected(server, answer, rating="up")
     assert status == 507 and "No space left" in message and str(folder.path) not in message
     assert {file.name: file.read_bytes() for file in folder.path.glob("*.jsonl")} == before
