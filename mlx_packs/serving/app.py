@@ -26,13 +26,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..adapters.spec import ranks_of
+from ..bases.templated import with_template
 from ..bases.tokenizer import tokens_of
 from ..bases.turns import takes_images
 from ..errors import PackError
 from ..objectives.rerank import rerank_prompt
 from ..packs.classify import Prediction, input_row
 from ..packs.compatibility import text_limit
-from ..packs.manifest import specs_of
+from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import (
     ChatAnswer,
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
     from .train.service import TrainingService
 
 T = TypeVar("T")
-W = TypeVar("W", bound=Embedder)
+W = TypeVar("W", Generator, Embedder, Reranker)
 log = logging.getLogger("mlx_packs.serving")
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -105,7 +106,7 @@ class Server:
     # Texts
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
-        generator = self._generator("/v1/chat/completions")
+        generator = self._worker(Generator)
         generator.registry.check_model(body.model)  # at once, however many requests wait
         deadline = self._deadline()
 
@@ -113,12 +114,12 @@ class Server:
         if any(message.images for message in body.messages):
             images = await self._until(deadline, request, self._decoded(body, deadline))
 
-        of_pack = generator.registry.template_kwargs(body.model)
-        variables = {**of_pack, **self.settings.template_kwargs}
-        layout = generator.registry.json_layout(body.model)
+        recorded = generator.registry.recorded(body.model)
+        variables = {**template_kwargs_of(recorded), **self.settings.template_kwargs}
+        layout = json_layout_of(recorded)
 
         def prepare() -> tuple[Any, list[int], Maker]:
-            tokenizer = generator.registry.tokenizer(body.model)
+            tokenizer = with_template(generator.base.tokenizer, chat_template_of(recorded))
             prompt = self._prompts.of_chat(body, variables, images, layout, tokenizer)
             maker = self._prompts.chat_maker(body, prompt, deadline, images, layout, tokenizer)
             return tokenizer, prompt, maker
@@ -138,7 +139,7 @@ class Server:
         return await self._answer(request, texts, answer, body, ended)
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
-        generator = self._generator("/v1/completions")
+        generator = self._worker(Generator, "/v1/completions")
         generator.registry.check_model(body.model)
 
         deadline = self._deadline()
@@ -271,24 +272,22 @@ class Server:
         finally:
             future.cancel()
 
-    def _worker(self, kind: type[W]) -> W:
+    def _worker(self, kind: type[W], route: str = "") -> W:
         """Return the worker of a route, which a server has one of."""
-        if type(self.worker) is kind:
-            return self.worker
-
-        served = "text (--task lm)"
-        if isinstance(self.worker, Embedder):
-            served = self.worker.route
-        raise PackError(f"{kind.route}: this server answers with {served} alone.", "unsupported")
+        if type(self.worker) is not kind:
+            raise PackError(
+                f"{route or kind.route}: this server answers only {self.worker.route}.",
+                "unsupported",
+            )
+        return self.worker
 
     # Labels
 
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
-        generator = self._generator("/v1/classify")
+        generator = self._worker(Generator, "/v1/classify")
         registry = generator.registry
         deadline = self._deadline()
-        lease = generator.call(lambda: registry.lease_classifier(body.model))
-        entry = await asyncio.wrap_future(lease)
+        entry = await generator.result_of(lambda: registry.lease_classifier(body.model))
 
         try:
             work = self._predictions(generator, entry, body.input)
@@ -313,7 +312,7 @@ class Server:
             logits = np.zeros((len(part), classifier.classes.outputs))
             for order in classifier.orders(examples, _ROWS):
                 compute = functools.partial(_logits, generator, entry, examples, order)
-                logits[order] = await asyncio.wrap_future(generator.call(compute))
+                logits[order] = await generator.result_of(compute)
             predictions += classifier.predictions(logits)
 
         return predictions
@@ -395,7 +394,7 @@ class Server:
     async def read_metrics(self, _: Request) -> Response:
         passes = 0
         if self.training is not None:
-            passes = self.training.passes
+            passes = self.training.load["passes"]
         text = self.metrics.text(self.worker, passes)
         return Response(text, media_type=self.metrics.media_type)
 
@@ -403,13 +402,6 @@ class Server:
         return HTMLResponse(_page(), headers=_PAGE_HEADERS)
 
     # Parts
-
-    def _generator(self, route: str) -> Generator:
-        if not isinstance(self.worker, Generator):
-            raise PackError(
-                f"{route}: this server generates no text. Use {self.worker.route}.", "unsupported"
-            )
-        return self.worker
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.request_seconds

@@ -13,8 +13,8 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..errors import PackError
-from ..late import load
 from ..nn.served_lora import BASE
+from ..objectives.rerank import scorer_of
 from ..runtime import mx
 from .registry import Entry, PackRegistry
 from .slots import PackSlots
@@ -196,5 +196,5 @@ class Reranker(Embedder):
         key = entry.key if entry.head is not None else None
         if key not in self._scorers:
             slots.selection.set([BASE])  # that the model is tried with
-            self._scorers[key] = load("objectives.rerank:scorer_of")(self.base, entry.head)
+            self._scorers[key] = scorer_of(self.base, entry.head)
         return self._scorers[key]

@@ -99,7 +99,7 @@ class Library:
         """Serve a pack no more; it comes back if it changes in the watched folder."""
         self._check_free(name)
         registry = self._worker.registry
-        await asyncio.wrap_future(self._worker.call(lambda: registry.remove(name)))
+        await self._worker.result_of(lambda: registry.remove(name))
         self._sources.pop(name, None)
 
     def _check_free(self, name: str) -> None:

@@ -4,23 +4,16 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.nn as nn
 
 from ..adapters.score_head import score_head
 from ..adapters.spec import SCORE_WEIGHT
-from ..bases.templated import with_template
 from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.classify import OpenClassifier, classifier_of
 from ..packs.compatibility import check_generates, check_use
-from ..packs.manifest import (
-    chat_template_of,
-    has_score_head,
-    json_layout_of,
-    template_kwargs_of,
-)
+from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..packs.records import agreed_records, check_same_use
 from ..packs.weighted_sum import check_weight, weighted_sum
@@ -117,14 +110,6 @@ class PackRegistry:
         self._retire(self._entry(name))
         del self._entries[name]
 
-    def template_kwargs(self, model: str) -> dict:
-        """Return the variables of the chat template that the packs of a model were trained with."""
-        return template_kwargs_of(self.recorded(model))
-
-    def json_layout(self, model: str) -> dict:
-        """Return the layout of JSON in the rows that the packs of a model were trained on."""
-        return json_layout_of(self.recorded(model))
-
     def recorded(self, model: str) -> dict:
         """Return recipe and objective of a pack; of a weighted sum, what all its packs agree on.
 
@@ -132,10 +117,6 @@ class PackRegistry:
         """
         packs = self._packs_of(model)
         return agreed_records(packs) if packs else {}
-
-    def tokenizer(self, model: str) -> Any:
-        """Return the tokenizer of a model, which has the chat template of its packs."""
-        return with_template(self.slots.base.tokenizer, chat_template_of(self.recorded(model)))
 
     def _packs_of(self, model: str) -> list[Pack]:
         packs = self.packs

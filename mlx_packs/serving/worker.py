@@ -1,5 +1,6 @@
 """The compute thread: it runs functions that other threads submit between two decoding steps."""
 
+import asyncio
 import logging
 import threading
 import time
@@ -58,6 +59,10 @@ class Worker:
 
         self.post(run)
         return future
+
+    async def result_of(self, function: Callable[[], T]) -> T:
+        """Let the thread run a function, and return its result."""
+        return await asyncio.wrap_future(self.call(function))
 
     def close(self, grace: float) -> None:
         """End the thread: at once if idle, else when its work is done or ``grace`` seconds over."""

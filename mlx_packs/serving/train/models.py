@@ -109,7 +109,7 @@ class Models:
 
         self._making += 1
         try:
-            trained = await self._call(make)
+            trained = await self._generator.result_of(make)
         finally:
             self._making -= 1
         self._models[model_id] = Model(model_id, session_id, trained, config)
@@ -140,7 +140,9 @@ class Models:
             rows = await run_in_threadpool(checked)
             result = await self._forward(model.trained, rows, loss, not request.forward_only)
             if result.grads is not None:
-                await self._call(partial(self._trainer.add, model.trained, result.grads))
+                await self._generator.result_of(
+                    partial(self._trainer.add, model.trained, result.grads)
+                )
 
         return forward_output(result.logprobs, {"loss:sum": result.loss})
 
@@ -163,7 +165,7 @@ class Models:
         self.waiting += 1
         try:
             for numbers in split_passes(rows, model.most_inputs):
-                await self._call(partial(compute, numbers))
+                await self._generator.result_of(partial(compute, numbers))
                 self.passes += 1
         finally:
             self.waiting -= 1
@@ -173,12 +175,14 @@ class Models:
         """Update a model by the gradients that wait, and return their norm."""
         async with model.lock:
             self._check_loaded(model)
-            return await self._call(partial(self._trainer.update, model.trained, params))
+            return await self._generator.result_of(
+                partial(self._trainer.update, model.trained, params)
+            )
 
     async def pack(self, model: Model) -> Pack:
         """Return a copy of a model, whose lock the caller holds, as a pack."""
         self._check_loaded(model)
-        return await self._call(partial(self._trainer.pack, model.trained))
+        return await self._generator.result_of(partial(self._trainer.pack, model.trained))
 
     async def save(
         self, model: Model, kind: Kind, name: str, facts: Mapping[str, Any], overwrite: bool = False
@@ -198,7 +202,7 @@ class Models:
 
         async with model.lock:
             self._check_loaded(model)
-            return await self._call(write)
+            return await self._generator.result_of(write)
 
     async def load(self, model_id: str, session_id: str, saved: Saved, optimizer: bool) -> None:
         """Make a model of a saved one, or set the weights of one that is loaded."""
@@ -216,11 +220,7 @@ class Models:
 
         async with model.lock:
             self._check_loaded(model)
-            model.trained = await self._call(open_saved)
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Let the thread that computes run a function."""
-        return await asyncio.wrap_future(self._generator.call(function))
+            model.trained = await self._generator.result_of(open_saved)
 
     def _check_loaded(self, model: Model) -> None:
         """Raise a PackError if a model was unloaded while a request waited for its turn."""

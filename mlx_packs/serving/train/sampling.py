@@ -74,7 +74,7 @@ class SampleRunner:
         scores = PromptScores()
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             compute = partial(prompt_scores, self._generator, model, body)
-            scores = await asyncio.wrap_future(self._generator.call(compute))
+            scores = await self._generator.result_of(compute)
 
         deadline = time.monotonic() + self._settings.request_seconds
         while True:

@@ -1,9 +1,8 @@
 """What clients sample from: the base, saved models, and models as they were at some step."""
 
-import asyncio
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -80,7 +79,7 @@ class SamplingSessions:
             self._forget(name)
             self._generator.registry.add(name, pack)
 
-        await self._call(serve)
+        await self._generator.result_of(serve)
 
         names = self._steps.setdefault(model_id, [])
         if name in names:
@@ -88,14 +87,14 @@ class SamplingSessions:
         names.append(name)
 
         if len(names) > _LOADED:
-            await self._call(partial(self._forget, names.pop(0)))
+            await self._generator.result_of(partial(self._forget, names.pop(0)))
 
         return self._new(SamplingSession(name))
 
     async def forget_steps(self, model_id: str) -> None:
         """Free the memory of all steps of a model."""
         for name in self._steps.pop(model_id, []):
-            await self._call(partial(self._forget, name))
+            await self._generator.result_of(partial(self._forget, name))
 
     @asynccontextmanager
     async def loaded(self, session: SamplingSession) -> AsyncIterator[None]:
@@ -112,7 +111,7 @@ class SamplingSessions:
 
         try:
             await self._make_room()
-            await self._call(partial(self._open, name, session.uri))
+            await self._generator.result_of(partial(self._open, name, session.uri))
             yield
         finally:
             self._uses[name] -= 1
@@ -125,7 +124,7 @@ class SamplingSessions:
             if name is None:
                 return
             del self._loaded[name]
-            await self._call(partial(self._forget, name))
+            await self._generator.result_of(partial(self._forget, name))
 
     def _new(self, session: SamplingSession) -> str:
         session_id = uuid.uuid4().hex
@@ -155,9 +154,6 @@ class SamplingSessions:
     def _forget(self, name: str) -> None:
         if name in self._generator.registry.names:
             self._generator.registry.remove(name)
-
-    async def _call(self, function: Callable[[], None]) -> None:
-        await asyncio.wrap_future(self._generator.call(function))
 
 
 def _name_of(saved: Saved) -> str:

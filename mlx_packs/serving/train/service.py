@@ -117,17 +117,12 @@ class TrainingService:
         }
 
     @property
-    def passes(self) -> int:
-        """Forward passes so far."""
-        return self._models.passes
-
-    @property
     def load(self) -> dict[str, Any]:
         """The models that are loaded, requests that wait for passes, and passes so far."""
         return {
             "models": len(self._models.all),
             "waiting": self._models.waiting,
-            "passes": self.passes,
+            "passes": self._models.passes,
         }
 
     async def end(self, grace: float) -> None:
