@@ -145,9 +145,7 @@ def _readers(
     from ..data.task_formats import LABEL_FORMATS
     from ..tasks.tokens import encoding_options
 
-    formats = FORMATS
-    if task is not None:
-        formats = formats_of(task)
+    formats = formats_of(task) if task is not None else FORMATS
     splits = load_rows(columns, formats)
     rows = splits.rows["train"]
     classes = None
@@ -226,13 +224,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
     """Return the overview of a split for people, with the histogram of its lengths."""
     from ..data.bad_rows import shown_counts
 
-    of = ""
-    if look.looked_at != look.rows:
-        of = f" ({look.looked_at:,} of them looked at)"
+    of = f" ({look.looked_at:,} of them looked at)" if look.looked_at != look.rows else ""
     read = look.facts
-    counted_by = "characters"
-    if read.unit == "tokens":
-        counted_by = f"tokens of {model}"
+    counted_by = f"tokens of {model}" if read.unit == "tokens" else "characters"
 
     q = look.quantiles()
     lines = [

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from ..errors import Code, PackError
 from ..files import atomic_write
@@ -37,17 +37,6 @@ Reason = Literal[
 
 R = TypeVar("R")  # a row
 T = TypeVar("T")  # its content
-
-
-class Place(Protocol):
-    """A row, as far as it is reported."""
-
-    @property
-    def where(self) -> str:
-        """Return the place of the row, as messages name it."""
-
-    def text(self) -> str:
-        """Return the row as it is in its file."""
 
 
 class RowError(PackError):
@@ -135,7 +124,7 @@ class BadRows:
         return [[i, e.fault, e.reason, e.code, e.flag] for i, e in self.errors]
 
     @classmethod
-    def from_json(cls, entries: Iterable, rows: Sequence[Place], stops: bool) -> "BadRows":
+    def from_json(cls, entries: Iterable, rows: Sequence, stops: bool) -> "BadRows":
         """With ``stops`` the first bad row is raised."""
         bad = cls(stops)
         for index, fault, reason, code, flag in entries:
@@ -147,7 +136,7 @@ class BadRows:
         """Sort by row: what is wrong with a row may show after later ones."""
         return BadRows(self.stops, sorted(self.errors, key=lambda entry: entry[0]))
 
-    def lines(self, rows: Sequence[Place]) -> Iterator[str]:
+    def lines(self, rows: Sequence) -> Iterator[str]:
         """Yield JSON with file, line, reason, message and the text of the row."""
         for index, error in self.errors:
             file, line = split_place(error.where)
@@ -169,7 +158,7 @@ def shown_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
-LeftOut = tuple[BadRows, Sequence[Place]]  # bad rows, and the rows that they are among
+LeftOut = tuple[BadRows, Sequence]  # bad rows, and the rows that they are among
 
 
 def write_quarantine(folder: Path, splits: Iterable[LeftOut]) -> Path:

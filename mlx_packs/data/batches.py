@@ -270,9 +270,7 @@ def evaluation_set(
     """Return the chosen examples once, by length; ``few`` gives at most `MOST_SHAPES` shapes."""
     inputs = sequence_inputs(max_seq_length)
     sampler = Sampler(examples.lengths, batch_size, inputs)
-    allowed = None
-    if few:
-        allowed = few_shapes(examples, sampler)
+    allowed = few_shapes(examples, sampler) if few else None
     collate = TokenCollate(batch_size, inputs, allowed)
     return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 

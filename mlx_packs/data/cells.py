@@ -161,9 +161,7 @@ def _named(feature: Any, value: Any) -> Any:
     if not isinstance(feature, Mapping):
         return value
 
-    inner = feature
-    if "_type" in feature and "feature" in feature:
-        inner = feature["feature"]
+    inner = feature["feature"] if "_type" in feature and "feature" in feature else feature
 
     if isinstance(value, (list, tuple)):
         return [_named(inner, each) for each in value]

@@ -31,9 +31,7 @@ def token_order(examples: Sequence[Example], chosen: np.ndarray) -> TokenOrder:
     """Equal examples stay in their order."""
     indices = np.array(chosen, dtype=np.int64)
     common = np.zeros(len(indices), dtype=np.int64)
-    pending = []
-    if len(indices):
-        pending = [(0, len(indices), 0)]
+    pending = [(0, len(indices), 0)] if len(indices) else []
 
     while pending:  # examples from start to stop are alike up to a token, and go on
         start, stop, at = pending.pop()

@@ -337,9 +337,7 @@ class Conversation(Content):
         messages = self.messages
         if i > 0:  # without a message before it, the header of the answer cannot be rendered
             before = attempt(self._prefix, i, True)
-            through = text
-            if i + 1 < len(messages):
-                through = attempt(self._prefix, i + 1)
+            through = attempt(self._prefix, i + 1) if i + 1 < len(messages) else text
             if before and through and text.startswith(before) and text.startswith(through):
                 if len(through) > len(before):
                     return len(before), len(before) + len(through[len(before) :].rstrip())
@@ -367,7 +365,7 @@ def render_ahead(conversations: Sequence[Conversation], loss_on: str) -> None:
             conversation._prefixes.update(zip(each.places, texts, strict=True))
 
 
-_MARK = "\n"  # after it, a part of a text is encoded as one that follows another
+_MARK = "\n"  # a character after which a text is encoded as one that follows another
 Offsets = list[tuple[int, int]]
 
 
@@ -382,13 +380,15 @@ def split_prompts(
     if offsets is None or not any(_may_join(text, edge, offsets) for edge in edges):
         return tokens, offsets
 
-    split_tokens: list[int] = []
-    split_offsets: Offsets = []
-    for begin, end in pairwise([0, *edges, len(text)]):
-        piece_tokens, places = _encoded(tokenizer, text[begin:end], follows=begin > 0)
-        split_tokens += piece_tokens
-        split_offsets += [(start + begin, stop + begin) for start, stop in places]
-
+    bounds = [0, *edges, len(text)]
+    pieces = [text[begin:end] for begin, end in pairwise(bounds)]
+    encoded = [*_encoded(tokenizer, pieces[:1]), *continued(tokenizer, pieces[1:])]
+    split_tokens = [token for piece, _ in encoded for token in piece]
+    split_offsets = [
+        (start + begin, stop + begin)
+        for begin, (_, places) in zip(bounds, encoded, strict=False)
+        for start, stop in places
+    ]
     return split_tokens, split_offsets
 
 
@@ -409,33 +409,39 @@ def _may_join(text: str, edge: int, offsets: Offsets) -> bool:
     return not is_single_break
 
 
-def _encoded(tokenizer: Any, piece: str, follows: bool) -> tuple[list[int], Offsets]:
-    """A sentencepiece tokenizer adds a leading space: it is left out of a text that follows."""
-    mark = _MARK if follows and _adds_space(tokenizer) else ""
-    tokens, places = _plain(tokenizer, mark + piece)
-    if not mark:
-        return tokens, places
+def continued(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
+    """Return tokens and offsets of texts that follow others: no space is put before them."""
+    alone = _encoded(tokenizer, texts)
+    if not texts or not _adds_space(tokenizer):
+        return alone
 
-    head = _plain(tokenizer, mark)[0]
-    if tokens[: len(head)] != head:
-        return _plain(tokenizer, piece)
-    return tokens[len(head) :], [(a - len(mark), b - len(mark)) for a, b in places[len(head) :]]
+    ((head, _),) = _encoded(tokenizer, [_MARK])
+    marked = _encoded(tokenizer, [_MARK + text for text in texts])
+    return [
+        (tokens[len(head) :], [(start - 1, stop - 1) for start, stop in places[len(head) :]])
+        if tokens[: len(head)] == head
+        else plain
+        for (tokens, places), plain in zip(marked, alone, strict=True)
+    ]
 
 
 def _adds_space(tokenizer: Any) -> bool:
     """Whether a tokenizer puts a space before a text, as sentencepiece does."""
     if (adds := getattr(tokenizer, "_adds_space", None)) is None:
-        head, letter, both = (_plain(tokenizer, text)[0] for text in (_MARK, "a", _MARK + "a"))
+        encoded = _encoded(tokenizer, [_MARK, "a", _MARK + "a"])
+        head, letter, both = (tokens for tokens, _ in encoded)
         adds = tokenizer._adds_space = both[len(head) :] != letter
     return adds
 
 
-def _plain(tokenizer: Any, text: str) -> tuple[list[int], Offsets]:
-    encoding = tokenizer._tokenizer(
-        text,
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
+    if not texts:
+        return []
+    encodings = tokenizer._tokenizer(
+        list(texts),
         add_special_tokens=False,
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,
     )
-    return encoding["input_ids"], encoding["offset_mapping"]
+    return list(zip(encodings["input_ids"], encodings["offset_mapping"], strict=True))

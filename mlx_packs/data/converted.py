@@ -116,9 +116,7 @@ def _blocks(file: Path) -> Iterator[bytes]:
 
     total = 0
     with open_regular(file) as raw:
-        source = raw
-        if file.suffix.lower() == ".gz":
-            source = gzip.GzipFile(fileobj=raw)
+        source = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
         try:
             while block := source.read(_BLOCK_BYTES):
                 total += len(block)

@@ -16,8 +16,8 @@ from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
 from .bad_rows import TOO_LONG, BadRows, RowError
-from .conversations import Content, Conversation, Span, render_ahead, split_prompts
-from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
+from .conversations import Content, Conversation, Span, continued, render_ahead, split_prompts
+from .fim import SPARE, FillInTheMiddle, arranged, sentinels
 from .formats import (
     PROMPT,
     TOKEN_FORMATS,
@@ -437,9 +437,7 @@ class Encoder:
 
     def _leave_out(self, row: int, tokens: int, images: int) -> None:
         """Leave out a row that the maximum length would cut inside or before an image."""
-        shown = "image"
-        if images > 1:
-            shown = f"{images} images"
+        shown = f"{images} images" if images > 1 else "image"
 
         ways = ["Raise --max-seq-length"]
         if self.images.config["model_type"] in FEWER_BY_MAX_PIXELS:
@@ -525,9 +523,7 @@ class _Pieces:
 
         for number, start in enumerate(starts):
             stop = min(start + self.room, count)
-            piece = tokens
-            if self.is_split:
-                piece = tokens[start:stop]
+            piece = tokens[start:stop] if self.is_split else tokens
 
             parts = None
             if self.fim:
@@ -547,7 +543,7 @@ class _Pieces:
         added = self.pieces
         self.pieces = []
         texts = [text for *_, parts in added if parts for text in parts[1:]]
-        encoded = iter(continued(self.tokenizer, texts))
+        encoded = (tokens for tokens, _ in continued(self.tokenizer, texts))
 
         for row, tokens, parts in added:
             if parts:

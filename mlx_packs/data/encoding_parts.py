@@ -189,9 +189,7 @@ class _Worker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        reason = f"with code {code}: {last:.200}"
-        if code < 0:
-            reason = f"by {Signals(-code).name}"
+        reason = f"by {Signals(-code).name}" if code < 0 else f"with code {code}: {last:.200}"
         return PackError(
             f"--num-proc: a process that tokenizes ended {reason}. Start again, with a smaller "
             "--num-proc if memory was short; what is done is not tokenized again.",

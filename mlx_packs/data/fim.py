@@ -98,25 +98,3 @@ def arranged(
     if suffix_first:
         return [before, after, *suffix, between, *prefix, *middle, end]
     return [before, *prefix, after, *suffix, between, *middle, end]
-
-
-def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of texts that continue others, without a tokenizer's leading space."""
-
-    def plain(batch: Sequence[str]) -> list[list[int]]:
-        encodings = tokenizer._tokenizer(
-            list(batch), add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        return encodings["input_ids"]
-
-    if not texts:
-        return []
-
-    mark, letter, marked = plain(["\n", "a", "\na"])
-    if marked[len(mark) :] == letter:
-        return plain(texts)
-
-    return [
-        after[len(mark) :] if after[: len(mark)] == mark else alone
-        for after, alone in zip(plain(["\n" + t for t in texts]), plain(texts), strict=True)
-    ]

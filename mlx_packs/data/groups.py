@@ -108,9 +108,7 @@ def find_groups(
 
     intervals = [_Interval(0, 0, 0.0)]
     for place in range(len(inputs)):
-        following = 0
-        if place + 1 < len(inputs):
-            following = int(common[place + 1])
+        following = int(common[place + 1]) if place + 1 < len(inputs) else 0
 
         start = place
         cost = float(inputs[place] - root)

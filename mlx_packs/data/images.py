@@ -66,9 +66,7 @@ def content_of(content: Any, folder: Path | None) -> tuple[str | None, Images]:
 
 def _type_of(part: Any) -> str:
     """Return the type of a part; an empty text without one."""
-    kind = ""
-    if isinstance(part, Mapping):
-        kind = part.get("type")
+    kind = part.get("type") if isinstance(part, Mapping) else ""
     return kind if isinstance(kind, str) else ""
 
 
@@ -223,9 +221,7 @@ def _filled(message: dict[str, Any], sources: Iterator[ImageSource]) -> dict[str
     known = iter(own)
     images = []
     for place in _PLACES.finditer(content):
-        image = None
-        if place[0] == IMAGE_MARK:
-            image = next(known)
+        image = next(known) if place[0] == IMAGE_MARK else None
         images.append(image or next(sources))
 
     return {**message, "content": content.replace(_MARKER, IMAGE_MARK), "images": images}

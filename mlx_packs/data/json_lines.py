@@ -63,9 +63,7 @@ def parse_line(where: str, line: bytes) -> Any:
         fault = f"is not UTF-8 text (byte {error.start + 1} of the line)."
         raise RowError(where, fault, "not UTF-8", "unreadable") from None
     except json.JSONDecodeError as error:
-        shown = text
-        if len(text) >= 60:
-            shown = text[:60] + "…"
+        shown = text[:60] + "…" if len(text) >= 60 else text
         fault = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown.strip()}"
         raise RowError(where, fault, "not JSON", "unreadable") from None
     except ValueError:  # Python's limit for turning text into integers

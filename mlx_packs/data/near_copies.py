@@ -74,16 +74,11 @@ class NearCopies:
                 if run and counts[run] <= most:
                     self._owners[run].append(i)
 
-    def repeated_by(self, row: Row) -> set[int]:
-        """Return the numbers of rows that a row repeats, word by word or nearly."""
-        words = words_of(row, self._format, self._names)
-        images = images_key(row) if words else ""
-        return self.repeated_by_words(words, images)
+    def repeated_by(self, words: tuple[str, ...], images: str) -> set[int]:
+        """Return the numbers of rows that a row repeats, word by word or nearly.
 
-    def repeated_by_words(self, words: tuple[str, ...], images: str) -> set[int]:
-        """As `repeated_by`, for the `words_of` of a row and its `images_key`.
-
-        The same question on another image is another one.
+        It is given by its `words_of` and `images_key`: the same question on another image is
+        another one.
         """
         copies = set(self._same.get(words, ()))
         owners = self._owners
@@ -95,7 +90,8 @@ class NearCopies:
         """Return the indices of the rows that repeat each number, among those compared."""
         copies: dict[int, list[int]] = defaultdict(list)
         for i, row in compared(rows):
-            for number in self.repeated_by(row):
+            words = words_of(row, self._format, self._names)
+            for number in self.repeated_by(words, images_key(row) if words else ""):
                 copies[number].append(i)
         return copies
 
@@ -182,7 +178,7 @@ def row_notes(
         words = words_of(row, row_format, names) if copies else ()
         images = images_key(row) if words else ""
         for split, of_split in copies.items():
-            for number in of_split.repeated_by_words(words, images):
+            for number in of_split.repeated_by(words, images):
                 first[split].setdefault(number, i)
 
     notes = []

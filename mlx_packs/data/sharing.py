@@ -40,10 +40,12 @@ def plan_trees(
     examples: Examples,
     chosen: np.ndarray,
     together: int = 0,
-) -> TreePlan | None:
+    groups: bool = True,
+) -> TreePlan | GroupPlan | None:
     """Return how batches are trees; None if they are rows.
 
-    ``together`` examples that follow each other are in one batch.
+    ``together`` examples that follow each other are in one batch. ``groups`` change which examples
+    meet in a batch, so that only ``on`` has them.
     """
     if not may_share(train, lora):
         return None
@@ -54,24 +56,15 @@ def plan_trees(
     if not draws_at_random(train, lora):
         steps = Steps(train.grad_accumulation_steps, train.micro_batches)
     trees = TreePlan.of(examples, chosen, rows, together, least, steps)
-
     saved = trees.saved(examples)
-    return trees if saved > 0 and saved >= least else None
+    is_enough = saved > 0 and saved >= least
 
-
-def plan_groups(
-    train: TrainConfig, examples: Examples, chosen: np.ndarray, trees: TreePlan | None
-) -> TreePlan | GroupPlan | None:
-    """Return how batches of groups are laid out; ``trees`` unless groups save enough more.
-
-    Groups change which examples meet in a batch, so that only ``on`` has them.
-    """
-    if train.share_prefix != "on":
-        return trees
-
-    of_all = trees or TreePlan(train.batch_size, least=least_saved(train))
-    plan = with_groups(examples, chosen, of_all)
-    return trees if plan is of_all else plan
+    if groups and not together and train.share_prefix == "on":
+        of_all = trees if is_enough else TreePlan(train.batch_size, least=least)
+        plan = with_groups(examples, chosen, of_all)
+        if plan is not of_all:
+            return plan
+    return trees if is_enough else None
 
 
 def least_saved(train: TrainConfig) -> float:

@@ -140,9 +140,7 @@ class Reader:
                 marks = marks[:, None] == np.arange(classes.outputs)
             labels = dict(zip(classes.labels, marks.sum(axis=0).tolist(), strict=True))
 
-        dropped = 0
-        if classes.chat:
-            dropped = cut
+        dropped = cut if classes.chat else 0
         return SplitFacts(lengths, examples.bad, cut=cut, dropped=dropped, labels=labels)
 
     def _rankings(self, rows: Rows) -> SplitFacts:

@@ -196,9 +196,7 @@ class TreeCollate:
 
     def _layout(self, shape: tuple[int, int], prefix: int) -> Tree | None:
         rows = shape[0]
-        groups = 1
-        if self.together:
-            groups = rows // self.together
+        groups = rows // self.together if self.together else 1
 
         recurs = self.steps is not None and self.steps.are_several and not self.together
         if prefix and recurs:

@@ -24,7 +24,6 @@ from ..data.shapes import sequence_inputs
 from ..data.sharing import (
     Repeats,
     cut_to,
-    plan_groups,
     plan_trees,
     repeats_of,
     training_batches,
@@ -108,7 +107,6 @@ def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> se
     whole = with_chains_merged(train, lora, examples)
     chosen = np.arange(len(whole))
     trees = plan_trees(train, lora, whole, chosen)
-    trees = plan_groups(train, whole, chosen, trees)
 
     inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(whole.lengths, train.batch_size, inputs, train.seed, train.packing)

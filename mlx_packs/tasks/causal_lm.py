@@ -18,7 +18,7 @@ from ..data.formats import TEXT, TOKEN_FORMATS, format_of
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
-from ..data.sharing import plan_groups, plan_trees, training_batches
+from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
 from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
@@ -162,7 +162,6 @@ class CausalLMTask(TokenTask):
         t = phase.train
         if self.trees:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, chosen)
-            trees = plan_groups(t, examples, chosen, trees)
             if trees is not None:
                 return trees.held_out(examples, t.max_seq_length, chosen)
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)

@@ -17,7 +17,7 @@ from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
-from ..data.sharing import draws_at_random, plan_groups, plan_trees
+from ..data.sharing import draws_at_random, plan_trees
 from ..data.token_cache import encode_cached, steps_of
 from ..data.token_store import masked
 from ..data.trees import TreePlan
@@ -96,10 +96,7 @@ class TokenTask(Task):
         draw = sampler.draw
         first = 0 if draw.replay else draw.first
         drawn = np.arange(len(examples))[first : draw.stop]
-        trees = plan_trees(train, self.lora, examples, drawn, together)
-        if not (together or draw.replay):
-            trees = plan_groups(train, examples, drawn, trees)
-
+        trees = plan_trees(train, self.lora, examples, drawn, together, groups=not draw.replay)
         if trees is None:
             if not examples.merged:
                 say_nothing_shared(train, self.display)

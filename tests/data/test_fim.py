@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from mlx_packs import DataConfig, LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer
+from mlx_packs.data.conversations import continued
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
+from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, sentinels
 from mlx_packs.data.formats import Chat, Row, Text
 from mlx_packs.tasks.tokens import encoding_options
 from tests.helpers.errors import check, raises
@@ -198,7 +199,8 @@ def test_part_of_a_text_has_no_space_of_the_tokenizer():
         _tokenizer = PreTrainedTokenizerFast(tokenizer_object=metaspace)
 
     assert Wrapped._tokenizer("ab")["input_ids"] == [5, 3]
-    assert continued(Wrapped, ["ab", "b a", ""]) == [[2, 3], [3, 5], []]
+    encoded = continued(Wrapped, ["ab", "b a", ""])
+    assert [tokens for tokens, _ in encoded] == [[2, 3], [3, 5], []]
 
 
 def test_held_out_rows_and_chats_stay_as_they_are():

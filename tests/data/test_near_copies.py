@@ -9,7 +9,7 @@ from mlx_packs.data import near_copies
 from mlx_packs.data import rows as rows_module
 from mlx_packs.data.chat_formats import Chat
 from mlx_packs.data.formats import FORMATS
-from mlx_packs.data.near_copies import NearCopies, row_notes
+from mlx_packs.data.near_copies import NearCopies, row_notes, words_of
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sources import Row, as_rows
 from tests.helpers.rows import chat, write_rows
@@ -102,17 +102,19 @@ def test_scripts_without_spaces_are_compared_by_letters():
     rows = [Row("a", {"text": "東京は日本の首都であり世界最大の都市です"})]
     format_of_text = next(f for f in FORMATS if f.name == "text")
     copies = NearCopies({0: rows[0]}, format_of_text, COLUMNS)
-    assert copies.repeated_by(Row("b", {"text": "東京は日本の首都であり世界最大の都会です。"})) == {
-        0
-    }
-    assert copies.repeated_by(Row("c", {"text": "大阪は西日本の中心となる商業の街です"})) == set()
+    for text, expected in (
+        ("東京は日本の首都であり世界最大の都会です。", {0}),
+        ("大阪は西日本の中心となる商業の街です", set()),
+    ):
+        words = words_of(Row("b", {"text": text}), format_of_text, COLUMNS)
+        assert copies.repeated_by(words, "") == expected
 
 
 @pytest.mark.parametrize("value", [{}, {"text": 5}, {"text": ""}, [], 5, None])
 def test_rows_that_cannot_be_used_are_no_copies(value):
     format_of_text = next(f for f in FORMATS if f.name == "text")
     copies = NearCopies({0: Row("a", value)}, format_of_text, COLUMNS)
-    assert copies.repeated_by(Row("b", value)) == set()
+    assert copies.repeated_by(words_of(Row("b", value), format_of_text, COLUMNS), "") == set()
 
 
 def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):
@@ -169,7 +171,10 @@ def test_the_same_question_on_another_image_is_no_copy(tmp_path, column):
     ]
     numbered = {i: Row(f"a:{i}", each) for i, each in enumerate(rows)}
     copies = NearCopies(numbered, FORMATS[1], COLUMNS)
-    found = [copies.repeated_by(each) for each in numbered.values()]
+    found = [
+        copies.repeated_by(words_of(each, FORMATS[1], COLUMNS), near_copies.images_key(each))
+        for each in numbered.values()
+    ]
     assert found == [{0, 2}, {1}, {0, 2}, {3}, {4}]
 
     if column != "bytes":

@@ -230,11 +230,11 @@ def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
     for instruction, document, is_grouped in ((64, 0, False), (64, 8, False), (64, 64, True)):
         examples = documents_of([8] * 4, document, instruction=instruction)
         drawn = np.arange(len(examples))
-        trees = sharing.plan_trees(train, LORA, examples, drawn)
+        trees = sharing.plan_trees(train, LORA, examples, drawn, groups=False)
         assert trees.prefix == 64
-        plan = sharing.plan_groups(train, examples, drawn, trees)
+        plan = sharing.plan_trees(train, LORA, examples, drawn)
         assert isinstance(plan, GroupPlan) == is_grouped
-        assert is_grouped or plan is trees
+        assert is_grouped or plan == trees
 
 
 def test_an_update_computes_its_prefix_once_unless_something_is_drawn():
@@ -254,7 +254,6 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
         examples = documents_of([8] * 4, document, instruction=instruction)
         chosen = np.arange(len(examples))
         trees = sharing.plan_trees(train, LORA, examples, chosen)
-        trees = sharing.plan_groups(train, examples, chosen, trees)
 
         passes = shared_prefix.passes_of(other, trees, examples, rows)
         assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
