@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 from ..errors import PackError, library_errors
 from ..sandbox.process import TEMPLATES, Fault, LimitExceeded
@@ -64,38 +64,17 @@ def template_file(tokenizer: Any) -> Path:
     return folder / names[-1]
 
 
-@overload
 def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping],
-    *,
-    tokenize: Literal[False],
     template_date: str | None = None,
     **options: Any,
-) -> str: ...
-@overload
-def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping],
-    *,
-    tokenize: Literal[True],
-    template_date: str | None = None,
-    **options: Any,
-) -> list[int]: ...
-def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping],
-    *,
-    tokenize: bool,
-    template_date: str | None = None,
-    **options: Any,
-) -> str | list[int]:
-    """Return a conversation as a tokenizer's chat template renders it: its text, or its tokens.
+) -> str:
+    """Return a conversation as a tokenizer's chat template renders it.
 
     Args:
         tokenizer: as mlx-lm wraps it.
         messages: mappings with ``role`` and ``content``.
-        tokenize: whether tokens are returned.
         template_date: where the template's clock stands, as YYYY-MM-DD; None for the present.
         options: of ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and others.
 
@@ -107,9 +86,11 @@ def render_chat(
     [[text]] = render_beginnings(tokenizer, [whole])
     if isinstance(text, PackError):
         raise text
-    if not tokenize:
-        return text
+    return text
 
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text of `render_chat`."""
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     with library_errors(functools.partial(_rejects, tokenizer)):
         return plain.encode(text, add_special_tokens=False)

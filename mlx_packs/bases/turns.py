@@ -8,10 +8,10 @@ prompt is asked for, or read contents as lists of parts only. Rendered probes sh
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any
 
 from ..errors import PackError
-from .chat_template import Beginnings, render_beginnings, render_chat
+from .chat_template import Beginnings, encode_rendered, render_beginnings, render_chat
 from .vision_families import VISION_FAMILIES
 
 IMAGE_MARK = "\ufffc"  # stands for an image in the text of a message
@@ -153,32 +153,12 @@ def given_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if value is not None}
 
 
-@overload
 def render_conversation(
     tokenizer: Any,
     messages: Sequence[Mapping],
-    *,
-    tokenize: Literal[False],
     template_date: str | None = None,
     **options: Any,
-) -> str: ...
-@overload
-def render_conversation(
-    tokenizer: Any,
-    messages: Sequence[Mapping],
-    *,
-    tokenize: Literal[True],
-    template_date: str | None = None,
-    **options: Any,
-) -> list[int]: ...
-def render_conversation(
-    tokenizer: Any,
-    messages: Sequence[Mapping],
-    *,
-    tokenize: bool,
-    template_date: str | None = None,
-    **options: Any,
-) -> str | list[int]:
+) -> str:
     """Return a conversation as `render_chat` does, the same in training and in use.
 
     Contents have the form that the template reads. A prompt ends with the header of the answer,
@@ -187,25 +167,25 @@ def render_conversation(
     style = turn_style(tokenizer)
     options = given_variables(options)
     options["template_date"] = template_date
-    turns = list(messages)
-    if tokenize and (sources := image_sources(turns)):
-        text = render_conversation(tokenizer, turns, tokenize=False, **options)
-        return _prompt_with_images(tokenizer, text, sources)
-
-    turns = [_with_image_parts(message) for message in turns]
-    if style.takes_parts:
-        turns = [_in_parts(message) for message in turns]
-
+    turns = _turns(messages, style)
     if style.needs_header and options.get("add_generation_prompt"):
         prompt = _before_answer(tokenizer, turns, style, options)
-        if prompt is not None and tokenize:
-            return _encoded(tokenizer, prompt)
         if prompt is not None:
             return prompt
+    return render_chat(tokenizer, turns, **options)
 
-    if tokenize:
-        return render_chat(tokenizer, turns, tokenize=True, **options)
-    return render_chat(tokenizer, turns, tokenize=False, **options)
+
+def encode_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    template_date: str | None = None,
+    **options: Any,
+) -> list[int]:
+    """Return the tokens of `render_conversation`; those of an image name its features."""
+    text = render_conversation(tokenizer, messages, template_date, **options)
+    if sources := image_sources(messages):
+        return _prompt_with_images(tokenizer, text, sources)
+    return encode_rendered(tokenizer, text)
 
 
 @dataclass(frozen=True)
@@ -250,10 +230,7 @@ def render_prefixes(
 
 
 def _beginnings(conversation: Prefixes, style: TurnStyle) -> Beginnings:
-    turns = [_with_image_parts(message) for message in conversation.messages]
-    if style.takes_parts:
-        turns = [_in_parts(message) for message in turns]
-
+    turns = _turns(conversation.messages, style)
     requests = [(count, {"add_generation_prompt": asked}) for count, asked in conversation.places]
     options = given_variables(conversation.options)
     return Beginnings(turns, requests, conversation.template_date, options)
@@ -286,6 +263,14 @@ def _prompt_with_images(tokenizer: Any, text: str, sources: Sequence[Any]) -> li
         raise PackError(f"the prompt: {error}", "data") from None
 
 
+def _turns(messages: Sequence[Mapping], style: TurnStyle) -> list[Mapping]:
+    """Return messages with the contents that a template reads."""
+    turns = [_with_image_parts(message) for message in messages]
+    if style.takes_parts:
+        turns = [_in_parts(message) for message in turns]
+    return turns
+
+
 def _with_image_parts(message: Mapping) -> Mapping:
     """Return a message whose images are parts of its content, as chat templates read them."""
     if not message.get("images"):
@@ -311,7 +296,7 @@ def _before_answer(
 
     options = {**options, "add_generation_prompt": False}
     try:
-        text = render_chat(tokenizer, [*turns, answer], tokenize=False, **options)
+        text = render_chat(tokenizer, [*turns, answer], **options)
     except PackError as error:
         if error.code != "data":
             raise
@@ -370,7 +355,7 @@ class _Probe:
         turns: list[Mapping] = [*self.opening, *messages]
         if self.takes_parts:
             turns = [_in_parts(message) for message in turns]
-        return render_chat(self.tokenizer, turns, tokenize=False, **options)
+        return render_chat(self.tokenizer, turns, **options)
 
     def try_to_render(self, messages: Sequence[Mapping], **options: Any) -> str | None:
         """None if the template rejects the messages."""
@@ -387,7 +372,7 @@ class _Probe:
     def encode(self, text: str) -> list[int]:
         """Tokens of a text without the white space around it."""
         text = text.strip()
-        return _encoded(self.tokenizer, text) if text else []
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
 
 def _style_of(probe: _Probe) -> TurnStyle:
@@ -475,7 +460,3 @@ def _marks(tokenizer: Any) -> set[int]:
     """Tokens that may be marks of a template: special or only added."""
     added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *added}
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)

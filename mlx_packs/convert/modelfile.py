@@ -200,7 +200,7 @@ def _prompts(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
     def rendered(roles: str) -> str:
         messages = [{"role": _ROLES[role], "content": _PROBES[role]} for role in roles]
         options = {**given_variables(variables), "add_generation_prompt": True}
-        text = render_conversation(tokenizer, messages, tokenize=False, **options)
+        text = render_conversation(tokenizer, messages, **options)
         return text.removeprefix(bos)
 
     bos = tokenizer.bos_token if adds_bos(tokenizer) else ""  # which llama.cpp adds, too

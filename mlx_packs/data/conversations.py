@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from ..bases.templated import with_template
 from ..bases.turns import (
@@ -18,6 +18,7 @@ from ..bases.turns import (
     SENTINEL,
     Prefixes,
     answer_end,
+    encode_conversation,
     image_sources,
     render_conversation,
     render_prefixes,
@@ -31,6 +32,7 @@ from .images import without_marks
 from .messages import THOUGHTS
 
 Span = tuple[int, int]  # of characters, the second excluded
+T = TypeVar("T")
 
 
 class Content(ABC):
@@ -168,7 +170,7 @@ class Conversation(Content):
     def prompt(self) -> tuple[str, list[int]]:
         """The prompt is what comes before the answer that is asked for."""
         messages = self.messages[: self.asked]
-        tokens = self._rendered(messages, tokenize=True, add_generation_prompt=True)
+        tokens = self._rendered(encode_conversation, messages, add_generation_prompt=True)
         return without_marks(messages[-1]), tokens
 
     def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
@@ -193,7 +195,9 @@ class Conversation(Content):
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         if not messages:
             return ""
-        return self._rendered(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self._rendered(
+            render_conversation, messages, add_generation_prompt=add_generation_prompt
+        )
 
     def _ended(self, text: str) -> str:
         """Add the end that a chat template leaves out after the last answer."""
@@ -204,13 +208,11 @@ class Conversation(Content):
             text = text.rstrip()
         return text + missing
 
-    def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
+    def _rendered(self, render: Callable[..., T], messages: Sequence[Mapping], **options: Any) -> T:
         """An error of the chat template that is about this row names it."""
         try:
             options = {**self._variables(), **options}
-            return render_conversation(
-                self.tokenizer, messages, template_date=self.template_date, **options
-            )
+            return render(self.tokenizer, messages, template_date=self.template_date, **options)
         except PackError as error:
             raise self._named(error) from error
 

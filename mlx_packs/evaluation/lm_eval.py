@@ -178,7 +178,6 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
             return render_conversation(
                 tokenizer,
                 chat_history,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )

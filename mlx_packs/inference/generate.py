@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bases.families import is_batchable, reads_in_parts
 from ..bases.tokenizer import text_tokens
-from ..bases.turns import given_variables, render_conversation
+from ..bases.turns import encode_conversation, given_variables
 from ..config.fields import build
 from ..config.sampling import Sampling
 from ..data.conversations import Conversation
@@ -56,9 +56,7 @@ def chat_prompt(
         )
 
     options = {**base.template_kwargs, **given_variables(variables), "tools": tools}
-    tokens = render_conversation(
-        tokenizer, messages, tokenize=True, add_generation_prompt=True, **options
-    )
+    tokens = encode_conversation(tokenizer, messages, add_generation_prompt=True, **options)
     del options["tools"]
     check_rendered(Conversation(base.name, messages, tools, tokenizer, variables=options))
     return tokens

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_packs.bases.chat_template import render_chat
+from mlx_packs.bases.chat_template import encode_rendered, render_chat
 from mlx_packs.data.conversations import Conversation
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
@@ -95,7 +95,7 @@ def small_limits(monkeypatch):
 )
 def test_a_template_without_end_or_measure_is_stopped(with_template, small_limits, text):
     try:
-        shown = render_chat(with_template(text), CONVERSATION, tokenize=False)
+        shown = render_chat(with_template(text), CONVERSATION)
     except PackError as error:
         assert error.code in ("unreadable", "data")
         assert "chat_template.jinja: the chat template" in error.message
@@ -126,14 +126,15 @@ FAULTS = {
 def test_a_template_with_a_fault_is_one_line(with_template, text, expected):
     code, name = expected
     with raises(code, None, "chat_template.jinja", name) as caught:
-        render_chat(with_template(text), CONVERSATION, tokenize=True)
+        tokenizer = with_template(text)
+        encode_rendered(tokenizer, render_chat(tokenizer, CONVERSATION))
     assert "\n" not in caught.value.message and len(caught.value.message) < 600
 
 
 def test_a_template_that_is_no_text_is_one_line(with_template):
     for template in (5, ["a"], {"a": "b"}, {"default": 5}):
         with pytest.raises(PackError, match="chat template"):
-            render_chat(with_template(template), CONVERSATION, tokenize=False)
+            render_chat(with_template(template), CONVERSATION)
 
 
 def test_limits_change_no_rendered_byte(tokenizer):
@@ -141,9 +142,11 @@ def test_limits_change_no_rendered_byte(tokenizer):
     thoughts = [CONVERSATION[0], {**CONVERSATION[1], "reasoning": "Hm.", "tool_calls": None}]
     for messages in (CONVERSATION, CONVERSATION * 50, CONVERSATION[:1], thoughts):
         for options in ({}, {"add_generation_prompt": True}, {"tools": [{"name": "a"}]}):
-            for tokenize in (False, True):
-                plain = tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
-                assert render_chat(tokenizer, messages, tokenize=tokenize, **options) == plain
+            plain = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            text = render_chat(tokenizer, messages, **options)
+            assert text == plain
+            plain = tokenizer.apply_chat_template(messages, tokenize=True, **options)
+            assert encode_rendered(tokenizer, text) == plain
     assert tokenizer._tokenizer.chat_template == template
 
 
@@ -169,7 +172,7 @@ def test_what_templates_use_is_rendered_as_by_transformers(with_template):
     tokenizer = with_template(USES)
     plain = tokenizer.apply_chat_template(CONVERSATION * 3, tokenize=False)
     assert "YES" in plain
-    assert render_chat(tokenizer, CONVERSATION * 3, tokenize=False) == plain
+    assert render_chat(tokenizer, CONVERSATION * 3) == plain
 
 
 def test_a_long_conversation_is_within_the_limits(with_template):
@@ -177,7 +180,7 @@ def test_a_long_conversation_is_within_the_limits(with_template):
         "{% for m in messages %}{{ m.content | replace('a', 'bb') }}{% endfor %}"
     )
     messages = [{"role": "user", "content": "a" * 1000}] * 5000
-    assert len(render_chat(tokenizer, messages, tokenize=False)) == 10**7
+    assert len(render_chat(tokenizer, messages)) == 10**7
 
 
 def test_a_row_that_the_template_rejects_is_named(with_template):

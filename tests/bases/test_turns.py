@@ -299,7 +299,7 @@ INST = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role =
 @pytest.mark.parametrize("template", [INST, OPEN])
 def test_a_prompt_without_a_header_of_its_own_stays(folder, template):
     tokenizer = loaded(folder, template)
-    options = {"tokenize": False, "add_generation_prompt": True}
+    options = {"add_generation_prompt": True}
     plain = render_chat(tokenizer, TURNS[:1], **options)
     assert render_conversation(tokenizer, TURNS[:1], **options) == plain
 

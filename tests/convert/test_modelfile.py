@@ -53,9 +53,7 @@ def test_prompts_are_those_of_the_template(shared_tiny, monkeypatch, name):
         for role, text in (("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "B"))
     ]
     for messages in (turns[:2], turns[1:2], turns, turns[1:]):
-        expected = render_conversation(
-            tokenizer, messages, tokenize=False, add_generation_prompt=True
-        )
+        expected = render_conversation(tokenizer, messages, add_generation_prompt=True)
         assert ollama(lines, messages) == expected
 
 

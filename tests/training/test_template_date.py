@@ -120,8 +120,7 @@ def test_an_evaluation_sees_the_date_of_the_training(clock, tmp_path, on):
 def test_prompts_of_generation_have_the_present_time(clock):
     text = clock.tokenizer.decode(chat_prompt(clock, CHAT[0]["messages"][:1]))
     assert str(datetime.date.today().year) in text
-    options = {"tokenize": False, "template_date": "2026-03-01"}
-    assert "01 Mar 2026 00" in render_chat(clock.tokenizer, CHAT[0]["messages"], **options)
+    assert "01 Mar 2026 00" in render_chat(clock.tokenizer, CHAT[0]["messages"], "2026-03-01")
 
 
 def test_a_template_without_a_clock_takes_no_date(small, trained, tmp_path):

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
+from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.bases.vision_families import (
     VISION_FAMILIES,
     path_in_transformers,
@@ -87,7 +87,7 @@ def conversation() -> list[dict]:
 def inputs_of_mlx_vlm(base, processor) -> tuple[mx.array, mx.array, dict]:
     """The tokens and pixels of the conversation, and other arguments of the model."""
     family = base.config["model_type"]
-    text = render_conversation(base.tokenizer, conversation(), tokenize=False)
+    text = render_conversation(base.tokenizer, conversation())
     options = {} if family == "llava" else {"add_special_tokens": False}
     inputs = dict(processor(text=[text], images=[picture(0)], **options))
     inputs.pop("attention_mask")
@@ -102,7 +102,7 @@ def loss_and_gradients_here(base, pack) -> tuple[float, dict[str, mx.array]]:
     opened = Pack.open(pack)
     attached = attach(base, specs=opened.specs)
     attached.load(opened.load_tensors(), "pack")
-    ids = np.array(render_conversation(base.tokenizer, conversation(), tokenize=True), np.int32)
+    ids = np.array(encode_conversation(base.tokenizer, conversation()), np.int32)
     example = Example(ids, np.arange(len(ids)) >= len(ids) - TARGETS, "x")
     base.model.train()
 
@@ -154,7 +154,7 @@ def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, modules, t
     plain = logits_of(base)
     with base.applied(pack):
         ours = logits_of(base)
-        tokens = render_conversation(base.tokenizer, conversation(), tokenize=True)
+        tokens = encode_conversation(base.tokenizer, conversation())
     assert np.abs(ours - plain).max() > 1e-2
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -206,7 +206,7 @@ def test_an_exported_pack_comes_back_bit_identically(family, modules, form, trai
 
 
 def logits_of(base) -> np.ndarray:
-    tokens = render_conversation(base.tokenizer, conversation(), tokenize=True)
+    tokens = encode_conversation(base.tokenizer, conversation())
     return np.array(base.model(mx.array([tokens])))
 
 

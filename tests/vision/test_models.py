@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
+from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.bases.vision_families import VISION_FAMILIES, image_token_of
 from mlx_packs.bases.writer import quantize
 from mlx_packs.config.lora import LoRAConfig
@@ -74,7 +74,7 @@ def question(text: str, *numbers: int) -> dict:
 
 def tokens_of(base: Base, text: str, *numbers: int, answer: str = "It is that.") -> np.ndarray:
     messages = [question(text, *numbers), {"role": "assistant", "content": answer}]
-    return np.array(render_conversation(base.tokenizer, messages, tokenize=True), np.int32)
+    return np.array(encode_conversation(base.tokenizer, messages), np.int32)
 
 
 def examples_of(base: Base) -> list[Example]:
@@ -137,14 +137,12 @@ def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
     folder = folder_of(family)
     base = load_base(folder)
     messages = [question(f"Look {IMAGE_MARK} and {IMAGE_MARK} what?", 0, 3)]
-    tokens = render_conversation(
-        base.tokenizer, messages, tokenize=True, add_generation_prompt=True
-    )
+    tokens = encode_conversation(base.tokenizer, messages, add_generation_prompt=True)
     batch = for_step({"tokens": np.array([tokens], np.int32)})
     ours = np.array(base.model(mx.array(batch["tokens"])))
     assert np.array_equal(ours, np.array(base.model(mx.array([tokens]))))  # of a prompt, the same
 
-    text = render_conversation(base.tokenizer, messages, tokenize=False, add_generation_prompt=True)
+    text = render_conversation(base.tokenizer, messages, add_generation_prompt=True)
     model, processor = load(str(folder))
     pictures = [picture(0), picture(3)]
     options = {} if family == "llava" else {"add_special_tokens": False}
