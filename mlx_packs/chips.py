@@ -4,13 +4,11 @@ Rates of the table are the makers' figures, Apple's for the largest GPU that a n
 What was measured on this machine (`measure`) is preferred to them.
 """
 
-import importlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 
 from .runtime import mx, on_cpu
 
@@ -18,11 +16,9 @@ from .runtime import mx, on_cpu
 # PyTorch 0.64 to 0.78 (pytorch/torch-performance-test-data#65, device-benchmarks#7).
 BANDWIDTH_REACHED = 0.75
 MATMUL_REACHED = 0.70
-ATTENTION_REACHED = 0.6
 # Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
 QUANTIZED_REACHED = 0.9
 
-STORE = "mlx_packs.measurements"  # of rates; it reads and writes files, so it is imported when used
 _KIND = "rates"
 _RATES = ("copied_gb_s", "float32_tflops", "float16_tflops", "bfloat16_tflops", "launch_us")
 _NATIVE = 0.8  # bfloat16 is native if its products reach this share of float16's rate
@@ -64,11 +60,6 @@ class Chip:
     def products_per_s(self) -> float:
         """Operations of dense products of matrices that a program reaches in a second."""
         return 1e12 * self.matrix_tflops * MATMUL_REACHED
-
-    @property
-    def attention_per_s(self) -> float:
-        """Operations of attention that a program reaches in a second."""
-        return 1e12 * self.matrix_tflops * ATTENTION_REACHED
 
     def quantized_share(self, mode: str) -> float:
         """Return the share of a dense product's rate that quantized ones reach, both directions.
@@ -141,7 +132,9 @@ def chip_here() -> Chip:
 
 def known_chip() -> Chip | None:
     """Return this machine's device, measured before or by the table; None if neither is known."""
-    rates = _store().recall(_KIND, {"name": _name()}) or {}
+    from .measurements import recall  # which reads and writes files
+
+    rates = recall(_KIND, {"name": _name()}) or {}
     if rates.keys() != set(_RATES):
         return chip()
     return _measured(**rates)
@@ -149,9 +142,11 @@ def known_chip() -> Chip | None:
 
 def measure() -> Chip:
     """Measure the rates of MLX's default device, and remember them for `chip_here`."""
+    from .measurements import remember
+
     products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
     rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
-    _store().remember(_KIND, {"name": _name()}, rates)
+    remember(_KIND, {"name": _name()}, rates)
     chip_here.cache_clear()
     return _measured(**rates)
 
@@ -238,10 +233,6 @@ def least_seconds(compute: Callable[[], list[mx.array]]) -> float:
         mx.eval(compute())
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def _store() -> ModuleType:
-    return importlib.import_module(STORE)
 
 
 def _name() -> str:

@@ -19,7 +19,7 @@ from .. import chips, runtime
 from ..bases.compressed_tensors import quantization_in_mlx
 from ..bases.precision import activation_bytes, choose_compute_dtype
 from ..bases.weight_formats import named_format
-from ..chips import ATTENTION_REACHED, MATMUL_REACHED, Chip
+from ..chips import MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -35,6 +35,7 @@ from .planned_adapters import plan_adapters
 _KIND = "step-times"
 _LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more
 _OTHER_BYTES = 40  # times the widths of a block, forward and backward, beside its products
+_ATTENTION_REACHED = 0.6  # of the nominal rate
 _SLOW = 0.6  # of a dense product's rate: a path at this share is not proposed
 _LEAST_ERROR = 0.1  # that a calibrated prediction claims
 
@@ -247,7 +248,7 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         else:
             products = _product_seconds(needed, chip, path, quantization[2], nominal)
 
-    dense = needed.adapters / MATMUL_REACHED + needed.attention / ATTENTION_REACHED
+    dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
     return products + dense / (1e12 * nominal) + needed.bytes / chip.bytes_per_s
 
 

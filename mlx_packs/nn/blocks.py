@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..ops.attention import attention, has_fused_gradient
 from ..ops.profile import profile
 from ..ops.span_attention import Branching, Spans, row_of, span_attention, tree_attention
-from ..ops.watchdog import product_calls, watched_chip
+from ..ops.watchdog import is_watched, product_calls
 from .frozen_weight import frozen_weight
 from .images import ShiftedRoPE
 from .lora import GroupedLoRA
@@ -188,13 +188,11 @@ class GroupedMLP(GroupedBlock):
 
     def _ends(self, x: mx.array) -> list[int]:
         """Return where tokens are cut, so that no product keeps a display waiting."""
-        chip = watched_chip()
-        if chip is None or not self.training:
+        if not (is_watched() and self.training):
             return []
 
-        half = x.dtype == mx.float16
-        sizes = x.size // x.shape[-1], frozen_weight(self.gate_proj).shape[0], x.shape[-1]
-        calls = product_calls(*sizes, chip, half)
+        tokens = x.size // x.shape[-1]
+        calls = product_calls(tokens, frozen_weight(self.gate_proj).shape[0], x.shape[-1])
         length = -(-x.shape[1] // calls)
         return list(range(length, x.shape[1], length))
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .profile import Profile, profile
-from .watchdog import AttentionSizes, attention_calls, watched_chip
+from .watchdog import attention_calls, is_watched
 
 Mask = mx.array | str | None
 Arrays = Sequence[mx.array]
@@ -346,13 +346,11 @@ def mlx_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
 ) -> mx.array:
     """Return MLX's own attention, in several calls where one would keep a display waiting."""
-    chip = watched_chip()
     rows = heads = 1
-    if chip is not None and not isinstance(mask, mx.array):
+    if is_watched() and not isinstance(mask, mx.array):
         count, all_heads, length, width = queries.shape
         square = math.isqrt(length * (2 * keys.shape[2] - length))  # length with as many scores
-        sizes = AttentionSizes(count, all_heads, keys.shape[1], square, width)
-        rows, heads = attention_calls(sizes, chip)
+        rows, heads = attention_calls(count, all_heads, keys.shape[1], square, width)
 
     def attend(*arrays: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(*arrays, scale=scale, mask=mask)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import chips
 from mlx_packs.bases.readers import READERS
 from mlx_packs.config import choices
 from mlx_packs.ops import dispatch
@@ -79,7 +78,6 @@ LATE_NAMES = {  # of what is imported when it is used
     *(reader.code for reader in READERS),
     *dispatch.KERNELS.values(),
     *(choices.Table.installed, choices.Table.find),
-    chips.STORE,
     *(f"mlx_packs.packs.{name}" for name in re.findall(r'_later\("([\w:]+)"\)', PACK)),
 }
 

@@ -1,26 +1,34 @@
 """Work on a Mac's GPU in several calls, and one operation a command buffer on long rows."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
-from mlx_packs.chips import chip
 from mlx_packs.nn import blocks
 from mlx_packs.ops import attention as attention_module
+from mlx_packs.ops import watchdog
 from mlx_packs.ops.attention import mlx_attention
-from mlx_packs.ops.watchdog import (
-    VARIABLE,
-    AttentionSizes,
-    attention_calls,
-    attention_seconds,
-    limit_operations,
-)
+from mlx_packs.ops.watchdog import VARIABLE, attention_calls, limit_operations, product_calls
 from mlx_packs.runtime import mx
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
 
-M1 = chip("Apple M1")
+
+@pytest.mark.parametrize(
+    ("rows", "length", "hidden", "ffn", "calls"),
+    [
+        (1, 2048, 2560, 9728, (1, 1, 1)),
+        (1, 32768, 2560, 9728, (1, 16, 2)),
+        (4, 2048, 4096, 12288, (1, 1, 1)),
+        (1, 32768, 4096, 12288, (1, 16, 4)),
+        (4, 16384, 4096, 12288, (4, 4, 8)),
+    ],
+)
+def test_calls_take_an_m1_about_a_second(rows, length, hidden, ffn, calls):
+    assert (
+        *attention_calls(rows, 32, 8, length, 128),
+        product_calls(rows * length, ffn, hidden),
+    ) == calls
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -37,10 +45,9 @@ def test_attention_in_calls_is_attention(kv_heads, rows, monkeypatch):
         return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     expected, gradients = results()
-    sizes = AttentionSizes(rows, 4, kv_heads, 16, 8)
-    slow = replace(M1, matrix_tflops=attention_seconds(sizes, M1) * M1.matrix_tflops / 100)
-    assert attention_calls(sizes, slow) == (rows, 4)
-    monkeypatch.setattr(attention_module, "watched_chip", lambda: slow)
+    monkeypatch.setattr(watchdog, "ATTENTION_OPERATIONS", 1e3)
+    assert attention_calls(rows, 4, kv_heads, 16, 8) == (rows, 4)
+    monkeypatch.setattr(attention_module, "is_watched", lambda: True)
     value, of_parts = results()
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(of_parts, gradients, strict=True):
@@ -52,8 +59,8 @@ def test_a_feed_forward_in_calls_is_the_same(monkeypatch):
     x = mx.random.normal((2, 21, 64))
     attached_mlp.train()
     expected = attached_mlp(x)
-    slow = replace(M1, matrix_tflops=3e-7)
-    monkeypatch.setattr(blocks, "watched_chip", lambda: slow)
+    monkeypatch.setattr(watchdog, "PRODUCT_OPERATIONS", 1e5)
+    monkeypatch.setattr(blocks, "is_watched", lambda: True)
     assert 1 < len(attached_mlp._ends(x)) < 21
     assert mx.allclose(attached_mlp(x), expected, atol=1e-5).item()
     attached_mlp.eval()
