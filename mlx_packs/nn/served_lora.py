@@ -70,12 +70,10 @@ class ServedLoRA(GroupedLoRA):
             (a.shape[0], b.shape[-1]) for a, b in zip(lora.lora_a, lora.lora_b, strict=True)
         ]
 
-    def install(
-        self, packs: Sequence[Sequence[Factors] | None], dtype: mx.Dtype
-    ) -> list[list[Factors]]:
+    def install(self, packs: Sequence[list[Factors] | None], dtype: mx.Dtype) -> None:
         """Replace the adapters of all slots: by slot, factors of each adapted slice, or None.
 
-        Return the same factors as parts of the arrays that are in memory now, evaluated.
+        The factors in ``packs`` become parts of the arrays that are in memory now.
         """
         stacks = _Stacks()
         for i, (inputs, outputs) in enumerate(self._sizes):
@@ -91,18 +89,11 @@ class ServedLoRA(GroupedLoRA):
         stacks.views = [self._view(stacks, slot, pack) for slot, pack in enumerate(packs)]
         self._stacks = stacks
 
-        installed = []
         for slot, pack in enumerate(packs):
-            parts: list[Factors] = []
-            stacked = zip(pack or (), stacks.lora_a, stacks.lora_b, strict=pack is not None)
-            for factors, a, b in stacked:
-                part = None
+            for i, factors in enumerate(pack or ()):
                 if factors is not None:
                     rank = factors[0].shape[-1]
-                    part = (a[slot][:, :rank], b[slot][: factors[1].shape[0]])
-                parts.append(part)
-            installed.append(parts)
-        return installed
+                    pack[i] = stacks.lora_a[i][slot][:, :rank], stacks.lora_b[i][slot][:rank]
 
     @property
     def nbytes(self) -> int:
@@ -126,16 +117,15 @@ class ServedLoRA(GroupedLoRA):
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
         """Return the outputs of x [B, ..., D] with the delta of each sequence's pack."""
-        if self._selection.only is not None and (view := self._only()) is not None:
+        if (view := self._shared_view()) is not None:
             return view.project(x, projections)
         return self(x, [projection(x) for projection in projections])
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        if self._selection.only is not None:
-            view = self._only()
-            if view is None:
-                return list(outputs)
+        if (view := self._shared_view()) is not None:
             return view(x, outputs)
+        if self._selection.only is not None:
+            return list(outputs)
 
         adapted = [outputs[i] for i in self._adapted]
         return self._replaced(outputs, self._mixed(x, adapted))
@@ -148,27 +138,25 @@ class ServedLoRA(GroupedLoRA):
         gated: bool = False,
     ) -> list[mx.array] | None:
         """Return what kernels for decoding compute, if all sequences use one pack; else None."""
-        view = None
-        if self._selection.only is not None:
-            view = self._only()
+        view = self._shared_view()
         if view is None:
             return None
         return view.decoded(x, projections, norms, gated)
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
         """Return the output [B, ..., sum(widths)] of one projection of several slices, adapted."""
-        if self._selection.only is not None:
-            view = self._only()
-            if view is None:
-                return output
+        if (view := self._shared_view()) is not None:
             return view.fused(x, output, widths)
+        if self._selection.only is not None:
+            return output
 
         ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
         return mx.concatenate(self(x, mx.split(output, ends, axis=-1)), axis=-1)
 
-    def _only(self) -> GroupedLoRA | None:
+    def _shared_view(self) -> GroupedLoRA | None:
+        """Return the group of the pack that all sequences use; None without one."""
         slot = self._selection.only
-        if slot == BASE:
+        if slot in (None, BASE):
             return None
         return self._stacks.views[slot]
 

@@ -399,7 +399,7 @@ class Server:
         return Response(text, media_type=self.metrics.media_type)
 
     async def page(self, _: Request) -> Response:
-        return HTMLResponse(_page(), headers=_PAGE_HEADERS)
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     # Parts
 
@@ -459,11 +459,6 @@ _PAGE_HEADERS = {
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
-
-
-@functools.cache
-def _page() -> str:
-    return _PAGE.read_text(encoding="utf-8")
 
 
 def make_app(server: Server) -> Starlette:

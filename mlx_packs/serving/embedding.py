@@ -97,7 +97,9 @@ class Embedder(Worker):
 
     def step(self) -> None:
         """Compute a batch of texts, of all requests that wait in turn."""
-        self._forget_cancelled()
+        for texts in [texts for texts in self._waiting if texts.future.cancelled()]:
+            self._waiting.remove(texts)
+            self.registry.release(texts.entry)
         if not self._waiting:
             return
 
@@ -126,11 +128,6 @@ class Embedder(Worker):
             self.registry.release(texts.entry)
             if texts.future.set_running_or_notify_cancel():
                 texts.future.set_result(np.stack(texts.vectors))
-
-    def _forget_cancelled(self) -> None:
-        for texts in [texts for texts in self._waiting if texts.future.cancelled()]:
-            self._waiting.remove(texts)
-            self.registry.release(texts.entry)
 
     def on_failure(self, error: Exception) -> None:
         while self._waiting:

@@ -128,11 +128,9 @@ class PackSlots:
                 None if loaded is None else _factors_at(loaded, places, self._specs)
                 for loaded in self._loaded
             ]
-            parts = served.install(packs, self._dtype)
-            for loaded, factors in zip(self._loaded, parts, strict=True):
-                if loaded is None:
-                    continue
-                for (path, i), part in zip(places, factors, strict=True):
+            served.install(packs, self._dtype)
+            for loaded, factors in zip(self._loaded, packs, strict=True):
+                for (path, i), part in zip(places, factors or (), strict=factors is not None):
                     if part is not None:
                         loaded.factors[path][i] = part
 

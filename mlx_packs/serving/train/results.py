@@ -15,7 +15,9 @@ log = logging.getLogger("mlx_packs.serving")
 Result = bytes | dict[str, Any]  # a message of Protocol Buffers, or JSON
 _KEPT_BYTES = 256 << 20
 _KEPT = 4096  # results
+_JSON_BYTES = 256  # of a result that is no message
 _LAST_SECONDS = 2.0  # in which clients can fetch their results when nothing is computed any more
+_OF_SERVER = ("unwritable", "unreadable", "interrupted", "memory")  # codes of errors
 _ENDED = "The server is shutting down. Continue from a saved state on another one."
 
 
@@ -28,9 +30,8 @@ class Results:
     """
 
     def __init__(self) -> None:
-        self._running: dict[str, asyncio.Task[Result]] = {}
-        self._finished: OrderedDict[str, Result] = OrderedDict()
-        self._bytes = 0
+        self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # of finished results, in bytes
         self._is_ending = False
         self._unread: set[str] = set()
         self._of_keys: OrderedDict[object, str] = OrderedDict()
@@ -38,7 +39,7 @@ class Results:
     @property
     def running(self) -> int:
         """Requests that are not computed yet."""
-        return len(self._running)
+        return len(self._tasks) - len(self._sizes)
 
     def known(self, key: object) -> str | None:
         """Return the id of a request that a client sends again, since its answer was lost."""
@@ -53,7 +54,7 @@ class Results:
         request_id = uuid.uuid4().hex
         task = asyncio.create_task(_answered(work))
 
-        self._running[request_id] = task
+        self._tasks[request_id] = task
         self._unread.add(request_id)
         task.add_done_callback(lambda done: self._keep(request_id, done))
 
@@ -66,23 +67,20 @@ class Results:
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
         """Return a result, or None if it takes longer; a KeyError if nothing is known of it."""
-        task = self._running.get(request_id)
-        if task is None:
-            result = self._finished[request_id]
-        else:
-            await asyncio.wait({task}, timeout=seconds)
-            if not task.done():
-                return None
-            result = self._result_of(task)
-            if result is None:
-                raise KeyError(request_id)
+        task = self._tasks[request_id]
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            return None
+        result = self._result_of(task)
+        if result is None:
+            raise KeyError(request_id)
 
         self._unread.discard(request_id)
         return result
 
     def cancel(self, request_id: str) -> None:
         """End what is still computed for a request."""
-        if (task := self._running.get(request_id)) is not None:
+        if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
 
     async def end(self, grace: float) -> None:
@@ -91,8 +89,8 @@ class Results:
         After ``grace`` seconds an error is the result of what is not computed.
         """
         self._is_ending = True
-        if self._running:
-            await asyncio.wait(list(self._running.values()), timeout=grace)
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=grace)
         self.abort()
 
         end = time.monotonic() + _LAST_SECONDS
@@ -102,7 +100,7 @@ class Results:
     def abort(self) -> None:
         """Start nothing more, and compute nothing more."""
         self._is_ending = True
-        for task in list(self._running.values()):
+        for task in list(self._tasks.values()):
             task.cancel()
 
     def _result_of(self, task: asyncio.Task[Result]) -> Result | None:
@@ -114,19 +112,19 @@ class Results:
         return None
 
     def _keep(self, request_id: str, task: asyncio.Task[Result]) -> None:
-        self._running.pop(request_id, None)
         result = self._result_of(task)
         if result is None:
-            self._unread.discard(request_id)
+            self._forget(request_id)
             return
 
-        self._finished[request_id] = result
-        self._bytes += _size(result)
+        self._sizes[request_id] = len(result) if isinstance(result, bytes) else _JSON_BYTES
+        while len(self._sizes) > _KEPT or sum(self._sizes.values()) > _KEPT_BYTES:
+            oldest, _ = self._sizes.popitem(last=False)
+            self._forget(oldest)
 
-        while len(self._finished) > _KEPT or self._bytes > _KEPT_BYTES:
-            oldest_id, oldest = self._finished.popitem(last=False)
-            self._unread.discard(oldest_id)
-            self._bytes -= _size(oldest)
+    def _forget(self, request_id: str) -> None:
+        del self._tasks[request_id]
+        self._unread.discard(request_id)
 
 
 async def _answered(work: Coroutine[Any, Any, Result]) -> Result:
@@ -144,10 +142,3 @@ async def _answered(work: Coroutine[Any, Any, Result]) -> Result:
         log.error("A request failed.", exc_info=error)
         reason = "Internal error. The server's log has the reason."
         return {"error": reason, "category": "server"}
-
-
-def _size(result: Result) -> int:
-    return len(result) if isinstance(result, bytes) else 256
-
-
-_OF_SERVER = ("unwritable", "unreadable", "interrupted", "memory")
