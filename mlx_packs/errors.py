@@ -117,13 +117,10 @@ class RunStopped(PackError):
         return f"{self._saved} Continue with out={str(self.pack)!r}, resume=True."
 
 
-def older_version(place: object, remedy: str) -> PackError:
+def older_version(place: object, remedy: str = "") -> PackError:
     """Return the error for a file of an older version; ``remedy`` says what to do."""
-    return PackError(
-        f"{place}: was written by an older version of mlx-packs, which this one does not read. "
-        f"{remedy}",
-        "unsupported",
-    )
+    fault = "was written by an older version of mlx-packs, which this one does not read."
+    return PackError(f"{place}: {fault} {remedy}".rstrip(), "unsupported")
 
 
 class BackOff(Exception):

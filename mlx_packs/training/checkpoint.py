@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..adapters.spec import check_shapes
 from ..adapters.trainable import Trainable
 from ..distributed.group import group
-from ..errors import PackError
+from ..errors import PackError, older_version
 from ..files import atomic_folder, to_json
 from ..filesystem import sync
 from ..reading import (
@@ -133,6 +133,8 @@ def _read_state(folder: Path) -> tuple[TrainingState, dict]:
         check_seal(content)
         content = without_seal(content)
         facts = _checked_facts(content.pop(_FILES))
+        if not {field.name for field in fields(TrainingState)} <= set(content):
+            raise older_version(folder / STATE)
         state = _from_json(TrainingState, content)
         if state.batches and not state.train_s:
             raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
