@@ -39,21 +39,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs data faq.csv --prompt-feature question --completion-feature answer --out data",
         ),
     ),
-    "logits": (
-        (
-            "Cache the 64 most likely next tokens of a teacher for the examples in ./data:",
-            "packs logits --model mlx-community/Qwen3-8B-4bit --data data --out cache",
-        ),
-        (
-            "Score them with a pack of the teacher, from the recipe of the student's run:",
-            "packs logits -c student.yaml --model mlx-community/Qwen3-8B-4bit --pack packs/tickets "
-            "--out cache",
-        ),
-        (
-            "Keep less for every token, of the bundled model:",
-            "packs logits --top-k 16 --out cache",
-        ),
-    ),
     "plan": (
         (
             "Estimate the memory of a run on a Mac with 16 GB:",
@@ -81,7 +66,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "inspect": (
         ("Show the contents of a pack:", "packs inspect packs/tickets"),
         ("List each adapter too:", "packs inspect packs/tickets --verbose"),
-        ("Print the manifest's facts as JSON:", "packs inspect packs/tickets --json"),
+        (
+            "Check that it fits a base model, attach, run and detach it:",
+            "packs inspect packs/tickets --on models/qwen3-4b",
+        ),
     ),
     "list": (
         ("List the packs below this folder:", "packs list"),
@@ -95,13 +83,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "report": (
         ("Write the report page of a run that still trains:", "packs report packs/tickets-run"),
         ("Write the page of a pack:", "packs report packs/tickets"),
-    ),
-    "apply": (
-        ("Check that a pack fits its base model:", "packs apply packs/tickets"),
-        (
-            "Check it against another copy of the base model:",
-            "packs apply packs/tickets --model models/qwen3-4b",
-        ),
     ),
     "eval": (
         (
@@ -237,15 +218,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "MLX_PACKS_API_KEY=secret packs serve --pack tickets=packs/tickets --host 0.0.0.0",
         ),
     ),
-    "completion": (
-        ("Complete commands in zsh:", "packs completion zsh >> ~/.zshrc"),
-        ("Complete commands in bash:", "packs completion bash >> ~/.bashrc"),
-    ),
 }
 
 
 def epilog(command: str) -> str:
-    r"""Return the examples of a command as click prints them; \\b keeps the lines."""
+    r"""Return the examples of a listed command as click prints them; \\b keeps the lines."""
+    if command not in EXAMPLES:
+        return ""
     lines = ["\b", "Examples:"]
     for sentence, line in EXAMPLES[command]:
         lines += [f"  {sentence}", f"    {line}"]

@@ -10,7 +10,7 @@ import click
 
 from ..config.choices import ARCHITECTURES
 from ..display import Display, size
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from ..gates import evaluate_gates, failures, gate_limits, gates_text
 from ..terminal import echo, printable
 from . import options
@@ -21,33 +21,59 @@ if TYPE_CHECKING:
     from ..bases.model import BaseModel
     from ..packs.pack import Pack
 
+_dry_run = option(
+    "--dry-run",
+    is_flag=True,
+    help="Check hashes, shapes and the base model's fingerprint, without loading weights.",
+)
 _TAKES_IMAGES = "images  the base takes images: --image FILE of packs generate and packs chat"
 
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@options.as_json
+@option(
+    "--on",
+    metavar="MODEL",
+    help="Base model: also check that the pack fits it, attach the pack, run it and detach it.",
+)
+@_dry_run
+@options.setting("max_pack_mb", type=float)
+@options.execution
 @option(
     "-v", "--verbose", is_flag=True, help="Also list each adapter and the tensor that it changes."
 )
-def inspect(pack: Path, verbose: bool) -> None:
+def inspect(
+    pack: Path,
+    on: str | None,
+    dry_run: bool,
+    max_pack_mb: float | None,
+    trust_remote_code: bool,
+    verbose: bool,
+) -> None:
     """Show a pack's base model, ranks, results and hashes.
 
-    No tensor and no model is loaded. PACK may also be a folder that `packs quantize` wrote, whose
-    files are then checked against their hashes, or another base model: a folder, a GGUF file,
-    'ollama:NAME' or 'lmstudio:PUBLISHER/MODEL'.
+    Without --on no tensor and no model is loaded. PACK may also be a folder that `packs quantize`
+    wrote, whose files are then checked against their hashes, or another base model: a folder, a
+    GGUF file, 'ollama:NAME' or 'lmstudio:PUBLISHER/MODEL'.
     """
     from ..bases.files import RECORD
     from ..packs.pack import Pack
 
-    if (pack / RECORD).is_file():
+    if on is None and (dry_run or max_pack_mb is not None):
+        flag = "dry_run" if dry_run else "max_pack_mb"
+        raise PackError(f"{flag_of(flag)}: needs --on MODEL.", "conflict", flag)
+    is_record = (pack / RECORD).is_file()
+    is_model = is_record or is_base(pack)
+    if is_model and on is not None:
+        raise PackError(f"--on: {pack} is a base model itself. Name a pack.", "conflict", "on")
+    if is_record:
         from ..bases.writer import verify
 
         record = verify(pack, Display())
         print_report(record, _checkpoint_lines(pack, record))
         return
 
-    if is_base(pack):
+    if is_model:
         print_report(*describe_base(pack))
         return
 
@@ -57,7 +83,14 @@ def inspect(pack: Path, verbose: bool) -> None:
     report = dict(opened.manifest)
     if pin:
         report["hub"] = pin
-    print_report(report, _pack_lines(opened, verbose))
+    lines = _pack_lines(opened, verbose)
+    if on is None:
+        print_report(report, lines)
+        return
+
+    report["fit"] = _fit(opened, on, dry_run, max_pack_mb, trust_remote_code)
+    print_report(report, [*lines, *_fit_lines(report["fit"])])
+    exit_if_failed(failures(report["fit"].get("gates", {})))
 
 
 def is_base(name: Path) -> bool:
@@ -368,38 +401,38 @@ def report(run_or_pack: str, out: str | None) -> None:
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model_of_pack
-@option(
-    "--dry-run",
-    is_flag=True,
-    help="Check hashes, shapes and the base model's fingerprint, without loading weights.",
-)
+@_dry_run
 @options.setting("max_pack_mb", type=float)
 @options.execution
 def apply(
     pack: Path, model: str | None, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> None:
-    """Check that a pack fits a base model; nothing is changed.
-
-    Without --dry-run, the pack is also attached, run and detached again.
-    """
-    from ..packs.compatibility import check_fit
+    """Check that a pack fits a base model, as packs inspect PACK --on MODEL does."""
     from ..packs.pack import Pack
 
-    limits = gate_limits(max_pack_mb=max_pack_mb)
     opened = Pack.open(pack)
     model = options.base_of(model, opened)
-    report = check_fit(opened, model)
+    report = _fit(opened, model, dry_run, max_pack_mb, trust_remote_code)
+    print_report(report, _fit_lines(report))
+    exit_if_failed(failures(report.get("gates", {})))
 
+
+def _fit(
+    pack: "Pack", model: str, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Return a report on whether a pack fits a base model."""
+    from ..packs.compatibility import check_fit
+
+    limits = gate_limits(max_pack_mb=max_pack_mb)
+    report = check_fit(pack, model)
     if not dry_run:
-        report |= _largest_change(opened, model, trust_remote_code)
+        report |= _largest_change(pack, model, trust_remote_code)
     if gates := evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]}):
         report["gates"] = gates
-
-    print_report(report, _lines(report))
-    exit_if_failed(failures(gates))
+    return report
 
 
-def _lines(report: dict) -> list[str]:
+def _fit_lines(report: dict) -> list[str]:
     from ..bases.fingerprint import short_fingerprint
 
     tensors = []

@@ -32,7 +32,6 @@ COMMANDS = {
     "Train": {"train": "train:train", "sweep": "sweep:sweep", "learn": "learn:learn"},
     "Prepare": {
         "data": "data:data",
-        "logits": "logits:logits",
         "plan": "plan:plan",
         "doctor": "doctor:doctor",
     },
@@ -52,7 +51,6 @@ COMMANDS = {
         "list": "inspect:list_packs",
         "diff": "inspect:diff",
         "report": "inspect:report",
-        "apply": "inspect:apply",
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {
@@ -63,7 +61,12 @@ COMMANDS = {
         "import": "convert:import_",
     },
     "Benchmark": {"bench": "bench:bench"},
-    "Shell": {"completion": "completion:completion"},
+}
+# Commands that `packs -h` does not list.
+HIDDEN = {
+    "apply": "inspect:apply",
+    "completion": "completion:completion",
+    "logits": "logits:logits",
 }
 
 # Commands of other tools, and what to type for them.
@@ -108,10 +111,11 @@ class Commands(click.Group):
     as a program, under `click.testing.CliRunner` and inside a group of another program.
     """
 
-    lazy = {name: place for section in COMMANDS.values() for name, place in section.items()}
+    listed = {name: place for section in COMMANDS.values() for name, place in section.items()}
+    lazy = {**listed, **HIDDEN}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.lazy, *super().list_commands(ctx)]
+        return [*self.listed, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import the module of a command and return the command; None if there is none."""
@@ -139,7 +143,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self.lazy))
+        width = max(map(len, self.listed))
         limit = formatter.width - width - 4
 
         for section, names in COMMANDS.items():

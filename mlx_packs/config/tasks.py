@@ -272,14 +272,15 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
 
     teacher_cache: str | None = _data(
         None,
-        "Folder with the log-probabilities of a teacher, which packs logits writes.",
+        "Folder with the log-probabilities of a teacher. With --teacher, that model writes them "
+        "before the run, unless they are there.",
         metavar="DIR",
         resumable=True,
     )
     teacher: str | None = _data(
         None,
-        "Teacher that is loaded alongside the student, in the place of a cache: a folder, a GGUF "
-        "file or a Hugging Face id.",
+        "Teacher: a folder, a GGUF file or a Hugging Face id. It is loaded alongside the student, "
+        "or writes --teacher-cache before the run.",
         metavar="MODEL",
         resumable=True,
         memory=True,
@@ -320,10 +321,10 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
         if self.teacher is None:
             for name in self.changed(("teacher_top_k", "on_policy")):
                 yield Fault(name, "needs a --teacher.", "conflict")
-        elif self.teacher_cache is not None:
-            yield Fault("teacher", "does not go with --teacher-cache. Name one.", "conflict")
-        elif self.packing:
-            yield Fault("packing", "does not go with --teacher.", "conflict")
+        elif self.teacher_cache is not None and self.on_policy:
+            yield Fault("on_policy", "cannot be combined with --teacher-cache.", "conflict")
+        elif self.teacher_cache is None and self.packing:
+            yield Fault("packing", "needs a --teacher-cache with --teacher.", "conflict")
 
         yield from self._on_policy_faults()
 

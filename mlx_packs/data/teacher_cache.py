@@ -137,8 +137,7 @@ class TeacherCache:
         file = folder / FACTS
         if not file.is_file():
             raise PackError(
-                f"--teacher-cache {folder}: has no {FACTS}. Write the cache of a teacher with "
-                "`packs logits`.",
+                f"--teacher-cache {folder}: has no {FACTS}. Pass --teacher MODEL, which writes it.",
                 "not-found",
             )
 
@@ -150,8 +149,8 @@ class TeacherCache:
             facts = CacheFacts(**content)
         except (TypeError, ValueError) as error:
             raise PackError(
-                f"{file}: is damaged, or not of a teacher's cache ({error}). Write the cache again "
-                "with `packs logits --overwrite`.",
+                f"{file}: is damaged, or not of a teacher's cache ({error}). Remove it, and "
+                "pass --teacher MODEL, which writes it.",
                 "unreadable",
                 "teacher_cache",
             ) from None
@@ -185,9 +184,9 @@ class TeacherCache:
                 return self._targets(split, examples, vocab_size)
 
         raise PackError(
-            f"--teacher-cache {self.folder}: is of other examples than these. Run `packs logits` "
-            "with the same --data, columns and --max-seq-length (the cache has "
-            f"{self.facts.max_seq_length}).",
+            f"--teacher-cache {self.folder}: is of other examples than these. Name another "
+            "folder with --teacher MODEL, which writes it, or pass the same --data, columns and "
+            f"--max-seq-length (the cache has {self.facts.max_seq_length}).",
             "mismatch",
         )
 
@@ -212,8 +211,8 @@ class TeacherCache:
 
     def _damaged(self, name: str) -> PackError:
         return PackError(
-            f"--teacher-cache {self.folder}: {name} is missing, cut short or damaged. Run the same "
-            "`packs logits` again, which writes the rest.",
+            f"--teacher-cache {self.folder}: {name} is missing, cut short or damaged. Pass the "
+            "same --teacher MODEL again, which writes the rest.",
             "unreadable",
         )
 

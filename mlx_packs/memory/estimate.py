@@ -251,7 +251,7 @@ def remedies(
     enough = _HELPS * plan_of(lora, train).peak_bytes
     helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
     if train.teacher is not None:
-        helpful.insert(0, "a --teacher-cache by packs logits in the place of --teacher")
+        helpful.insert(0, "a --teacher-cache, which --teacher writes before the run")
     return [*helpful, "a smaller base"]
 
 

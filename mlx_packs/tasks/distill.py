@@ -9,11 +9,13 @@ import numpy as np
 
 from ..adapters.trainable import Trainable
 from ..config.choices import ANSWER_METRICS, TASKS
+from ..config.recipe import Recipe
 from ..data.dataset import Batch, Collate, Dataset, Shape
 from ..data.encoding import Examples
 from ..data.rows import Splits
 from ..data.sampler import Draw
 from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key, without_teacher
+from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..evaluation.teacher import VALIDATED, StudentScorer
@@ -25,6 +27,7 @@ from .causal_lm import CausalLMTask
 from .live_teacher import LiveCollate, LiveTeacher, OnPolicy
 from .phases import PhaseData, RunPhase
 from .task import Summary, Trained
+from .teacher import with_cached_teacher
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ class DistillTask(CausalLMTask):
         folder = self.train.teacher_cache
         if folder is None:
             raise PackError(
-                "--teacher-cache: name the folder with the log-probabilities of a teacher, which "
-                "`packs logits` writes, or load a --teacher alongside the student."
+                "--teacher-cache: name a folder for the log-probabilities of a teacher, and with "
+                "--teacher the model that writes them. --teacher by itself is loaded alongside the "
+                "student."
             )
         self.cache = TeacherCache.at(folder)
 
@@ -90,6 +94,12 @@ class DistillTask(CausalLMTask):
 
         self.teachers: list[tuple[Examples, TeacherTargets]] = []
         return super().encode(base, phases, splits)
+
+    @staticmethod
+    def prepared_recipe(recipe: Recipe, display: Display) -> Recipe:
+        if recipe.train.teacher is None or recipe.train.teacher_cache is None:
+            return recipe
+        return with_cached_teacher(recipe, display)
 
     def planned_facts(self) -> dict[str, int]:
         if self.cache is None:

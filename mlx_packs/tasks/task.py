@@ -18,6 +18,7 @@ from ..bases.families import check_task
 from ..bases.geometry import select_targets
 from ..config.choices import METHODS, OBJECTIVES, TASKS
 from ..config.lora import LoRAConfig
+from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import shown_counts
 from ..data.dataset import ExampleSet
@@ -104,6 +105,11 @@ class Task(PhaseTask, ABC):
     @property
     def display(self) -> Display:
         return self.calls.display
+
+    @staticmethod
+    def prepared_recipe(recipe: Recipe, display: Display) -> Recipe:
+        """Return the recipe of a run, after what has to be written before its base is loaded."""
+        return recipe
 
     def check(self, name: str, model_type: str) -> None:
         """Check that base and settings go with the task; called before and after loading."""

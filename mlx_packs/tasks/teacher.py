@@ -1,4 +1,4 @@
-"""The log-probabilities of a teacher at every target of a data set: what `packs logits` writes."""
+"""The log-probabilities of a teacher at every target of a data set, which a run reads."""
 
 import hashlib
 import json
@@ -26,6 +26,7 @@ from ..data.teacher_cache import (
     tokenizer_key,
 )
 from ..display import Display, size
+from ..distributed.group import group
 from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
 from ..memory.forward import forward_bytes
@@ -35,7 +36,7 @@ from ..memory.plan import ERROR
 from ..objectives.causal_lm import Head, split_head, target_states
 from ..objectives.objective import Inputs, arrays_of
 from ..ops.profile import profile
-from ..packs.base import Base, activated
+from ..packs.base import Base, activated, load_base
 from ..packs.pack import Pack
 from ..runtime import mx
 from .phases import resolve_phases
@@ -103,20 +104,43 @@ class Teacher:
         )
 
 
+def with_cached_teacher(recipe: Recipe, display: Display) -> Recipe:
+    """Return a recipe whose teacher is its cache, after the teacher has written what it lacks."""
+    train = recipe.train
+    if group().size > 1:
+        text = "--teacher-cache: is written by one machine. Write it first, without --hosts."
+        raise PackError(text, "conflict", "teacher_cache")
+
+    with display.working("teacher", f"loading {train.teacher}"):
+        base = load_base(train.teacher)
+    display.line("teacher", base.summary())
+    teacher = Teacher(base, None, train.teacher_top_k, temperature=1.0)
+
+    out = Path(train.teacher_cache).expanduser()
+    write_teacher_cache(teacher, recipe, out, False, display, "--teacher-cache")
+    defaults = {name: getattr(TrainConfig, name) for name in ("teacher", "teacher_top_k")}
+    return replace(recipe, train=replace(train, **defaults))
+
+
 def write_teacher_cache(
-    teacher: Teacher, recipe: Recipe, out: Path, overwrite: bool, display: Display
+    teacher: Teacher,
+    recipe: Recipe,
+    out: Path,
+    overwrite: bool,
+    display: Display,
+    flag: str = "--out",
 ) -> dict[str, Any]:
     """Write the log-probabilities of a teacher at the targets of all splits; return a report.
 
     A run on ``recipe`` reads them: the examples are encoded as its own, and known by their tokens.
-    A cache that is not complete is continued.
+    A cache that is not complete is continued. Errors call the folder ``flag``.
 
     Raises:
         PackError: the folder has something else, or examples cannot be used.
     """
     base = teacher.base
     base.check_architecture("logits", "decoder")
-    _check_folder(out)
+    _check_folder(out, flag)
 
     if recipe.train.phases:
         raise PackError(
@@ -145,8 +169,8 @@ def write_teacher_cache(
     make_folder(out)
     with exclusive_writer(out / FACTS):
         missing = {split: cache.missing(split) for split in facts.splits}
-        _check_disk(cache, missing)
-        _begin(cache, overwrite)
+        _check_disk(cache, missing, flag)
+        _begin(cache, overwrite, flag)
         path = choose_matmul_path(base.model, train.batch_size * train.max_seq_length).matmul_path
         train = replace(train, matmul_path=path)
         _show_plan(teacher, train, examples, display)
@@ -167,26 +191,26 @@ def write_teacher_cache(
     }
 
 
-def _check_folder(out: Path) -> None:
+def _check_folder(out: Path, flag: str) -> None:
     """Check that nothing but a cache is in the folder."""
     if out.exists() and not out.is_dir():
-        raise PackError(f"--out {out}: is a file. Name a folder.", "exists")
+        raise PackError(f"{flag} {out}: is a file. Name a folder.", "exists")
     if not out.is_dir() or (out / FACTS).exists():
         return
 
     if any(not file.name.startswith(".") for file in out.iterdir()):
-        raise PackError(f"--out {out}: has other files. Name a new folder.", "exists")
+        raise PackError(f"{flag} {out}: has other files. Name a new folder.", "exists")
 
 
-def _begin(cache: TeacherCache, overwrite: bool) -> None:
+def _begin(cache: TeacherCache, overwrite: bool, flag: str) -> None:
     """Write cache.json, unless the folder has the same; then its shards are continued."""
     out = cache.folder
     if (out / FACTS).exists() and not overwrite:
         if TeacherCache.at(out).facts == cache.facts:
             return
         raise PackError(
-            f"--out {out}: has a cache of another teacher, of other data or settings. Pass "
-            "--overwrite to replace it, or name another folder.",
+            f"{flag} {out}: has a cache of another teacher, of other data or settings. Remove it, "
+            "or name another folder.",
             "exists",
         )
 
@@ -195,7 +219,7 @@ def _begin(cache: TeacherCache, overwrite: bool) -> None:
     cache.create()
 
 
-def _check_disk(cache: TeacherCache, missing: dict[str, list[int]]) -> None:
+def _check_disk(cache: TeacherCache, missing: dict[str, list[int]], flag: str) -> None:
     """Raise a PackError if the shards that are missing do not fit on the disk."""
     facts = cache.facts
     shards = sum(len(split["edges"]) - 1 for split in facts.splits.values())
@@ -205,7 +229,7 @@ def _check_disk(cache: TeacherCache, missing: dict[str, list[int]]) -> None:
     free = free_bytes(cache.folder)
     if free is not None and needed > free:
         raise PackError(
-            f"--out {cache.folder}: {size(needed)} are to be written, but {size(free)} are free. "
+            f"{flag} {cache.folder}: {size(needed)} are to be written, but {size(free)} are free. "
             "Make room, or pass a smaller --top-k.",
             "unwritable",
         )

@@ -135,6 +135,7 @@ def _read_state(folder: Path) -> tuple[TrainingState, dict]:
         facts = _checked_facts(content.pop(_FILES))
         if not {field.name for field in fields(TrainingState)} <= set(content):
             raise older_version(folder / STATE)
+
         state = _from_json(TrainingState, content)
         if state.batches and not state.train_s:
             raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")

@@ -40,7 +40,7 @@ from ..packs.making import pack_of
 from ..packs.pack import Pack
 from ..run_clock import RunClock
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
-from ..tasks.task import Summary, Task, make_tasks
+from ..tasks.task import Summary, Task, make_tasks, task_class
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
 from .identity import (
@@ -150,7 +150,9 @@ def train_request(request: Request) -> TrainRun:
         if not runtime.on_cpu():  # before MLX uses the GPU
             if line := watchdog.limit_operations(settings.train.max_seq_length):
                 request.display.line("gpu", line)
-        return run(request.of_rank(), settings, Place(pack, folder, resume))
+        task = task_class(settings.train.last_task, settings.train)
+        request = replace(request, recipe=task.prepared_recipe(request.recipe, request.display))
+        return run(request.of_rank(), RunSettings.of(request), Place(pack, folder, resume))
 
 
 @runtime.memory_limits()

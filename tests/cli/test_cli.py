@@ -61,6 +61,25 @@ def test_apply_says_that_the_pack_fits(answers):
     assert report["fits"] and report["projections"] == 42 and "largest_logit_change" in report
 
 
+def test_inspect_on_a_base_says_what_apply_says(answers, rejected):
+    applied = json.loads(invoke("apply", answers / "pack", "--model", "tiny", "--json").stdout)
+    inspect = ("inspect", answers / "pack", "--on", "tiny")
+    assert json.loads(invoke(*inspect, "--json").stdout)["fit"] == applied
+    text = invoke(*inspect, "--dry-run").stdout
+    assert "rank 4" in text and "fits    " in text and "applied" not in text
+    result = invoke(*inspect, "--dry-run", "--max-pack-mb", "0.01")
+    assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr
+    check(rejected("inspect", answers / "pack", "--dry-run"), "conflict", "dry_run", "--on")
+    check(rejected("inspect", "tiny", "--on", "tiny"), "conflict", "on", "base model")
+
+
+def test_commands_that_are_not_listed_still_work(answers):
+    listed = invoke("--help").stdout
+    for name in ("apply", "logits", "completion"):
+        assert f"\n  {name} " not in listed
+        assert invoke(name, "--help").exit_code == 0
+
+
 def test_apply_gate_on_size_exits_with_1(answers):
     result = invoke("apply", answers / "pack", "--dry-run", "--max-pack-mb", "0.01")
     assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr

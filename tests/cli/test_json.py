@@ -22,11 +22,10 @@ CASES = {
     "eval": ("o", "--data", "d"),
     "eval-batch": ("o", "--data", "d", "--batch-size", "1", "--max-tokens", "2", "--rounds", "1"),
     "generate": ("--prompt", "Hi", "--max-tokens", "1"),
-    "apply": ("o",),
 }
 # Those that take longer, or need a network or other packages; `print_report` checks them too.
 OTHERS = {
-    *("bench", "combine", "doctor", "eval-tasks", "import", "learn", "logits"),
+    *("bench", "combine", "doctor", "eval-tasks", "import", "learn"),
     *("merge", "pull", "push", "quantize", "sweep"),
 }
 
@@ -45,9 +44,7 @@ def test_every_command_with_json_is_listed():
     assert with_json() == CASES.keys() | OTHERS
 
 
-@pytest.mark.parametrize(
-    "command", slow_except(CASES, *CASES.keys() - {"eval", "generate", "apply"})
-)
+@pytest.mark.parametrize("command", slow_except(CASES, *CASES.keys() - {"eval", "generate"}))
 def test_json_is_one_object(command, trained_copy, run):
     code, out, err = run(command, *CASES[command], "--json")
     assert code == 0, err

@@ -211,9 +211,9 @@ def test_bad_caches_are_rejected(tmp_path, data, cache):
     def encode(**changes):
         EncodedTask(base_with(2), changes.pop("data", data), settings(**changes), LORA)
 
-    with raises("invalid", "teacher_cache", "packs logits"):
+    with raises("invalid", "teacher_cache", "--teacher"):
         encode()
-    with raises("not-found", "teacher_cache", "packs logits"):
+    with raises("not-found", "teacher_cache", "--teacher MODEL"):
         encode(teacher_cache=str(tmp_path))
     with raises("mismatch", "teacher_cache", "48"):
         encode(teacher_cache=cache, max_seq_length=24)

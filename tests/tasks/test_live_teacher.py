@@ -23,7 +23,7 @@ from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.tasks import EncodedTask, interrupted
 from tests.helpers.variants import slow_except
-from tests.tasks.test_distill import LORA, base_with, settings, tensors_of
+from tests.tasks.test_distill import LORA, SETTINGS, base_with, settings, tensors_of
 
 VOCABULARY = 4096
 OWN = {"on_policy": 1.0, "max_completion_length": 6, "max_seq_length": 64}
@@ -64,6 +64,29 @@ def test_a_live_teacher_teaches_what_its_cache_does(tmp_path, data, teacher):
     assert run.report["teacher_loss_after"] < run.report["teacher_loss_before"]
     manifest = Pack.open(tmp_path / "live").manifest
     assert manifest["objective"]["teacher"] == manifest["recipe"]["teacher"] == "t"
+
+
+def test_a_teacher_writes_its_cache_once_and_a_run_reads_it(tmp_path, data, teacher):
+    recipe = Recipe(train=settings(), data=DataConfig(data=str(data)))
+    whole = Teacher(load_base(teacher), None, 32, 1.0)
+    write_teacher_cache(whole, recipe, tmp_path / "c", False, Display(QUIET))
+    for name, changes in (
+        ("reads", {"teacher_cache": str(tmp_path / "c")}),
+        ("writes", {"teacher_cache": str(tmp_path / "w"), "teacher": teacher, "teacher_top_k": 32}),
+    ):
+        train_pack(base_with(2), data, LORA, settings(**changes), tmp_path / name)
+
+    written = {file.name: file.read_bytes() for file in (tmp_path / "w").iterdir()}
+    assert written == {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()}
+    first, second = (tensors_of(tmp_path / name) for name in ("reads", "writes"))
+    assert all(np.array_equal(first[n], second[n]) for n in second)
+    recorded = Pack.open(tmp_path / "writes").manifest["recipe"]
+    assert (recorded["teacher"], recorded["teacher_cache"]) == (None, "w")
+
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "w").iterdir()}
+    longer = settings(**changes, iters=SETTINGS["iters"] + 1)
+    train_pack(base_with(2), data, LORA, longer, tmp_path / "writes", resume=True)
+    assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "w").iterdir()}
 
 
 def test_the_student_completes_the_prompts_and_the_teacher_scores_it(data, teacher):
@@ -171,7 +194,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path, data, teacher):
     [
         ({"on_policy": 0.5}, "conflict", "on_policy"),
         ({"teacher_top_k": 8}, "conflict", "teacher_top_k"),
-        ({"teacher": "t", "teacher_cache": "c"}, "conflict", "teacher"),
+        ({"teacher": "t", "teacher_cache": "c", "on_policy": 0.5}, "conflict", "on_policy"),
         ({"teacher": "t", "packing": True}, "conflict", "packing"),
         ({"teacher": "t", "temperature": 0.5}, "conflict", "temperature"),
         ({"teacher": "t", "on_policy": 0.5, "ce_weight": 0.5}, "conflict", "ce_weight"),
