@@ -1,9 +1,11 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
+import logging
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -193,6 +195,12 @@ def reason_of(error: BaseException) -> str:
     if len(text) > _SHOWN:
         text = text[:_SHOWN] + " …"
     return text.rstrip(".")
+
+
+@lru_cache(maxsize=1024)
+def warn_once(text: str, *values: object) -> None:
+    """Log a warning, if this process has not logged it before."""
+    logging.getLogger("mlx_packs").warning(text, *values)
 
 
 def flag_of(setting: str) -> str:

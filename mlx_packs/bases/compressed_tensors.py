@@ -6,20 +6,16 @@ times scale / global scale. MLX's modules have no such scale, so these weights a
 ones, and loading quantizes the base again.
 """
 
-import logging
 import math
 import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from pathlib import Path
 
-from ..errors import PackError
+from ..errors import PackError, warn_once
 from ..kinds import check_keys
 from ..nn.frozen_weight import LARGEST_NVFP4
 from ..runtime import mx
 from .unsupported import INSTEAD
-
-_log = logging.getLogger("mlx_packs")
 
 METHOD = "compressed-tensors"  # quant_method in a config.json
 _REQUANTIZED = "affine4"
@@ -152,7 +148,11 @@ def _check_scheme(path: Path, stored: Mapping) -> None:
         raise _unsupported(path, f"its weights are sparse ({sparsity['format']})")
 
     if any(group.get("input_activations") for group in groups.values()):
-        say_weights_only(path)
+        warn_once(
+            "%s: asks for quantized activations, which are not computed here: only weights are "
+            "4-bit.",
+            path,
+        )
 
 
 def _fault_of(group: Mapping, kind: str) -> str:
@@ -174,14 +174,6 @@ def _fault_of(group: Mapping, kind: str) -> str:
     if activations.get("type", "float") != "float" or activations.get("dynamic") is False:
         return "its activations are integers or have fixed scales, which is not computed here"
     return ""
-
-
-@lru_cache(maxsize=256)
-def say_weights_only(path: Path) -> None:
-    _log.warning(
-        "%s: asks for quantized activations, which are not computed here: only weights are 4-bit.",
-        path,
-    )
 
 
 def _unsupported(path: Path, fault: str) -> PackError:

@@ -3,20 +3,16 @@
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
 
-import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
 import mlx.nn as nn
 
 from ..config.choices import ARCHITECTURES, TASKS, architecture_of, package_of
-from ..errors import PackError, any_of
+from ..errors import PackError, any_of, warn_once
 from ..nn.lora import is_switch_linear
 from ..runtime import mx
-
-_log = logging.getLogger("mlx_packs")
 
 # By the name of the module in mlx_lm.models, or in mlx_vlm.models where mlx-lm has none.
 UNTRAINABLE = {
@@ -104,37 +100,12 @@ def is_batchable(name: str, model: nn.Module) -> bool:
     """Whether texts in a batch equal each alone; if they do not, this is logged once."""
     if (family := family_of(model)) not in ONE_BY_ONE:
         return True
-    _say_one_by_one(name, family)
-    return False
-
-
-@lru_cache(maxsize=64)
-def _say_cache_differs(name: str, family: str) -> None:
-    """Training and generation are then not the same model."""
-    _log.warning(
-        "%s: a %s computes other logits with a cache than without. Training uses none and "
-        "generation uses one, so texts can be worse than the loss suggests.",
-        name,
-        family,
-    )
-
-
-@lru_cache(maxsize=64)
-def _say_not_compared(name: str, family: str) -> None:
-    _log.warning(
-        "%s: a %s of mlx-vlm, which was not tested here: its steps may differ from plain LoRA.",
-        name,
-        family,
-    )
-
-
-@lru_cache(maxsize=64)
-def _say_one_by_one(name: str, family: str) -> None:
-    _log.warning(
+    warn_once(
         "%s: a %s gives other texts in a batch than alone, so texts are generated one at a time.",
         name,
         family,
     )
+    return False
 
 
 def why_untrainable(family: str) -> str | None:
@@ -148,9 +119,18 @@ def why_untrainable(family: str) -> str | None:
 def check_trainable(name: str, model: nn.Module) -> None:
     family = family_of(model)
     if family in CACHE_DIFFERS:
-        _say_cache_differs(name, family)
+        warn_once(
+            "%s: a %s computes other logits with a cache than without. Training uses none and "
+            "generation uses one, so texts can be worse than the loss suggests.",
+            name,
+            family,
+        )
     if "language_model" in model and package_of(family) == "mlx-vlm" and family not in COMPARED:
-        _say_not_compared(name, family)
+        warn_once(
+            "%s: a %s of mlx-vlm, which was not tested here: its steps may differ from plain LoRA.",
+            name,
+            family,
+        )
 
     reason = why_untrainable(family)
 

@@ -3,13 +3,11 @@
 Of its config.json every number that is used, here or in mlx-lm, is checked first.
 """
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 
-from ..errors import PackError
+from ..errors import PackError, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from ..kinds import check_keys
 from ..leftovers import recover
@@ -18,8 +16,6 @@ from .bitsandbytes import METHOD
 from .compressed_tensors import check_compressed, is_read_as_dense
 from .readers import is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
-
-_log = logging.getLogger("mlx_packs")
 
 TINY = "tiny"
 CONFIG = "config.json"
@@ -219,20 +215,14 @@ def check_files(path: Path) -> dict:
         tensors |= header
 
     if extra := files_not_read(path):
-        _say_not_read(path, tuple(extra))
+        more = " …" if len(extra) > 3 else ""
+        shown = ", ".join(extra[:3]) + more
+        warn_once("%s: the index does not name %s, so they are not read.", path, shown)
 
     config = read_config(path / CONFIG, tensors)
     check_method(path, config)
     check_compressed(path, config, tensors)
     return config
-
-
-@lru_cache(maxsize=256)
-def _say_not_read(path: Path, names: tuple[str, ...]) -> None:
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += " …"
-    _log.warning("%s: the index does not name %s, so they are not read.", path, shown)
 
 
 def check_readable(path: Path) -> None:

@@ -1,11 +1,10 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import late, runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
-from ..errors import Float16Overflow, PackError, library_errors
+from ..errors import Float16Overflow, PackError, library_errors, warn_once
 from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..nn.surgery import replace_modules
 from ..runtime import mx
@@ -53,8 +52,6 @@ from .sandboxed_tokenizer import read_ahead
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from .unsupported import unreadable
 from .weight_formats import named_format
-
-_log = logging.getLogger("mlx_packs")
 
 Weights = dict[str, mx.array]
 _LOAD_ENCODER = "bases.encoder:load_encoder"
@@ -143,7 +140,13 @@ def _load_decoder(request: _Request) -> BaseModel:
             quantization = {**quantization, "keep": list(keep)}
 
     if is_read_as_dense(stored):
-        _say_requantized(path, quantize, rounding.relative)
+        warn_once(
+            "%s: is in nvfp4 with a global scale, which is read and quantized again to %s: its "
+            "weights differ by %.1f %%. --quantize chooses another format.",
+            path,
+            quantize,
+            100 * rounding.relative,
+        )
 
     _set_dense_dtype(model, dtype)
     names: list[str] = []
@@ -174,17 +177,6 @@ def _load_decoder(request: _Request) -> BaseModel:
         compute_dtype=dtype_of(model),
         is_lazy=request.lazy,
         rounding_error=rounding.relative if options else None,
-    )
-
-
-@lru_cache(maxsize=256)
-def _say_requantized(path: Path, quantize: str, error: float) -> None:
-    _log.warning(
-        "%s: is in nvfp4 with a global scale, which is read and quantized again to %s: its weights "
-        "differ by %.1f %%. --quantize chooses another format.",
-        path,
-        quantize,
-        100 * error,
     )
 
 

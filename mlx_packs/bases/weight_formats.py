@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..errors import PackError, did_you_mean
-from ..nn.frozen_weight import CustomWeight, with_dense_dtype
+from ..nn.frozen_weight import CustomWeight
 from ..runtime import mx
 from .shapes import is_named
 
@@ -81,14 +81,6 @@ class WeightFormat(ABC):
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing, lazily and in its own dtype."""
 
-    @abstractmethod
-    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        """Return a frozen module with the weight of a dense one, quantized lazily.
-
-        The weight is quantized in its own dtype, as `quantize` does; scales are then in ``dtype``,
-        that of activations. A bias is kept. For a linear no random number is drawn.
-        """
-
     def fits(self, width: int) -> bool:
         """Return whether rows of this width can be quantized so."""
         return width % self.divisor == 0
@@ -146,30 +138,6 @@ class MLXFormat(WeightFormat):
 
     def rounded(self, w: mx.array) -> mx.array:
         return self._dequantize(*self._quantize(w)).astype(w.dtype)
-
-    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        if isinstance(dense, nn.Linear):
-            module = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
-            nn.Module.__init__(module)  # its own would draw weights
-            module.group_size = self.group_size
-            module.bits = self.bits
-            module.mode = self.mode
-
-            arrays = self._quantize(dense.weight)
-            for name, array in zip(("weight", "scales", "biases"), arrays, strict=False):
-                module[name] = array
-
-            if "bias" in dense:
-                module.bias = dense.bias
-        else:
-            module = dense.to_quantized(self.group_size, self.bits, self.mode)
-
-        if self.mode == "affine":
-            module.scales = module["scales"].astype(dtype)
-            module.biases = module["biases"].astype(dtype)
-
-        module.freeze()
-        return with_dense_dtype(module, dtype)
 
     def _quantize(self, w: mx.array) -> tuple[mx.array, ...]:
         return tuple(mx.quantize(w, self.group_size, self.bits, self.mode))
@@ -229,9 +197,6 @@ class CustomFormat(WeightFormat):
 
     def rounded(self, w: mx.array) -> mx.array:
         return self.dequantize(self.arrays(w), w.dtype)
-
-    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        return self.module_of(dense, self.arrays(dense.weight), dtype)
 
     def is_stored(self, quantization: Mapping) -> bool:
         # other settings than the mode do not count: `check_stored` compares these

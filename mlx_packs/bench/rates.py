@@ -58,7 +58,7 @@ def examine_rates() -> dict:
 def _product(name: str, dtype: mx.Dtype, rows: int, size: int) -> dict:
     x = mx.random.normal((rows, size), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((size, size), key=mx.random.key(1)).astype(dtype)
-    module = named_format(name).module(linear_of(weight), dtype)
+    module = linear_of(weight).to_quantized(**named_format(name).to_config())
     forward, backward = frozen_weight(module).slice_products(0, size)
     mx.eval(x, module.parameters())
 

@@ -1,20 +1,18 @@
 """What packs record for their use, compared wherever packs meet, whatever their order."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from ..config.choices import TASKS
 from ..config.data import COLUMN_SETTINGS
-from ..errors import PackError
+from ..errors import PackError, warn_once
 from .manifest import recorded_keys, task_of
 
 if TYPE_CHECKING:
     from .pack import Pack
 
-_log = logging.getLogger("mlx_packs")
 
 # Facts of the training and of the examples: packs may differ in them, and use reads none of them.
 # Every other checked entry of `objective` and `recipe` is compared.
@@ -79,7 +77,12 @@ def check_same_use(packs: Sequence["Pack"], flag: str | None = None) -> None:
             )
 
     if differing:
-        _log_once(where, " · ".join(_values(name, packs, all_records) for name in differing))
+        warn_once(
+            "%s: %s. Together they have the smaller length or size; of all else, the base's "
+            "default.",
+            where,
+            " · ".join(_values(name, packs, all_records) for name in differing),
+        )
 
 
 def agreed_records(packs: Sequence["Pack"]) -> dict[str, dict]:
@@ -133,12 +136,3 @@ def _shown(name: str, records: Mapping) -> str:
 
     text = value if name == "task" else json.dumps(value, ensure_ascii=False, sort_keys=True)
     return f"{text[:59]}…" if len(text) > 60 else text
-
-
-@lru_cache(maxsize=256)
-def _log_once(where: str, differences: str) -> None:
-    _log.warning(
-        "%s: %s. Together they have the smaller length or size; of all else, the base's default.",
-        where,
-        differences,
-    )

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_packs.bases import families
 from mlx_packs.bases.families import ONE_BY_ONE
+from mlx_packs.errors import warn_once
 from mlx_packs.inference.generate import sample_batch, stream_batch
 from mlx_packs.runtime import mx
 from tests.helpers.families import OF_MLX_VLM, architectures, family_base
@@ -109,7 +110,7 @@ def scores(model, prompts) -> list[mx.array]:
 
 @pytest.mark.parametrize("family", ["gemma2", "mamba", "qwen3"])
 def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
-    families._say_one_by_one.cache_clear()
+    warn_once.cache_clear()
     base = base_of(family)
     first = sample_batch(base, PROMPTS, [5, 5, 5], 3)
     assert ("one at a time" in caplog.text) == (family in ONE_BY_ONE)
@@ -123,7 +124,7 @@ def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
 
 
 def test_training_says_that_a_family_generates_as_another_model(caplog):
-    families._say_cache_differs.cache_clear()
+    warn_once.cache_clear()
     base = base_of("gemma3n")
     families.check_trainable("mine", base.model)
     assert "mine" in caplog.text and "cache" in caplog.text
