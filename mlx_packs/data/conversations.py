@@ -26,7 +26,7 @@ from ..bases.turns import (
     turn_style,
 )
 from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
-from ..errors import Code, PackError
+from ..errors import PackError
 from .bad_rows import Reason, RowError
 from .images import without_marks
 from .messages import THOUGHTS
@@ -150,15 +150,16 @@ class Conversation(Content):
                     f" If the text is not about them, remove the column '{column}'; of a data set "
                     f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
                 )
-            raise self._conflict(fault, "model")
+            raise PackError(f"{self.where}: {fault}", "unsupported", "model")
 
         templated = with_template(tokenizer, chat_template)
         if not templated.has_chat_template:
             if not self.is_plain:
-                raise self._conflict(
-                    "the base's tokenizer has no chat template. Use examples with 'text', or with "
-                    "'prompt' and 'completion' as texts, or name a template: --chat-template "
-                    f"{', '.join(CHAT_TEMPLATES)} or a .jinja file.",
+                raise PackError(
+                    f"{self.where}: the base's tokenizer has no chat template. Use examples with "
+                    "'text', or with 'prompt' and 'completion' as texts, or name a template: "
+                    f"--chat-template {', '.join(CHAT_TEMPLATES)} or a .jinja file.",
+                    "unsupported",
                     "chat_template",
                 )
             templated = with_template(templated, PLAIN)
@@ -175,10 +176,6 @@ class Conversation(Content):
 
     def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
         return RowError(self.where, fault, reason, flag=flag)
-
-    def _conflict(self, fault: str, flag: str, code: Code = "unsupported") -> PackError:
-        """Return an error of a setting or of the base model, which this row shows."""
-        return PackError(f"{self.where}: {fault}", code, flag)
 
     def _check_not_rendered(self) -> None:
         """Raise an error if a text has already been rendered by a chat template."""
@@ -240,7 +237,12 @@ class Conversation(Content):
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         text = self._ended(self._prefix(len(self.messages)))
         if loss_on == "all":
-            self._check_all_targets()
+            if self.context:
+                raise self._error(
+                    "has an answer that is marked as no target. Use --loss-on assistant.",
+                    "no target",
+                    "loss_on",
+                )
             return text, []
 
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -272,14 +274,6 @@ class Conversation(Content):
 
         places = [place for place in dict.fromkeys(places) if place[0]]
         return Prefixes(self.messages, places, self.template_date, self._variables())
-
-    def _check_all_targets(self) -> None:
-        if self.context:
-            raise self._error(
-                "has an answer that is marked as no target. Use --loss-on assistant.",
-                "no target",
-                "loss_on",
-            )
 
     def _check_not_empty(self, answers: Sequence[int], targets: Sequence[int]) -> None:
         """Raise an error for an empty target before the last answer: nothing to learn from."""

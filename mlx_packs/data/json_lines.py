@@ -87,7 +87,13 @@ class JsonLines(Source):
         self.folder: Path | None = file.parent
         with file.open("rb") as f:
             self._opened = self._status(f)
-            _check_uncompressed(file, f.read(4))
+            beginning = f.read(4)
+            for magic, name in _COMPRESSED.items():
+                if beginning.startswith(magic):
+                    raise PackError(
+                        f"{file}: is compressed ({name}), not JSON. Decompress it first.",
+                        "unreadable",
+                    )
             f.seek(0)
             self._scan(f)
 
@@ -170,12 +176,3 @@ class JsonLines(Source):
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
         status = os.fstat(f.fileno())
         return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _check_uncompressed(file: Path, beginning: bytes) -> None:
-    """Raise a PackError for a compressed file under the name of a JSONL file."""
-    for magic, name in _COMPRESSED.items():
-        if beginning.startswith(magic):
-            raise PackError(
-                f"{file}: is compressed ({name}), not JSON. Decompress it first.", "unreadable"
-            )

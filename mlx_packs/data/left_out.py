@@ -5,7 +5,6 @@ that the part is lost. For each kind of part, the first conversations that have 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +43,13 @@ def left_out_notes(
     checks = _Checks()
     thoughts = _OpenedThoughts()
 
-    for row in _readable(rows):
+    for _, row in compared(as_rows(rows), _LOOKED_AT):
+        try:
+            if not isinstance(row.value, Mapping):
+                continue
+        except RowError:  # encoding names such rows
+            continue
+
         used = row_format.used(row, names)
         columns = [c for c in row.value if c not in used and optional(row, c) is not None]
         if new := [column for column in columns if column not in unused]:
@@ -53,7 +58,7 @@ def left_out_notes(
 
         for conversation in _conversations(row, row_format, names, tokenizer):
             checks.add(conversation)
-            thoughts.add(conversation)
+            thoughts.add_answer(conversation)
             variables = dict.fromkeys(conversation.variables, conversation.where) | variables
 
     unread = {name: variables[name] for name in unread_variables(tokenizer, variables)}
@@ -79,14 +84,6 @@ def template_notes(
 
 def _is_rendered(row_format: RowFormat) -> bool:
     return isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
-
-
-def _readable(rows: Sequence[Row]) -> Iterator[Row]:
-    """Leave out rows that cannot be read; a large split is read in blocks."""
-    for _, row in compared(as_rows(rows), _LOOKED_AT):
-        with suppress(RowError):  # encoding names such rows
-            if isinstance(row.value, Mapping):
-                yield row
 
 
 def _unread_note(variables: dict[str, str]) -> list[str]:
@@ -130,11 +127,17 @@ def _conversations(
 
 @dataclass
 class _Check:
-    """How many parts of a kind were checked and are lost, and where the first of them is."""
+    """How many parts were checked and are missing, and where the first of them is."""
 
     checked: int = 0
-    lost: int = 0
+    missing: int = 0
     first: str = ""
+
+    def add(self, is_missing: bool, place: str) -> None:
+        self.checked += 1
+        self.missing += is_missing
+        if is_missing:
+            self.first = self.first or place
 
 
 @dataclass
@@ -158,30 +161,24 @@ class _Checks:
                 continue
 
             self.shapes.add(part.shape)
-            check.checked += 1
-            if is_lost:
-                check.lost += 1
-                check.first = check.first or f"{conversation.where}{part.place}"
+            check.add(is_lost, f"{conversation.where}{part.place}")
 
     def notes(self) -> list[str]:
         return [
-            f"the chat template leaves out {kind}: {check.lost:,} of {check.checked:,} checked, "
+            f"the chat template leaves out {kind}: {check.missing:,} of {check.checked:,} checked, "
             f"the first in {check.first}. {REMEDIES.get(kind, REMEDY)}"
             for kind, check in self.kinds.items()
-            if check.lost
+            if check.missing
         ]
 
 
 @dataclass
-class _OpenedThoughts:
+class _OpenedThoughts(_Check):
     """How many last answers lack the thoughts that the prompt in use has opened for them."""
 
-    checked: int = 0
-    missing: int = 0
-    first: str = ""
     places: dict[str, set[bool]] = field(default_factory=dict)  # of each row, what its sides lack
 
-    def add(self, conversation: Conversation) -> None:
+    def add_answer(self, conversation: Conversation) -> None:
         """Check the last answer; only the first conversations are checked."""
         is_answer = conversation.messages[-1]["role"] == "assistant"
         if not is_answer or self.checked >= _RENDERINGS:
@@ -192,11 +189,8 @@ class _OpenedThoughts:
         except RowError:  # the template does not take the prompt
             return
 
-        self.checked += 1
+        self.add(is_missing, conversation.where)
         self.places.setdefault(conversation.where, set()).add(is_missing)
-        if is_missing:
-            self.missing += 1
-            self.first = self.first or conversation.where
 
     def notes(self) -> list[str]:
         if not self.missing:

@@ -148,7 +148,11 @@ def _turn(message: Any, folder: Path | None) -> Turn:
     role = ROLES.get(speaker, speaker)
     is_target = _popped_mark(given, role)
     content, images = content_of(given.get("content"), folder)
-    calls = _popped_calls(given)
+    calls = normal_calls(given.pop("tool_calls", None))
+    older_calls = normal_calls(given.pop("function_call", None))
+    if calls and older_calls:
+        raise ValueError("a message has both 'tool_calls' and 'function_call'.")
+    calls = calls or older_calls
 
     if speaker in _CALLS and content is not None:
         content, written = calls_in_text(content)
@@ -180,15 +184,6 @@ def _rename_sharegpt(given: dict[str, Any]) -> None:
         raise ValueError(f"'value' must be a text, but is {shown(text)}.")
     given["role"] = speaker
     given["content"] = text
-
-
-def _popped_calls(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Take the calls out of a message; `function_call` is OpenAI's older key."""
-    calls = normal_calls(given.pop("tool_calls", None))
-    older = normal_calls(given.pop("function_call", None))
-    if calls and older:
-        raise ValueError("a message has both 'tool_calls' and 'function_call'.")
-    return calls or older
 
 
 def name_thoughts(message: dict[str, Any]) -> None:

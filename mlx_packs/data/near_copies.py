@@ -9,7 +9,7 @@ many rows share, as in a system prompt, do not count. A paraphrase in other word
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -142,12 +142,6 @@ def hold_out(
         chosen = set(candidates[:count])
         alone = count
     return sorted(chosen), len(chosen) - alone
-
-
-def without(count: int, held_out: Iterable[int]) -> np.ndarray:
-    mask = np.ones(count, bool)
-    mask[list(held_out)] = False
-    return np.flatnonzero(mask).astype(np.int32 if count < 1 << 31 else np.int64)
 
 
 _LOOKED_AT = 400  # rows of a split that is held out

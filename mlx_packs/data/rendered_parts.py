@@ -130,16 +130,10 @@ def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | No
 
     calls = message.get("tool_calls") or []
     for i, call in enumerate(calls):
-        others = [*calls[:i], _other_call(call), *calls[i + 1 :]]
+        function = call["function"]
+        changed = {"arguments": {_OTHER: _OTHER}} if function["arguments"] else {"name": _OTHER}
+        others = [*calls[:i], {**call, "function": {**function, **changed}}, *calls[i + 1 :]]
         yield "calls of tools", None, {**message, "tool_calls": others}
 
     for key in message.keys() - _READ_KEYS:
         yield f"'{key}' of messages", None, {k: v for k, v in message.items() if k != key}
-
-
-def _other_call(call: Mapping) -> dict:
-    """Change the arguments of a call, or its name if it has none."""
-    other: dict = {"name": _OTHER}
-    if call["function"]["arguments"]:
-        other = {"arguments": {_OTHER: _OTHER}}
-    return {**call, "function": {**call["function"], **other}}

@@ -258,7 +258,9 @@ def tree_states(
     if kept is None:
         parts = [part for part in (root, prefix, suffixes) if part is not None]
         if _is_one_pass(model, parts):
-            return _states_of_levels(model, forward, parts)
+            levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
+            row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
+            return forward(row, [PrefixLevels(levels) for _ in model.layers]).squeeze(0)
         kept = keep_prefixes(model, forward, prefix, root)
 
     caches = _prefix_caches(model)
@@ -282,14 +284,6 @@ def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
 
     taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
     return 0 < taking == len(model.layers)
-
-
-def _states_of_levels(model: nn.Module, forward: Forward, parts: Sequence[mx.array]) -> mx.array:
-    """Return what `tree_states` does of root, prefixes and suffixes, in one pass."""
-    levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
-    row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
-    caches = [PrefixLevels(levels) for _ in model.layers]
-    return forward(row, caches).squeeze(0)
 
 
 def keep_prefixes(
