@@ -202,7 +202,7 @@ def _make_lora(
         (part,) = first.slices
         lora = EmbeddingLoRA(first.in_features, part.width, part.rank, part.scale, keys[0])
     else:
-        lora = GroupedLoRA(first.in_features, shapes, dropout, keys)
+        lora = GroupedLoRA.fresh(first.in_features, shapes, dropout, keys)
 
     for path, index in firsts.items():
         attached.places[path] = AdapterPlace(lora, index, attached.specs[path])

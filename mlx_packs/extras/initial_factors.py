@@ -70,13 +70,7 @@ class ResidualLoRA(GroupedLoRA):
     """
 
     def __init__(self, lora: GroupedLoRA) -> None:
-        nn.Module.__init__(self)
-        self._adapted = lora._adapted
-        self._scales = lora._scales
-        self._kept = None
-        self.dropout = lora.dropout
-        self.lora_a = list(lora.lora_a)
-        self.lora_b = list(lora.lora_b)
+        super().__init__(lora._adapted, lora._scales, lora.lora_a, lora.lora_b, lora.dropout.p)
         self._removed_a = list(lora.lora_a)
         self._removed_b = [-b for b in lora.lora_b]
 

@@ -93,7 +93,7 @@ def adapt(
     spec = plan_specs([Group(None, (geometry,))], lora)[name]
     (part,) = spec.slices
 
-    adapter = GroupedLoRA(
+    adapter = GroupedLoRA.fresh(
         spec.in_features,
         [AdapterShape(part.width, part.rank, part.scale)],
         lora.dropout,

@@ -30,13 +30,7 @@ class GroupedDoRA(GroupedLoRA):
     def __init__(
         self, lora: GroupedLoRA, projections: Sequence[nn.Module], norms: Sequence[mx.array]
     ) -> None:
-        nn.Module.__init__(self)
-        self._adapted = lora._adapted
-        self._scales = lora._scales
-        self._kept = None
-        self.dropout = lora.dropout
-        self.lora_a = list(lora.lora_a)
-        self.lora_b = list(lora.lora_b)
+        super().__init__(lora._adapted, lora._scales, lora.lora_a, lora.lora_b, lora.dropout.p)
         self.magnitude = list(norms)
         self._norms = list(norms)
         self._projections = Hidden(projections)

@@ -56,44 +56,55 @@ class _Kept:
 
 
 class GroupedLoRA(nn.Module):
-    """Adapters of the projections that read one input; ``shapes`` has None for those without.
+    """Adapters A [D, R] and B [R, O] of some of the projections that read one input.
 
-    A is uniform in ±1/sqrt(D), by a random key for each projection, and B is zero, so that
-    attaching changes no output (as in mlx-lm and the paper). One dropout mask serves the group.
+    ``adapted`` are the places of these projections. One dropout mask serves the group.
     """
 
     def __init__(
         self,
+        adapted: Sequence[int],
+        scales: Sequence[float],
+        lora_a: Sequence[mx.array],
+        lora_b: Sequence[mx.array],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self._adapted = list(adapted)
+        self._kept: _Kept | None = None
+        self._scales = list(scales)
+        self.dropout = InputDropout(dropout)
+        self.lora_a = list(lora_a)
+        self.lora_b = list(lora_b)
+
+    @classmethod
+    def fresh(
+        cls,
         in_features: int,
         shapes: Sequence[AdapterShape | None],
         dropout: float,
         keys: Sequence[mx.array],
-    ) -> None:
-        super().__init__()
+    ) -> "GroupedLoRA":
+        """Return new adapters of these shapes; a projection without one has None.
+
+        A is uniform in ±1/sqrt(D), by a random key for each projection, and B is zero, so that
+        attaching changes no output (as in mlx-lm and the paper).
+        """
         bound = 1 / math.sqrt(in_features)
-        adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
-
-        self._adapted = [i for i, _ in adapted]
-        self._kept: _Kept | None = None
-        self._scales = [s.scale for _, s in adapted]
-        self.dropout = InputDropout(dropout)
-
-        self.lora_a = [
+        adapted = {i: s for i, s in enumerate(shapes) if s is not None}
+        lora_a = [
             mx.random.uniform(-bound, bound, (*s.stack, in_features, s.rank), key=keys[i])
-            for i, s in adapted
+            for i, s in adapted.items()
         ]
-        self.lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for _, s in adapted]
+        lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for s in adapted.values()]
+        return cls(adapted, [s.scale for s in adapted.values()], lora_a, lora_b, dropout)
 
     @classmethod
     def of_factors(
         cls, slots: Sequence[int], lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
     ) -> "GroupedLoRA":
         """Return a group for inference: A [D, R] and B [R, O] of ``slots``, scales in B."""
-        lora = cls(lora_a[0].shape[0], [], 0.0, [])
-        lora._adapted = list(slots)
-        lora._scales = [1.0] * len(lora_a)
-        lora.lora_a = list(lora_a)
-        lora.lora_b = list(lora_b)
+        lora = cls(slots, [1.0] * len(lora_a), lora_a, lora_b)
         if profile().dtype is None:
             lora._kept = _Kept()
         lora.eval()
@@ -342,11 +353,8 @@ class EmbeddingLoRA(GroupedLoRA):
     """The adapter of one table [V, D]: A [V, R] begins at zero and B [R, D] normal, as in PEFT."""
 
     def __init__(self, vocab_size: int, width: int, rank: int, scale: float, key: mx.array) -> None:
-        super().__init__(vocab_size, [], 0.0, [])
-        self._adapted = [0]
-        self._scales = [scale]
-        self.lora_a = [mx.zeros((vocab_size, rank))]
-        self.lora_b = [mx.random.normal((rank, width), key=key)]
+        lora_b = mx.random.normal((rank, width), key=key)
+        super().__init__([0], [scale], [mx.zeros((vocab_size, rank))], [lora_b])
 
     def rows(self, tokens: mx.array) -> mx.array:
         """Return what is added to the rows of tokens [...], [..., D] in float32."""

@@ -47,7 +47,7 @@ def rows(tmp_path):
 
 def test_small_changes_of_large_factors_survive_half_precision():
     """B A - B0 A0 in bfloat16, where A has changed by less than its own last bit there."""
-    lora = GroupedLoRA(64, [AdapterShape(32, 4, 1.0)], 0.0, [mx.random.key(0)])
+    lora = GroupedLoRA.fresh(64, [AdapterShape(32, 4, 1.0)], 0.0, [mx.random.key(0)])
     a, b = mx.random.normal((64, 4)), mx.random.normal((4, 32))
     lora.lora_a, lora.lora_b = [a], [b]
     residual = ResidualLoRA(lora)
