@@ -3,10 +3,10 @@
 import pytest
 
 from tests.helpers.budgets import exceeded, limits, measured
-from tests.helpers.imports import PACKAGE, closure, modules_in_strings
+from tests.helpers.imports import PACKAGE, TABLES, closure, modules_in_strings
 from tests.helpers.readability import figures
 from tests.helpers.seconds import slow_folders
-from tests.helpers.size import TABLES, lines_by_package, totals
+from tests.helpers.size import lines_by_package, totals
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_nothing_is_worse_than_its_limit(section, now):
 
 def test_a_closure_sees_imports_and_strings():
     assert PACKAGE / "ops" / "grouped_lora.py" in closure("nn.lora")
-    task = PACKAGE / "tasks" / "causal_lm.py"
-    assert task in closure("config.choices", strings=True) - closure("config.choices")
+    kernel = PACKAGE / "ops" / "nf4_kernel.py"
+    assert kernel in closure("nn.lora", strings=True) - closure("nn.lora")
     assert all(modules_in_strings(PACKAGE / table) for table in TABLES)
 
 

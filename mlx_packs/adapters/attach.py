@@ -12,8 +12,8 @@ import mlx.nn as nn
 from ..bases.families import check_trainable
 from ..bases.geometry import find_groups
 from ..bases.shapes import Group
+from ..config.lora import LoRAConfig
 from ..errors import PackError
-from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
@@ -72,7 +72,7 @@ def attach(
     check_bare(base)
     if specs is None:
         check_trainable(base.name, base.model)
-    lora = lora or load("config.lora:LoRAConfig")()
+    lora = lora or LoRAConfig()
 
     open_projector(base, lora.target_modules if specs is None else specs)
     groups, fallback, notes = _probed(base, lora, specs, fp16_fallback)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 
 from ..errors import PackError
-from ..late import load
 from ..nn.lora import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -23,6 +22,7 @@ from ..nn.lora import (
     GroupedLoRA,
     adapter_key,
 )
+from ..nn.recompute import recomputing
 from ..nn.surgery import block_kind, recurrent_layer, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, ranks_of, weights_of
@@ -76,7 +76,7 @@ class Attached:
         self._originals += originals
 
     def recompute(self, policy: str) -> None:
-        self.swap(load("nn.recompute:recomputing")(self.model, policy))
+        self.swap(recomputing(self.model, policy))
 
     def detach(self) -> None:
         """Put the base's own modules back, the same objects."""

@@ -13,12 +13,12 @@ from ..bases.geometry import linears
 from ..bases.shapes import Geometry, GeometryError, Group
 from ..bases.vision_families import is_of_projector
 from ..errors import PackError
-from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
 from ..nn.quantized import HalfLinear
 from ..nn.surgery import replace_modules
 from ..runtime import mx
+from ..vision import projector
 from .spec import ModuleSpec, SliceSpec, Specs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def open_projector(base: "BaseModel", names: Iterable[str]) -> None:
     """Make the projector of a vision tower a part of a base if names of modules ask for it."""
     if any(map(is_of_projector, names)):
-        load("vision.projector:open_projector")(base)
+        projector.open_projector(base)
 
 
 def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:

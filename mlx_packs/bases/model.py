@@ -15,6 +15,7 @@ from ..config.choices import architecture_of
 from ..errors import PackError
 from ..late import load
 from ..runtime import mx
+from .encoder import Embedder
 from .families import check_architecture
 from .files import (
     context_of,
@@ -128,7 +129,7 @@ class BaseModel:
     def embedder(self) -> "Embedder":
         """The base as it embeds texts: an encoder, or the states of a decoder."""
         if self.architecture == "encoder":
-            return load("bases.encoder:Embedder")(self.model, self.tokenizer)
+            return Embedder(self.model, self.tokenizer)
 
         return load("objectives.decoder_embedding:embedder_of")(self)
 

@@ -23,13 +23,13 @@ from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError
 from ..evaluation.rows import comparison_data
-from ..late import load
 from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.manifest import chat_template_of, has_score_head, pack_facts, task_code
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
+from .sequence_classification import check_mergeable, with_head
 
 # Each compares a merged model, before it is written, with the pack attached.
 MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
@@ -143,7 +143,7 @@ def _check(request: MergeRequest) -> None:
                 "has no place for its head. Use packs export --to peft.",
                 "unsupported",
             )
-        load("convert.sequence_classification:check_mergeable")(request)
+        check_mergeable(request)
 
 
 def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePlan:
@@ -155,7 +155,6 @@ def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePl
         files[base_files.CHAT_TEMPLATE] = template
     if has_score_head(pack.manifest):
         tokenizer = load_tokenizer(source, plan.config, request.trust_remote_code)
-        with_head = load("convert.sequence_classification:with_head")
         plan = with_head(plan, pack, tokenizer, request.max_shard_gb)
 
     return replace(plan, ends=ends, texts=files)

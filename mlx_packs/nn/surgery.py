@@ -7,6 +7,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..late import load
+from .gated_delta import gated_delta_layer
 from .lora import GroupedLoRA
 
 
@@ -51,7 +52,7 @@ def recurrent_layer(module: nn.Module) -> nn.Module | None:
     """Return what a gated delta layer of mlx-lm is replaced by; None of other modules."""
     if "A_log" not in module or "dt_bias" not in module:
         return None
-    return load("nn.gated_delta:gated_delta_layer")(module)
+    return gated_delta_layer(module)
 
 
 def block_prefixes(model: nn.Module) -> list[str]:

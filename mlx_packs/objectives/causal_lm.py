@@ -15,9 +15,10 @@ from mlx.utils import tree_flatten
 
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
-from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.images import tree_of_images
+from ..nn.prefix import keep_prefixes as _keep_prefixes
+from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
 from ..nn.wrapped import injected
@@ -176,7 +177,6 @@ def forward(
     """
     if prefixes:
         run = partial(_with_caches, model, part)
-        tree_states = load("nn.prefix:tree_states")
         with tree_of_images(model, tokens, prefixes):
             return tree_states(model, run, tokens, **prefixes)
 
@@ -194,7 +194,7 @@ def forward(
 
 def keep_prefixes(model: nn.Module, part: Callable[..., mx.array], prefix: mx.array) -> Inputs:
     """Return what rows that follow prefixes [G, P] read of them, by name, in the graph."""
-    return load("nn.prefix:keep_prefixes")(model, partial(_with_caches, model, part), prefix)
+    return _keep_prefixes(model, partial(_with_caches, model, part), prefix)
 
 
 def _with_caches(

@@ -30,12 +30,12 @@ from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..files import free_bytes
-from ..late import load
 from ..nn.image_tokens import names_images
 from ..nn.surgery import block_prefixes, replace_modules
 from ..nn.wrapped import FrozenBlock, Injection, frozen_output, trained_module
 from ..ops.profile import profile
 from ..runtime import mx
+from ..vision.images import keys_in
 from .causal_lm import Head, Preparation, forward, segments_of
 from .objective import arrays_of
 from .sequence_packing import TOLERANCE, relative_error
@@ -441,5 +441,5 @@ def _key(
     for example in examples.items:
         digest.update(np.ascontiguousarray(example.tokens).data)
         if names_images(example.tokens):  # by numbers of this process
-            digest.update(load("vision.images:keys_in")(example.tokens).encode())
+            digest.update(keys_in(example.tokens).encode())
     return digest.hexdigest()

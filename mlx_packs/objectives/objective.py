@@ -8,9 +8,9 @@ of a batch are agreed between the task's `Collate` and its objective.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..late import load
 from ..nn.image_tokens import names_images
 from ..runtime import mx
+from ..vision.images import for_step
 from .score import Score
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def arrays_of(batch: "Batch") -> dict[str, mx.array]:
     """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
     inputs = batch.inputs
     if any(names_images(inputs[name]) for name in _TOKENS if name in inputs):
-        inputs = load("vision.images:for_step")(inputs)
+        inputs = for_step(inputs)
 
     arrays = {}
     for name, values in inputs.items():

@@ -28,8 +28,8 @@ from ..evaluation.embeddings import (
     validated_entries,
 )
 from ..evaluation.scores import MetricScore, before_and_after
-from ..late import load
 from ..memory.memory_choice import MemoryChoice
+from ..objectives.decoder_embedding import vectors_of
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
 from ..objectives.score import check_best
@@ -167,7 +167,7 @@ class EmbeddingTask(TextsTask):
     ) -> list[Objective]:
         vectors = trainable.model
         if self.base.architecture == "decoder":
-            vectors = load("objectives.decoder_embedding:vectors_of")(self.base, vectors)
+            vectors = vectors_of(self.base, vectors)
         return [EmbeddingObjective(vectors, self.loss, self.train, self._score)]
 
     def _score(

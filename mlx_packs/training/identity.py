@@ -14,9 +14,9 @@ from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
+from ..data.teacher_cache import TeacherCache
 from ..display import Display
 from ..errors import PackError
-from ..late import load
 from ..packs.base import Base
 from .run_folder import PACKAGES, check_unchanged
 from .settings import Run, RunSettings
@@ -28,7 +28,7 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
     if run.request.loss:
         identity["loss"] = run.request.calls.loss_name
     if (folder := recipe.train.teacher_cache) is not None:
-        identity["teacher"] = load("data.teacher_cache:TeacherCache").at(folder).facts.digest
+        identity["teacher"] = TeacherCache.at(folder).facts.digest
     if (teacher := recipe.train.teacher) is not None:
         identity["teacher"] = fingerprint(resolve_checkpoint(teacher))
 

@@ -23,6 +23,7 @@ from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
+from ..memory.matmul_path import choose_matmul_path
 from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, Shape, verdict
 from ..memory.read import read_headers
@@ -175,7 +176,6 @@ def choose_path(
             planned = frozenset(plans) or None
             path = b""
             if ranks.is_first:
-                choose_matmul_path = load("memory.matmul_path:choose_matmul_path")
                 choice = choose_matmul_path(base.model, *rows, planned, run.last_phase.stop)
                 path = choice.matmul_path.encode()
             path = ranks.from_first(path)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..late import load
 from ..ops import _backend
+from ..packs.card import format_change
+from ..packs.facts import notebook_html, report_html
 from ..packs.manifest import task_of
 from ..packs.pack import Pack
 from ..report.facts import curve_of, loss_name, short_curve
+from ..report.picture import current_axes, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,13 +69,13 @@ class RunReport(dict):
         if not held_out:
             return f"RunReport({updates})"
 
-        change = load("packs.card:format_change")(self)
+        change = format_change(self)
         examples = f"{held_out.get('rows')} {held_out.get('split')} examples"
         return f"RunReport({change} on {examples}, {updates})"
 
     def _repr_html_(self) -> str:
         name = Path(str(self.get("pack", "run"))).name
-        return load("packs.facts:report_html")(self, name)
+        return report_html(self, name)
 
 
 @dataclass(repr=False)
@@ -98,7 +100,7 @@ class TrainRun:
 
     def _repr_html_(self) -> str:
         name = Path(self.pack.name).name
-        return load("packs.facts:notebook_html")(self.pack.manifest, name, curve_of(self.curve))
+        return notebook_html(self.pack.manifest, name, curve_of(self.curve))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw the loss curve with matplotlib and return its axes.
@@ -110,12 +112,12 @@ class TrainRun:
             PackError: If matplotlib is not installed.
         """
         if ax is None:
-            ax = load("report.picture:current_axes")()
+            ax = current_axes()
 
         label = loss_name(task_of(self.pack.manifest))
         if "loss" in self.report:  # of the caller's own loss, too
             label = "loss"
-        load("report.picture:draw")(ax, curve_of(self.curve), label)
+        draw(ax, curve_of(self.curve), label)
         return ax
 
     def to_json(self) -> dict:

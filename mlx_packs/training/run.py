@@ -23,9 +23,11 @@ from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.in_memory import Data, InMemoryRows
+from ..data.json_layout import json_layout
 from ..data.rows import Splits
 from ..display import VERBOSE, Display, display_of, shown_count
 from ..errors import Float16Overflow, PackError
+from ..evaluation.images import images_of_run, images_report
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..late import load
@@ -49,8 +51,10 @@ from .identity import (
     run_identity,
     with_template_date,
 )
+from .noise import add_noise
 from .observer import Observer
 from .observers import ObservedRun, make_observers
+from .observers.trackers import check_report_to
 from .on_nan import OnNan
 from .planning import check_headers, fit_into_memory, matmul_paths_by_name, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ranks_of_run
@@ -140,8 +144,7 @@ def train_request(request: Request) -> TrainRun:
     _backend.start_record()
     settings = RunSettings.of(request)
 
-    check_trackers = load("training.observers.trackers:check_report_to")
-    check_trackers(request.option("report_to"), request.option("project_name"))
+    check_report_to(request.option("report_to"), request.option("project_name"))
 
     resume = request.option("resume")
     columns = settings.last_phase.sources[0]
@@ -233,7 +236,7 @@ def steps_of(request: Request, settings: RunSettings, place: Place) -> Steps[Tra
         {
             "gates": _check_gates(start, pack, summary, memory),  # first: they change its size
             **_report(run, pack, fit, summary, memory),
-            **load("evaluation.images:images_report")(start.base),
+            **images_report(start.base),
             "bad_rows": {key: bad.counts() for key, (bad, _) in start.left_out.items()},
             "compute_dtype": start.dtype.to_json(),
             "matmul_paths": paths,
@@ -269,7 +272,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     target, lora = targets[settings.last_phase.train.task]
 
     settings = with_template_date(settings, base, display)
-    with load("evaluation.images:images_of_run")(base, display):
+    with images_of_run(base, display):
         data = _encode(tasks, base, settings, splits)
     settings, data = with_batches(settings, data, display)
     run = Run(
@@ -301,7 +304,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
         recipe=public_recipe(recipe, base),
         sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
         left_out=left_out_rows(run.phases, splits),
-        json_layout=load("data.json_layout:json_layout")(splits[-1], run.last_phase.sources[0]),
+        json_layout=json_layout(splits[-1], run.last_phase.sources[0]),
     )
 
 
@@ -343,7 +346,7 @@ def _bound(
             objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}
 
         if run.train.neftune_noise_alpha:
-            load("training.noise:add_noise")(trainable, run.train.neftune_noise_alpha)
+            add_noise(trainable, run.train.neftune_noise_alpha)
         yield objectives, origin
 
 
@@ -388,7 +391,7 @@ def _save(
         "fingerprint": start.identity["data"],
         "rows": counts_of(start.data),
     }
-    if report := load("evaluation.images:images_report")(start.base):
+    if report := images_report(start.base):
         data["images"] = report["images"]["count"]
 
     pack = pack_of(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -19,13 +19,10 @@ from mlx.utils import tree_map
 from .. import runtime
 from ..data.dataset import Batch, Collate, Layout
 from ..distributed.group import group, summed_over_ranks
-from ..late import load
 from ..objectives.objective import Inputs, KeepPrefixes, Loss, Objective, arrays_of
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
-
-if TYPE_CHECKING:
-    from .update_prefix import UpdatePrefix
+from .update_prefix import UpdatePrefix
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,9 @@ class Stepper:
 
         self._prefix: UpdatePrefix | None = None
         if keep_prefixes is not None:
-            kind = load("training.update_prefix:UpdatePrefix")
-            self._prefix = kind(model, self.loss, self.scaled, keep_prefixes, self._compiled)
+            self._prefix = UpdatePrefix(
+                model, self.loss, self.scaled, keep_prefixes, self._compiled
+            )
 
     def _compiled(self, step: Callable) -> Callable:
         def counted(*args: object) -> tuple:

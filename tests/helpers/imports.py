@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
+# Where a string may name a module: tables of names that settings and users select.
+TABLES = {"config/choices.py", "cli/main.py", "training/observers/__init__.py", "bases/readers.py"}
 
 
 def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> list[str]:
@@ -78,7 +80,7 @@ def modules_in_strings(file: Path, package: Path = PACKAGE) -> tuple[Path, ...]:
 def closure(module: str, strings: bool = False) -> set[Path]:
     """The files that a module needs, itself included, imports in functions too, types not.
 
-    strings: whether a string that names a module counts as an import of it.
+    strings: whether a string that names a module counts as an import of it, outside of `TABLES`.
     """
     start = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
     needed, waiting = set(), [start]
@@ -87,5 +89,6 @@ def closure(module: str, strings: bool = False) -> set[Path]:
         if file not in needed:
             needed.add(file)
             waiting += imported_modules(file, typing=False)
-            waiting += modules_in_strings(file) if strings else ()
+            if strings and file.relative_to(PACKAGE).as_posix() not in TABLES:
+                waiting += modules_in_strings(file)
     return needed

@@ -4,11 +4,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.helpers.imports import PACKAGE, modules_in_strings
+from tests.helpers.imports import PACKAGE, TABLES, modules_in_strings
 
 _CLASS = re.compile(r"(?m)^ *class (\w+)")
-# Where a string may name a module: tables of names that settings and users select.
-TABLES = {"config/choices.py", "cli/main.py", "training/observers/__init__.py", "bases/readers.py"}
 
 
 def lines_by_package(package: Path = PACKAGE) -> dict[str, int]:
