@@ -174,7 +174,7 @@ def _check_input(row: Row, names: DataConfig, classes: Classes) -> None:
 
 @dataclass(frozen=True)
 class LabelCollate:
-    """Lays out tokens, and adds ``labels``: of each of M targets that of its example.
+    """Lays out tokens, and adds ``labels``: of each of M targets the label of its example.
 
     It is [M] or [M, classes], as `Classes.encoded` has it; 0 where a target is padding.
     """

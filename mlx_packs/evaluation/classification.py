@@ -257,7 +257,6 @@ def predict(
 
 
 def class_score(predictions: Predictions) -> MetricScore:
-    """Return the score of a validation: its facts are what only reports have."""
     metrics = predictions.metrics()
     validated = {
         name: value

@@ -43,10 +43,9 @@ def score_preferences(
 ) -> MetricScore:
     """Score all rows of some batches, at least one, in evaluation mode.
 
-    Accuracy is the share of the rows whose chosen completion has the higher reward, or whose rated
-    completion has a reward of the right sign; a tie counts as half. The margin is the mean reward
-    of chosen completions minus the mean of rejected ones. Facts are the perplexity of chosen
-    completions, and of rated ones the share of the commoner rating.
+    Accuracy is the share of rows whose chosen completion has the higher reward, or whose rated one
+    has a reward of the right sign; a tie counts as half. The margin is the mean reward of chosen
+    completions minus the mean of rejected ones.
     """
     if not batches:
         raise PackError("--data: there are no examples to evaluate.", "data")

@@ -109,7 +109,6 @@ class MetricReport:
     def of(
         cls, rows: int, row_format: str, base: Metrics | None, pack: Metrics | None
     ) -> "MetricReport":
-        """Return the report of metrics among which are their standard errors."""
         base, base_se = _split(base)
         pack, pack_se = _split(pack)
         return cls(rows, row_format, base, pack, base_se, pack_se)
@@ -131,7 +130,6 @@ class MetricReport:
 
 
 def _split(metrics: Metrics | None) -> tuple[Metrics | None, Metrics | None]:
-    """Return metrics and their standard errors by metric; None where there are none."""
     if metrics is None:
         return None, None
     errors = {name.removesuffix("_se"): metrics[name] for name in metrics if name.endswith("_se")}

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import mlx.nn as nn
 import numpy as np
 
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Batch, Layout
 from ..data.labels import MULTI, ORDINAL, REGRESSION
 from ..runtime import mx
-from .objective import Inputs, Objective, arrays_of
+from .objective import Inputs, ScoredObjective, arrays_of
 from .reward_model import States, read_states
 from .score import Score
 
@@ -49,7 +49,7 @@ def scale_logits(steps: mx.array) -> mx.array:
     return reached + stays
 
 
-class ScoreHead(Objective):
+class ScoreHead(ScoredObjective):
     """Logits by a linear head, [M, D] to [M, head rows], at the last token of each example.
 
     ``states`` makes the hidden states. ``class_weights`` [classes] weigh the examples in the loss.
@@ -86,12 +86,6 @@ class ScoreHead(Objective):
             weights = weights * self._weights[inputs["labels"]]
 
         return mx.where(weights > 0, weights * losses, 0).sum(), weights.sum()
-
-    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        return self._score(self, data.once(), advance)
-
-    def score_trained(self, batch: Batch) -> Score:
-        return self._score(self, [batch])
 
     def outputs(self, batch: Batch) -> np.ndarray:
         """Return the logits of the examples of a batch, float64 [examples, classes]."""

@@ -28,9 +28,8 @@ class Generator(Protocol):
     def __call__(self, batch: Batch) -> tuple[Batch, np.ndarray]:
         """Return prompts with completions, and rewards float32 [prompts, completions of one].
 
-        A reward is NaN where a completion has none.
-
-        The same batch gives the same completions with the model as it is; they are the targets.
+        A reward is NaN if a completion has none. The same batch gives the same completions with
+        the model as it is; they are the targets.
         """
 
 

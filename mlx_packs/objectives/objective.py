@@ -95,3 +95,15 @@ class Objective(Protocol):
 
     def close(self) -> None:
         """Release files and memory that outlive a batch."""
+
+
+class ScoredObjective(Objective):
+    """An objective that a function scores on batches; one that only trains needs none."""
+
+    _score: Callable[..., Score] | None  # of the objective, batches, and a function called by each
+
+    def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:
+        return self._score(self, data.once(), advance)
+
+    def score_trained(self, batch: "Batch") -> Score:
+        return self._score(self, [batch])

@@ -26,11 +26,11 @@ from ..config.tasks import (
     PreferenceConfig,
     SimPOConfig,
 )
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Batch, Layout
 from ..distributed.group import group
 from ..runtime import mx
 from .causal_lm import Head, keep_prefixes, part_of, target_loss
-from .objective import Inputs, Objective
+from .objective import Inputs, ScoredObjective
 from .reference import Reference
 from .score import Score
 
@@ -240,7 +240,7 @@ def completion_sums(
     return sums.reshape(-1, 2), owned.sum(axis=1).astype(mx.float32).reshape(-1, 2)
 
 
-class PreferenceObjective(Objective):
+class PreferenceObjective(ScoredObjective):
     """A loss of preferences on batches of completions; ``train.task`` names it.
 
     ``reference`` has the log-probabilities that the loss compares with, if it does; ``score``
@@ -313,9 +313,3 @@ class PreferenceObjective(Objective):
         is_row = completions.is_row
         losses = self.preference.losses(completions, self.train)
         return mx.where(is_row > 0, losses, 0).sum(), is_row.sum()
-
-    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        return self._score(self, data.once(), advance)
-
-    def score_trained(self, batch: Batch) -> Score:
-        return self._score(self, [batch])

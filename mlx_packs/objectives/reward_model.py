@@ -9,11 +9,11 @@ from collections.abc import Callable
 import mlx.nn as nn
 
 from ..adapters.trainable import trainable_modules
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Layout
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward, keep_prefixes, prefixes_in, segments_of, split_head
-from .objective import Inputs, Objective
+from .objective import Inputs, ScoredObjective
 from .score import Score
 
 States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, D]
@@ -73,7 +73,7 @@ def reward_losses(rewards: mx.array, centering: float) -> mx.array:
     return losses + centering * rewards.sum(axis=1).square()
 
 
-class RewardModel(Objective):
+class RewardModel(ScoredObjective):
     """The loss of rewards on batches of pairs.
 
     ``states`` makes hidden states, ``score`` is the head, [M, D] to [M, 1]. ``score_batches``
@@ -117,9 +117,3 @@ class RewardModel(Objective):
         rewards = completion_scores(self.model, self.states, self.head, rows, inputs, layout)
         is_row = (inputs["owners"][None] == 2 * mx.arange(rows)[:, None]).any(axis=1)
         return rewards, is_row
-
-    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        return self._score(self, data.once(), advance)
-
-    def score_trained(self, batch: Batch) -> Score:
-        return self._score(self, [batch])

@@ -58,19 +58,16 @@ class Score(ABC):
         """Return whether this score is better; one that is not finite never is.
 
         Args:
-            other: another score or None. A loss is a reward with a minus, as it once was stored.
+            other: another score of the same measure, or None.
             by: how much better, as a share of the larger of both values.
         """
         if other is None:
             return math.isfinite(self.value)
 
-        theirs = other.value
-        if other.measure != self.measure:
-            theirs = -theirs
-        gain = self.value - theirs
+        gain = self.value - other.value
         if not self.higher_is_better:
             gain = -gain
-        return gain > by * max(abs(self.value), abs(theirs))
+        return gain > by * max(abs(self.value), abs(other.value))
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,15 @@ from ..packs.card import format_change
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
 from ..vision.pictures import thumbnails
-from .phases import OWN, PhaseData, RunPhase
+from .phases import PhaseData, RunPhase
 from .shared_prefix import merge_chains, shared_report
-from .task import PhaseStarts, Summary, Trained, try_lines
+from .task import PhaseStarts, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
 _MOST_QUESTIONS = 100
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
-
-Scores = Mapping[str, PerplexityScore]  # by phase
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class CausalLMTask(TokenTask):
 
         metric = metric_of(self.train.metric, columns)
         if metric and self.completes_text:
-            self.exam = self._exam(metric, columns, splits[-1], split)
+            self.exam = self._exam(metric, columns, splits[-1], split, self.train.test_batches)
         if metric := answer_metric_of(self.train.best):
             self.validation_exam = self._validation_exam(metric, columns, splits[-1])
         return data
@@ -166,37 +164,32 @@ class CausalLMTask(TokenTask):
                 return trees.held_out(examples, t.max_seq_length, chosen)
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
-    def _exam(self, metric: str, columns: DataConfig, splits: Splits, split: str) -> Exam:
-        """Ask about the first held-out examples of the last phase."""
+    def _exam(
+        self, metric: str, columns: DataConfig, splits: Splits, split: str, batches: int | None
+    ) -> Exam:
+        """Ask about the first examples of a split of the last phase, as many as ``batches`` have.
+
+        None is those of the sample that is evaluated, in its order.
+        """
         train = self.train
         most = _MOST_QUESTIONS
-        if train.test_batches is not None and train.test_batches > 0:
-            most = min(most, train.test_batches * train.batch_size)
-
         rows = list(splits.usable(split))
-        if train.test_batches is None:  # those of the sample that is evaluated, in its order
-            order = np.random.RandomState(0).permutation(len(rows))
-            rows = [rows[i] for i in order]
+        if batches is None:
+            rows = [rows[i] for i in np.random.RandomState(0).permutation(len(rows))]
+        elif batches > 0:
+            most = min(most, batches * train.batch_size)
+
         row_format = format_of(splits.first_usable(split), columns, TOKEN_FORMATS)
         length = train.max_seq_length
         questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
         return Exam(self.base, metric, questions, train.batch_size * length)
 
     def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
-        train = self.train
-        most = _MOST_QUESTIONS
-        if train.val_batches > 0:
-            most = min(most, train.val_batches * train.batch_size)
-
-        length = train.max_seq_length
-        row_format = format_of(splits.first_usable("valid"), columns, TOKEN_FORMATS)
-        rows = splits.usable("valid")
         try:
-            questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
+            return self._exam(metric, columns, splits, "valid", self.train.val_batches)
         except PackError as error:
             text = error.message.replace("--metric ", "--best valid_")
             raise PackError(text, error.code, "best") from None
-        return Exam(self.base, metric, questions, train.batch_size * length)
 
     def _validation_score(self, batches: Sequence[Batch]) -> Score:
         """Score validation examples, with answers if --best asks for them."""
@@ -288,15 +281,12 @@ class CausalLMTask(TokenTask):
     ) -> Summary:
         last = data[-1]
         outcome = self.outcome(trainable, last, trained)
-        phases = phase_reports(data, sources, trained)
-
         sample = self.sample.entry(**outcome.texts)
         samples = []
         if any(outcome.texts.values()):
             samples = [sample]
 
         report = {
-            "phases": phases,
             "objective": outcome.graph,
             "eval_traces": self.scorer.traces,
             "cache_frozen": self.frozen.to_json() if self.frozen else None,
@@ -305,10 +295,9 @@ class CausalLMTask(TokenTask):
             "raw_prompt": self.sample.is_raw,
         }
 
-        changes = _changes(last.held_out_split, outcome.before, outcome.after)
-        changes["available"] = last.held_out_examples.count
+        metrics = _changes(outcome.before, outcome.after)
         if self.exam is not None:
-            changes["answers"] = self.exam.report(*outcome.answers).to_json()
+            metrics["answers"] = self.exam.report(*outcome.answers).to_json()
             samples = self.exam.samples(*outcome.answers)
             report["samples"] = samples
 
@@ -321,12 +310,9 @@ class CausalLMTask(TokenTask):
         objective |= outcome.graph
 
         facts: dict = {}
-        if phases:
-            facts["phases"] = phases
         if samples:
             facts["samples"] = [stored_sample(each) for each in samples]
-
-        return Summary(eval=changes, objective=objective, facts=facts, report=report)
+        return summarized(data, trained, sources, metrics, objective, facts, report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
@@ -414,9 +400,8 @@ def _shortened(text: str, width: int = 160) -> str:
     return text
 
 
-def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dict:
+def _changes(before: PerplexityScore, after: PerplexityScore) -> dict:
     return {
-        "split": split,
         "rows": after.rows,
         "targets": after.targets,
         "ppl_before": before.ppl,
@@ -426,60 +411,3 @@ def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dic
         "accuracy_before": before.accuracy,
         "accuracy_after": after.accuracy,
     }
-
-
-def phase_reports(
-    data: Sequence[PhaseData], sources: Sequence[str], trained: Trained
-) -> list[dict]:
-    """Return the report of each phase of a run; empty if the run has no phases."""
-    reports = []
-    # the phases of other tasks count, too
-    numbers = {phase.name: at for at, phase in enumerate(trained.phases)}
-
-    for own, source in zip(data, sources, strict=True):
-        phase = own.phase
-        if not phase.name:
-            continue
-
-        losses = [
-            x["loss"]
-            for x in trained.curve
-            if "loss" in x and phase.start < x["batch"] <= phase.stop
-        ]
-        loss_first = loss_last = None
-        if losses:
-            loss_first = losses[0]
-            loss_last = losses[-1]
-
-        rows = {split: examples.count for split, examples in own.splits.items()}
-        split = own.held_out_split
-        optimizer_state = "fresh"
-        if phase.carries_optimizer:
-            optimizer_state = "carry"
-
-        number = numbers[phase.name]
-        reports.append(
-            {
-                "name": phase.name,
-                "data": source,
-                "batches": [phase.start, phase.stop],
-                "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
-                **{key: getattr(phase.train, key) for key in OWN},
-                "replay": phase.replay,
-                "optimizer_state": optimizer_state,
-                "rows": rows,
-                "loss_first": loss_first,
-                "loss_last": loss_last,
-                "held_out": {"split": split, "rows": rows[split]},
-                "before": _perplexities(trained.scores[number]),
-                "after": _perplexities(trained.scores[number + 1]),
-            }
-        )
-
-    return reports
-
-
-def _perplexities(scores: Scores) -> dict:
-    """Perplexity and accuracy on the held-out examples of every phase, by its name."""
-    named = {name: score.perplexity for name, score in scores.items()}
-    return {name: values for name, values in named.items() if values is not None}

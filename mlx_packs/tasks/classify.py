@@ -42,11 +42,10 @@ from ..objectives.score import check_best
 from ..packs.base import Base
 from ..packs.card import format_change
 from ..report.facts import MOST_LABELS
-from .causal_lm import phase_reports
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained, pack_lines
+from .task import PhaseStarts, Summary, Trained, pack_lines, summarized
 from .tokens import TokenTask, token_lines
 
 # Metrics of a score, by their names in a manifest.
@@ -225,35 +224,24 @@ class ClassifyTask(TokenTask):
         if self.train.calibrate:
             classes, calibrated = self._calibrated(objective, last, held_out)
 
-        phases = phase_reports(data, sources, trained)
-        facts: dict = {"classifier": classes.to_json()}
-        if phases:
-            facts["phases"] = phases
-
+        metrics = {
+            "rows": after.rows,
+            **before_and_after(_reported(before), _reported(after)),
+            **_constants(held_out, classes),
+            **calibrated,
+        }
         named = {
             "task": "classify",
             "loss_on": last.splits["train"].loss_on,
             "class_weights": self.train.class_weights,
         }
-        return Summary(
-            eval={
-                "split": last.held_out_split,
-                "rows": after.rows,
-                "available": last.held_out_examples.count,
-                **before_and_after(_reported(before), _reported(after)),
-                **_constants(held_out, classes),
-                **calibrated,
-            },
-            objective=named,
-            facts=facts,
-            report={
-                "phases": phases,
-                "objective": named,
-                "labels": len(classes.labels),
-                "mistakes": held_out.mistakes(classes.labels),
-                "confusions": _confusions(held_out, classes),
-            },
-        )
+        report = {
+            "labels": len(classes.labels),
+            "mistakes": held_out.mistakes(classes.labels),
+            "confusions": _confusions(held_out, classes),
+        }
+        facts = {"classifier": classes.to_json()}
+        return summarized(data, trained, sources, metrics, named, facts, report)
 
     def _calibrated(
         self, objective: Any, data: PhaseData, held_out: Predictions

@@ -2,7 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from .. import runtime
 from ..config.schema import TrainConfig
+from ..data.batches import TokenCollate
+from ..data.encoding import Example
+from ..data.prompts import PromptCollate
 from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ..inference.generate import sample_batch
 from ..packs.base import Base
@@ -52,6 +58,27 @@ def completions(
     limits = [min(train.max_completion_length, each) for each in room]
     at_once = min(len(prompts), MOST_AT_ONCE)
     return sample_batch(base, prompts, limits, at_once, sampler, shares)
+
+
+def completed_examples(
+    prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], places: Sequence[str]
+) -> list[Example]:
+    """Return prompts with their completions, which are the targets; ``places`` are the rows'."""
+    return [
+        Example(
+            np.array([*prompt, *tokens], np.int32),
+            np.arange(len(prompt) + len(tokens)) >= len(prompt),
+            place,
+        )
+        for prompt, tokens, place in zip(prompts, generated, places, strict=True)
+    ]
+
+
+def generated_collate(train: TrainConfig, largest: Shape, sequences: int) -> TokenCollate:
+    """Return what lays out generated ``sequences``; ``largest`` is the largest shape of a batch."""
+    # each shape is compiled, so few are used
+    shapes = PromptCollate(largest).few_shapes(sequences) if runtime.COMPILES else None
+    return TokenCollate(sequences, sequence_inputs(train.max_seq_length), shapes)
 
 
 def largest_batch(train: TrainConfig, longest: int) -> Shape:

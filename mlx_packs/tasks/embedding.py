@@ -37,7 +37,7 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained
+from .task import PhaseStarts, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -198,22 +198,16 @@ class EmbeddingTask(TextsTask):
         if self.query_prompt or self.train.query_prompt is not None:
             prompt = {"query_prompt": self.query_prompt}
 
-        return Summary(
-            eval={
-                "split": own.held_out_split,
-                "rows": len(held_out),
-                "available": own.held_out_examples.count,
-                **before_and_after(before, after),
-            },
-            objective={
-                "task": "embedding",
-                "loss": self.loss,
-                **self.embedder.vectors.sentence_config.to_json(),
-                **prompt,
-            },
-            held_out={"format": held_out.format.name},
-            report={"loss": self.loss},
-        )
+        metrics = {"rows": len(held_out), **before_and_after(before, after)}
+        objective = {
+            "task": "embedding",
+            "loss": self.loss,
+            **self.embedder.vectors.sentence_config.to_json(),
+            **prompt,
+        }
+        report = {"loss": self.loss}
+        shown = {"format": held_out.format.name}
+        return summarized(data, trained, sources, metrics, objective, None, report, shown)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -9,11 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from .. import runtime
 from ..adapters.trainable import Trainable
-from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, FixedOrder
-from ..data.encoding import Example
 from ..data.formats import COMPLETION
 from ..data.images import plain_text
 from ..data.prompts import (
@@ -40,11 +37,13 @@ from ..objectives.objective import Objective
 from ..objectives.score import REWARD, StoredScore
 from ..packs.base import Base, check_forward
 from ..vision.pictures import thumbnails
-from .causal_lm import SamplePrompt, phase_reports, stored_sample
+from .causal_lm import SamplePrompt, stored_sample
 from .completions import (
     MOST_AT_ONCE,
     TokenSampler,
+    completed_examples,
     completions,
+    generated_collate,
     largest_batch,
     random_sampler,
 )
@@ -53,7 +52,7 @@ from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
-from .task import PhaseStarts, Summary, Task, Trained
+from .task import PhaseStarts, Summary, Task, Trained, summarized
 
 
 @dataclass(frozen=True)
@@ -192,18 +191,9 @@ class GRPOTask(Task):
             text = f"--reward {self.reward.name}: returned None for every completion of a batch"
             self.display.line("note", f"{text}, from which the run learns nothing")
 
-        examples = []
-        for i, tokens in zip(indices, generated, strict=True):
-            prompt = prompts.tokens[i]
-            is_target = np.arange(len(prompt) + len(tokens)) >= len(prompt)
-            whole = np.array([*prompt, *tokens], np.int32)
-            examples.append(Example(whole, is_target, prompts.where(i)))
-
-        shapes = None
-        if runtime.COMPILES:
-            shapes = prompt_collate.few_shapes(train.sequences)
-        inputs = sequence_inputs(train.max_seq_length)
-        collate = TokenCollate(len(examples), inputs, shapes)
+        asked = [prompts.tokens[i] for i in indices]
+        examples = completed_examples(asked, generated, prompts.where_of(indices))
+        collate = generated_collate(train, prompt_collate.largest, len(examples))
         if self.shared is not None:
             collate = self.shared.collate(prompts, batch.examples, collate)
 
@@ -263,31 +253,19 @@ class GRPOTask(Task):
         last = data[-1]
         before, after = trained.ends(last.phase)
         sample = self.sample.report(trained.start, self.base)
-        phases = phase_reports(data, sources, trained)
+        metrics = {
+            "rows": after.rows,
+            "reward_before": before.value,
+            "reward_after": after.value,
+        }
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
+        report = {
+            "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
+            "sample": sample,
+        }
+        facts = {"samples": [stored_sample(sample)]}
 
-        facts: dict = {}
-        if phases:
-            facts["phases"] = phases
-        facts["samples"] = [stored_sample(sample)]
-
-        return Summary(
-            eval={
-                "split": last.held_out_split,
-                "rows": after.rows,
-                "available": last.held_out_examples.count,
-                "reward_before": before.value,
-                "reward_after": after.value,
-            },
-            objective=named,
-            facts=facts,
-            report={
-                "phases": phases,
-                "objective": named,
-                "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
-                "sample": sample,
-            },
-        )
+        return summarized(data, trained, sources, metrics, named, facts, report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

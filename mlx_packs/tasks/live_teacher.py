@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .. import runtime
 from ..bases.turns import takes_images
 from ..config.choices import architecture_of
 from ..config.schema import TrainConfig
-from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Collate, Dataset
 from ..data.encoding import Example, Examples
-from ..data.prompts import PromptCollate
 from ..data.sampler import Order
-from ..data.shapes import Shape, sequence_inputs
+from ..data.shapes import Shape
 from ..data.teacher_cache import TEACHER_ARRAYS, tokenizer_key, without_teacher
 from ..errors import PackError
 from ..memory.matmul_path import generation_path
@@ -27,7 +24,13 @@ from ..objectives.causal_lm import Head, split_head
 from ..objectives.objective import arrays_of
 from ..packs.base import Base, load_base
 from ..runtime import mx
-from .completions import completions, largest_batch, random_sampler
+from .completions import (
+    completed_examples,
+    completions,
+    generated_collate,
+    largest_batch,
+    random_sampler,
+)
 from .teacher import predictions
 
 
@@ -165,21 +168,9 @@ class OnPolicy:
         own = completions(self._student, prompts, self._train, sampler, shares=True)
         model.train(training)
 
-        examples = [
-            Example(
-                np.array([*prompt, *tokens], np.int32),
-                np.arange(len(prompt) + len(tokens)) >= len(prompt),
-                batch.source[i].where,
-            )
-            for i, prompt, tokens in zip(batch.examples, prompts, own, strict=True)
-        ]
-
-        shapes = None
-        if runtime.COMPILES:
-            shapes = PromptCollate(self.largest).few_shapes(len(examples))
-        inputs = sequence_inputs(self._train.max_seq_length)
-        collate = TokenCollate(len(examples), inputs, shapes)
-
+        places = [batch.source[i].where for i in batch.examples]
+        examples = completed_examples(prompts, own, places)
+        collate = generated_collate(self._train, self.largest, len(examples))
         laid_out = collate(examples, np.arange(len(examples)))
         return replace(
             batch,

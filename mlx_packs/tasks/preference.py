@@ -1,7 +1,6 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,11 +36,13 @@ from ..packs.base import Base, check_forward
 from ..packs.card import format_change
 from ..runtime import mx
 from ..vision.pictures import thumbnails
-from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
+from .causal_lm import SamplePrompt, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
 from .splits import counted, show_notes
-from .task import PhaseStarts, Summary, Trained, try_lines
+from .task import PhaseStarts, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, token_lines
+
+_REPORTED = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
 
 
 class PreferenceTask(TokenTask):
@@ -241,58 +242,26 @@ class PreferenceTask(TokenTask):
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
 
-        summary = self._summary(data, trained, sources, named)
-        return replace(
-            summary, facts=summary.facts | samples, report=summary.report | {"sample": sample}
-        )
+        report = {"sample": sample, "shared_prefix": self._shared_report(data[-1])}
+        metrics = preference_metrics(*trained.ends(data[-1].phase))
+        return summarized(data, trained, sources, metrics, named, samples, report)
 
-    def _summary(
-        self,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-        named: Mapping,
-    ) -> Summary:
-        last = data[-1]
-        before, after = trained.ends(last.phase)
-        phases = phase_reports(data, sources, trained)
-        facts = {}
-        if phases:
-            facts["phases"] = phases
-
-        shared = None
-        trees = self.trees.get(last.phase.name)
-        if trees is not None:
-            shared = trees.to_json(last.train.examples)
-
-        commonest = {}
-        if "commonest_share" in after.facts:
-            commonest["commonest_share"] = after.facts["commonest_share"]
-
-        return Summary(
-            eval={
-                "split": last.held_out_split,
-                "available": last.held_out_examples.count,
-                "rows": after.rows,
-                **before_and_after(_reported(before), _reported(after)),
-                **commonest,
-            },
-            objective=dict(named),
-            facts=facts,
-            report={"phases": phases, "objective": named, "shared_prefix": shared},
-        )
+    def _shared_report(self, data: PhaseData) -> dict | None:
+        trees = self.trees.get(data.phase.name)
+        return trees and trees.to_json(data.train.examples)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
         return outcome_lines(report)
 
 
-def _reported(score: MetricScore) -> dict[str, float | None]:
-    """Return the metrics of a score for the report of a run, without standard errors."""
-    metrics = {name: v for name, v in score.metrics.items() if not name.endswith("_se")}
-    metrics["loss"] = score.loss
-    if "chosen_ppl" in score.facts:
-        metrics["chosen_ppl"] = score.facts["chosen_ppl"]
+def preference_metrics(before: MetricScore, after: MetricScore) -> dict[str, float | None]:
+    """Return the metrics of the scores before and after a run, without standard errors."""
+    whole = [score.metrics | {"loss": score.loss} | score.facts for score in (before, after)]
+    reported = [{name: metrics[name] for name in _REPORTED if name in metrics} for metrics in whole]
+    metrics = {"rows": after.rows, **before_and_after(*reported)}
+    if "commonest_share" in after.facts:
+        metrics["commonest_share"] = after.facts["commonest_share"]
     return metrics
 
 

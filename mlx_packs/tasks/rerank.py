@@ -31,7 +31,7 @@ from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained
+from .task import PhaseStarts, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -166,17 +166,10 @@ class RerankTask(TextsTask):
             "head": self.head_name,
         }
 
-        return Summary(
-            eval={
-                "split": own.held_out_split,
-                "rows": len(held_out),
-                "available": own.held_out_examples.count,
-                **before_and_after(before.metrics, after.metrics),
-            },
-            objective=objective,
-            held_out={"format": held_out.format},
-            report={"loss": self.loss},
-        )
+        metrics = {"rows": len(held_out), **before_and_after(before.metrics, after.metrics)}
+        report = {"loss": self.loss}
+        shown = {"format": held_out.format}
+        return summarized(data, trained, sources, metrics, objective, None, report, shown)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

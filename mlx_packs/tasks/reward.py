@@ -20,9 +20,9 @@ from ..objectives.reward_model import RewardModel, hidden_states
 from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData
-from .preference import PreferenceTask
+from .preference import PreferenceTask, preference_metrics
 from .score_head import with_trained_head
-from .task import PhaseStarts, Summary, Trained, pack_lines
+from .task import PhaseStarts, Summary, Trained, pack_lines, summarized
 from .tokens import token_lines
 
 
@@ -84,7 +84,9 @@ class RewardTask(PreferenceTask):
             "loss_on": data[-1].splits["train"].loss_on,
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
-        return self._summary(data, trained, sources, named)
+        report = {"shared_prefix": self._shared_report(data[-1])}
+        metrics = preference_metrics(*trained.ends(data[-1].phase))
+        return summarized(data, trained, sources, metrics, named, report=report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

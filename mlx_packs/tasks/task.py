@@ -33,7 +33,7 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
-from .phases import PhaseData, PhaseTask, RunPhase
+from .phases import OWN, PhaseData, PhaseTask, RunPhase
 
 if TYPE_CHECKING:
     from .rewards import RewardFunction
@@ -178,6 +178,90 @@ class Task(PhaseTask, ABC):
     ) -> dict[str, float]:
         """Return the values of those gates that are not about the size of the pack."""
         return {}
+
+
+def summarized(
+    data: Sequence[PhaseData],
+    trained: Trained,
+    sources: Sequence[str],
+    metrics: Mapping,
+    objective: Mapping,
+    facts: Mapping | None = None,
+    report: Mapping | None = None,
+    held_out: Mapping | None = None,
+) -> Summary:
+    """Return the summary of a run by the metrics of the last phase's held-out examples.
+
+    ``metrics`` has their number, ``rows``. The other arguments are as in `Summary`.
+    """
+    last = data[-1]
+    phases = phase_reports(data, sources, trained)
+    named = {"phases": phases} if phases else {}
+    available = last.held_out_examples.count
+    return Summary(
+        eval={"split": last.held_out_split, "available": available, **metrics},
+        objective=dict(objective),
+        facts={**named, **(facts or {})},
+        held_out=dict(held_out or {}),
+        report={"phases": phases, "objective": objective, **(report or {})},
+    )
+
+
+def phase_reports(
+    data: Sequence[PhaseData], sources: Sequence[str], trained: Trained
+) -> list[dict]:
+    """Return the report of each phase of a run; empty if the run has no phases."""
+    reports = []
+    # the phases of other tasks count, too
+    numbers = {phase.name: at for at, phase in enumerate(trained.phases)}
+
+    for own, source in zip(data, sources, strict=True):
+        phase = own.phase
+        if not phase.name:
+            continue
+
+        losses = [
+            x["loss"]
+            for x in trained.curve
+            if "loss" in x and phase.start < x["batch"] <= phase.stop
+        ]
+        loss_first = loss_last = None
+        if losses:
+            loss_first = losses[0]
+            loss_last = losses[-1]
+
+        rows = {split: examples.count for split, examples in own.splits.items()}
+        split = own.held_out_split
+        optimizer_state = "fresh"
+        if phase.carries_optimizer:
+            optimizer_state = "carry"
+
+        number = numbers[phase.name]
+        reports.append(
+            {
+                "name": phase.name,
+                "data": source,
+                "batches": [phase.start, phase.stop],
+                "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
+                **{key: getattr(phase.train, key) for key in OWN},
+                "replay": phase.replay,
+                "optimizer_state": optimizer_state,
+                "rows": rows,
+                "loss_first": loss_first,
+                "loss_last": loss_last,
+                "held_out": {"split": split, "rows": rows[split]},
+                "before": _perplexities(trained.scores[number]),
+                "after": _perplexities(trained.scores[number + 1]),
+            }
+        )
+
+    return reports
+
+
+def _perplexities(scores: Mapping[str, Score]) -> dict:
+    """Perplexity and accuracy on the held-out examples of every phase, by its name."""
+    named = {name: score.perplexity for name, score in scores.items()}
+    return {name: values for name, values in named.items() if values is not None}
 
 
 def cost(report: Mapping) -> str:

@@ -47,10 +47,3 @@ def test_any_finite_score_is_better_than_none(value, is_better):
 def test_a_score_is_read_from_lines_and_states(stored, score):
     assert StoredScore.of(stored) == score
     assert was_scored(stored) is ("loss" not in stored)
-
-
-def test_rewards_of_early_versions_compare_with_those_of_today():
-    early = StoredScore.of({"valid_loss": -0.5})  # the state of a checkpoint
-    assert StoredScore(0.7, REWARD).is_better_than(early)
-    assert not StoredScore(0.4, REWARD).is_better_than(early)
-    assert early.is_better_than(StoredScore(0.4, REWARD))

@@ -123,7 +123,7 @@ def first_step(task: EncodedTask) -> tuple:
     model.train()
     step = nn.value_and_grad(model, lambda: objective.loss(inputs, batch.layout)[0])
     loss, gradients = step()
-    score = vars(objective.score(own.held_out()))
+    score = dict(tree_flatten(vars(objective.score(own.held_out()))))
     known = {name: value for name, value in score.items() if value is not None}
     return batch, loss.item(), dict(tree_flatten(gradients)), known
 
