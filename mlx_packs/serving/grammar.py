@@ -73,7 +73,7 @@ def tool_grammar(
         rules.append(f"text: {' | '.join(['TEXT', *(f'TEXT {each} text' for each in special)])}")
         rules += _up_to("called", "text", opening, "call")
 
-    return "\n".join(["%llguidance {}", start, *rules])
+    return "\n".join([start, *rules])
 
 
 def json_after_thoughts(
@@ -86,7 +86,7 @@ def json_after_thoughts(
     if state != "reasoning":
         thoughts = f"({mark(tokenizer.think_start)} thought)?"
     start = f"start: {thoughts} %json {json.dumps(schema)}"
-    return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", *rules])
+    return "\n".join([start, r"TEXT: /(.|\n)*/", *rules])
 
 
 def _mark(tokenizer: Any, is_special: Callable[[int], bool], text: str) -> str:
@@ -166,47 +166,32 @@ class Grammars:
 
         ``layout`` is as of `schema_in_layout`, and ``state`` as of `first_state`.
         """
-        from llguidance import LLMatcher
-
         schema = schema_in_layout(schema, layout)
-        grammar = self._of_schema(schema, _unusable)
-        if state != "reasoning" and not layout.get("thoughts"):
-            return grammar
-
-        is_special = self._known().is_special_token
-        lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
-        with library_errors(_unusable):
-            grammar = LLMatcher.grammar_from_lark(lark)
-        return self._checked(grammar, _unusable)
-
-    def _of_schema(self, schema: dict, to_error: Callable[[str], PackError]) -> str:
-        from llguidance import LLMatcher
-
-        with library_errors(to_error):
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return self._checked(grammar, to_error)
+        lark = f"start: %json {json.dumps(schema)}"
+        if state == "reasoning" or layout.get("thoughts"):
+            is_special = self._known().is_special_token
+            lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
+        return self._checked(lark, _unusable)
 
     def check_tools(
         self, tools: Sequence[Tool], state: str, must_call: bool, layout: Mapping[str, Any]
     ) -> str:
         """Return the grammar of an answer with tool calls, as `tool_grammar` has it."""
-        from llguidance import LLMatcher
-
         for tool in tools:
             if tool.function.strict and tool.function.parameters is not None:
-                self._of_schema(_arguments(tool, layout), _unusable_tools)
+                schema = _arguments(tool, layout)
+                self._checked(f"start: %json {json.dumps(schema)}", _unusable_tools)
 
         is_special = self._known().is_special_token
         lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special, layout)
-        with library_errors(_unusable_tools):
-            grammar = LLMatcher.grammar_from_lark(lark)
-        return self._checked(grammar, _unusable_tools)
+        return self._checked(lark, _unusable_tools)
 
-    def _checked(self, grammar: str, to_error: Callable[[str], PackError]) -> str:
+    def _checked(self, lark: str, to_error: Callable[[str], PackError]) -> str:
         """Return a grammar that an answer can obey."""
         from llguidance import LLMatcher
 
         with library_errors(to_error):
+            grammar = LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{lark}")
             fault = LLMatcher.validate_grammar(grammar, self._known())
         if not fault:  # that no answer obeys it, the first mask alone says
             matcher = LLMatcher(self._known(), grammar)
@@ -214,7 +199,8 @@ class Grammars:
             fault = matcher.get_error()
 
         if fault:
-            raise to_error(fault.splitlines()[0].rstrip("."))
+            reason = fault.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
+            raise to_error(reason.rstrip("."))
         return grammar
 
     def processor(self, grammar: str, prompt_tokens: int) -> Callable[..., mx.array]:
