@@ -150,7 +150,6 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
 def _sizes_of(
     path: str, adapter: ExternalAdapter, experts: int | None, where: Path
 ) -> tuple[int, int, int]:
-    """Return input size, output size and rank of a module's factors."""
     a, b = (adapter.tensors[f"{path}.{part}"].shape for part in ("lora_a", "lora_b"))
     inputs, ranks, axes = (0, 0, 2) if experts is None else (2, 2, 3)
     if len(a) != axes or len(b) != axes or a[1] != b[ranks] or a[1] == 0:

@@ -145,7 +145,6 @@ def reads_at_once(base: "BaseModel", prompt: Sequence[int]) -> bool:
 
 
 def _part_size(base: "BaseModel", prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens of prompts are read at a time."""
     whole = [len(prompt) for prompt in prompts if reads_at_once(base, prompt)]
     return max([_READ_AT_ONCE, *whole])
 

@@ -149,7 +149,6 @@ class LearningFolder:
 
     @property
     def current(self) -> int:
-        """The number of the version that is served."""
         file = self.path / "current"
         if not file.exists():
             return 0
@@ -199,7 +198,6 @@ class LearningFolder:
         return Pack.open(folder)
 
     def versions(self) -> list[Version]:
-        """Return the versions by number, version 0 first."""
         versions = [Version(0, {})]
         if not self.versions_folder.is_dir():
             return versions

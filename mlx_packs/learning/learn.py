@@ -168,7 +168,6 @@ def _has_won(folder: LearningFolder) -> bool:
 
 
 def _serve(folder: LearningFolder, number: int) -> Learned:
-    """Serve a version that has won."""
     folder.serve(number)
     version = folder.version_folder(number)
     return Learned(read_json(version / FIGURES), number, version / PACK)

@@ -157,7 +157,6 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _identity_of(line: str) -> str | None:
-    """Return the identity of a row; None of a line without one."""
     row = _parsed_json(line)
     if not isinstance(row, dict):
         return None
@@ -165,7 +164,6 @@ def _identity_of(line: str) -> str | None:
 
 
 def _parsed_json(line: str) -> Any:
-    """Return the value of a line; None if it is not JSON."""
     try:
         return parse_json(line)
     except ValueError:

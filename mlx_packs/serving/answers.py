@@ -79,7 +79,6 @@ class Texts:
                 yield i, event
 
     def cancel(self) -> None:
-        """End what still computes; the client has gone."""
         for request in self._requests:
             self._generator.cancel(request)
 

@@ -4,14 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,14 +28,7 @@ from ..packs.classify import Prediction, input_row
 from ..packs.compatibility import text_limit
 from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
 from ..sandbox.process import deadline as sandbox_deadline
-from .answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    Texts,
-    embedding_answer,
-    rerank_answer,
-    sse,
-)
+from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import Embedder, Reranker
 from .feedback import Learning, rejected
 from .generation import Generator
@@ -61,14 +47,7 @@ from .images import RequestImages
 from .library import Library
 from .metrics import Metrics
 from .prompts import Maker, Prompts
-from .protocol import (
-    ChatBody,
-    ClassifyBody,
-    CompletionBody,
-    EmbeddingBody,
-    PackBody,
-    RerankBody,
-)
+from .protocol import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PackBody, RerankBody
 from .registry import Entry
 
 if TYPE_CHECKING:
@@ -273,7 +252,6 @@ class Server:
             future.cancel()
 
     def _worker(self, kind: type[W], route: str = "") -> W:
-        """Return the worker of a route, which a server has one of."""
         if type(self.worker) is not kind:
             raise PackError(
                 f"{route or kind.route}: this server answers only {self.worker.route}.",
@@ -490,32 +468,26 @@ def make_app(server: Server) -> Starlette:
     async def on_late(_: Request, __: Exception) -> Response:
         return failure(504, "The request took too long.")
 
-    get: dict[str, Handler] = {
-        "/": server.page,
-        "/health": server.health,
-        "/metrics": server.read_metrics,
-        "/v1/models": server.models,
-        "/v1/models/{name:path}": server.model,
-        "/v1/packs": server.packs,
-    }
-    post: dict[str, Handler] = {
-        "/v1/packs": server.add_pack,
-        "/v1/chat/completions": server.chat,
-        "/v1/completions": server.complete,
-        "/v1/embeddings": server.embed,
-        "/v1/classify": server.classify,
-        "/v1/rerank": server.rerank,
-        "/v1/feedback": rejected,
-    }
+    feedback = rejected
     if server.learning is not None:
-        post["/v1/feedback"] = server.learning.rate
-    delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
-
-    handlers = {
-        (method, path): handler
-        for method, of_path in (("GET", get), ("POST", post), ("DELETE", delete))
-        for path, handler in of_path.items()
+        feedback = server.learning.rate
+    handlers: dict[tuple[str, str], Handler] = {
+        ("GET", "/"): server.page,
+        ("GET", "/health"): server.health,
+        ("GET", "/metrics"): server.read_metrics,
+        ("GET", "/v1/models"): server.models,
+        ("GET", "/v1/models/{name:path}"): server.model,
+        ("GET", "/v1/packs"): server.packs,
+        ("POST", "/v1/packs"): server.add_pack,
+        ("POST", "/v1/chat/completions"): server.chat,
+        ("POST", "/v1/completions"): server.complete,
+        ("POST", "/v1/embeddings"): server.embed,
+        ("POST", "/v1/classify"): server.classify,
+        ("POST", "/v1/rerank"): server.rerank,
+        ("POST", "/v1/feedback"): feedback,
+        ("DELETE", "/v1/packs/{name:path}"): server.remove_pack,
     }
+    post = [path for method, path in handlers if method == "POST"]
     if server.training is not None:
         handlers |= server.training.routes()
     limit = server.settings.body_bytes

@@ -21,16 +21,7 @@ from ..vision.images import rounds_of_numbers
 from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
 from .output import Output
 from .registry import Entry, PackRegistry
-from .request import (
-    Failed,
-    Finished,
-    Limits,
-    Logprob,
-    Processor,
-    Progress,
-    Request,
-    Started,
-)
+from .request import Failed, Finished, Limits, Logprob, Processor, Progress, Request, Started
 from .slots import PackSlots
 from .worker import Worker, exception_of
 
@@ -101,7 +92,6 @@ class Generator(Worker):
         self._reset()
 
     def _reset(self) -> None:
-        """Begin with an empty batch, and no prompts in memory."""
         self._generator = BatchGenerator(
             self._model,
             completion_batch_size=self.limits.batch_size,
@@ -328,7 +318,6 @@ class Generator(Worker):
                 return
 
     def on_failure(self, error: Exception) -> None:
-        """End the requests of the batch, and begin with an empty one."""
         running = self._running
         self._running = {}
         for each in running.values():

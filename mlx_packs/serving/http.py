@@ -325,7 +325,6 @@ class BoundedHeaders(H11Protocol):  # httptools, the faster parser, takes header
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Read data; where they are no whole headers, expect the others."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._expect()

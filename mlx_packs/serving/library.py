@@ -40,7 +40,6 @@ class Library:
         return self._sources.get(name)
 
     def created(self, name: str) -> int:
-        """Return when a pack was added, in seconds since 1970."""
         return self._created.get(name, 0)
 
     def load(self, name: str, source: str | Path) -> bool:

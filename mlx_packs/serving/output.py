@@ -61,7 +61,6 @@ class Output:
         self.stopped = False
 
     def add(self, token: int) -> Iterator[Piece]:
-        """Yield the text that a token ends."""
         self._detokenizer.add_token(token)
         yield from self._take(self._detokenizer.last_segment)
 

@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from ..bases.turns import IMAGE_MARK
 from ..data.images import check_marks
@@ -26,18 +20,7 @@ from ..data.messages import ROLES, name_thoughts
 from ..data.tool_calls import normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
-from .fields import (
-    UNSUPPORTED,
-    Data,
-    Integer,
-    Json,
-    JsonObject,
-    Name,
-    Number,
-    Object,
-    Seed,
-    Text,
-)
+from .fields import UNSUPPORTED, Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text
 
 _log = logging.getLogger("mlx_packs.serving")
 

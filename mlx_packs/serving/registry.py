@@ -47,7 +47,6 @@ class Entry:
 
     @property
     def adapters(self) -> str | None:
-        """The hash of the adapters of a saved pack."""
         if self.pack is None:
             return None
         return self.pack._adapters_hash

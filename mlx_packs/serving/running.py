@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def started(worker: Worker) -> Iterator[None]:
-    """Let a worker compute inside the block."""
     worker.start()
     try:
         yield

@@ -242,7 +242,6 @@ def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]], specs: Specs
 
 
 def _joined(spec: ModuleSpec, slices: Sequence[Factors]) -> Factors:
-    """Return the factors of the slices of a projection as those of the whole projection."""
     rows = []
     column = 0
     for s, factors in zip(spec.slices, slices, strict=True):

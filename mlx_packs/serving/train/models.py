@@ -89,7 +89,6 @@ class Models:
         return model
 
     async def create(self, model_id: str, session_id: str, config: LoraConfigBody) -> None:
-        """Make a model with fresh adapters."""
         make = partial(self._trainer.create, config)
         await self._add(model_id, session_id, make, config)
 
@@ -172,7 +171,6 @@ class Models:
         return Pass(total, [logprobs[i] for i in range(len(rows))], grads)
 
     async def update(self, model: Model, params: AdamBody) -> float:
-        """Update a model by the gradients that wait, and return their norm."""
         async with model.lock:
             self._check_loaded(model)
             return await self._generator.result_of(
@@ -223,5 +221,4 @@ class Models:
             model.trained = await self._generator.result_of(open_saved)
 
     def _check_loaded(self, model: Model) -> None:
-        """Raise a PackError if a model was unloaded while a request waited for its turn."""
         self.find(model.id)

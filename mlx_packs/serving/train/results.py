@@ -79,7 +79,6 @@ class Results:
         return result
 
     def cancel(self, request_id: str) -> None:
-        """End what is still computed for a request."""
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
 

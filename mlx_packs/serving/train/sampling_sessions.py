@@ -53,11 +53,9 @@ class SamplingSessions:
         return session
 
     def of_base(self) -> str:
-        """Return the id of a new session on the base."""
         return self._new(SamplingSession(BASE_NAME))
 
     async def of_saved(self, saved: Saved) -> str:
-        """Return the id of a new session on a saved model."""
         session = SamplingSession(_name_of(saved), saved.uri)
         async with self.loaded(session):
             return self._new(session)
@@ -157,5 +155,4 @@ class SamplingSessions:
 
 
 def _name_of(saved: Saved) -> str:
-    """Return the name of a saved model in the registry."""
     return f"{_PREFIX}/{saved.run}/{saved.kind}/{saved.name}"

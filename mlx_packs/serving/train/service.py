@@ -77,43 +77,37 @@ class TrainingService:
         self._making_room = asyncio.Lock()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """Return the handlers by method and path."""
-        get: dict[str, Handler] = {
-            "healthz": self.health,
-            "get_server_capabilities": self.capabilities,
-            "samplers/{id:path}": self.sampling_session,
-            "training_runs/{id}/checkpoints": self.checkpoints,
-            "checkpoints": self.checkpoints,
-        }
-        post: dict[str, Handler] = {
-            "client/config": self.client_config,
-            "client/dynamic_config": self.dynamic_config,
-            "telemetry": self.telemetry,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
-            "sessions/{id}/finish": self.finish_session,
-            "create_model": self.create_model,
-            "get_info": self.get_info,
-            "unload_model": self.unload_model,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_for_sampler,
-            "load_weights": self.load_weights,
-            "weights_info": self.weights_info,
-            "create_sampling_session": self.create_sampling_session,
-            "asample": self.sample,
-            "retrieve_future": self.retrieve,
-            "cancel_future": self.cancel,
+        handlers: dict[tuple[str, str], Handler] = {
+            ("GET", "healthz"): self.health,
+            ("GET", "get_server_capabilities"): self.capabilities,
+            ("GET", "samplers/{id:path}"): self.sampling_session,
+            ("GET", "training_runs/{id}/checkpoints"): self.checkpoints,
+            ("GET", "checkpoints"): self.checkpoints,
+            ("POST", "client/config"): self.client_config,
+            ("POST", "client/dynamic_config"): self.dynamic_config,
+            ("POST", "telemetry"): self.telemetry,
+            ("POST", "create_session"): self.create_session,
+            ("POST", "session_heartbeat"): self.heartbeat,
+            ("POST", "sessions/{id}/finish"): self.finish_session,
+            ("POST", "create_model"): self.create_model,
+            ("POST", "get_info"): self.get_info,
+            ("POST", "unload_model"): self.unload_model,
+            ("POST", "forward_backward"): self.forward_backward,
+            ("POST", "optim_step"): self.optim_step,
+            ("POST", "save_weights"): self.save_weights,
+            ("POST", "save_weights_for_sampler"): self.save_for_sampler,
+            ("POST", "load_weights"): self.load_weights,
+            ("POST", "weights_info"): self.weights_info,
+            ("POST", "create_sampling_session"): self.create_sampling_session,
+            ("POST", "asample"): self.sample,
+            ("POST", "retrieve_future"): self.retrieve,
+            ("POST", "cancel_future"): self.cancel,
+            ("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}"): self.delete_checkpoint,
         }
 
-        delete: dict[str, Handler] = {
-            "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint
-        }
         return {
             (method, f"/api/v1/{path}"): _protocol(handler)
-            for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
-            for path, handler in handlers.items()
+            for (method, path), handler in handlers.items()
         }
 
     @property
@@ -496,7 +490,6 @@ def _facts(ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> dict[st
 
 
 def _checkpoint(saved: Saved) -> dict[str, Any]:
-    """Return a saved model as the protocol describes it."""
     kind = {"weights": "training", "sampler_weights": "sampler"}[saved.kind]
     facts = {"checkpoint_id": f"{saved.kind}/{saved.name}", "checkpoint_type": kind}
     return {

@@ -130,7 +130,6 @@ class States:
         return saved
 
     def optimizer_of(self, saved: Saved) -> dict[str, mx.array]:
-        """Return the state of the optimizer that was saved with a model."""
         if "step" not in saved.facts:
             raise PackError(
                 f"path '{saved.uri:.200}': has no optimizer state. Load the weights alone.",

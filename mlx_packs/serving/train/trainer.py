@@ -172,7 +172,6 @@ class Trainer:
         return pack
 
     def state_of(self, model: TrainedModel) -> dict[str, mx.array]:
-        """Return the state of the optimizer, flat."""
         return dict(tree_flatten(model.optimizer.state))
 
 

@@ -99,7 +99,6 @@ def _parts(kind: str) -> tuple[str, str, int | None]:
 
 
 def _classes() -> dict[str, Any]:
-    """Return a class for each message, from the table."""
     file = descriptor_pb2.FileDescriptorProto()
     file.name = "mlx_packs_tinker.proto"
     file.package = _PACKAGE
