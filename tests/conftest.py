@@ -196,7 +196,7 @@ def nothing_is_loaded(monkeypatch) -> None:
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    for place in ("mlx_packs.training.run.load_base", "mlx_packs.bases.loading.load_model_of"):
+    for place in ("mlx_packs.training.prepare.load_base", "mlx_packs.bases.loading.load_model_of"):
         monkeypatch.setattr(place, load)
 
 

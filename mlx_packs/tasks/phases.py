@@ -39,13 +39,13 @@ class RunPhase:
     sources: tuple[DataConfig, ...]  # where its examples are
     replay: float = 0.0  # share of its examples that earlier phases have trained on
     carries_optimizer: bool = False  # whether it continues with the optimizer's state
-    start: int = 0  # batches of the run before it
+    first_batch: int = 0  # batches of the run before it
     updates_before: int = 0  # that the optimizer's state has seen; its schedule begins there
 
     @property
     def stop(self) -> int:
         """Batches of the run at its end."""
-        return self.start + self.train.iters
+        return self.first_batch + self.train.iters
 
     def with_settings(self, train: Mapping[str, Any], columns: Mapping[str, Any]) -> "RunPhase":
         """Return the phase with other settings of its run; where it begins stays."""

@@ -1,7 +1,7 @@
 """The interface of tasks: a task is one class in one file, named in `config.choices.TASKS`.
 
-`training.run` makes a task for all phases that name it, and calls its methods in the order in which
-they are defined here. The pack and its results are of the last phase's task. Methods with a
+`training.prepare` makes a task for all phases that name it. A run calls its methods in the order in
+which they are defined here. The pack and its results are of the last phase's task. Methods with a
 body are defaults.
 """
 
@@ -223,7 +223,7 @@ def phase_reports(
         losses = [
             x["loss"]
             for x in trained.curve
-            if "loss" in x and phase.start < x["batch"] <= phase.stop
+            if "loss" in x and phase.first_batch < x["batch"] <= phase.stop
         ]
         loss_first = loss_last = None
         if losses:
@@ -241,7 +241,7 @@ def phase_reports(
             {
                 "name": phase.name,
                 "data": source,
-                "batches": [phase.start, phase.stop],
+                "batches": [phase.first_batch, phase.stop],
                 "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
                 **{key: getattr(phase.train, key) for key in OWN},
                 "replay": phase.replay,

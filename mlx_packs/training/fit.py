@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,27 +11,40 @@ from pathlib import Path
 import mlx.optimizers as optimizers
 
 from .. import runtime
-from ..adapters.trainable import Trainable
-from ..data.dataset import prefetched
+from ..adapters.trainable import Trainable, round_adapters
+from ..config.choices import TASKS
+from ..data.bad_rows import write_quarantine
+from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
+from ..files import make_folder
 from ..objectives.objective import Objective
 from ..objectives.reference import PhaseStart
 from ..objectives.score import Score, StoredScore
+from ..ops import _backend, dispatch
 from ..optim import carry_state
 from ..run_clock import ANSWER, COMPUTED_PER_S, EVALUATE, FORWARD, TRAIN
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .loop import Loop, LoopSettings
+from .guards import Guarded, make_guards
+from .loop import Loop
 from .observer import Observer
+from .observers import ObservedRun, make_observers
 from .on_nan import OnNan
+from .prepare import PreparedRun
 from .reports import Reports
-from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
+from .run_folder import (
+    best_checkpoint,
+    clear_run,
+    latest_checkpoint,
+    read_metrics,
+    write_identity,
+)
 from .settings import Run
 from .state import TrainingState
-from .step import BatchStep, Stepper, Steps
+from .step import BatchStep, Stepper
 from .stopping import interrupted, stopped, write_checkpoint
 from .update import add_scale, scale_facts
 from .update_guard import UpdateGuard
@@ -60,23 +73,8 @@ def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Dis
         }
 
 
-def loop_settings(phase: RunPhase) -> LoopSettings:
-    train = phase.train
-    return LoopSettings(
-        start=phase.start,
-        iters=train.iters,
-        grad_accumulation_steps=train.grad_accumulation_steps,
-        steps_per_report=train.steps_per_report,
-        steps_per_eval=train.steps_per_eval,
-        save_every=train.save_every,
-        picks_best=train.picks_best,
-        best_by=train.best,
-        clear_cache_threshold=train.clear_cache_threshold,
-    )
-
-
 def check_scores(scores: Scores, saved: bool) -> None:
-    """Raise Float16Overflow if a score is not finite; ``saved``: whether there is a checkpoint."""
+    """Raise Float16Overflow if a score is not finite; ``saved`` if there is a checkpoint."""
     if not all(math.isfinite(score.value) for score in scores.values()):
         raise Float16Overflow("the loss of the held-out examples overflows", saved)
 
@@ -103,6 +101,7 @@ class Fit:
     on_nan: OnNan
     origin: PhaseStart  # what the run started from
     guards: Sequence[Guard] = ()
+    before: Scores | None = None  # the scores at the start; several phases need them
     parts: int = 1  # that batches are taken in; it only grows
     state: TrainingState = field(default_factory=TrainingState)
     # Before the first phase and after each; empty where they are not known.
@@ -120,31 +119,19 @@ class Fit:
     def trained(self) -> Trained:
         return Trained(self.run.phases, self.curve, self.scores, self.origin)
 
-    def train(self, before: Scores | None = None) -> Steps[None]:
-        """Train every phase that is not over; several phases need the scores ``before`` them."""
+    def train(self) -> None:
+        """Train every phase that is not over, and score the result on the held-out examples."""
         run = self.run
         display = run.display
         mx.random.seed(run.train.seed)
         self.parts = run.train.micro_batches
-
-        checkpoint = None
-        if (point := run.place.resume_point) is not None:
-            checkpoint = point.folder
-            self.state = read_training_state(checkpoint)
-            self.curve.extend(read_metrics(run.folder, self.state.batches))
-            self.on_nan.resume(self.state.batches)
-            for fault in point.damaged:
-                display.line("note", fault)
-            batches = f"batch {self.state.batches} of {run.last_phase.stop}"
-            display.line("resume", f"{run.folder}: {batches} ({point.why})")
-            self._check_end()
+        checkpoint = self._resume()
 
         mx.reset_peak_memory()
-        before = self._plan_time(before)
-
+        self._plan_time()
         while True:
             try:
-                optimizer = yield from self._train_phases(before, checkpoint)
+                optimizer = self._train_phases(checkpoint)
                 break
             except BackOff:
                 checkpoint = latest_checkpoint(run.folder)
@@ -158,7 +145,34 @@ class Fit:
         display.line(
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
+        self._measure(optimizer)
 
+        if dispatch.detect() != "reference":
+            display.line("kernels", _backend.summary())
+        round_adapters(self.trainable, run.train.pack_dtype)
+        if self.before is None:
+            with self.origin.active():
+                self.scores[0] = self.score()
+        self.scores.append(self.score())
+
+    def _resume(self) -> Path | None:
+        """Continue from the state of the last checkpoint, and return it; None in a new run."""
+        run = self.run
+        if (point := run.place.resume_point) is None:
+            return None
+
+        self.state = read_training_state(point.folder)
+        self.curve.extend(read_metrics(run.folder, self.state.batches))
+        self.on_nan.resume(self.state.batches)
+        for fault in point.damaged:
+            run.display.line("note", fault)
+        batches = f"batch {self.state.batches} of {run.last_phase.stop}"
+        run.display.line("resume", f"{run.folder}: {batches} ({point.why})")
+        self._check_end()
+        return point.folder
+
+    def _measure(self, optimizer: optimizers.Optimizer | None) -> None:
+        """Note times, throughput and memory; ``optimizer`` is the last phase's, if it trained."""
         state = self.state
         self.measured = {
             "train_s": state.train_s,
@@ -178,13 +192,12 @@ class Fit:
         per_s = state.computed_tokens / state.train_s
         return {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
 
-    def _plan_time(self, before: Scores | None) -> Scores:
-        """Tell the clock of the run what is to come; return the scores of the base so far."""
+    def _plan_time(self) -> None:
         run = self.run
         clock = run.display.clock
         done = self.state.batches
         if clock is None:
-            return before or {}
+            return
 
         clock.plan(TRAIN, run.last_phase.stop - done, limit=run.train.seconds)
         validations = 0
@@ -192,19 +205,18 @@ class Fit:
         for data in self.data:
             phase = data.phase
             validation = data.validation()
-            left = max(0, phase.stop - max(done, phase.start))
+            left = max(0, phase.stop - max(done, phase.first_batch))
             if validation is not None:
                 validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
             saves += left // phase.train.save_every
 
         held_out = sum(data.held_out().batches_per_epoch() for data in self.data)
-        evaluations = len(run.phases) + (before is None)
+        evaluations = len(run.phases) + (self.before is None)
 
         clock.plan(VALIDATE, validations, FORWARD)
         clock.plan(SAVE, saves, FORWARD)
         clock.plan(EVALUATE, evaluations * held_out, FORWARD)
         clock.restart()
-        return before or {}
 
     def _check_end(self) -> None:
         """Note that a resumed run had ended; it cannot end before batches that it has taken."""
@@ -222,39 +234,68 @@ class Fit:
         if done == end:
             run.display.line("note", "the run had ended; more --iters or --epochs continue it")
 
-    def _train_phases(
-        self, before: Scores, checkpoint: Path | None
-    ) -> Steps[optimizers.Optimizer | None]:
+    def _train_phases(self, checkpoint: Path | None) -> optimizers.Optimizer | None:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""
         run = self.run
-        self.scores = [before]
+        self.scores = [self.before or {}]
         optimizer = None
 
         for data in self.data:
             phase = data.phase
             if self.state.batches > phase.stop and phase is not run.last_phase:  # trained before
                 self.objectives[phase.name].begin(fresh=False)  # it is scored after the run
-                self.scores.append(self._logged_scores(phase, before))
+                self.scores.append(self._logged_scores(phase))
                 continue
 
-            previous = optimizer
-            optimizer = phase.optimizer(self.on_nan.factor)
-            optimizer.init(self.trainable.model.trainable_parameters())
-            if self.float16:
-                add_scale(optimizer)
+            optimizer = self._optimizer_of(phase, optimizer, checkpoint)
+            checkpoint = None
+            if phase.name:
+                text = f"{phase.name}: batches {phase.first_batch + 1} to {phase.stop}"
+                run.display.line("phase", text)
 
-            if checkpoint is not None:
-                self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
-                checkpoint = None
-            elif previous is not None and phase.carries_optimizer:
-                carry_state(previous, optimizer)
-
-            yield from self._train_phase(data, optimizer)
+            loop = self._loop_of(data, optimizer)
+            with self._batches(data, loop) as batches:
+                ending = loop.train(batches)
+            if ending:
+                self._end(phase, ending)
             if phase is not run.last_phase:
-                scores = self._logged_scores(phase, before)
-                self.scores.append(scores or self._score_after(phase))
+                self.scores.append(self._logged_scores(phase) or self._score_after(phase))
 
         return optimizer
+
+    def _optimizer_of(
+        self, phase: RunPhase, previous: optimizers.Optimizer | None, checkpoint: Path | None
+    ) -> optimizers.Optimizer:
+        """Return the optimizer of a phase, with the state of a checkpoint or of the phase before.
+
+        The checkpoint also has the trained parameters and the training state.
+        """
+        optimizer = phase.optimizer(self.on_nan.factor)
+        optimizer.init(self.trainable.model.trainable_parameters())
+        if self.float16:
+            add_scale(optimizer)
+
+        if checkpoint is not None:
+            self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
+        elif previous is not None and phase.carries_optimizer:
+            carry_state(previous, optimizer)
+        return optimizer
+
+    @contextmanager
+    def _batches(self, data: PhaseData, loop: Loop) -> Iterator[Iterator[Batch]]:
+        """Yield the remaining batches of a phase, which another thread reads ahead."""
+        phase = data.phase
+        self.trainable.model.train()
+        limits = runtime.memory_limits(phase.train.clear_cache_threshold or 0)
+        batches = data.train.batches(self.state.batches - phase.first_batch)
+        ahead = prefetched(map(loop.step.objective.ahead, batches))
+        try:
+            with closing(ahead), limits:
+                yield ahead
+        finally:
+            self.parts = loop.step.parts
+        self.shapes |= loop.step.stepper.shapes
+        self.traces += loop.step.stepper.traces
 
     def score(self) -> Scores:
         run = self.run
@@ -262,30 +303,6 @@ class Fit:
         if self.float16:
             check_scores(scores, saved=True)
         return scores
-
-    def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Steps[None]:
-        """Train the rest of a phase, or save the run and raise RunStopped."""
-        run = self.run
-        phase = data.phase
-        if phase.name:
-            run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
-
-        loop = self._loop_of(data, optimizer)
-        batches = data.train.batches(self.state.batches - phase.start)
-        self.trainable.model.train()
-
-        limits = runtime.memory_limits(phase.train.clear_cache_threshold or 0)
-        prefetched_batches = prefetched(map(loop.step.objective.ahead, batches))
-        with closing(prefetched_batches) as ahead, limits:
-            try:
-                ending = yield from loop.steps(ahead)
-            finally:
-                self.parts = loop.step.parts
-
-        self.shapes |= loop.step.stepper.shapes
-        self.traces += loop.step.stepper.traces
-        if ending:
-            self._end(phase, ending)
 
     def _end(self, phase: RunPhase, ending: Ending) -> None:
         """Note why a phase is complete before its last batch, or raise why the run is not."""
@@ -311,7 +328,7 @@ class Fit:
             save(self.state)
 
         return Loop(
-            settings=loop_settings(phase),
+            phase=phase,
             trainable=self.trainable,
             step=step,
             state=self.state,
@@ -328,7 +345,7 @@ class Fit:
     ) -> tuple[Stepper, Objective]:
         """Return what takes the steps of a phase, and the objective whose they are."""
         objective = self.objectives[phase.name]
-        objective.begin(fresh=self.state.batches == phase.start)
+        objective.begin(fresh=self.state.batches == phase.first_batch)
         arguments = (
             optimizer,
             phase.train.max_grad_norm,
@@ -356,7 +373,6 @@ class Fit:
     def _save(
         self, optimizer: optimizers.Optimizer, reports: Reports, state: TrainingState
     ) -> Path:
-        """Write a checkpoint of the run in a state, and return its folder."""
         folder = write_checkpoint(self.run, self.guards, self.trainable, optimizer, state)
         reports.checkpoint_written(folder)
         return folder
@@ -399,11 +415,53 @@ class Fit:
             observer.on_held_out(line)
         return scores
 
-    def _logged_scores(self, phase: RunPhase, before: Scores) -> Scores:
+    def _logged_scores(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase from the run's metrics; empty if they are not there."""
-        kind = type(before[phase.name])
+        kind = type(self.before[phase.name])
         for line in self.curve:
             if "held_out" in line and line["batch"] == phase.stop:
                 with suppress(TypeError, AttributeError):  # not as it was written
                     return {name: kind(**values) for name, values in line["held_out"].items()}
         return {}
+
+
+def start_fit(
+    prepared: PreparedRun, trainable: Trainable, objectives: Objectives, origin: PhaseStart
+) -> Fit:
+    """Open the run folder and return the training; the first step waits for no score if it can."""
+    run = prepared.run
+    float16 = prepared.dtype.name == "float16"
+    before = None
+    generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
+    if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
+        with origin.active():
+            before = score_phases(objectives, prepared.data, run.display)
+        if float16:
+            check_scores(before, saved=False)
+
+    unit = objectives[run.last_phase.name].unit
+    observed = ObservedRun(run, unit, prepared.identity["recipe"], masks=prepared.task.masks)
+    observers = make_observers(observed)
+
+    make_folder(run.folder)
+    if not run.place.resume:
+        clear_run(run.folder)
+    write_identity(run.folder, prepared.identity)
+    origin.save()
+    if run.columns.on_bad_row == "quarantine":
+        write_quarantine(run.folder, prepared.left_out.values())
+
+    guarded = Guarded(run, prepared.identity, observed.curve, observers)
+    return Fit(
+        run=run,
+        trainable=trainable,
+        objectives=objectives,
+        data=prepared.data,
+        observers=observers,
+        curve=observed.curve,
+        float16=float16,
+        on_nan=OnNan(run, observers),
+        origin=origin,
+        guards=make_guards(guarded),
+        before=before,
+    )

@@ -10,27 +10,14 @@ from ..data.dataset import Batch, Dataset
 from ..runtime import mx
 from .reports import Reports
 from .state import TrainingState
-from .step import BatchStep, DueStep, StartedStep, Steps, take_alone
+from .step import BatchStep, StartedStep
 from .update_guard import UpdateGuard
 from .watch import Ending, Watch
 
 if TYPE_CHECKING:
     from ..adapters.trainable import Trainable
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """When the loop does what; numbers are of batches."""
-
-    start: int  # of the run, before the phase
-    iters: int  # of the phase
-    grad_accumulation_steps: int  # that one update is made of
-    steps_per_report: int
-    steps_per_eval: int
-    save_every: int
-    picks_best: bool  # whether validations find the best weights, which then have a checkpoint
-    best_by: str | None  # the entry of a validation that they are found by; None is its value
-    clear_cache_threshold: int | None  # bytes that MLX may hold for reuse
+    from ..config.schema import TrainConfig
+    from ..tasks.phases import RunPhase
 
 
 class Due:
@@ -39,8 +26,8 @@ class Due:
     A checkpoint, and a validation that may find the best weights, wait for the end of an update.
     """
 
-    def __init__(self, settings: LoopSettings, validates: bool) -> None:
-        self._settings = settings
+    def __init__(self, train: "TrainConfig", validates: bool) -> None:
+        self._train = train
         self._validates = validates
         self._score = False  # whether a validation waits
         self.report = self.validate = self.save = False
@@ -52,13 +39,13 @@ class Due:
 
     def after(self, number: int, in_update: bool) -> None:
         """Decide it for a batch of the phase; ``in_update``: whether its update waits for more."""
-        settings = self._settings
-        ends = number == settings.iters
-        self.report = ends or number % settings.steps_per_report == 0
-        self.save = self.save or ends or number % settings.save_every == 0
+        train = self._train
+        ends = number == train.iters
+        self.report = ends or number % train.steps_per_report == 0
+        self.save = self.save or ends or number % train.save_every == 0
 
-        self._score = self._score or number % settings.steps_per_eval == 0
-        if settings.picks_best:
+        self._score = self._score or number % train.steps_per_eval == 0
+        if train.picks_best:
             self.validate = self._validates and not in_update and (self._score or ends)
             self._score = self._score and not self.validate
         else:
@@ -71,7 +58,7 @@ class _StartedBatch:
     """A batch whose step was started; ``start`` is as `time.perf_counter` has it."""
 
     batch: Batch
-    number: int  # in the run
+    number: int  # in the phase, from 1
     updates: bool
     random: mx.array  # state before the step
     step: StartedStep
@@ -91,7 +78,7 @@ class Loop:
     that was started, so none of them has a number or weight that was not checked.
     """
 
-    settings: LoopSettings
+    phase: "RunPhase"
     trainable: "Trainable"
     step: BatchStep
     state: TrainingState  # the loop advances it
@@ -103,11 +90,7 @@ class Loop:
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
-        """Take the steps of a phase, each by itself; return and errors are as of `steps`."""
-        return take_alone(self.steps(batches))
-
-    def steps(self, batches: Iterator[Batch]) -> Steps[Ending | None]:
-        """Yield each step up to the end of the phase; return why it ended before, saved.
+        """Train to the end of the phase; return why it ended before, saved.
 
         Raises:
             PackError: if a loss or gradient is not finite and `--on-nan` ends the run; the last
@@ -116,66 +99,58 @@ class Loop:
             Float16Overflow: if that happens in float16; the last update is saved.
             Signalled: after a signal, once a checkpoint is saved.
         """
-        self.reports.phase_starts(self.settings.iters, self.state.batches - self.settings.start)
+        train = self.phase.train
+        stepper = self.step.stepper
+        due = Due(train, validates=self.validation is not None)
+        done = self.state.batches - self.phase.first_batch
+        self.reports.phase_starts(train.iters, done)
         try:
             with self.watch.deferring_signals():
-                return (yield from self._take(batches))
+                ending = self.watch.ended_before()
+                while done < train.iters and not ending:
+                    batch = next(batches)
+                    start = time.perf_counter()
+                    random = mx.random.state[0]
+                    done += 1
+                    updates = done % train.grad_accumulation_steps == 0 or done == train.iters
+                    batch = self.step.objective.prepare(batch)
+                    step = self.step.start(batch, updates, train.grad_accumulation_steps == 1)
+                    self._in_flight.append(_StartedBatch(batch, done, updates, random, step, start))
+
+                    due.after(done, in_update=stepper.waiting > 0)
+                    waits = due.anything or self.watch.is_asked_to_end
+                    self._read(leaving=0 if waits else stepper.ahead)
+                    self.watch.between_batches(self.step, batch, self.phase.first_batch + done)
+                    ending = self._between_batches(due, batch)
+                return ending
         finally:
             self.reports.phase_ends()
 
-    def _take(self, batches: Iterator[Batch]) -> Steps[Ending | None]:
-        settings = self.settings
-        due = Due(settings, validates=self.validation is not None)
-        if ending := self.watch.ended_before():
-            return ending
+    def _between_batches(self, due: Due, batch: Batch) -> Ending | None:
+        """Report, validate and save what is due; return why the phase ends now."""
+        if due.report:
+            self.reports.window_done(self.state)
+        if due.validate:
+            due.save = self._validate() or due.save
+        if self.step.stepper.waiting:  # nothing ends between the batches of one update
+            return None
 
-        for number in range(self.state.batches - settings.start + 1, settings.iters + 1):
-            batch = next(batches)
-            batch = yield from self._start(batch, number)
-            due.after(number, in_update=bool(self.step.stepper.waiting))
-            waits = due.anything or self.watch.is_asked_to_end
-            self._read(leaving=0 if waits else self.step.stepper.ahead)
-            self.watch.between_batches(self.step, batch, settings.start + number)
-
-            if due.report:
+        ending = self.watch.ending()
+        if due.save or ending:
+            self._read(leaving=0)  # the signal may be newer
+            if ending and ending.reason and not due.report:
                 self.reports.window_done(self.state)
-            if due.validate:
-                due.save = self._validate() or due.save
-            if self.step.stepper.waiting:  # nothing ends between the batches of one update
-                continue
-
-            ending = self.watch.ending()
-            if due.save or ending:
-                self._read(leaving=0)  # the signal may be newer
-                if ending and ending.reason and not due.report:
-                    self.reports.window_done(self.state)
-                self.guard.save(batch)
-                self.trainable.model.train()
-                due.save = False
-            if ending:
-                return ending
-        return None
-
-    def _start(self, batch: Batch, number: int) -> Steps[Batch]:
-        """Prepare a batch and start its step, given its number in the phase; return it prepared."""
-        start = time.perf_counter()
-        several = self.settings.grad_accumulation_steps
-        updates = number % several == 0 or number == self.settings.iters
-        random = mx.random.state[0]
-        batch = self.step.objective.prepare(batch)
-        step = yield DueStep(self.step, batch, updates, alone=several == 1)
-
-        number += self.settings.start
-        self._in_flight.append(_StartedBatch(batch, number, updates, random, step, start))
-        return batch
+            self.guard.save(batch)
+            self.trainable.model.train()
+            due.save = False
+        return ending
 
     def _read(self, leaving: int) -> None:
         """Wait for all steps in flight but the last ones; check, count and announce them."""
-        limit = self.settings.clear_cache_threshold
+        train = self.phase.train
         while len(self._in_flight) > leaving:
             started = self._in_flight.popleft()
-            number_in_phase = started.number - self.settings.start
-            if (number_in_phase - 1) % self.settings.grad_accumulation_steps == 0:
+            if (started.number - 1) % train.grad_accumulation_steps == 0:
                 self.guard.begin_update(started.random)
 
             loss, norm = started.step.read()
@@ -183,14 +158,14 @@ class Loop:
             self._read_at = time.perf_counter()
             self._count(started, loss, norm, self._read_at - start)
 
+            limit = train.clear_cache_threshold
             if limit is not None and mx.get_cache_memory() > limit:
                 mx.clear_cache()
             self.reports.batch_done(started.batch, loss, self.state)
 
     def _count(self, started: _StartedBatch, loss: float, norm: float, seconds: float) -> None:
-        """Count a batch in the state of the run, once what its step gave is checked."""
         batch = started.batch
-        number = started.number
+        number = self.phase.first_batch + started.number
         updates = started.updates
         norm = self.guard.checked_norm(number, loss, norm)
         if self.guard.is_skipped(batch, number, updates, loss, norm):
@@ -203,11 +178,11 @@ class Loop:
         start = time.perf_counter()
         score = self.guard.validate(self.validation)
         self.reports.tick("validate", self.validation.batches_per_epoch())
-        self.state.keep_score(score, self.settings.best_by)
+        self.state.keep_score(score, self.phase.train.best)
         self.trainable.model.train()
         self.reports.validated(score, self.state, time.perf_counter() - start)
 
         early_stop = self.watch.early_stop
-        if early_stop is None or not self.settings.picks_best:
+        if early_stop is None or not self.phase.train.picks_best:
             return False
         return early_stop.add(self.state.batches, score)

@@ -95,23 +95,17 @@ def _check_disk(run: Path, disk: DiskPlan) -> None:
     check_disk(disk, run, sum(file.stat().st_size for file in files))
 
 
-def fit_into_memory(
-    run: Run,
-    base: Base,
-    target: Base,
-    data: Sequence[PhaseData],
-    planned: TrainConfig,
-    unplanned_recompute: str,
-) -> MemoryChoice:
+def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData]) -> MemoryChoice:
     """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
-    The loss goes through ``target``. ``planned`` are the settings with ``auto`` resolved for
-    the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``. Raises PackError
-    if nothing is within memory and disk, unless forced.
+    The loss goes through ``target``. Raises PackError if nothing is within memory and disk,
+    unless forced.
     """
     ranks = group()
+    task = data[-1].task
+    planned = task.planned_settings(run.train)
     planned = replace(planned, batch_size=planned.batch_size // ranks.batch_shares)
-    headers = replace(Headers.of(base), **data[-1].task.planned_facts())
+    headers = replace(Headers.of(base), **task.planned_facts())
     if images := images_of(base.tokenizer):
         headers = replace(headers, image_tokens=images.counts()["tokens"])
     estimate_of = _estimate_of(run.train)
@@ -127,7 +121,7 @@ def fit_into_memory(
             raise
         run.display.line("plan", f"{error.message} Memory and disk are not checked.")
 
-    rows = data[-1].task.typical_rows(data[-1])
+    rows = task.typical_rows(data[-1])
     choice = choose_path(run, target, rows, plans)
     plan = plans.get(choice.matmul_path)
     disk = None
@@ -139,7 +133,7 @@ def fit_into_memory(
 
     recompute = run.train.recomputes
     if recompute == "auto":
-        recompute = unplanned_recompute
+        recompute = task.unplanned_recompute
         if plan:
             recompute = plan.recompute
         recompute = ranks.from_first(recompute.encode()).decode()

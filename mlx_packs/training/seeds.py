@@ -62,7 +62,6 @@ class SeedRuns:
         return statistics(self._reports())["standard_error"]
 
     def __repr__(self) -> str:
-        """Return the number of seeds and the first result, in one line."""
         changes = _changes(self.mean, self.standard_error)
         return f"SeedRuns({', '.join([f'{len(self.runs)} seeds', *changes[:1]])}, {self.folder})"
 
@@ -241,7 +240,6 @@ class _LoadedOnce:
         self._base: Base | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Base:
-        """Return `load_base` of arguments, which a seed that overflows in float16 has others of."""
         if self._arguments != (args, options):
             self._base = None  # two of them may not fit into memory
             self._base = load_base(*args, **options)

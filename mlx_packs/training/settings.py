@@ -67,7 +67,6 @@ class Request:
 
     @property
     def calls(self) -> Calls:
-        """What tasks call of the caller's."""
         return Calls(self.display, self.loss, self.reward)
 
     def of_rank(self) -> "Request":

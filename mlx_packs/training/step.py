@@ -6,11 +6,9 @@ of a batch add up to it: `BatchStep` takes one in pieces, or the share of a rank
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -83,18 +81,14 @@ class Stepper:
         self.loss = update.guarded(loss)
         value_and_grad = nn.value_and_grad(model, self.loss)
 
-        def total_and_grad(inputs: Inputs, layout: Layout) -> tuple:
-            values, grads = value_and_grad(inputs, layout)
-            if self.scaled:  # then the second value has the unscaled sum and its count
-                values = values[1]
-            return values, grads
-
         def whole(inputs: Inputs, layout: Layout) -> tuple:
-            (total, count), grads = total_and_grad(inputs, layout)
+            values, grads = value_and_grad(inputs, layout)
+            total, count = update.unscaled(values)
             return total / count, update.apply(grads, count)
 
         def gather(inputs: Inputs, layout: Layout) -> tuple:
-            (total, count), grads = total_and_grad(inputs, layout)
+            values, grads = value_and_grad(inputs, layout)
+            total, count = update.unscaled(values)
             return total, count, grads
 
         def add(pending: tuple, inputs: Inputs, layout: Layout) -> tuple:
@@ -322,33 +316,3 @@ class BatchStep:
         if self.objective.compares_examples:
             return [batch]
         return [piece for piece in self.collate.split(batch, parts) if piece.denominator]
-
-
-@dataclass(frozen=True)
-class DueStep:
-    """A step that a run is to take next, on a prepared batch."""
-
-    step: BatchStep
-    batch: Batch
-    last: bool  # of an accumulation
-    alone: bool  # whether every update is of one batch
-
-
-T = TypeVar("T")
-Steps = Generator[DueStep, StartedStep, T]  # a run, which is sent what became of each step
-
-
-def take_alone(steps: Steps[T]) -> T:
-    """Take the steps that a run yields, each by itself; return what the run returns."""
-    go_on = partial(next, steps)
-    while True:
-        try:
-            due = go_on()
-        except StopIteration as end:
-            return end.value
-
-        try:
-            started = due.step.start(due.batch, due.last, due.alone)
-            go_on = partial(steps.send, started)
-        except BaseException as error:  # the run ends by it, or goes on
-            go_on = partial(steps.throw, error)

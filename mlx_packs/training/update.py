@@ -65,6 +65,10 @@ class Update:
             return _counted_where_finite(loss)
         return loss
 
+    def unscaled(self, values: tuple) -> tuple[mx.array, mx.array]:
+        """Return the sum of the losses and its count, of the values of a `guarded` loss."""
+        return values[1] if self.is_scaled else values
+
     def apply(self, grads: dict, count: mx.array) -> mx.array:
         """Update by the clipped mean gradient over ``count`` targets; return its norm, float32.
 

@@ -29,6 +29,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.training import run as training
+from mlx_packs.training.attached import _describe
 from mlx_packs.training.folders import output_folders
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
@@ -418,7 +419,7 @@ def test_train_pack_takes_what_is_not_specified_from_the_tiny_recipe(monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         training,
-        "run",
+        "_train",
         lambda _, settings, place: built.update(lora=settings.lora, train=settings.train) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
@@ -431,8 +432,8 @@ def test_train_pack_takes_what_is_not_specified_from_the_tiny_recipe(monkeypatch
 
 @pytest.mark.parametrize(("pattern", "warns"), [({}, False), ({"down_proj": 2}, True)])
 def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, warns):
-    attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
-    training._describe(attached, Display(NORMAL), base_weights=100_000)
+    trainable = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
+    _describe(trainable, Display(NORMAL), base_weights=100_000)
     assert ("packs export --to mlx-lm" in capsys.readouterr().err) == warns
 
 

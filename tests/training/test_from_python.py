@@ -96,7 +96,7 @@ def test_a_resumed_run_has_the_loss_that_it_began_with(train):
 
 
 def test_callbacks_are_observers(train, monkeypatch):
-    monkeypatch.setattr(run_module, "run", None)  # nothing begins
+    monkeypatch.setattr(run_module, "_train", None)  # nothing begins
     with raises("invalid", "callbacks", "function"):
         train(callbacks=[lambda line: None])
 

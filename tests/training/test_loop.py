@@ -17,7 +17,6 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import RunPhase
 from mlx_packs.training import step
-from mlx_packs.training.fit import loop_settings
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.reports import Reports
@@ -57,7 +56,7 @@ class Recorder(Observer):
         number = self.started
         self.log.append(f"start {number}")
         read = lambda: (self.log.append(f"read {number}"), (1.0, 2.0))[1]  # noqa: E731
-        return SimpleNamespace(read=read, joint=None)
+        return SimpleNamespace(read=read)
 
     def on_step(self, line):
         self.log.append(f"step {line['batch']}")
@@ -90,7 +89,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
 
     loop = Loop(
-        settings=loop_settings(phase),
+        phase=phase,
         trainable=SimpleNamespace(
             model=SimpleNamespace(train=lambda: None), progress=lambda share: None
         ),
@@ -187,7 +186,7 @@ def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
     def timed(self, *args):
         now[0] += 1
         started = start(self, *args)
-        return SimpleNamespace(read=passing(10, started.read), joint=None)
+        return SimpleNamespace(read=passing(10, started.read))
 
     monkeypatch.setattr(Recorder, "start", timed)
     seconds = []

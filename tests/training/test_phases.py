@@ -134,7 +134,7 @@ def test_a_run_without_phases_is_a_run_of_one_leg():
     config, columns = TrainConfig(iters=7), DataConfig()
     (phase,) = resolve_phases(config, columns)
     assert phase.train is config and phase.sources == (columns,)
-    assert (phase.name, phase.start, phase.stop, phase.updates_before) == ("", 0, 7, 0)
+    assert (phase.name, phase.first_batch, phase.stop, phase.updates_before) == ("", 0, 7, 0)
     assert not phase.carries_optimizer
 
 
@@ -151,7 +151,7 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it():
     phases = resolve_phases(config, DataConfig(data="x", text_feature="body"))
 
     assert [phase.name for phase in phases] == ["phase-1", "phase-2", "phase-3", "phase-4"]
-    assert [(p.start, p.stop) for p in phases] == [(0, 5), (5, 8), (8, 13), (13, 18)]
+    assert [(p.first_batch, p.stop) for p in phases] == [(0, 5), (5, 8), (8, 13), (13, 18)]
     assert [phase.updates_before for phase in phases] == [0, 3, 0, 3]
     assert [phase.train.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-5, 3e-4]
     assert [phase.train.warmup_steps for phase in phases] == [1, 1, 1, 0]
@@ -200,7 +200,7 @@ def test_schedule_begins_with_its_phase():
         if before is not None:
             carry_state(before, result)
             assert mx.array_equal(result.state["w"]["m"], before.state["w"]["m"]).item()
-            assert result.state["step"].item() == phase.start == phase.updates_before
+            assert result.state["step"].item() == phase.first_batch == phase.updates_before
 
         for _ in range(phase.train.iters):
             weights = result.apply_gradients(gradients, weights)
@@ -395,7 +395,7 @@ def test_a_run_interrupted_in_each_phase_resumes_bit_identically(
     for batch, last in ((1, "step-000002"), (BETWEEN, "step-000004"), (5, "step-000006")):
         with monkeypatch.context() as patch:
             if batch == BETWEEN:
-                kill_in(patch, fit, "score_phases", signal.SIGINT)
+                kill_in(patch, fit.Fit, "_score_after", signal.SIGINT)
             else:
                 interrupt_at(patch, batch, signal.SIGINT)
             assert run("train", "--out", "o", "-q", *flags)[0] == 130

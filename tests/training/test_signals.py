@@ -12,7 +12,7 @@ import pytest
 
 from mlx_packs.errors import Interrupted, RunStopped
 from mlx_packs.packs.pack import Pack
-from mlx_packs.training import run as run_module
+from mlx_packs.training import attached, fit, prepare
 from mlx_packs.training.fit import Fit
 from mlx_packs.training.run_folder import latest_checkpoint
 from tests.helpers.rows import CHATS, write_rows
@@ -72,10 +72,10 @@ def test_a_signal_ends_a_run_saved(train, here, monkeypatch, number, at, accumul
 @pytest.mark.parametrize(
     ("number", "place", "name"),
     [
-        (signal.SIGTERM, run_module, "load_base"),
-        (signal.SIGINT, run_module, "make_tasks"),
-        (signal.SIGHUP, run_module, "attach_method"),
-        (signal.SIGTERM, run_module, "make_observers"),
+        (signal.SIGTERM, prepare, "load_base"),
+        (signal.SIGINT, prepare, "make_tasks"),
+        (signal.SIGHUP, attached, "attach_method"),
+        (signal.SIGTERM, fit, "make_observers"),
     ],
 )
 def test_before_the_loop_nothing_is_left(run, few, here, monkeypatch, number, place, name):

@@ -136,7 +136,7 @@ class Retention(Observer):
         if run.train.keep_last == -1:
             return None
 
-        starts = [phase.start for phase in run.phases]
+        starts = [phase.first_batch for phase in run.phases]
         resumed = None
         if (point := run.place.resume_point) is not None:
             resumed = point.folder

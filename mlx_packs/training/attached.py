@@ -1,0 +1,96 @@
+"""What a run trains, attached to its base, and the objectives that are bound to it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ..adapters.saved_modules import attach_method
+from ..adapters.trainable import Trainable
+from ..display import VERBOSE, Display, shown_count
+from ..late import load
+from ..objectives.reference import PhaseStart
+from ..packs.adapter_config import adapter_config_of
+from .fit import Objectives
+from .noise import add_noise
+from .planning import matmul_paths_by_name
+from .prepare import PreparedRun
+from .run_folder import reference_file
+from .start_adapters import load_adapters
+
+
+@contextmanager
+def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
+    """Attach what is trained to the base; yield it and how frozen weights are used, by name."""
+    run = prepared.run
+    memory = prepared.memory
+    with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
+        trainable = attach_method(
+            prepared.target, prepared.lora, run.train, memory.choice.matmul_path
+        )
+
+    try:
+        _describe(trainable, run.display, prepared.base_weights)
+        paths = matmul_paths_by_name(trainable, memory.choice)
+
+        if (file := run.request.option("resume_adapter_file")) is not None:
+            load_adapters(trainable, file)
+        trainable.recompute(memory.recompute)
+        if run.train.pipeline:
+            trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
+
+        yield trainable, paths
+    finally:
+        trainable.detach()
+
+
+@contextmanager
+def bound_objectives(
+    prepared: PreparedRun, trainable: Trainable
+) -> Iterator[tuple[Objectives, PhaseStart]]:
+    """Yield the objective of each phase, by its name, and what the run starts from."""
+    run = prepared.run
+    objectives = {}
+    starts = {}
+    origin = PhaseStart(trainable, reference_file(run.folder, 0), not run.begins_with_adapters)
+    origin.take(fresh=not run.place.resume)
+    for phase in run.phases:
+        starts[phase.name] = origin
+        if phase.first_batch:
+            file = reference_file(run.folder, phase.first_batch)
+            starts[phase.name] = PhaseStart(trainable, file, run=origin)
+
+    with ExitStack() as closes:
+        for task in prepared.tasks.values():
+            own = [data for data in prepared.data if data.task is task]
+            bound = task.bind(trainable, own, starts, prepared.memory)
+            for objective in dict.fromkeys(bound):
+                closes.callback(objective.close)
+            objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}
+
+        if run.train.neftune_noise_alpha:
+            add_noise(trainable, run.train.neftune_noise_alpha)
+        yield objectives, origin
+
+
+def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
+    count = trainable.parameter_count()
+    share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)}"
+    text = f"{count:,} trainable parameters ({share}) · {trainable.details}"
+    display.line(trainable.method, text, VERBOSE)
+
+    if trainable.groups:
+        display.line("", f"in {len(trainable.groups)} groups that share an input", VERBOSE)
+    for note in trainable.notes:
+        display.line("note", note)
+
+    model_type = trainable.base.config["model_type"]
+    blocks = len(trainable.base.model.layers)
+    if trainable.specs and adapter_config_of(trainable.specs, model_type, blocks) is None:
+        display.line(
+            "note",
+            "ranks or scales differ between projections: stock mlx-lm opens what "
+            "`packs export --to mlx-lm` makes of this pack",
+        )
+
+    for group in trainable.groups:
+        for geometry in group.members:
+            display.line("", geometry.describe(), VERBOSE)
