@@ -147,8 +147,10 @@ class Cache:
         sweep(path)
         oldest = time.time() - self._days * 24 * 3600
         for entry in path.glob("[!.]*"):
-            used = entry / _KEY_FILE if entry.is_dir() else entry
+            key_file = entry / _KEY_FILE
             with suppress(OSError):  # another process was faster
+                # using a folder touches its key; folders of an earlier version have none
+                used = key_file if key_file.exists() else entry
                 if used.stat().st_mtime < oldest:
                     remove(entry)
 
