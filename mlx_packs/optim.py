@@ -88,9 +88,7 @@ def schedule(config: TrainConfig) -> "Schedule":
     if not warmup:
         return main
 
-    start = peak / (warmup + 1)
-    if config.warmup_from_zero:
-        start = 0.0
+    start = 0.0 if config.warmup_from_zero else peak / (warmup + 1)
     rise = optimizers.linear_schedule(start, peak, warmup)
     return optimizers.join_schedules([rise, main], [warmup])
 

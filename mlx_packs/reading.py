@@ -322,9 +322,7 @@ def _data_bytes(header: dict) -> int:
     last = 0
     for begin, end, name in sorted(spans):
         if begin != last:
-            kind = "has a gap before it"
-            if begin < last:
-                kind = "overlaps another tensor"
+            kind = "overlaps another tensor" if begin < last else "has a gap before it"
             raise ValueError(f"{name} {kind}")
         last = end
     return last

@@ -145,9 +145,7 @@ def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
     """Return every floating weight, or those in the blocks at ``prefixes``; shared ones once."""
     places: dict[str, _Place] = {}
     visited: set[int] = set()
-    trained = None
-    if prefixes is not None:
-        trained = tuple(f"{prefix}." for prefix in prefixes)
+    trained = tuple(f"{prefix}." for prefix in prefixes) if prefixes is not None else None
 
     for path, module in reversed(base.model.named_modules()):
         if id(module) in visited or (trained is not None and not f"{path}.".startswith(trained)):

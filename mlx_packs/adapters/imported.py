@@ -64,10 +64,7 @@ def full_tensor_modules(
         if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
             raise PackError(f"{where}: {path}: the base has no such module.", "mismatch")
 
-        if isinstance(module, QUANTIZED):
-            dense = dense_module(module)
-        else:
-            dense = copy.copy(module)
+        dense = dense_module(module) if isinstance(module, QUANTIZED) else copy.copy(module)
 
         for parameter, tensor in parameters.items():
             if tensor.shape != dense[parameter].shape:
@@ -88,9 +85,7 @@ def _adapted(
 ) -> nn.Module:
     path = spec.path
     if not isinstance(module, _LINEARS):
-        actual = "nothing"
-        if module is not None:
-            actual = f"a {type(module).__name__}"
+        actual = f"a {type(module).__name__}" if module is not None else "nothing"
         raise PackError(
             f"{where}: {path}: the adapter is for a linear, but the base has {actual}.", "mismatch"
         )

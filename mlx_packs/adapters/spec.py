@@ -61,9 +61,7 @@ class ModuleSpec:
     @property
     def size(self) -> str:
         """Widths of input and output in words, and the number of experts."""
-        experts = ""
-        if self.experts is not None:
-            experts = f" x {self.experts} experts"
+        experts = f" x {self.experts} experts" if self.experts is not None else ""
         return f"{self.in_features} -> {self.out_features}{experts}"
 
     @property
@@ -137,7 +135,5 @@ def check_shapes(
     ]
 
     if faults:
-        more = ""
-        if len(faults) > 3:
-            more = f" (and {len(faults) - 3} more)"
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")

@@ -40,9 +40,7 @@ def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:
     for geometry in (g for group in groups for g in group.members):
         slices = []
         for name, width in geometry.slices:
-            path = geometry.path
-            if len(geometry.slices) > 1:
-                path = f"{geometry.path}.{name}"
+            path = f"{geometry.path}.{name}" if len(geometry.slices) > 1 else geometry.path
 
             rank = lora.rank
             if rank_key := match_pattern(lora.rank_pattern, path):

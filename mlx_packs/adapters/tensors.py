@@ -46,9 +46,7 @@ def place_tensors(places: AdapterPlaces) -> dict[str, mx.array]:
         a = place.lora.lora_a[place.first : place.first + len(adapted)]
         b = place.lora.lora_b[place.first : place.first + len(adapted)]
 
-        side_by_side = a[0]
-        if len(a) > 1:
-            side_by_side = mx.concatenate(a, axis=1)
+        side_by_side = mx.concatenate(a, axis=1) if len(a) > 1 else a[0]
         tensors |= name_factors(place.spec, side_by_side, _block_diagonal(place.spec, b))
     return tensors
 

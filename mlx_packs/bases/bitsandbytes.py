@@ -158,9 +158,7 @@ def _weight(
     _check_dtype("dtype", state.get("dtype"), _DTYPES)
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
-        actual = "there is no weight"
-        if weight is not None:
-            actual = f"its weight has {weight.nbytes}"
+        actual = f"its weight has {weight.nbytes}" if weight is not None else "there is no weight"
         raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {actual}.")
 
     _check_table("quant_map", quant_map, mx.array(LEVELS))

@@ -144,9 +144,7 @@ class Encoder(nn.Module):
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
         """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
-        mask = None
-        if lengths is not None:
-            mask = is_valid(tokens, lengths)[:, None, None]
+        mask = is_valid(tokens, lengths)[:, None, None] if lengths is not None else None
 
         x = self.embeddings(tokens)
         for layer in self.layers:
@@ -233,9 +231,7 @@ def check_config(config: dict, where: Path) -> dict:
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise unsupported(f"position_embedding_type '{kind}' is not supported, only absolute.")
 
-    key = "hidden_act"
-    if "hidden_activation" in config:
-        key = "hidden_activation"
+    key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     if (name := config.get(key, "gelu")) not in ACTIVATIONS:
         names = ", ".join(ACTIVATIONS)
         raise unsupported(f"{key} '{name}' is not supported. Known are {names}.")
@@ -268,9 +264,7 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
         if actual.get(name) != shapes.get(name)
     ]
     if faults:
-        more = ""
-        if len(faults) > 3:
-            more = f" (and {len(faults) - 3} more)"
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise PackError(
             f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}{more}.",
             "unreadable",

@@ -81,9 +81,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
         raise PackError(f"--model {name}: no such file.", "not-found", "model")
 
     if not is_hub_id(str(name)):
-        hint = ""
-        if "/" not in str(name):
-            hint = f" Its 4-bit form may be 'mlx-community/{name}'."
+        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if "/" not in str(name) else ""
         raise PackError(
             f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
         )

@@ -191,9 +191,7 @@ class BaseModel:
             kind += f" (relative error of the weights {100 * self.rounding_error:.1f} %)"
 
         size = sum(f.stat().st_size for f in weight_files(self.path))
-        shown = f"{size / 1e6:.1f} MB"
-        if size >= 1e8:
-            shown = f"{size / 1e9:.2f} GB"
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]

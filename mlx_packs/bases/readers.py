@@ -155,9 +155,7 @@ def _lmstudio(name: str) -> Path:
     folder = root.joinpath(*parts[:2])
     names = [file.name for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
     if not names or len(parts) == 3:
-        listed = ""
-        if names:
-            listed = f" It has {', '.join(names)}."
+        listed = f" It has {', '.join(names)}." if names else ""
         raise PackError(f"{flag}: there is no GGUF file at {place}.{listed}", "not-found")
 
     if len(names) > 1:

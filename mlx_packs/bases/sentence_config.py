@@ -73,10 +73,7 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
     longest = settings.get("max_seq_length")
     if longest is None:
         longest = _read(path / _TOKENIZER).get("model_max_length")
-        if isinstance(longest, (int, float)) and longest < 2**31:
-            longest = int(longest)
-        else:
-            longest = None
+        longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
 
     if longest is not None and not (type(longest) is int and longest > 2):
         raise PackError(

@@ -42,9 +42,7 @@ class Geometry:
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
             stored += f" {self.stored_width} = {width} x {self.bits} / {unit}"
 
-        experts = ""
-        if self.experts is not None:
-            experts = f"{self.experts} experts of "
+        experts = f"{self.experts} experts of " if self.experts is not None else ""
         return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
 

@@ -437,9 +437,7 @@ def _call_ends(probe: _Probe) -> list[int]:
 
     before = text.rstrip()
     text = probe.try_to_render([message, _RESULT], tools=tools) or ""
-    follows = []
-    if text.startswith(before):
-        follows = probe.encode(text.removeprefix(before))
+    follows = probe.encode(text.removeprefix(before)) if text.startswith(before) else []
     return [token for token in follows[:1] if token in ends]
 
 

@@ -128,9 +128,7 @@ def table(record: dict) -> list[str]:
     """Return a record for people, in lines of at most 80 columns."""
     machine = record["machine"]
     versions = machine["versions"]
-    cores = ""
-    if machine["gpu_cores"]:
-        cores = f" · {machine['gpu_cores']} GPU cores"
+    cores = f" · {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
     lines = [
         f"device  {machine['device']}{cores} · {machine['memory_gb']:g} GB",
         f"system  {machine['system']} · mlx {versions['mlx']} · mlx-lm {versions['mlx-lm']}",
@@ -140,9 +138,7 @@ def table(record: dict) -> list[str]:
 
     wrong = sum(not kernel["ok"] for kernel in record["kernels"])
     count = len(record["kernels"])
-    kernels = f"{count} instances right"
-    if wrong:
-        kernels = f"{wrong} of {count} wrong"
+    kernels = f"{wrong} of {count} wrong" if wrong else f"{count} instances right"
     lines.append(f"kernels {kernels}")
 
     for model in dict.fromkeys(step["model"] for step in record["steps"]):
@@ -175,9 +171,7 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
         path = step["matmul_path"]
         if step["recompute"] == "block":
             path += "*"
-        planned = "-"
-        if ours["predicted_step_s"] is not None:
-            planned = _short(ours["predicted_step_s"])
+        planned = _short(ours["predicted_step_s"]) if ours["predicted_step_s"] is not None else "-"
 
         times = f"{_short(ratio['p50'])} ({_short(ratio['p20'])}-{_short(ratio['p80'])})"
         lines.append(

@@ -126,9 +126,7 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, model: str, 
 
     print_report(report, lines)
     if not report["passed"]:
-        advice = "no rank passes"
-        if report["passes"]:
-            advice = f"--rank {report['passes']} passes"
+        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
         _fail(report["kl_mean"], report["max_drift"], advice)
 
 
@@ -212,9 +210,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
         raise PackError("--out: name the folder to write.", flag="out")
 
     report = export_pack(pack, to, out or MODELS / pack.resolve().name, start)
-    proven = "numerically verified"
-    if to == "lmstudio":
-        proven = "measured against base and pack"
+    proven = "measured against base and pack" if to == "lmstudio" else "numerically verified"
     lines = [
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, {proven}"
@@ -266,9 +262,7 @@ def import_(
 
     names = options.names(labels)
     report = import_adapter(folder, out, model, overwrite, trust_remote_code, names)
-    in_full = ""
-    if report["replaced"]:
-        in_full = f" · stored in full: {', '.join(report['replaced'])}"
+    in_full = f" · stored in full: {', '.join(report['replaced'])}" if report["replaced"] else ""
     ranks = ", ".join(map(str, report["ranks"]))
     lines = [
         f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
@@ -366,9 +360,7 @@ def _bits_for(text: str) -> tuple[str, int]:
 
 def _lines(report: dict) -> list[str]:
     finished = report["shards_found"]
-    earlier = ""
-    if finished:
-        earlier = f", {finished} of them already there"
+    earlier = f", {finished} of them already there" if finished else ""
     return [
         f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, "
         f"{report['shards']} shard(s){earlier})",

@@ -209,9 +209,7 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
     ]
 
     for k in kernels:
-        error = "-      "
-        if k["max_error"] is not None:
-            error = f"{k['max_error']:.1e}"
+        error = f"{k['max_error']:.1e}" if k["max_error"] is not None else "-      "
         kernel_us, plain_us, kernel_gradient, plain_gradient = (
             _microseconds(k[key])
             for key in ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us")
@@ -240,9 +238,7 @@ def _group_lines(kernels: list[dict]) -> list[str]:
     lines = []
     for (op, dtype), group in groups.items():
         worst = max((k["max_error"] for k in group if k["max_error"] is not None), default=None)
-        error = "-"
-        if worst is not None:
-            error = f"{worst:.1e}"
+        error = f"{worst:.1e}" if worst is not None else "-"
         verdict = "ok"
         wrong = next((k for k in group if not k["ok"]), None)
         if wrong is not None:

@@ -96,10 +96,7 @@ def generate(
     messages = _messages(system, prompt, images)
     pieces = []
     with activated(base, pack, generation_path(base.model)):
-        if raw:
-            tokens = raw_prompt(base, prompt)
-        else:
-            tokens = chat_prompt(base, messages, **template_kwargs)
+        tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages, **template_kwargs)
         for piece in stream(base, tokens, settings):
             pieces.append(piece)
             if not wants_json():
@@ -186,9 +183,7 @@ def chat(
     chat_prompt(base, [{"role": role, "content": "?"} for role in roles], **template_kwargs)
 
     if sys.stdin.isatty():
-        on = ""
-        if packs:
-            on = f" with {' + '.join(packs)}"
+        on = f" with {' + '.join(packs)}" if packs else ""
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
 
     conversation = Chat(base, system, sampling, template_kwargs)
@@ -272,9 +267,7 @@ def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
         return False
 
     if command == "/base" or command == "/pack" and rest:
-        pack = None
-        if command == "/pack":
-            pack = options.text_pack([rest])
+        pack = options.text_pack([rest]) if command == "/pack" else None
         model_in_use.switch_to(pack)
         conversation.forget_keys()
         echo(printable(f"({rest or 'the base alone'})"))

@@ -66,9 +66,7 @@ def _read_hosts(file: Path) -> list[str]:
     except PackError as error:
         raise PackError(f"--hosts {error.message}", error.code, "hosts") from None
 
-    hosts = content
-    if isinstance(content, dict):
-        hosts = content.get("hosts")
+    hosts = content.get("hosts") if isinstance(content, dict) else content
     if not isinstance(hosts, list) or len(hosts) < 2:
         raise PackError(f"--hosts {file}: must list two machines or more.", "invalid", "hosts")
 

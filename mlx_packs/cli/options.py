@@ -317,9 +317,7 @@ def sampling(**defaults) -> Callable:
     decorators = []
     for field in dataclasses.fields(Sampling):
         default = defaults.get(field.name, field.default)
-        text = f"{default:g}"
-        if default in (0, 1) and field.name != "temperature":
-            text = None
+        text = None if default in (0, 1) and field.name != "temperature" else f"{default:g}"
         decorators.append(_of_field(field, text))
     return add(*decorators)
 
@@ -338,9 +336,7 @@ def writable_file(file: str | None, flag: str) -> Path | None:
         return None
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        what = f"there is no folder {path.parent}"
-        if path.is_dir():
-            what = "is a folder"
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise PackError(f"{flag} {file}: {what}.", "unwritable")
     return path
 

@@ -176,9 +176,7 @@ def plan(
 
     data = _command_arguments(flags, recipe)
     with assumed_device(device):
-        rows = None
-        if examples:
-            rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
+        rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora) if examples else None
         headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
         known = recipe.lora, recipe.train, names, rows and rows.shapes_of
         choices = recommend(headers, limit - least, *known)

@@ -340,9 +340,7 @@ def _check_installed() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before anything is loaded."""
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
@@ -558,9 +556,7 @@ def _announce(names: list[str], listening: socket.socket, settings: "ServerSetti
         echo(f"token     {settings.token} · needed to add packs, rate answers and train")
 
     if not is_loopback(host):
-        key = "no key is needed"
-        if settings.token:
-            key = "only changes need the token"
+        key = "only changes need the token" if settings.token else "no key is needed"
         if settings.api_key:
             key = "a key is needed"
         echo(

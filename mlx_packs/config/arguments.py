@@ -73,9 +73,7 @@ def checked_arguments(function: F) -> F:
 
 def _typed(value: Any, kind: Any, name: str) -> Any:
     """Return the value of an argument, a configuration in place of a mapping of its settings."""
-    kinds = (kind,)
-    if get_origin(kind) in (Union, types.UnionType):
-        kinds = get_args(kind)
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     configs = [each for each in kinds if inspect.isclass(each) and issubclass(each, Settings)]
     if configs and isinstance(value, Mapping):
         return configs[0].from_mapping(value)

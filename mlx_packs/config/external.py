@@ -201,9 +201,7 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
             raise unknown_setting(key, _BITS_AND_BYTES, where)
         valid = _BITS_AND_BYTES[key]
         if valid is not _ANY and value != valid:
-            hint = ""
-            if key == "load_in_8bit":
-                hint = " For 8 bits write quantize: affine8."
+            hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
 
     skipped = values.get("llm_int8_skip_modules") or ()
@@ -256,9 +254,7 @@ def _peft(values: Mapping, where: str) -> dict:
 def _peft_method(values: Mapping, where: str) -> dict:
     """The method by the initialization or the magnitudes of adapters; nothing for plain LoRA."""
     begins = values.get("init_lora_weights", True)
-    name = begins
-    if isinstance(begins, str):
-        name = begins.partition("_niter_")[0]
+    name = begins.partition("_niter_")[0] if isinstance(begins, str) else begins
     if name not in (True, *_PEFT_METHODS):
         known = ", ".join(_PEFT_METHODS)
         raise _unsupported(
@@ -300,9 +296,7 @@ def _peft_targets(values: Mapping, where: str) -> dict:
     if targets == "all-linear":
         return {}
     if not targets or isinstance(targets, str):
-        problem = "is empty (PEFT has defaults)"
-        if targets:
-            problem = f"'{targets}' is a pattern"
+        problem = f"'{targets}' is a pattern" if targets else "is empty (PEFT has defaults)"
         text = f"{problem}. List the names of the modules, or write all-linear."
         raise setting_error(text, "target_modules", where, "unsupported")
     return {"target_modules": typed_value(targets, tuple[str, ...], "target_modules", where)}

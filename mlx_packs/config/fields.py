@@ -264,17 +264,11 @@ def _in_range(value: Any, facts: Facts) -> bool:
 def valid_range(facts: Facts) -> str:
     """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
-        low = f"at least {facts.at_least}"
-        if facts.above is not None:
-            low = f"above {facts.above:g}"
+        low = f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
         return f"{low}, or -1 for all" if facts.or_all else low
 
-    low = f"[{facts.at_least}"
-    if facts.above is not None:
-        low = f"({facts.above}"
-    high = f"{facts.at_most}]"
-    if facts.at_most is None:
-        high = f"{facts.below})"
+    low = f"({facts.above}" if facts.above is not None else f"[{facts.at_least}"
+    high = f"{facts.below})" if facts.at_most is None else f"{facts.at_most}]"
     return f"in {low}, {high}"
 
 
@@ -301,9 +295,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
 
     ours = ours_for(name, valid)
     value = OTHER_VALUES.get(name)
-    example = ""
-    if value:
-        example = f": {ours}={value!r}"
+    example = f": {ours}={value!r}" if value else ""
     fault = "is not a setting."
 
     if ours in valid:
@@ -359,14 +351,9 @@ def read_settings(path: str | Path) -> dict:
     """
     path = Path(path)
     try:
-        if path.suffix == ".json":
-            values = read_json(path, object)
-        else:
-            values = read_yaml(path)
+        values = read_json(path, object) if path.suffix == ".json" else read_yaml(path)
     except OSError as error:
-        code: Code = "unreadable"
-        if isinstance(error, FileNotFoundError):
-            code = "not-found"
+        code: Code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
         raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
     except PackError as error:
         raise PackError(error.message, error.code, "config") from error

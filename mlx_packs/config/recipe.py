@@ -240,9 +240,7 @@ def base_defaults(model: str, task: str, method: str) -> dict:
     if model != RunOptions.model or task_defaults(task):
         return {}
 
-    unused = ()
-    if method in METHODS and METHODS[method].trains_base:
-        unused = ADAPTER_SETTINGS
+    unused = ADAPTER_SETTINGS if method in METHODS and METHODS[method].trains_base else ()
     return {name: value for name, value in tiny_recipe().items() if name not in unused}
 
 

@@ -110,9 +110,7 @@ def _mapping_of_json(text: str, key: str, where: str) -> dict:
 
 
 def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
-    items = value
-    if isinstance(value, str):
-        items = value.split(",")
+    items = value.split(",") if isinstance(value, str) else value
     if isinstance(items, (set, frozenset)):
         items = sorted(items, key=str)
     if not isinstance(items, (list, tuple)):

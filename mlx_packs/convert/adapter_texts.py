@@ -41,9 +41,7 @@ def _differences(adapter: Path, base: Path) -> Iterator[str]:
     of_base = _templates(base)
     for name, template in _templates(adapter).items():
         if template != of_base.get(name, of_base.get(_DEFAULT)):
-            which = ""
-            if name != _DEFAULT:
-                which = f" '{printable(name)}'"
+            which = f" '{printable(name)}'" if name != _DEFAULT else ""
             yield f"another chat template{which}"
 
     eos = _eos(adapter)

@@ -131,9 +131,7 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
             if tied:
                 head = adapter.head
         elif module is None or path not in linear_paths:
-            has = "no such module"
-            if module is not None:
-                has = f"a {type(module).__name__} there"
+            has = f"a {type(module).__name__} there" if module is not None else "no such module"
             raise PackError(
                 f"{where}: {path}: {base.name} has {has}, so its adapter has no place.", "mismatch"
             )

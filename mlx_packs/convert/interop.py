@@ -275,9 +275,7 @@ def _classifier(tensors: Tensors, labels: Sequence[str], where: Path) -> dict:
     Raises a PackError if there is another number of labels than of outputs.
     """
     head = tensors.get(SCORE_WEIGHT)
-    outputs = 1
-    if head is not None:
-        outputs = head.shape[0]
+    outputs = head.shape[0] if head is not None else 1
 
     names = tuple(labels)
     if not names and outputs > 1:

@@ -122,9 +122,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
 
 def _comparison(pack: Pack) -> Callable[[MergeRequest], Outcome]:
     architecture = architecture_of(pack.manifest["base"]["model_type"])
-    compare = None
-    if architecture == "decoder":
-        compare = task_code(pack.manifest, "compare_merged")
+    compare = task_code(pack.manifest, "compare_merged") if architecture == "decoder" else None
     return compare or MERGERS[architecture]
 
 

@@ -235,9 +235,7 @@ def _config(
         quantized = options.weight_format.to_config()
     for change in changes:
         weight_format = change.weight_format
-        entry = {}
-        if weight_format:
-            entry = weight_format.to_config()
+        entry = weight_format.to_config() if weight_format else {}
         if entry and all(quantized.get(k, "affine") == v for k, v in entry.items()):
             quantized.pop(change.path, None)
         elif entry and (weight_format.native or weight_format.is_stored(quantized)):
@@ -277,9 +275,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
 
     of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
     native = requantize in WEIGHT_FORMATS and named_format(requantize).native
-    layout = "mlx"
-    if of_bitsandbytes and requantize != "none" and not native:
-        layout = "bitsandbytes"
+    layout = "bitsandbytes" if of_bitsandbytes and requantize != "none" and not native else "mlx"
 
     names = None
     if not compressed_tensors.is_compressed(read_json(source / "config.json")):
@@ -292,9 +288,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
         layout = "mlx"
         origin = "mlx-lm"
 
-    config = planned.config
-    if layout == "bitsandbytes":
-        config = read_json(source / "config.json")
+    config = read_json(source / "config.json") if layout == "bitsandbytes" else planned.config
 
     items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
     options = dataclasses.replace(planned.options, layout=layout, max_shard_gb=request.max_shard_gb)

@@ -57,9 +57,7 @@ class MlxLm:
             )
 
         parameters = config.get("lora_parameters")
-        scale = None
-        if isinstance(parameters, dict):
-            scale = parameters.get("scale")
+        scale = parameters.get("scale") if isinstance(parameters, dict) else None
         if not is_positive(scale):
             raise PackError(
                 f"{where}: lora_parameters.scale must be a number above 0, but is {scale!r}.",

@@ -156,9 +156,7 @@ class _Texts:
 
     def render(self, roles: str) -> str:
         """Return the prompt that Ollama makes of probes."""
-        system = self.default_system
-        if roles.startswith("s"):
-            system = _PROBES["s"]
+        system = _PROBES["s"] if roles.startswith("s") else self.default_system
 
         text = ""
         for turn in roles.removeprefix("s").split("a"):

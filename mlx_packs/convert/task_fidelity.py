@@ -142,9 +142,7 @@ def _compared(
         attached = measure.results(head)
 
     def distance_of(changes: list[Change]) -> float:
-        written = None
-        if weight is not None:
-            written = score_head(weight.astype(changes[0].weight.dtype))
+        written = score_head(weight.astype(changes[0].weight.dtype)) if weight is not None else None
 
         with replaced(base.model, dense_modules(base, changes, pack)):
             return measure.distance(attached, measure.results(written))

@@ -265,10 +265,7 @@ class _Kinds:
 
     def check(self, row: Row, column: str) -> None:
         values = row.value[column]
-        if column == "labels":
-            values = list_of(row, column)
-        else:
-            values = [values]
+        values = list_of(row, column) if column == "labels" else [values]
 
         for value in values:
             kind = "a text" if isinstance(value, str) else "a number"

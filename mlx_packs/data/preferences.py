@@ -155,9 +155,7 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
     if (prompt := optional(row, names.prompt_feature)) is not None:
         return prompt, value
 
-    start = 0
-    if isinstance(value, list):
-        start = last_turn_start(value)
+    start = last_turn_start(value) if isinstance(value, list) else 0
     if start < 1:
         raise row.error(
             f"'{column}' must be a list of messages that ends with the completion, since there is "

@@ -115,10 +115,7 @@ class Group:
         received = [np.zeros(0, np.uint8)]
         for start in range(0, self.highest(len(own))[0], _CHUNK):
             size = min(_CHUNK, self.highest(len(own) - start)[0])
-            if self.is_first:
-                chunk = own[start : start + size]
-            else:
-                chunk = np.zeros(size, np.uint8)
+            chunk = own[start : start + size] if self.is_first else np.zeros(size, np.uint8)
 
             summed = self.sum(mx.array(chunk))
             mx.eval(summed)
@@ -182,9 +179,7 @@ def summed_over_ranks(
         return gradients, count
 
     count = ranks.sum(count.astype(mx.float32))
-    scale = 1.0
-    if dtype != mx.float32:
-        scale = mx.maximum(count, 1)
+    scale = mx.maximum(count, 1) if dtype != mx.float32 else 1.0
 
     named = tree_flatten(gradients)
     parts: list[list[tuple[str, mx.array]]] = [[]]

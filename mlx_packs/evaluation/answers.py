@@ -196,13 +196,9 @@ class Exam:
         pairs = zip(answers, self.questions, strict=True)
         share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
 
-        valid = None
-        if metric.is_valid is not None:
-            valid = sum(map(metric.is_valid, answers)) / count
+        valid = sum(map(metric.is_valid, answers)) / count if metric.is_valid is not None else None
 
-        only = None
-        if len(set(answers)) == 1 and self._commonest_share < 1:
-            only = answers[0]
+        only = answers[0] if len(set(answers)) == 1 and self._commonest_share < 1 else None
         return Accuracy(share, math.sqrt(share * (1 - share) / count), valid, only)
 
 

@@ -21,9 +21,7 @@ def advance_of(bar: Bar, tokenizer: Any) -> Callable[[], None]:
         return bar.advance
 
     def advance() -> None:
-        text = bar.unit
-        if images.computed:
-            text = f"{bar.unit}, {images.computed:,} images computed"
+        text = f"{bar.unit}, {images.computed:,} images computed" if images.computed else bar.unit
         bar.advance(text)
 
     return advance

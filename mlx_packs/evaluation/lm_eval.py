@@ -114,9 +114,7 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
 
     if task_path is not None and not Path(task_path).is_dir():
         raise PackError(f"--task-path {task_path}: is no folder.", "not-found")
-    include_path = None
-    if task_path is not None:
-        include_path = str(task_path)
+    include_path = str(task_path) if task_path is not None else None
     manager = TaskManager(include_path=include_path)
 
     if not tasks:

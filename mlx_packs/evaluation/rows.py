@@ -41,9 +41,7 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     The embedded data set has the default names whatever a pack was trained on.
     """
     source = source_of(data)
-    recipe = {}
-    if pack is not None:
-        recipe = pack._part("recipe")
+    recipe = pack._part("recipe") if pack is not None else {}
 
     settings = ("chat_template",)
     if source != "tiny":

@@ -110,10 +110,7 @@ class ProjectionStack(nn.Module):
 
     def hidden(self, tokens: mx.array, cache: object = None) -> mx.array:
         """Map tokens [B, T] to states [B, T, D]; packed examples need no mask here."""
-        if self._embedding:
-            x = self.at(self._embedding)(tokens)
-        else:
-            x = self["table"](tokens)
+        x = self.at(self._embedding)(tokens) if self._embedding else self["table"](tokens)
         for path in self._projections:
             x = self.at(path)(x)
         return x
@@ -194,9 +191,7 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)
 
-    trained = blocks
-    if lora.num_layers > 0:
-        trained = blocks[-lora.num_layers :]
+    trained = blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks
     adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in trained))]
     if head:
         adapted.append(head[0])

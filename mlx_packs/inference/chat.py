@@ -104,9 +104,7 @@ class Chat:
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
         kept = 0
-        cache = self._cache
-        if reads_at_once(self.base, prompt):
-            cache = None
+        cache = None if reads_at_once(self.base, prompt) else self._cache
         if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
             cached = min(int(c.offset) for c in cache)
             seen = 1 if self.sampling.repetition_penalty == 1 else PENALIZED_TOKENS

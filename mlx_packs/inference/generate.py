@@ -246,9 +246,7 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
 
     base.model.eval()
     one_by_one = not is_batchable(base.name, base.model)
-    caches = []
-    if not one_by_one:
-        caches = make_prompt_cache(base.model)
+    caches = make_prompt_cache(base.model) if not one_by_one else []
     if other := next((c for c in caches if not hasattr(c, "merge")), None):
         raise PackError(
             f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
@@ -261,17 +259,12 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
     for prompt in prompts:
         _check_tokens(base, prompt)
 
-    if isinstance(max_tokens, int):
-        limits = [max_tokens] * len(prompts)
-    else:
-        limits = list(max_tokens)
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     if one_by_one:
         yield from _generated_alone(base, prompts, limits, stop, sampler)
         return
 
-    stop_tokens = None
-    if stop:
-        stop_tokens = [[token] for token in base.tokenizer.eos_token_ids]
+    stop_tokens = [[token] for token in base.tokenizer.eos_token_ids] if stop else None
     generator = BatchGenerator(
         base.model,
         stop_tokens=stop_tokens,

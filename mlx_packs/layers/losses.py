@@ -50,9 +50,7 @@ class LMLoss:
         lowest = targets.min().item()
         highest = targets.max().item()
         if lowest < 0 or highest >= self.vocab_size:
-            token = highest
-            if lowest < 0:
-                token = lowest
+            token = lowest if lowest < 0 else highest
             raise PackError(
                 f"targets: token {token} is outside the {self.vocab_size} logits.", flag="targets"
             )

@@ -52,9 +52,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        error = "unknown"
-        if self.error is not None:
-            error = f"{self.error:.4f}"
+        error = f"{self.error:.4f}" if self.error is not None else "unknown"
         gain = f"{self.measure} {self.gain:+.4f} ± {error}"
         return f"{gain}, paired, on {self.held_out} held-out prompts"
 
@@ -72,9 +70,7 @@ def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: P
     labels = np.array([row.value.get("label", True) for row in rows], bool)
     _, prompts = np.unique([key_of(row.value["prompt"]) for row in rows], return_inverse=True)
 
-    completions = rows
-    if task == "dpo":
-        completions = both_completions(rows, columns)
+    completions = both_completions(rows, columns) if task == "dpo" else rows
 
     recipe = candidate._part("recipe")
     length = recipe["max_seq_length"]
@@ -178,9 +174,7 @@ def _margin(kinds: Sequence[np.ndarray], prompts: int) -> Comparison:
     gain = float(sum(kind.mean() for kind in kinds if len(kind)))
 
     errors = [standard_error(kind) for kind in kinds]
-    error = None
-    if None not in errors:
-        error = math.hypot(*errors)
+    error = math.hypot(*errors) if None not in errors else None
     return Comparison("nats of margin", gain, error, prompts)
 
 

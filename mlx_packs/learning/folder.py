@@ -87,9 +87,7 @@ class LearningFolder:
         if model != TINY and os.path.exists(os.path.expanduser(model)):
             model = str(Path(model).expanduser().resolve())
 
-        adapters = None
-        if pack is not None:
-            adapters = pack._adapters_hash
+        adapters = pack._adapters_hash if pack is not None else None
 
         folder = cls(path, name, model, base.fingerprint, adapters)
 
@@ -244,9 +242,7 @@ class LearningFolder:
         if self.fingerprint != earlier.fingerprint:
             fault = f"another base model ({earlier.model})"
         elif self.pack != earlier.pack:
-            fault = "another pack"
-            if earlier.pack is None:
-                fault = "the base model without a pack"
+            fault = "the base model without a pack" if earlier.pack is None else "another pack"
         elif self.name != earlier.name:
             fault = f"a pack that was served as {earlier.name}"
 

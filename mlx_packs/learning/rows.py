@@ -227,9 +227,7 @@ def read_rows(folder: Path, task: str) -> Split:
     held_out: list[Row] = []
 
     for number, line in enumerate(_lines(path), 1):
-        row = None
-        if line.strip():
-            row = _parsed(path, number, line)
+        row = _parsed(path, number, line) if line.strip() else None
         if row is None:
             continue
 

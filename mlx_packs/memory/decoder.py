@@ -131,9 +131,7 @@ def plan_step(
     no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
 
     sequences = _sequences(train, shape)
-    evaluated = None
-    if _by_parts(train):
-        evaluated = Level(train.batch_size, shape[0])
+    evaluated = Level(train.batch_size, shape[0]) if _by_parts(train) else None
 
     is_tree = isinstance(shape, TreeShape)
     apart = is_tree and shape.recurs

@@ -65,9 +65,7 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
         )
 
     folder = Path(headers.name).expanduser()
-    longest = None
-    if folder.is_dir():
-        longest = read_sentence_config(folder).max_seq_length
+    longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
     limits = (train.max_seq_length, longest, headers.config.get("max_position_embeddings"))
     return replace(train, max_seq_length=min(limit for limit in limits if limit))
 
@@ -180,9 +178,7 @@ def estimate(
         policy=POLICIES[recompute_policies(train)[0]],
     )
 
-    logits = 0
-    if loss.compares_all:
-        logits = 6 * train.batch_size**2 * max(1, len(columns) - 1)
+    logits = 6 * train.batch_size**2 * max(1, len(columns) - 1) if loss.compares_all else 0
 
     backward = moment_parts(adapters.waiting(train), 4 * step.kept(), 4 * logits, 4 * step.flying())
 

@@ -273,9 +273,7 @@ class PlanRequest:
 
     def estimate(self, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
         """Return the plan for these settings, by the rows of the run where they are known."""
-        shapes = None
-        if self.shapes_of:
-            shapes = self.shapes_of(train)
+        shapes = self.shapes_of(train) if self.shapes_of else None
         return estimate(self.headers, lora, train, shapes)
 
     def longest(self, train: TrainConfig) -> int | None:

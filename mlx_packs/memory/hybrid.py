@@ -136,9 +136,7 @@ class HybridSizes(Sizes):
 
 
 def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
-    mixture_keys = ("intermediate_size",)
-    if config.get("num_experts"):
-        mixture_keys = _MIXTURE_KEYS
+    mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
 
     try:
         check_keys(dict(config), dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0"))

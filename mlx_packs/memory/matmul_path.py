@@ -185,9 +185,7 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
 
     They are by the rates of this device, where it was measured, and else by nominal ones.
     """
-    seconds_of = _expected_on_gpu
-    if runtime.on_cpu():
-        seconds_of = _expected_on_cpu
+    seconds_of = _expected_on_cpu if runtime.on_cpu() else _expected_on_gpu
 
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:

@@ -200,9 +200,7 @@ def _share(kind: WeightKind, path: str, rows: int) -> float:
 
 
 def _sample(kind: WeightKind, path: str) -> int:
-    most = _TOKENS_GPU
-    if on_cpu():
-        most = _TOKENS_CPU[MATMUL_PATHS[path].in_place]
+    most = _TOKENS_CPU[MATMUL_PATHS[path].in_place] if on_cpu() else _TOKENS_GPU
     return min(kind.tokens, most)
 
 

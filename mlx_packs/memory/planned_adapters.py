@@ -126,9 +126,7 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     blocks = places.blocks
     projections = places.projections
     check_num_layers(lora.num_layers, blocks)
-    first = 0
-    if lora.num_layers > 0:
-        first = blocks - lora.num_layers
+    first = blocks - lora.num_layers if lora.num_layers > 0 else 0
     inside = [path for path in projections if _block_of(path) >= first]
     everywhere = {**projections, **places.head, **places.embedding, **places.projector}
 

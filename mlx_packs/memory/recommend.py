@@ -130,9 +130,7 @@ class Option:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        unused = ()
-        if self.train.trains_base:
-            unused = ADAPTER_SETTINGS
+        unused = ADAPTER_SETTINGS if self.train.trains_base else ()
 
         names = fields_where(TrainConfig, LoRAConfig, memory=True)
         for name in (*names, *fields_where(TrainConfig, disk=True)):
@@ -307,9 +305,7 @@ def _ways(request: PlanRequest) -> list[_Way]:
 
 def _option(request: PlanRequest, way: _Way) -> Option:
     """Return the option that is reduced least and fits this way, else the smallest one."""
-    quantize = way.quantize
-    if request.headers.is_quantized:
-        quantize = request.train.quantize
+    quantize = request.train.quantize if request.headers.is_quantized else way.quantize
     train = replace(
         request.train,
         quantize=quantize,

@@ -254,9 +254,7 @@ class Step:
         # attention probabilities are saved if they are one piece
         of_token = self.sizes.heads * own.keys
         one_piece = own.tokens * of_token <= _scores_at_once()
-        scores = 0
-        if one_piece and runtime.on_cpu():
-            scores = of_token
+        scores = of_token if one_piece and runtime.on_cpu() else 0
         # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
         down = "down_proj" in adapted and not self.policy.operations
         saved += 2 * q + 2 * k + scores + 2 * f + f * down
@@ -268,9 +266,7 @@ class Step:
         f = self.sizes.ffn
         q = self.sizes.queries
         if runtime.on_cpu():  # SwiGLU by pieces
-            mlp = 4 * d + 4 * f + 2 * q
-            if self.recomputes:
-                mlp = 4 * d + 5 * f
+            mlp = 4 * d + 5 * f if self.recomputes else 4 * d + 4 * f + 2 * q
             pieces = self._swiglu_pieces(own.tokens * f)
         else:
             mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q

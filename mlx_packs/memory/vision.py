@@ -46,9 +46,7 @@ def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
     """Return the peak memory of training; images count by their tokens and features."""
-    tensors = {}
-    if any(map(is_of_projector, lora.target_modules)):
-        tensors = _of_projector(headers)
+    tensors = _of_projector(headers) if any(map(is_of_projector, lora.target_modules)) else {}
     for name, tensor in headers.tensors.items():
         stored = next((prefix for prefix in _NAMES if name.startswith(prefix)), None)
         if stored is not None:

@@ -48,9 +48,7 @@ class GroupedAttention(GroupedBlock):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
-        norms = []
-        if "q_norm" in self:
-            norms = [self.q_norm, self.k_norm, None]
+        norms = [self.q_norm, self.k_norm, None] if "q_norm" in self else []
         if (decoded := _decoded(x, projections, self.qkv_lora, norms=norms)) is not None:
             attended = self._attended(*decoded, mask, cache, normed=True)
             return _projected(attended, [self.o_proj], self.o_lora)[0]

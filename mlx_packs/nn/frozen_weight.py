@@ -151,9 +151,7 @@ class MLXWeight(QuantizedWeight):
             parts["biases"] = self.module.get("biases")
 
         for name, tensor in parts.items():
-            shape = None
-            if tensor is not None:
-                shape = list(tensor.shape)
+            shape = list(tensor.shape) if tensor is not None else None
             if odd or width % self.group_size or shape != expected:
                 raise ValueError(
                     f"weight {list(self.module.weight.shape)} at {self.bits} bits, group "

@@ -206,10 +206,7 @@ class ImageInputs:
         """
         if not self.has_axes:
             return None
-        if self._tree:
-            shifts = self._tree[inputs.shape]
-        else:
-            shifts = self._shifts_of(inputs)
+        shifts = self._tree[inputs.shape] if self._tree else self._shifts_of(inputs)
         if is_prompt:
             shifts = shifts - shifts[:, :, -1:]
 
@@ -337,9 +334,7 @@ def tree_of_images(
 ) -> Iterator[None]:
     """Let the positions of what follows prefixes go on from theirs, in a tree (nn/prefix.py)."""
     inner = model.get("language_model", model).get("model")
-    images = None
-    if inner is not None:
-        images = vars(inner).get("image_inputs")
+    images = vars(inner).get("image_inputs") if inner is not None else None
     if images is None or not images.has_axes or _SHIFTS not in images._inner:
         yield
         return

@@ -119,9 +119,7 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
 def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
     """Return a head whose slices are multiplied as they are stored, or dense."""
     weight = frozen_weight(module)
-    products = weight.dense_slice_products
-    if keeps_quantized:
-        products = weight.slice_products
+    products = weight.slice_products if keeps_quantized else weight.dense_slice_products
 
     def part(start: int, stop: int) -> HeadSlice:
         forward, backward = products(start, stop)

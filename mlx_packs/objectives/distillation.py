@@ -94,9 +94,7 @@ def target_losses(
     temperature = distillation.temperature
 
     is_scaled = temperature != 1
-    frozen = None
-    if head is not None:
-        frozen = head.frozen
+    frozen = head.frozen if head is not None else None
     if frozen is not None and tokens.shape[1] > _FEW_TOKENS * frozen.vocab_size:
         frozen = None
     if frozen is not None and frozen.bias is not None and is_scaled:

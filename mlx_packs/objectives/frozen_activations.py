@@ -397,9 +397,7 @@ def _probe(attached: Attached | WithSavedModules, part: Callable[..., mx.array])
 def _disk_budget(file: Path, reserved: int) -> int:
     """Return the bytes that a file may have: what it has already, and a share of what is free."""
     free = free_bytes(file) or 0
-    own = 0
-    if file.is_file():
-        own = file.stat().st_blocks * 512
+    own = file.stat().st_blocks * 512 if file.is_file() else 0
     return own + max(0, min(int(_DISK_SHARE * free), free - reserved))
 
 

@@ -192,9 +192,7 @@ class FirstBatches:
         """Return the first batch that has a row, which has one."""
         while row not in self._numbers:
             order = next(self._orders)
-            examples = order
-            if isinstance(order, Packed):
-                examples = order.examples
+            examples = order.examples if isinstance(order, Packed) else order
             for example in examples[::2]:
                 self._numbers.setdefault(int(example) // 2, self._next)
             self._next += 1

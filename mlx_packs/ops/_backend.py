@@ -220,9 +220,7 @@ def _fall_back(op: str, reason: str) -> None:
     _fallbacks[op] = reason
     _decided.clear()  # steps that were compiled before keep the kernels that passed their check
 
-    short = reason
-    if len(reason) >= 240:
-        short = reason[:240] + " …"
+    short = reason[:240] + " …" if len(reason) >= 240 else reason
     _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
 
 

@@ -76,10 +76,7 @@ def examine(check: Check) -> Finding:
             else:
                 error = _error(value, truth[name])
                 plain_error = _error(plain[name], truth[name])
-                if check.alone:
-                    allowed = roundings
-                else:
-                    allowed = plain_error + _rounding(value.dtype)
+                allowed = roundings if check.alone else plain_error + _rounding(value.dtype)
 
             if value.dtype != plain[name].dtype or value.shape != plain[name].shape:
                 fault = fault or f"{check.name}: {name} is {value.dtype} {value.shape}"
@@ -149,7 +146,5 @@ def _error(value: mx.array, truth: mx.array) -> float:
 
 def _rounding(dtype: mx.Dtype) -> float:
     """Return the error of one rounding, but of 8 in float32, whose sums are no finer."""
-    roundings = 1
-    if dtype == mx.float32:
-        roundings = 8
+    roundings = 8 if dtype == mx.float32 else 1
     return roundings * float(mx.finfo(dtype).eps)

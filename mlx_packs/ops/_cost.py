@@ -40,9 +40,7 @@ def level(launches: Sequence[Launch]) -> list[Launch]:
 def product(what: str, itemsize: int, rows: int, depth: int, columns: int) -> Launch:
     """Return MLX's product of arrays [rows, depth] and [depth, columns]."""
     numbers = rows * depth + depth * columns + rows * columns
-    computed = columns
-    if rows >= _PLAIN_TILE:
-        computed = max(columns, _PLAIN_TILE)
+    computed = max(columns, _PLAIN_TILE) if rows >= _PLAIN_TILE else columns
     return Launch(what, itemsize * numbers, 2 * rows * depth * computed, matmul=True)
 
 
@@ -60,9 +58,7 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
         memory = launch.bytes / chip.bytes_per_s
         cached = launch.cached_bytes / (chip.bandwidth_gb_s * 1e9 * CACHE_FACTOR)
 
-        rate = 1e12 * chip.vector_tflops * VECTOR_REACHED
-        if launch.matmul:
-            rate = chip.products_per_s
+        rate = chip.products_per_s if launch.matmul else 1e12 * chip.vector_tflops * VECTOR_REACHED
 
         total += max(memory, cached, launch.flops / rate)
 

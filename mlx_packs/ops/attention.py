@@ -53,19 +53,13 @@ class Seen(NamedTuple):
 
     def blocks(self, length: int, keys_length: int, rows: int, width: int) -> list[list[Block]]:
         """Return blocks of some queries and keys at most, those of the same queries together."""
-        firsts = None
-        if self.segments is not None:
-            firsts = _first_keys(self.segments)
+        firsts = _first_keys(self.segments) if self.segments is not None else None
 
         blocks = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
-            first = 0
-            if firsts is not None:
-                first = int(firsts[start])
-            last = keys_length
-            if isinstance(self.mask, str):
-                last = stop + keys_length - length
+            first = int(firsts[start]) if firsts is not None else 0
+            last = stop + keys_length - length if isinstance(self.mask, str) else keys_length
 
             cuts = [first, *range((first // width + 1) * width, last, width), last]
             blocks.append([Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
@@ -388,9 +382,7 @@ def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask, fewer: bool = Fa
 def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None, fewer: bool = False) -> bool:
     """Return whether MLX's gradient is one primitive: its graph is laid out, and not computed."""
     x = mx.zeros((1, 1, 2, width), dtype)
-    keys = x
-    if fewer:
-        keys = mx.zeros((1, 1, 4, width), dtype)
+    keys = mx.zeros((1, 1, 4, width), dtype) if fewer else x
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         return [mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)]

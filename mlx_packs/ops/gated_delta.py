@@ -69,10 +69,7 @@ def reference(
     q = mx.repeat(q, repeats, 2)
     k = mx.repeat(k, repeats, 2)
     decay = mx.exp(log_decay)
-    if decay.ndim == 3:
-        decay = decay[..., None, None]
-    else:
-        decay = decay[..., None, :]
+    decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
 
     outputs = []
     for t in range(q.shape[1]):
@@ -127,9 +124,7 @@ def gated_delta(
         output, state = compute(*cut, state)
         outputs.append(output)
 
-    output = outputs[0]
-    if len(outputs) > 1:
-        output = mx.concatenate(outputs, axis=1)
+    output = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
     if mask is not None:
         output = mx.where(mask[..., None, None], output, 0)
     return output, state

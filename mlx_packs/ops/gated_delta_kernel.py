@@ -26,9 +26,7 @@ class _Instance(NamedTuple):
 def choose(sizes: Sizes) -> str:
     """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
-    reason = None
-    if not has_fused_gradient(*instance):
-        reason = "MLX has no kernel for these heads"
+    reason = "MLX has no kernel for these heads" if not has_fused_gradient(*instance) else None
     return _backend.choose(
         "gated_delta",
         instance,

@@ -133,9 +133,7 @@ def with_deltas(
             delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
 
-        total = parts[0]
-        if len(parts) > 1:
-            total = mx.concatenate(parts, axis=-1)
+        total = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         summed.append(total)
     return summed
 

@@ -177,9 +177,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), outputs)
 
     slices = _second(task.ranks, task.heads, task.gated)
-    completed = slices
-    if task.gated:
-        completed = slices[:1]
+    completed = slices[:1] if task.gated else slices
     places = sum(tiles(widths[i], task.heads[i] or LANES * COLUMNS) for i in completed)
     second = _up_kernel(task.ranks, task.heads, task.gated).prepared(
         backend,

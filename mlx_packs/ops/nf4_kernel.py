@@ -199,9 +199,7 @@ def check_of(
 ) -> Check:
     """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
     drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
-    matvec = None
-    if rows <= MATVEC_ROWS:
-        matvec = functools.partial(_matvec, backend, drawn)
+    matvec = functools.partial(_matvec, backend, drawn) if rows <= MATVEC_ROWS else None
 
     def by_kernel(x: mx.array) -> list[mx.array]:
         return [nf4_product(x, drawn, matvec, functools.partial(_dequantized, backend))]
@@ -311,7 +309,5 @@ def matvec_plans(
 
 def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
     blocks = tiles(n, block_size)
-    absmax = 4 * blocks
-    if double_quant:
-        absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE)
+    absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
     return n / 2 + absmax

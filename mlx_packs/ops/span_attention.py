@@ -39,9 +39,7 @@ class Branching:
         Equally many segments in turn follow each of the G keys.
         """
         length = queries.shape[2]
-        offset = 0
-        if followed:
-            offset = followed[0].shape[2]
+        offset = followed[0].shape[2] if followed else 0
 
         queries = self.rope(queries, offset=offset)
         keys = self.rope(keys, offset=offset)

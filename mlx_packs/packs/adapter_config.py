@@ -63,9 +63,7 @@ def config_with(specs: Specs, model_type: str, blocks: int, rank: int, scale: fl
         if len(lengths) == 1:
             first = min(place[1] for place in places.values() if place)
 
-    kind = "lora"
-    if any(spec.kind == "dora" for spec in specs.values()):
-        kind = "dora"
+    kind = "dora" if any(spec.kind == "dora" for spec in specs.values()) else "lora"
 
     return {
         "fine_tune_type": kind,

@@ -87,9 +87,7 @@ class Base(BaseModel):
     def __repr__(self) -> str:
         kind = self.config.get("model_type", "unknown")
         weights = quantization_name(self.quantization)
-        active = ""
-        if self.active is not None:
-            active = f", active pack {self.active.pack.name!r}"
+        active = f", active pack {self.active.pack.name!r}" if self.active is not None else ""
         return f"Base({self.name!r}, {kind}, {weights}, computes in {self.compute_dtype}{active})"
 
     @property
@@ -238,9 +236,7 @@ class Base(BaseModel):
         if raw:
             return raw_prompt(self, prompt)
 
-        messages = prompt
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             messages = [turn.message for turn in turns_of(messages)]
         except ValueError as error:

@@ -137,9 +137,7 @@ def _card_data(data: Mapping) -> list[str]:
     lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
 
     for split, value in prints.items():
-        count = ""
-        if split in rows:
-            count = f", {rows[split]:,} examples"
+        count = f", {rows[split]:,} examples" if split in rows else ""
         lines.append(f"- {split}{count}: `{value}`")
     return lines
 
@@ -260,9 +258,7 @@ def format_commonest(result: Mapping) -> str:
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    form = f".{digits}f"
-    if ppl >= _MANY:
-        form = ".3g"
+    form = ".3g" if ppl >= _MANY else f".{digits}f"
     text = f"{ppl:{form}}"
     if se is not None:
         text += f" ± {se:{form}}"
@@ -302,9 +298,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
         names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
         changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
 
-        replayed = ""
-        if phase["replay"]:
-            replayed = f", {phase['replay']:.0%} replayed"
+        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
         lines.append(
             f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
             f"PPL of {' · '.join(changes) or '?'}"

@@ -84,9 +84,7 @@ def _check_base(
     was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
     if was != now:
         mode = format_name(ours["quantization"])
-        how = "without quantize"
-        if mode != "none":
-            how = f"with load_base(…, quantize='{mode}')"
+        how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
         raise PackError(
             f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Packs of "
             f"different quantization take a command each; from Python, load the base {how}.",

@@ -302,9 +302,7 @@ def lines(report: dict) -> list[str]:
 def _fact_lines(key: str, fact: dict) -> list[str]:
     label = {"quantization": "quant", "objective": "loss"}.get(key, key)
     if fact["same"]:
-        answer = "same"
-        if not fact["a"] and key != "recipe":
-            answer = "none recorded"
+        answer = "none recorded" if not fact["a"] and key != "recipe" else "same"
         return [f"{label:<9} {answer}"]
 
     of_a = fact["a"]

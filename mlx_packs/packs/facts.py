@@ -178,9 +178,7 @@ def _size(manifest: Mapping) -> list[tuple[str, str]]:
     if not total:
         return []
 
-    shown = f"{total / 1e3:,.0f} kB"
-    if total >= 1e5:
-        shown = f"{total / 1e6:,.1f} MB"
+    shown = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total / 1e3:,.0f} kB"
     return [("Size", shown)]
 
 

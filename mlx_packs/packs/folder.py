@@ -16,9 +16,7 @@ def open_folder(folder: Path) -> dict:
 
     file = folder / MANIFEST
     if not file.is_file():
-        kind = "not a pack"
-        if (folder / ADAPTERS).is_file():
-            kind = "an mlx-lm adapter"
+        kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "not a pack"
         hint = ""
         if (folder / ADAPTER_CONFIG).is_file():
             hint = f" `packs import {folder} --out PACK` makes one of it."

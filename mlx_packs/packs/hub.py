@@ -62,10 +62,7 @@ def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> 
     with errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
         commit, listed = _resolve(repo, revision)
 
-    if out is None:
-        folder = _cache(repo) / commit
-    else:
-        folder = Path(out).expanduser()
+    folder = _cache(repo) / commit if out is None else Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
 
@@ -180,9 +177,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
 
     _check_space(name, files, partial)
     if beyond := sorted(set(listed) - {*files, *_USUAL}):
-        more = ""
-        if len(beyond) > 5:
-            more = f" and {len(beyond) - 5} more"
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
         show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
 
     make_folder(folder.parent)
@@ -414,14 +409,10 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
     except http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
-        hint = ""
-        if unanswered and status is None:
-            hint = f" No answer from {constants.ENDPOINT}."
+        hint = f" No answer from {constants.ENDPOINT}." if unanswered and status is None else ""
         if status in (401, 403):
             hint = " Run `hf auth login`, with a token that may write."
 
-        cause = error
-        if isinstance(error, RuntimeError) and error.__cause__:
-            cause = error.__cause__
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
         raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}.{hint}", "network") from None

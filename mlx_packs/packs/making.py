@@ -30,9 +30,7 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
 
     tensors = pack.load_tensors()
     fallback = bool(pack._part("recipe").get("train_fp16_fallback"))
-    where = "pack"
-    if pack.path:
-        where = str(pack.path / ADAPTERS)
+    where = str(pack.path / ADAPTERS) if pack.path else "pack"
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
 
     inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}

@@ -183,9 +183,7 @@ def chart(
             dots = [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
         lines.append(Line(name, kind, path_of(points), dots))
 
-    line = None
-    if mark and first <= mark[0] <= last:
-        line = (x(mark[0]), mark[1])
+    line = (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None
     x_labels = _labels(x_values)
     return Chart(
         *size,

@@ -219,9 +219,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     pairs: dict[str, list] = {}
     for line in lines:
         for key, value in line.items():
-            name = key
-            if key in _RATES:
-                name = "rate"
+            name = "rate" if key in _RATES else key
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))
     return {name: series for name, pair in pairs.items() if (series := points(pair))}

@@ -51,16 +51,12 @@ def norm(value: float, largest: float) -> str:
     """Return a norm with the decimals that fit the largest of a table."""
     if not 0.1 <= largest < 1e5:
         return f"{value:.2e}"
-    decimals = 1
-    if largest >= 1:
-        decimals = max(0, 3 - len(str(int(largest))))
+    decimals = max(0, 3 - len(str(int(largest)))) if largest >= 1 else 1
     return f"{value:,.{decimals}f}"
 
 
 def render(facts: Facts) -> str:
-    mark = None
-    if facts.best is not None:
-        mark = (facts.best, "best")
+    mark = (facts.best, "best") if facts.best is not None else None
 
     template = environment().get_template("page.html.jinja")
     return template.render(

@@ -29,9 +29,7 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
     """
     sections: dict[str, list[Setting]] = {name: [] for name in SECTIONS}
     start = recipe.get("resume_adapter_file")
-    start_name = None
-    if isinstance(start, Mapping):
-        start_name = start.get("name")
+    start_name = start.get("name") if isinstance(start, Mapping) else None
 
     for name, value in (("model", recipe.get("model")), ("resume_adapter_file", start_name)):
         if value is not None:

@@ -90,9 +90,7 @@ class Learning:
             return
 
         pack = self.folder.pack_of(number)
-        adapters = None
-        if pack is not None:
-            adapters = pack._adapters_hash
+        adapters = pack._adapters_hash if pack is not None else None
 
         self._numbers[adapters] = number
         self._library.put(self.folder.name, pack, f"version {number}")

@@ -71,9 +71,7 @@ class Library:
         """Serve a pack that a client names: of the watched folder or the Hub, else a PackError."""
         folder = self._below(source)
         if folder is None and not is_hub_id(source.partition("@")[0]):
-            below = ""
-            if self._folder:
-                below = f"a folder below {self._folder.name} or "
+            below = f"a folder below {self._folder.name} or " if self._folder else ""
             raise PackError(
                 f"source '{source:.140}': is not here. Name {below}a pack of the Hub (owner/name).",
                 "not-found",

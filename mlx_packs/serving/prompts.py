@@ -124,9 +124,7 @@ class Prompts:
                 processors.append(self._grammars.processor(grammar, len(prompt)))
 
             limit = body.max_completion_tokens or body.max_tokens or self._default(prompt)
-            top = None
-            if body.logprobs:
-                top = body.top_logprobs or 0
+            top = body.top_logprobs or 0 if body.logprobs else None
             return Request(
                 body.model,
                 prompt,

@@ -127,9 +127,7 @@ class PackRegistry:
 
         Any thread may call it.
         """
-        names = [model]
-        if model not in self._entries:
-            names = [name for name, _ in parts_of(model)]
+        names = [name for name, _ in parts_of(model)] if model not in self._entries else [model]
         for name in names:
             pack = self._entry(name).pack
             if pack is not None and self.task == "lm":

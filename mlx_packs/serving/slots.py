@@ -97,9 +97,7 @@ class PackSlots:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Return a context in which the base has no packs, for other adapters on it."""
-        installed = []
-        if self.attached is not None:
-            installed = self.attached.lift()
+        installed = self.attached.lift() if self.attached is not None else []
         try:
             yield
         finally:

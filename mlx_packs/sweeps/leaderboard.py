@@ -227,9 +227,7 @@ def table(content: Mapping) -> list[list[str]]:
 
     for row in content["rows"]:
         values = [value_text(row["values"][key]) for key in axes]
-        seconds = ""
-        if row["train_s"] is not None:
-            seconds = clock(row["train_s"])
+        seconds = clock(row["train_s"]) if row["train_s"] is not None else ""
         forms = {metric: ".4f", "batches": ",", "pack_mb": ".2f"}
         shown = ["" if row[k] is None else format(row[k], form) for k, form in forms.items()]
 

@@ -55,9 +55,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     if trial.is_begun:
         run.pop("resume_adapter_file", None)
 
-    callbacks = ()
-    if until is not None:
-        callbacks = (StopAt(until),)
+    callbacks = (StopAt(until),) if until is not None else ()
 
     recipe = replace(recipe, run=run, names_data=True)
     request = Request(recipe, recipe.model, Display(), callbacks=callbacks)
@@ -108,9 +106,7 @@ def main() -> None:
         error.show()
         if error.code in _OF_ALL:
             sys.exit(error.exit_code)
-        reason = error.message
-        if isinstance(error, RunStopped):
-            reason = error.reason
+        reason = error.reason if isinstance(error, RunStopped) else error.message
         result = Result(error=reason)
     except Exception:
         traceback.print_exc()

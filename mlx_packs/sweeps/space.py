@@ -185,9 +185,7 @@ def draws(
         lower: whether less of the metric is better.
     """
     seed = int(np.random.SeedSequence([config.seed, len(earlier)]).generate_state(1)[0])
-    sampler = RandomSampler
-    if SEARCHES[config.search].learns:
-        sampler = TPESampler
+    sampler = TPESampler if SEARCHES[config.search].learns else RandomSampler
     direction = "minimize" if lower else "maximize"
     study = optuna.create_study(sampler=sampler(seed=seed), direction=direction)
     study.add_trials(earlier)

@@ -120,9 +120,7 @@ class Sweep:
 
     def ranked(self, rung: int | None = None) -> list[Row]:
         """Return the trials that have a result of a rung, or their last one, the best first."""
-        rungs = [rung]
-        if rung is None:
-            rungs = range(len(self.plan.rungs))
+        rungs = range(len(self.plan.rungs)) if rung is None else [rung]
         rows = {
             trial.number: Row(trial, each, result, *self.metric_of(result))
             for each in rungs

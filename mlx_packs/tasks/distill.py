@@ -111,9 +111,7 @@ class DistillTask(CausalLMTask):
         with self.display.working("teacher", f"loading {train.teacher}"):
             teacher = LiveTeacher.load(train.teacher, train.teacher_top_k, student)
 
-        share = "no batch"
-        if train.on_policy:
-            share = f"{train.on_policy:.0%} of the batches"
+        share = f"{train.on_policy:.0%} of the batches" if train.on_policy else "no batch"
         line = f"{teacher.base.summary()} · the student generates {share}"
         self.display.line("teacher", line)
         return teacher

@@ -42,9 +42,7 @@ def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dic
     if trees is None and not examples.merged:
         return None
 
-    report = {"tokens": 0, "saved": 0.0}
-    if trees is not None:
-        report = trees.to_json(examples)
+    report = trees.to_json(examples) if trees is not None else {"tokens": 0, "saved": 0.0}
     report["saved"] = 1 - (1 - report["saved"]) * (1 - merged_share(examples))
     return report | {"merged": examples.merged}
 

@@ -46,9 +46,7 @@ class TokenTask(Task):
     def sampled(self, data: PhaseData) -> np.ndarray:
         """Return held-out examples in proportion to the tokens that the phase trains on."""
         t = data.phase.train
-        length = t.max_seq_length
-        if not t.packing:
-            length = float(data.train.examples.lengths.mean())
+        length = float(data.train.examples.lengths.mean()) if not t.packing else t.max_seq_length
 
         costs = self._costs(data.held_out_examples)
         return sample(costs, t.iters * t.sequences * length)
@@ -79,9 +77,7 @@ class TokenTask(Task):
 
         inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
         trees = self.trees.get(data.phase.name)
-        rows = t.sequences
-        if isinstance(trees, GroupPlan):
-            rows = trees.rows
+        rows = trees.rows if isinstance(trees, GroupPlan) else t.sequences
         return rows * float(inputs.mean())
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:

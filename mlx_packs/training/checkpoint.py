@@ -177,9 +177,7 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
         elif type(number) not in (int, kind, *get_args(kind)) or not (
             (key in _SIGNED or number >= 0) and -math.inf < number < math.inf
         ):
-            bound = " of 0 or more"
-            if key in _SIGNED:
-                bound = ""
+            bound = "" if key in _SIGNED else " of 0 or more"
             raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
 
     return cls(**entries)

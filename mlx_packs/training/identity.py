@@ -80,9 +80,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     was = earlier.get("loss")
     now = identity.get("loss")
     if was != now:
-        trained_with = "the cross-entropy"
-        if was:
-            trained_with = f"the loss {was} from Python"
+        trained_with = f"the loss {was} from Python" if was else "the cross-entropy"
         raise PackError(
             f"--resume: {run} was trained with {trained_with}, not with "
             f"{now or 'the cross-entropy'}. Resume with the same `loss` of train_pack.",

@@ -124,9 +124,7 @@ def _parsed_identity(run: Path) -> dict:
 
 def _format_version(identity: object) -> int:
     """Return the version of a run's format; 0 if it is no run's."""
-    stated = None
-    if isinstance(identity, dict):
-        stated = identity.get("format")
+    stated = identity.get("format") if isinstance(identity, dict) else None
     if not isinstance(stated, str):
         return 0
 
@@ -176,9 +174,7 @@ class ResumePoint:
     @property
     def why(self) -> str:
         """Return which checkpoint it is and why, in words."""
-        newest = "the newest checkpoint"
-        if self.damaged:
-            newest = "the newest that is not damaged"
+        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
 
         return f"{self.folder.name}, {newest}"
 

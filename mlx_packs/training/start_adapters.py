@@ -108,9 +108,7 @@ def adapter_settings(pack: Pack) -> dict[str, Any]:
     alphas = {}
     for path, spec in pack.specs.items():
         for part in spec.slices:
-            name = path
-            if len(spec.slices) > 1:
-                name = f"{path}.{part.name}"
+            name = f"{path}.{part.name}" if len(spec.slices) > 1 else path
 
             if part.rank:
                 ranks[name] = part.rank

@@ -93,9 +93,7 @@ class Watch:
 
     def ending(self) -> Ending | None:
         """Return why the run ends now, here or on another rank; None to go on."""
-        signal = 0
-        if self._signals:
-            signal = self._signals[0]
+        signal = self._signals[0] if self._signals else 0
         fault = self._fault
         reason = self._reason()
 
@@ -154,9 +152,7 @@ class EarlyStop:
     def reason(self) -> str | None:
         """Return why the run should end, in words; None to go on."""
         if self.patience is not None and self.since >= self.patience:
-            times = "a validation"
-            if self.patience > 1:
-                times = f"{self.patience} validations"
+            times = f"{self.patience} validations" if self.patience > 1 else "a validation"
 
             direction = "lower"
             measure = LOSS

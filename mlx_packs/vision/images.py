@@ -246,9 +246,7 @@ class Images:
 
     def _added(self, picture: Picture, pixels: int) -> Image:
         features = self._features_of(picture, pixels)
-        in_memory = None
-        if self._most_bytes is not None:
-            in_memory = features
+        in_memory = features if self._most_bytes is not None else None
 
         image = Image(
             key=picture.key,
@@ -432,9 +430,7 @@ def image_rules(config: Mapping[str, Any]) -> ImageRules:
     family = VISION_FAMILIES[config["model_type"]]
     text = text_config(dict(config))
 
-    scale = 1.0
-    if family.scaled:
-        scale = text["hidden_size"] ** -0.5
+    scale = text["hidden_size"] ** -0.5 if family.scaled else 1.0
 
     sees = family.sees
     if sees == "config":

@@ -72,9 +72,7 @@ def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
         if (path / name).is_file():
             files[name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
 
-    dtype = "as stored"
-    if runtime.on_cpu():
-        dtype = "float32"
+    dtype = "float32" if runtime.on_cpu() else "as stored"
     return {
         "base": fingerprint(path),
         "processor": files,

@@ -236,9 +236,7 @@ def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) 
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: number for number, token in enumerate(vocabulary.tokens)}
-    unknown = None
-    if "unk" in vocabulary.special:
-        unknown = vocabulary.tokens[vocabulary.special["unk"]]
+    unknown = vocabulary.tokens[vocabulary.special["unk"]] if "unk" in vocabulary.special else None
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
 
     tokenizer = Tokenizer(

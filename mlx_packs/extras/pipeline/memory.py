@@ -48,9 +48,7 @@ def estimate_stage(
     numbers = train.batch_size * length * headers.config["hidden_size"]
     states = numbers * activation_bytes(headers.config, train.compute_dtype)
 
-    adapted = blocks
-    if lora.num_layers > 0:
-        adapted = min(lora.num_layers, blocks)
+    adapted = min(lora.num_layers, blocks) if lora.num_layers > 0 else blocks
     plans = []
     for own in stage_blocks(blocks, stages):
         of_stage = replace(lora, num_layers=max(1, min(len(own), adapted - (blocks - own.stop))))

@@ -82,10 +82,7 @@ class PipelineStepper(Stepper):
         for piece, inputs, entering in zip(pieces, arrays, entered, strict=True):
             of_piece, added = self._go_back(entering, inputs, piece.layout)
             sums = sums + of_piece
-            if gradients is None:
-                gradients = added
-            else:
-                gradients = tree_map(mx.add, gradients, added)
+            gradients = added if gradients is None else tree_map(mx.add, gradients, added)
             mx.eval(sums, gradients)
 
         total, number = stage.stages.from_last(sums)

@@ -192,9 +192,7 @@ class Models:
             content["lora_config"] = model.config.model_dump()
 
         def write() -> Saved:
-            optimizer = None
-            if kind == "weights":
-                optimizer = self._trainer.state_of(model.trained)
+            optimizer = self._trainer.state_of(model.trained) if kind == "weights" else None
             pack = self._trainer.pack(model.trained)
             return self._states.save(uri, pack, content, optimizer, overwrite)
 
@@ -206,9 +204,7 @@ class Models:
         """Make a model of a saved one, or set the weights of one that is loaded."""
 
         def open_saved() -> TrainedModel:
-            state = None
-            if optimizer:
-                state = self._states.optimizer_of(saved)
+            state = self._states.optimizer_of(saved) if optimizer else None
             return self._trainer.of_pack(Pack.open(saved.folder), state)
 
         model = self._models.get(model_id)

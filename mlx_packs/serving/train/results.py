@@ -131,9 +131,7 @@ async def _answered(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         return await work
     except PackError as error:
-        category = "user"
-        if error.code in _OF_SERVER:
-            category = "server"
+        category = "server" if error.code in _OF_SERVER else "user"
         return {"error": public_message(error), "category": category}
     except TimeoutError:
         return {"error": "The request took too long.", "category": "server"}
