@@ -370,9 +370,7 @@ class Server:
         return JSONResponse(facts, 200 if alive else 503)
 
     async def read_metrics(self, _: Request) -> Response:
-        passes = 0
-        if self.training is not None:
-            passes = self.training.load["passes"]
+        passes = self.training.load["passes"] if self.training is not None else 0
         text = self.metrics.text(self.worker, passes)
         return Response(text, media_type=self.metrics.media_type)
 
@@ -468,9 +466,7 @@ def make_app(server: Server) -> Starlette:
     async def on_late(_: Request, __: Exception) -> Response:
         return failure(504, "The request took too long.")
 
-    feedback = rejected
-    if server.learning is not None:
-        feedback = server.learning.rate
+    feedback = server.learning.rate if server.learning is not None else rejected
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/"): server.page,
         ("GET", "/health"): server.health,

@@ -213,9 +213,7 @@ class Generator(Worker):
         ends = request.stop_tokens
         if ends is None and request.tokenizer is not None:
             ends = tokenizer.eos_token_ids
-        stops = self._eos
-        if ends is not None:
-            stops = StopSequences([(token,) for token in ends])
+        stops = StopSequences([(token,) for token in ends]) if ends is not None else self._eos
 
         try:
             prompt = request.prompt
@@ -256,9 +254,7 @@ class Generator(Worker):
 
     def _parts(self, prompt: list[int], known: int) -> list[list[int]]:
         """Return what is left of a prompt in the parts that are computed between two tokens."""
-        size = self.limits.prefill_chunk
-        if reads_at_once(self.base, prompt):
-            size = len(prompt)
+        size = len(prompt) if reads_at_once(self.base, prompt) else self.limits.prefill_chunk
         return [prompt[start : start + size] for start in range(known, len(prompt), size)]
 
     def _take(self, response: Any, running: _Running) -> None:

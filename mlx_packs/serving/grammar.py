@@ -82,9 +82,7 @@ def json_after_thoughts(
     """Return the grammar of thoughts, which may be open in the ``state``, and JSON after them."""
     mark = partial(_mark, tokenizer, is_special)
     rules = _up_to("thought", "TEXT", mark(tokenizer.think_end), r'"\n"*')
-    thoughts = "thought"
-    if state != "reasoning":
-        thoughts = f"({mark(tokenizer.think_start)} thought)?"
+    thoughts = f"({mark(tokenizer.think_start)} thought)?" if state != "reasoning" else "thought"
     start = f"start: {thoughts} %json {json.dumps(schema)}"
     return "\n".join([start, r"TEXT: /(.|\n)*/", *rules])
 

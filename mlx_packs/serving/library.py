@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
@@ -60,10 +61,8 @@ class Library:
         self._held.add(name)
         self._watched.pop(name, None)
 
-        if pack is None:
-            self._worker.call(lambda: registry.add_base(name)).result()
-        else:
-            self._worker.call(lambda: registry.add(name, pack)).result()
+        add = partial(registry.add, pack=pack) if pack is not None else registry.add_base
+        self._worker.call(partial(add, name)).result()
         self._sources[name] = source
         self._created[name] = now()
 

@@ -52,9 +52,7 @@ class Output:
 
         self._stop = stop_words(tuple(stop)).make_state()
 
-        marks = TextStateMachine()
-        if state is not None:
-            marks = make_text_state_machine(tokenizer)
+        marks = make_text_state_machine(tokenizer) if state is not None else TextStateMachine()
         self._marks = marks.make_state(state or "normal")
         self._call = ""
         self._one_call = one_call

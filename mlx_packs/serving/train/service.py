@@ -283,9 +283,7 @@ class TrainingService:
                 saved = await self._models.save(model, "sampler_weights", name, facts)
                 return {"type": "save_weights_for_sampler", "path": saved.uri}
 
-            number = None
-            if body.kind == "snapshot":
-                number = body.sampling_session_seq_id or 0
+            number = (body.sampling_session_seq_id or 0) if body.kind == "snapshot" else None
 
             async with model.lock:  # an unload finds the step
                 pack = await self._models.pack(model)
@@ -404,9 +402,7 @@ class TrainingService:
 
         ``key`` has whose request it is and its number there, from 1; 0 and None are no number.
         """
-        request_id = None
-        if key is not None and key[1]:
-            request_id = self._results.known(key)
+        request_id = self._results.known(key) if key is not None and key[1] else None
 
         if request_id is not None:
             work.close()

@@ -51,10 +51,7 @@ class Trainer:
 
     def create(self, config: LoraConfigBody) -> TrainedModel:
         """Return a model with fresh adapters (B = 0), which computes what the base does."""
-        seed = config.seed
-        if seed is None:
-            seed = secrets.randbits(31)
-
+        seed = secrets.randbits(31) if config.seed is None else config.seed
         with self._slots.lifted():
             targets = self._targets(config)
             lora = LoRAConfig(rank=config.rank, alpha=ALPHA, target_modules=targets)

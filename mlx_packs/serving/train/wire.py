@@ -43,9 +43,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
     "NamedTensor": {"key": (1, "string(64)"), "value": (2, "Tensor")},
     "EncodedText": {"tokens": (1, "bytes")},
-    "Image": {"data": (1, "bytes")},
-    "Audio": {"dmel": (1, "bytes")},
-    "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Image"), "dmel": (3, "Audio")},
+    "Chunk": {"encoded_text": (1, "EncodedText")},
     "Datum": {"model_input": (1, "Chunk[10000]"), "loss_fn_inputs": (2, "NamedTensor[16]")},
     "NamedNumber": {"key": (1, "string(64)"), "value": (2, "double")},
     "Setting": {"number": (1, "double"), "text": (2, "string(64)")},
@@ -119,9 +117,7 @@ def _classes() -> dict[str, Any]:
 
 def _declare(declared: Any, kind: str) -> None:
     item, bracket, _ = _parts(kind)
-    declared.label = declared.LABEL_OPTIONAL
-    if bracket == "[":
-        declared.label = declared.LABEL_REPEATED
+    declared.label = declared.LABEL_REPEATED if bracket == "[" else declared.LABEL_OPTIONAL
 
     if item in _MESSAGES:
         declared.type = declared.TYPE_MESSAGE

@@ -112,7 +112,8 @@ def test_tensors_that_would_grow_too_large(monkeypatch):
 
 def test_images_are_rejected():
     request = MESSAGES["ForwardBackwardRequest"](model_id="m")
-    request.data.add().model_input.add().image.data = b"x"
+    image = b"\x12\x03\x0a\x01x"  # the field 2 of a chunk, a message whose field 1 is "x"
+    request.data.add().model_input.add().MergeFromString(image)
     with pytest.raises(PackError, match="images"):
         read_forward_request(request.SerializeToString())
 
