@@ -11,7 +11,6 @@ https://arxiv.org/abs/2402.01306
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.nn as nn
 
@@ -69,24 +68,6 @@ class Completions:
         return (self.targets[:, 0] > 0).astype(mx.float32)
 
 
-class PreferenceLoss(Protocol):
-    """A loss of preferences.
-
-    Attributes:
-        has_reference: whether the log-probabilities are compared with those of a reference.
-        compares_examples: whether the loss of a row depends on other rows of its batch.
-    """
-
-    has_reference: bool
-    compares_examples: bool
-
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
-        """Return the loss of each row, [P]."""
-
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
-        """Return how much the model prefers each completion, [P, 2], in the scale of the loss."""
-
-
 def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
     """Return the loss of each margin by which the chosen completion is preferred, [P]."""
     if loss == "hinge":
@@ -106,111 +87,74 @@ def loss_of(train: PairLoss) -> str:
     return train.loss
 
 
-class DPO:
-    """Each chosen completion is to gain more over the reference than the rejected one."""
+def dpo_loss(completions: Completions, train: DPOConfig) -> mx.array:
+    """Each chosen completion is to gain more over the reference than the rejected one.
 
-    has_reference = True
-    compares_examples = False
+    Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
+    IPO: (mean ratio_chosen - mean ratio_rejected - 1 / (2 beta))^2, means over the targets.
+    """
+    ratios = completions.ratios
+    if loss_of(train) == "ipo":
+        return ipo_loss(ratios / mx.maximum(completions.targets, 1), train.beta)
 
-    def losses(self, completions: Completions, train: DPOConfig) -> mx.array:
-        """Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
-
-        IPO: (mean ratio_chosen - mean ratio_rejected - 1 / (2 beta))^2, means over the targets.
-        """
-        ratios = completions.ratios
-        if loss_of(train) == "ipo":
-            means = ratios / mx.maximum(completions.targets, 1)
-            return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square()
-
-        margins = train.beta * (ratios[:, 0] - ratios[:, 1])
-        return pair_loss(margins, loss_of(train), train.label_smoothing)
-
-    def rewards(self, completions: Completions, train: DPOConfig) -> mx.array:
-        return train.beta * completions.ratios
+    margins = train.beta * (ratios[:, 0] - ratios[:, 1])
+    return pair_loss(margins, loss_of(train), train.label_smoothing)
 
 
-class ORPO:
-    """The cross-entropy of what is chosen, and the odds of it against what is rejected."""
+def orpo_loss(completions: Completions, train: PreferenceConfig) -> mx.array:
+    """The cross-entropy of what is chosen, and the odds of it against what is rejected.
 
-    has_reference = False
-    compares_examples = True
-
-    def losses(self, completions: Completions, train: PreferenceConfig) -> mx.array:
-        """Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio).
-
-        The cross-entropy is that of the completion, as in the paper; TRL adds the prompt's.
-        """
-        means = completions.means
-        odds = means - mx.log(mx.maximum(-mx.expm1(means), _LEAST))
-        ratio = nn.log_sigmoid(odds[:, 0] - odds[:, 1])
-        return mean_nll(completions) - train.beta * ratio
-
-    def rewards(self, completions: Completions, train: PreferenceConfig) -> mx.array:
-        return train.beta * completions.means
+    Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio). The cross-entropy is
+    that of the completion, as in the paper; TRL adds the prompt's.
+    """
+    means = completions.means
+    odds = means - mx.log(mx.maximum(-mx.expm1(means), _LEAST))
+    return mean_nll(completions) - train.beta * nn.log_sigmoid(odds[:, 0] - odds[:, 1])
 
 
-class SimPO:
-    """The mean log-probability of the chosen completion is to exceed the other's by a margin."""
+def simpo_loss(completions: Completions, train: SimPOConfig) -> mx.array:
+    """The mean log-probability of the chosen completion is to exceed the other's by a margin.
 
-    has_reference = False
-    compares_examples = False
-
-    def losses(self, completions: Completions, train: SimPOConfig) -> mx.array:
-        """Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma)."""
-        means = completions.means
-        return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
-
-    def rewards(self, completions: Completions, train: SimPOConfig) -> mx.array:
-        return train.beta * completions.means
+    Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma).
+    """
+    means = completions.means
+    return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
 
 
-class CPO:
-    """DPO's loss without a reference, and the cross-entropy of what is chosen."""
+def cpo_loss(completions: Completions, train: CPOConfig) -> mx.array:
+    """DPO's loss without a reference, and the cross-entropy of what is chosen.
 
-    has_reference = False
-    compares_examples = True
+    Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of what is
+    chosen.
+    """
+    nll = train.cpo_alpha * mean_nll(completions)
+    if loss_of(train) == "ipo":
+        return ipo_loss(completions.means, train.beta) + nll
 
-    def losses(self, completions: Completions, train: CPOConfig) -> mx.array:
-        """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL.
-
-        The NLL is that of the chosen completion.
-        """
-        nll = train.cpo_alpha * mean_nll(completions)
-        loss = loss_of(train)
-        if loss == "ipo":
-            means = completions.means
-            return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square() + nll
-
-        margins = train.beta * (completions.log_probs[:, 0] - completions.log_probs[:, 1])
-        return pair_loss(margins, loss, train.label_smoothing) + nll
-
-    def rewards(self, completions: Completions, train: CPOConfig) -> mx.array:
-        return train.beta * completions.log_probs
+    margins = train.beta * (completions.log_probs[:, 0] - completions.log_probs[:, 1])
+    return pair_loss(margins, loss_of(train), train.label_smoothing) + nll
 
 
-class KTO:
+def kto_loss(completions: Completions, train: KTOConfig) -> mx.array:
     """Desirable completions are to gain over the reference, undesirable ones to lose.
 
-    The second completion of a row is that of another: what it has gained is the distance from the
-    reference that gains are measured from.
+    The second completion of a row belongs to another row: what it has gained is the distance from
+    the reference that gains are measured from.
+
+    Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean mismatched ratio)))).
     """
+    ratios = completions.ratios
+    is_row = completions.is_row
+    distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
+    gains = train.beta * (ratios[:, 0] - mx.stop_gradient(mx.maximum(distance, 0)))
 
-    has_reference = True
-    compares_examples = True
+    desirable = completions.labels > 0
+    weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
+    return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
 
-    def losses(self, completions: Completions, train: KTOConfig) -> mx.array:
-        """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean mismatched ratio))))."""
-        ratios = completions.ratios
-        is_row = completions.is_row
-        distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
-        gains = train.beta * (ratios[:, 0] - mx.stop_gradient(mx.maximum(distance, 0)))
 
-        desirable = completions.labels > 0
-        weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
-        return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
-
-    def rewards(self, completions: Completions, train: KTOConfig) -> mx.array:
-        return train.beta * completions.ratios
+def ipo_loss(means: mx.array, beta: float) -> mx.array:
+    return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square()
 
 
 def mean_nll(completions: Completions) -> mx.array:
@@ -220,8 +164,36 @@ def mean_nll(completions: Completions) -> mx.array:
     return nll.sum() / mx.maximum(targets.sum(), 1)
 
 
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss of preferences.
+
+    Attributes:
+        losses: Returns the loss of each row, [P], with the settings of a run.
+        prefers: The attribute of `Completions`, [P, 2], that times beta is how much the model
+            prefers each completion.
+        has_reference: Whether the log-probabilities are compared with those of a reference.
+        compares_examples: Whether the loss of a row depends on other rows of its batch.
+    """
+
+    losses: Callable[..., mx.array]
+    prefers: str
+    has_reference: bool = False
+    compares_examples: bool = False
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        return train.beta * getattr(completions, self.prefers)
+
+
 LOSSES: dict[str, PreferenceLoss] = registered(
-    PREFERENCE_TASKS, {"dpo": DPO(), "orpo": ORPO(), "simpo": SimPO(), "cpo": CPO(), "kto": KTO()}
+    PREFERENCE_TASKS,
+    {
+        "dpo": PreferenceLoss(dpo_loss, "ratios", has_reference=True),
+        "orpo": PreferenceLoss(orpo_loss, "means", compares_examples=True),
+        "simpo": PreferenceLoss(simpo_loss, "means"),
+        "cpo": PreferenceLoss(cpo_loss, "log_probs", compares_examples=True),
+        "kto": PreferenceLoss(kto_loss, "ratios", has_reference=True, compares_examples=True),
+    },
 )
 
 

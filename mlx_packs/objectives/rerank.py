@@ -8,7 +8,6 @@ ListNet: https://doi.org/10.1145/1273496.1273513. InfoNCE: https://arxiv.org/abs
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
@@ -30,17 +29,24 @@ from .score import Score
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
 
 
-class Scorer(ABC):
+class Scorer:
     """The score of a document with its query, read at the last token.
 
     Args:
         model: the decoder.
         states: tokens [B, T] to what is read of each token, [B, T, D].
+        of_last: what is read at the last tokens, [R, D], to scores [R], float32.
     """
 
-    def __init__(self, model: nn.Module, states: Callable[..., mx.array]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        states: Callable[..., mx.array],
+        of_last: Callable[[mx.array], mx.array],
+    ) -> None:
         self.model = model
         self._states = states
+        self.of_last = of_last
 
     def __call__(self, tokens: mx.array, lengths: mx.array) -> mx.array:
         """Tokens [R, T] to scores [R]; of row i the first ``lengths[i]`` are no padding."""
@@ -50,10 +56,6 @@ class Scorer(ABC):
         """Return what is read at the last tokens, [R, D]; scorers of a model read the same."""
         states = forward(self.model, self._states, tokens)
         return mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
-
-    @abstractmethod
-    def of_last(self, last: mx.array) -> mx.array:
-        """Return the scores [R], float32, of what is read at the last tokens, [R, D]."""
 
     def of_rows(self, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
         """Return the scores of rows of tokens, float32 [N], in batches of similar lengths."""
@@ -69,42 +71,26 @@ class Scorer(ABC):
         return scores
 
 
-class YesOrNo(Scorer):
-    """Scores by the LM head.
+def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
+    """Return the scorer of a base with the adapters that it has, and with the head of a pack.
 
-    Semantics: logit(yes) - logit(no) after the last token, float32.
+    Semantics: by the LM head logit(yes) - logit(no) after the last token; a head of one row, [D] to
+    a number, gives the score itself, as transformers' classifiers have it.
     """
+    model = base.model
+    if head is not None:
+        states = hidden_states(model, base.name, "rerank")
+        return Scorer(model, states, lambda last: head(last)[:, 0].astype(mx.float32))
 
-    def __init__(self, model: nn.Module, tokenizer: object) -> None:
-        self.answers = answer_tokens(tokenizer)
-        self._head = split_head(model)
-        super().__init__(model, part_of(model, self._head))
+    yes, no = answer_tokens(base.tokenizer)
+    lm_head = split_head(model)
 
-    def of_last(self, last: mx.array) -> mx.array:
-        if self._head is not None:
-            last = self._head.logits(last)
-
-        logits = last.astype(mx.float32)
-        yes, no = self.answers
+    def difference(last: mx.array) -> mx.array:
+        logits = last if lm_head is None else lm_head.logits(last)
+        logits = logits.astype(mx.float32)
         return logits[:, yes] - logits[:, no]
 
-
-class NewHead(Scorer):
-    """Scores by a linear head of one row, [D] to a number, as transformers' classifiers have it."""
-
-    def __init__(self, model: nn.Module, head: nn.Module, name: str) -> None:
-        super().__init__(model, hidden_states(model, name, "rerank"))
-        self.head = head
-
-    def of_last(self, last: mx.array) -> mx.array:
-        return self.head(last)[:, 0].astype(mx.float32)
-
-
-def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
-    """Return the scorer of a base with the adapters that it has, and with the head of a pack."""
-    if head is None:
-        return YesOrNo(base.model, base.tokenizer)
-    return NewHead(base.model, head, base.name)
+    return Scorer(model, part_of(model, lm_head), difference)
 
 
 def rerank(

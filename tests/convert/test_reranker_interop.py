@@ -17,7 +17,7 @@ from mlx_packs.data.rankings import (
 )
 from mlx_packs.evaluation.rankings import score_rankings
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.rerank import Reranking, YesOrNo
+from mlx_packs.objectives.rerank import Reranking, Scorer, scorer_of
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
 from tests.helpers.encoders import write_pairs
 from tests.helpers.rankings import all_labelled, all_rankings
@@ -52,17 +52,17 @@ def test_scores_and_ranks_are_those_of_sentence_transformers(reranker, torch_mod
     logits = torch_model.predict(pairs, activation_fn=torch.nn.Identity())
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [prompt.tokens(*pair)[0] for pair in pairs]
-    assert np.abs(YesOrNo(base.model, base.tokenizer).of_rows(rows, 2) - logits).max() < 1e-5
+    assert np.abs(scorer_of(base, None).of_rows(rows, 2) - logits).max() < 1e-5
 
     ranked = [each["corpus_id"] for each in torch_model.rank(QUERY, DOCUMENTS)]
     assert ranked == np.argsort(-ours).tolist()
 
 
-def encoded(reranker: Path, rows: list[dict]) -> tuple[YesOrNo, Rankings]:
+def encoded(reranker: Path, rows: list[dict]) -> tuple[Scorer, Rankings]:
     base = load_base(reranker)
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [Row(f"d.jsonl:{i + 1}", row) for i, row in enumerate(rows)]
-    return YesOrNo(base.model, base.tokenizer), encode_rankings(rows, prompt)
+    return scorer_of(base, None), encode_rankings(rows, prompt)
 
 
 def loss_of(reranker: Path, rows: list[dict], name: str) -> float:
