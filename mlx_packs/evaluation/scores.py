@@ -40,6 +40,15 @@ class MetricScore(Score):
     rows: int = 0
     facts: Metrics = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, float | None]:
+        return {"loss": self.loss, "rows": self.rows, **self.metrics, **self.facts}
+
+    @classmethod
+    def from_json(cls, values: Mapping) -> "MetricScore":
+        """Return a score for the reports of phases, whose facts are among the metrics too."""
+        metrics = {name: value for name, value in values.items() if name not in ("loss", "rows")}
+        return cls(values["loss"], metrics, values["rows"], metrics)
+
     @property
     def value(self) -> float:
         return self.loss

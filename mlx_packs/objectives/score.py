@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from ..errors import PackError, any_of
@@ -35,6 +35,14 @@ class Score(ABC):
     @abstractmethod
     def text(self) -> str:
         """The same in one line for people."""
+
+    def to_json(self) -> dict[str, float | None]:
+        """Return numbers by name, which `from_json` reads in a resumed run."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping) -> "Score":
+        return cls(**values)
 
     @property
     def perplexity(self) -> dict[str, float | None] | None:

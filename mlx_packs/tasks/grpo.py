@@ -6,6 +6,7 @@ https://arxiv.org/abs/2402.03300
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
-from ..objectives.score import REWARD, StoredScore
+from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, stored_sample
@@ -56,11 +57,20 @@ from .task import PhaseStarts, Summary, Task, Trained, summarized
 
 
 @dataclass(frozen=True)
-class MeanReward(StoredScore):
+class MeanReward(Score):
     """The mean reward of a model's likeliest completions, of which ``rows`` have one."""
 
-    measure: str = REWARD  # type: ignore[misc]
-    rows: int = 0
+    value: float
+    rows: int
+    measure: ClassVar[str] = REWARD
+
+    @property
+    def entries(self) -> dict[str, float]:
+        return {"valid_reward": self.value}
+
+    @property
+    def text(self) -> str:
+        return f"reward {self.value:.3f}"
 
 
 class GRPOTask(Task):
@@ -241,7 +251,7 @@ class GRPOTask(Task):
                 "data",
                 "reward",
             )
-        return MeanReward(float(scored.mean()), rows=len(scored))
+        return MeanReward(float(scored.mean()), len(scored))
 
     def summary(
         self,

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -409,7 +409,7 @@ class Fit:
     def _score_after(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase that is not the last, logged for a resumed run."""
         scores = self.score()
-        held_out = {name: asdict(score) for name, score in scores.items()}
+        held_out = {name: score.to_json() for name, score in scores.items()}
         line = {"batch": self.state.batches, "held_out": held_out, "phase": phase.name}
         for observer in self.observers:
             observer.on_held_out(line)
@@ -420,8 +420,9 @@ class Fit:
         kind = type(self.before[phase.name])
         for line in self.curve:
             if "held_out" in line and line["batch"] == phase.stop:
-                with suppress(TypeError, AttributeError):  # not as it was written
-                    return {name: kind(**values) for name, values in line["held_out"].items()}
+                with suppress(TypeError, AttributeError, KeyError):  # not as it was written
+                    scores = line["held_out"].items()
+                    return {name: kind.from_json(values) for name, values in scores}
         return {}
 
 
