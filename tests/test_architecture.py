@@ -164,7 +164,7 @@ OWN_READERS = {
     "data/cells.py": "cells of rows, bounded",
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(
-        ("layers/registered.py", "training/start_adapters.py"), "files that were checked"
+        ("layers/registered.py", "training/initial_adapters.py"), "files that were checked"
     ),
 }
 READS = {"open", "read_text", "read_bytes", "safe_open"}

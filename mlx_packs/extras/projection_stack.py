@@ -36,7 +36,7 @@ from ..packs.base import Base
 from ..runtime import mx
 from ..tasks.causal_lm import CausalLMTask, Outcome
 from ..tasks.phases import PhaseData
-from ..tasks.task import PhaseStarts, Task, Trained
+from ..tasks.task import PhaseReferences, Task, Trained
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -327,7 +327,7 @@ class ProjectionStackTask(CausalLMTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         head = self.graph.head()

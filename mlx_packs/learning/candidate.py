@@ -16,10 +16,10 @@ from ..packs.pack import Pack
 from ..packs.records import note_of_start
 from ..reading import read_json
 from ..tensors import save_tensors
+from ..training.initial_adapters import adapter_settings
 from ..training.run import train_request
 from ..training.run_folder import latest_checkpoint, run_folder
 from ..training.settings import Request
-from ..training.start_adapters import adapter_settings
 from .folder import FIGURES, PACK, LearningFolder
 from .rows import Split
 

@@ -16,7 +16,7 @@ from ..data.dataset import Batch, Dataset, Layout
 from ..runtime import mx
 from .causal_lm import Head, target_loss
 from .objective import Inputs, Objective, arrays_of
-from .reference import PhaseStart
+from .reference import PhaseReference
 from .score import Score, StoredScore
 
 _LEAST_SPREAD = 1e-4  # that is added to the standard deviation of a group's rewards, as in TRL
@@ -79,8 +79,9 @@ def policy_loss(
 class GRPO(Objective):
     """The loss of completions that the model generates, by their rewards.
 
-    ``generate`` makes the completions of a batch; ``start`` is the model as the phase began, which
-    ``beta`` keeps it near to. ``score`` scores prompts; an objective that only trains needs none.
+    ``generate`` makes the completions of a batch; ``initial`` is the model of the phase's start,
+    which ``beta`` keeps it near to. ``score`` scores prompts; an objective that
+    only trains needs none.
     """
 
     unit = "tokens"
@@ -91,7 +92,7 @@ class GRPO(Objective):
         head: Head | None,
         train: GRPOConfig,
         generate: Generator,
-        start: PhaseStart | None = None,
+        initial: PhaseReference | None = None,
         score: Callable[..., Score] | None = None,
     ) -> None:
         self.model = model
@@ -99,12 +100,12 @@ class GRPO(Objective):
         self.train = train
         self._generate = generate
         self._score = score
-        self._start = start if train.beta else None
+        self._initial = initial if train.beta else None
         self._rewards: list[np.ndarray] = []  # since the last report
 
     def begin(self, fresh: bool) -> None:
-        if self._start is not None:
-            self._start.begin(fresh)
+        if self._initial is not None:
+            self._initial.begin(fresh)
 
     def prepare(self, batch: Batch) -> Batch:
         training = self.model.training
@@ -113,7 +114,7 @@ class GRPO(Objective):
         self._rewards.append(rewards)
 
         inputs = dict(tokens.inputs)
-        if self._start is not None:
+        if self._initial is not None:
             inputs["reference"] = self._reference(arrays_of(tokens))
         inputs["gains"] = advantages(rewards).reshape(-1).astype(np.float32)
         return replace(
@@ -128,7 +129,7 @@ class GRPO(Objective):
         """Return the log-probability of every target by the model as the phase began."""
         training = self.model.training
         self.model.eval()
-        with self._start.active():
+        with self._initial.active():
             loss, _ = target_loss(self.model, self.head, inputs)
             mx.eval(loss)
         self.model.train(training)

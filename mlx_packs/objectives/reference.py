@@ -22,7 +22,7 @@ from ..tensors import read_tensors, save_tensors
 from .objective import Inputs, arrays_of
 
 
-class PhaseStart:
+class PhaseReference:
     """The model at the start of a run or phase; ``bare`` if that is the base without adapters.
 
     ``file`` keeps the parameters of the phase start, for a resumed run. Until a phase has begun,
@@ -34,7 +34,7 @@ class PhaseStart:
         trainable: Trainable,
         file: Path,
         bare: bool = False,
-        run: "PhaseStart | None" = None,
+        run: "PhaseReference | None" = None,
     ) -> None:
         self._trainable = trainable
         self._file = file
@@ -103,12 +103,12 @@ class Reference:
     def __init__(
         self,
         model: nn.Module,
-        start: PhaseStart,
+        initial: PhaseReference,
         sums: Sums,
         training: Dataset,
     ) -> None:
         self._model = model
-        self._start = start
+        self._initial = initial
         self._first = FirstBatches(training)
         self._known: dict[tuple, mx.array] = {}  # by the rows of a held-out batch, [slots, 2]
         self._places: dict[int, tuple[mx.array, int]] = {}  # of training rows
@@ -117,10 +117,10 @@ class Reference:
         self._forward = mx.compile(sums, inputs=state)
 
     def begin(self, fresh: bool) -> None:
-        """Take the model that began the phase; the argument is that of `PhaseStart.begin`."""
+        """Take the model that began the phase; the argument is that of `PhaseReference.begin`."""
         self._known.clear()
         self._places.clear()
-        self._start.begin(fresh)
+        self._initial.begin(fresh)
 
     def of(self, batch: Batch) -> mx.array:
         """Return the log-probabilities of a batch's completions, [slots, 2] float32."""
@@ -171,7 +171,7 @@ class Reference:
 
         training = self._model.training
         self._model.eval()
-        with self._start.active():
+        with self._initial.active():
             values = mx.stop_gradient(self._forward(inputs, batch.layout))
         self._model.train(training)
 

@@ -30,7 +30,7 @@ from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ..objectives.objective import Objective
-from ..objectives.reference import PhaseStart
+from ..objectives.reference import PhaseReference
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change
@@ -39,7 +39,7 @@ from ..run_clock import ANSWER, EVALUATE
 from ..vision.pictures import thumbnails
 from .phases import PhaseData, RunPhase
 from .shared_prefix import merge_chains, shared_report
-from .task import PhaseStarts, Summary, Trained, summarized, try_lines
+from .task import PhaseReferences, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
@@ -65,9 +65,9 @@ class SamplePrompt:
         answer = answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
         return " ".join(answer.split())
 
-    def report(self, start: PhaseStart, base: Base) -> dict[str, Any]:
+    def report(self, initial: PhaseReference, base: Base) -> dict[str, Any]:
         """Return it with the completions of what the run started from, and of the base as it is."""
-        with start.active():
+        with initial.active():
             before = self.complete(base)
         after = self.complete(base)
         return self.entry(before=before, after=after)
@@ -202,7 +202,7 @@ class CausalLMTask(TokenTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the targets, which is one for all phases."""
@@ -264,7 +264,7 @@ class CausalLMTask(TokenTask):
         answers = []
 
         if self.completes_text:
-            with trained.start.active():
+            with trained.initial.active():
                 texts["before"] = self.sample.complete(self.base)
                 answers.append(self._answers())
             texts["after"] = self.sample.complete(self.base)

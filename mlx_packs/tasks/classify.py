@@ -45,7 +45,7 @@ from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained, pack_lines, summarized
+from .task import PhaseReferences, Summary, Trained, pack_lines, summarized
 from .tokens import TokenTask, token_lines
 
 # Metrics of a score, by their names in a manifest.
@@ -182,7 +182,7 @@ class ClassifyTask(TokenTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the labels, which has the class weights of its phase."""

@@ -37,7 +37,7 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained, summarized
+from .task import PhaseReferences, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -162,7 +162,7 @@ class EmbeddingTask(TextsTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         vectors = trainable.model

@@ -53,7 +53,7 @@ from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
-from .task import PhaseStarts, Summary, Task, Trained, summarized
+from .task import PhaseReferences, Summary, Task, Trained, summarized
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class GRPOTask(Task):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of generated completions, which has the reference of its phase."""
@@ -183,9 +183,9 @@ class GRPOTask(Task):
 
         objectives: list[Objective] = []
         for own in data:
-            start = starts[own.phase.name]
+            initial = references[own.phase.name]
             generate = partial(self._generate, own.train.collate)
-            objective = GRPO(model, head, own.phase.train, generate, start, self._score)
+            objective = GRPO(model, head, own.phase.train, generate, initial, self._score)
             objectives.append(objective)
         return objectives
 
@@ -262,7 +262,7 @@ class GRPOTask(Task):
     ) -> Summary:
         last = data[-1]
         before, after = trained.ends(last.phase)
-        sample = self.sample.report(trained.start, self.base)
+        sample = self.sample.report(trained.initial, self.base)
         metrics = {
             "rows": after.rows,
             "reward_before": before.value,

@@ -39,7 +39,7 @@ from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
 from .splits import counted, show_notes
-from .task import PhaseStarts, Summary, Trained, summarized, try_lines
+from .task import PhaseReferences, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, token_lines
 
 _REPORTED = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
@@ -203,7 +203,7 @@ class PreferenceTask(TokenTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
@@ -217,8 +217,8 @@ class PreferenceTask(TokenTask):
 
         objectives: list[Objective] = []
         for own in data:
-            start = starts[own.phase.name]
-            reference = Reference(model, start, sums, own.train)
+            initial = references[own.phase.name]
+            reference = Reference(model, initial, sums, own.train)
             objective = PreferenceObjective(
                 model, head, own.phase.train, reference, score_preferences
             )
@@ -233,7 +233,7 @@ class PreferenceTask(TokenTask):
         sources: Sequence[str],
     ) -> Summary:
         train = self.train
-        sample = self.sample.report(trained.start, self.base)
+        sample = self.sample.report(trained.initial, self.base)
         samples = {}
         if sample["before"] or sample["after"]:
             samples = {"samples": [stored_sample(sample)]}

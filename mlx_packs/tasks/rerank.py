@@ -31,7 +31,7 @@ from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseStarts, Summary, Trained, summarized
+from .task import PhaseReferences, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -122,7 +122,7 @@ class RerankTask(TextsTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         model = trainable.model

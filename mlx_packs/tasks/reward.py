@@ -22,7 +22,7 @@ from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
 from .score_head import with_trained_head
-from .task import PhaseStarts, Summary, Trained, pack_lines, summarized
+from .task import PhaseReferences, Summary, Trained, pack_lines, summarized
 from .tokens import token_lines
 
 
@@ -61,7 +61,7 @@ class RewardTask(PreferenceTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""

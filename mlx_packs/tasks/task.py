@@ -28,7 +28,7 @@ from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
-from ..objectives.reference import PhaseStart
+from ..objectives.reference import PhaseReference
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack
@@ -38,7 +38,7 @@ from .phases import OWN, PhaseData, PhaseTask, RunPhase
 if TYPE_CHECKING:
     from .rewards import RewardFunction
 
-PhaseStarts = Mapping[str, PhaseStart]  # by phase
+PhaseReferences = Mapping[str, PhaseReference]  # by phase
 
 _MOST_PASTED = 300  # characters of a prompt in a command
 
@@ -66,7 +66,7 @@ class Trained:
     phases: Sequence[RunPhase]  # those of other tasks too
     curve: Sequence[Mapping]  # the lines of metrics.jsonl
     scores: Sequence[Mapping[str, Score]]  # by phase: before the first one and after each
-    start: PhaseStart  # of the run: what every number and sample "before" is of
+    initial: PhaseReference  # of the run: what every number and sample "before" is of
 
     def ends(self, phase: RunPhase) -> tuple[Any, Any]:
         """Return the scores of a phase's held-out examples before and after the run."""
@@ -142,7 +142,7 @@ class Task(PhaseTask, ABC):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the objective of each of its phases, on the model that now has ``trainable``.

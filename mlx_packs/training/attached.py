@@ -7,14 +7,14 @@ from ..adapters.saved_modules import attach_method
 from ..adapters.trainable import Trainable
 from ..display import VERBOSE, Display, shown_count
 from ..late import load
-from ..objectives.reference import PhaseStart
+from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
 from .fit import Objectives
+from .initial_adapters import load_adapters
 from .noise import add_noise
 from .planning import matmul_paths_by_name
 from .prepare import PreparedRun
 from .run_folder import reference_file
-from .start_adapters import load_adapters
 
 
 @contextmanager
@@ -45,23 +45,23 @@ def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
 @contextmanager
 def bound_objectives(
     prepared: PreparedRun, trainable: Trainable
-) -> Iterator[tuple[Objectives, PhaseStart]]:
+) -> Iterator[tuple[Objectives, PhaseReference]]:
     """Yield the objective of each phase, by its name, and what the run starts from."""
     run = prepared.run
     objectives = {}
-    starts = {}
-    origin = PhaseStart(trainable, reference_file(run.folder, 0), not run.begins_with_adapters)
+    references = {}
+    origin = PhaseReference(trainable, reference_file(run.folder, 0), not run.begins_with_adapters)
     origin.take(fresh=not run.place.resume)
     for phase in run.phases:
-        starts[phase.name] = origin
+        references[phase.name] = origin
         if phase.first_batch:
             file = reference_file(run.folder, phase.first_batch)
-            starts[phase.name] = PhaseStart(trainable, file, run=origin)
+            references[phase.name] = PhaseReference(trainable, file, run=origin)
 
     with ExitStack() as closes:
         for task in prepared.tasks.values():
             own = [data for data in prepared.data if data.task is task]
-            bound = task.bind(trainable, own, starts, prepared.memory)
+            bound = task.bind(trainable, own, references, prepared.memory)
             for objective in dict.fromkeys(bound):
                 closes.callback(objective.close)
             objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}

@@ -19,7 +19,7 @@ from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
 from ..files import make_folder
 from ..objectives.objective import Objective
-from ..objectives.reference import PhaseStart
+from ..objectives.reference import PhaseReference
 from ..objectives.score import Score, StoredScore
 from ..ops import _backend, dispatch
 from ..optim import carry_state
@@ -99,7 +99,7 @@ class Fit:
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
     float16: bool  # whether the base computes in it, and the loss is scaled
     on_nan: OnNan
-    origin: PhaseStart  # what the run started from
+    origin: PhaseReference  # what the run started from
     guards: Sequence[Guard] = ()
     before: Scores | None = None  # the scores at the start; several phases need them
     parts: int = 1  # that batches are taken in; it only grows
@@ -427,7 +427,7 @@ class Fit:
 
 
 def start_fit(
-    prepared: PreparedRun, trainable: Trainable, objectives: Objectives, origin: PhaseStart
+    prepared: PreparedRun, trainable: Trainable, objectives: Objectives, origin: PhaseReference
 ) -> Fit:
     """Open the run folder and return the training; the first step waits for no score if it can."""
     run = prepared.run

@@ -19,13 +19,13 @@ from ..packs.base import Base, load_base
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Task, make_tasks, task_class
 from .identity import check_resume, public_recipe, run_identity, with_template_date
+from .initial_adapters import initial_adapters, with_initial_template
 from .observers.trackers import check_report_to
 from .planning import check_headers, fit_into_memory, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
 from .rates import note_rates
 from .run_folder import check_resumable, resume_point
 from .settings import Place, Request, Run, RunSettings, with_batches
-from .start_adapters import start_of, with_start_template
 from .watch import check_validated
 
 
@@ -70,13 +70,13 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
         earlier = check_resumable(folder)
         place = replace(place, resume_point=resume_point(folder))
     settings = settings.as_it_began(earlier)
-    adapters = start_of(request.option("resume_adapter_file"), earlier)
+    adapters = initial_adapters(request.option("resume_adapter_file"), earlier)
 
     tasks = make_tasks(settings.phases, settings.train, settings.lora, request.calls)
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
-    settings = with_start_template(settings, request.option("resume_adapter_file"))
+    settings = with_initial_template(settings, request.option("resume_adapter_file"))
     base = base.with_chat_template(settings.columns.chat_template)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.last_phase.train.task]

@@ -13,9 +13,9 @@ from ..packs.pack import Pack
 from ..tasks.phases import counts_of
 from ..tasks.task import Summary
 from .fit import Fit
+from .initial_adapters import compare_with_initial_pack
 from .prepare import PreparedRun
 from .result import losses_of, measured
-from .start_adapters import compare_with_start
 
 
 def save_pack(prepared: PreparedRun, trainable: Trainable, fit: Fit, summary: Summary) -> Pack:
@@ -52,7 +52,7 @@ def save_pack(prepared: PreparedRun, trainable: Trainable, fit: Fit, summary: Su
 
     replace = run.request.option("overwrite") or run.place.resume
     pack = pack.save(run.pack, overwrite=replace)
-    compare_with_start(run, pack)
+    compare_with_initial_pack(run, pack)
     return pack
 
 

@@ -9,7 +9,7 @@ from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.config.data import DataConfig
 from mlx_packs.memory.memory_choice import MatmulPathChoice, MemoryChoice
 from mlx_packs.objectives.objective import Objective
-from mlx_packs.objectives.reference import PhaseStart
+from mlx_packs.objectives.reference import PhaseReference
 from mlx_packs.packs.base import Base
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.tasks.task import Calls, make_tasks
@@ -51,7 +51,7 @@ class EncodedTask:
         """Attach what is trained; the objective of the last phase, which begins."""
         self.trainable = attach_method(self._target, self._lora, self.train, "dense")
         names = [phase.name for phase in self._phases]
-        starts = {name: PhaseStart(self.trainable, Path("unused"), bare=True) for name in names}
+        starts = {name: PhaseReference(self.trainable, Path("unused"), bare=True) for name in names}
         memory = MemoryChoice(None, MatmulPathChoice("dense", {}, ""), "none")
         objective = self.task.bind(self.trainable, self.data, starts, memory)[-1]
         objective.begin(fresh=True)

@@ -23,7 +23,7 @@ from mlx_packs.objectives.preference import (
     PreferenceObjective,
     completion_sums,
 )
-from mlx_packs.objectives.reference import PhaseStart, Reference
+from mlx_packs.objectives.reference import PhaseReference, Reference
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
@@ -143,7 +143,7 @@ class Small:
             self.passes += 1
             return completion_sums(self.base.model, head, inputs, layout)[0]
 
-        start = PhaseStart(self.trainable, Path("unused"), bare=True)
+        start = PhaseReference(self.trainable, Path("unused"), bare=True)
         reference = Reference(self.base.model, start, sums, self.data)
         reference.begin(fresh=True)
         self.objective = PreferenceObjective(

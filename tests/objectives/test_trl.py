@@ -29,7 +29,7 @@ from mlx_packs.objectives.classification import ScoreHead
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
-from mlx_packs.objectives.reference import PhaseStart, Reference
+from mlx_packs.objectives.reference import PhaseReference, Reference
 from mlx_packs.objectives.rerank import Reranking, scorer_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states
 from mlx_packs.runtime import mx
@@ -154,7 +154,7 @@ def objective_of(checkpoint, train: TrainConfig, data: Dataset):
     head = split_head(base.model)
     reference = Reference(
         base.model,
-        PhaseStart(trainable, Path("unused"), bare=True),
+        PhaseReference(trainable, Path("unused"), bare=True),
         lambda inputs, layout: completion_sums(base.model, head, inputs, layout)[0],
         data,
     )
@@ -317,7 +317,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     generated = make_batch(examples, range(6), 6, 32), rewards
     train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
     base, trainable = attached(checkpoint, train)
-    start = PhaseStart(trainable, Path("unused"), bare=True)
+    start = PhaseReference(trainable, Path("unused"), bare=True)
     objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
     check_loss_and_gradients(
         trainer,

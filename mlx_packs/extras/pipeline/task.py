@@ -26,7 +26,7 @@ from ...packs.base import Base
 from ...runtime import mx
 from ...tasks.causal_lm import CausalLMTask
 from ...tasks.phases import PhaseData
-from ...tasks.task import PhaseStarts
+from ...tasks.task import PhaseReferences
 from ...training.step import StartedStep, Stepper
 from .adapters import check_in_blocks, check_splittable
 from .stage import Stage
@@ -179,7 +179,7 @@ class PipelinedTask(CausalLMTask):
         self,
         trainable: Trainable,
         data: Sequence[PhaseData],
-        starts: PhaseStarts,
+        references: PhaseReferences,
         memory: MemoryChoice,
     ) -> list[Objective]:
         stage = Stage(trainable.model, group())

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
-from mlx_packs.training.start_adapters import adapters_file, load_adapters
+from mlx_packs.training.initial_adapters import adapters_file, load_adapters
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.packs import TARGETS, random_pack

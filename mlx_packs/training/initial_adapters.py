@@ -35,7 +35,7 @@ def adapters_file(start: str) -> Path:
     return pack.path / ADAPTERS
 
 
-def start_of(start: str | None, earlier: dict | None) -> dict | None:
+def initial_adapters(start: str | None, earlier: dict | None) -> dict | None:
     """Return name and hash of adapters to start from, of ``earlier`` if resumed; None if fresh."""
     if earlier is not None:
         if start is not None:
@@ -53,7 +53,7 @@ def start_of(start: str | None, earlier: dict | None) -> dict | None:
     return {"name": file.name, "sha256": sha256(file)}
 
 
-def with_start_template(settings: RunSettings, start: str | None) -> RunSettings:
+def with_initial_template(settings: RunSettings, start: str | None) -> RunSettings:
     """Return settings with the chat template of the pack that a run starts from, unless set."""
     if start is None or settings.columns.chat_template is not None:
         return settings
@@ -62,7 +62,7 @@ def with_start_template(settings: RunSettings, start: str | None) -> RunSettings
     return settings.with_settings({}, {"chat_template": chat_template_of(read_manifest(manifest))})
 
 
-def compare_with_start(run: Run, pack: Pack) -> None:
+def compare_with_initial_pack(run: Run, pack: Pack) -> None:
     """Say where a pack records another use than the pack that its run started from."""
     start = run.request.option("resume_adapter_file")
     if start is None or not (manifest := adapters_file(start).parent / MANIFEST).is_file():
