@@ -41,18 +41,20 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     deltas = []
     for rank in (8, 16, 64):
         for rows in (1, 8, 64):
-            for what, itemsize in (("", 2), (", factors in float32", 4)):
-                plans = grouped_lora_kernel.plans(2, itemsize, rows, 2560, (rank,) * 3, WIDTHS)
+            for what, factors in (("", mx.bfloat16), (", factors in float32", mx.float32)):
+                compiled = grouped_lora_kernel.Compiled(
+                    mx.bfloat16, factors, (rank,) * 3, (0, 1, 2), 1
+                )
+                sizes = grouped_lora_kernel.Sizes(2560, WIDTHS)
+                plans = grouped_lora_kernel.plans(compiled, rows, sizes)
                 deltas.append((f"rank {rank}, {rows:,} rows{what}", plans))
     packs = [
         (
             f"rank {rank}, {sequences} x {rows:,} rows",
             multi_lora_kernel.plans(
-                2,
-                2,
-                (sequences, rows),
+                multi_lora_kernel.Compiled(mx.bfloat16, mx.bfloat16, (rank,) * 3, 1),
+                rows,
                 multi_lora_kernel.Sizes(sequences, 2560, WIDTHS, 4),
-                (rank,) * 3,
             ),
         )
         for rank in (16, 64)
@@ -61,7 +63,7 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
     unpacked = nf4_kernel.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
     decoded = [
-        (i.name.removeprefix("bfloat16 "), lora_qmv_kernel.plans(i.call[1], i.call[0], i.call[2]))
+        (i.name.removeprefix("bfloat16 "), lora_qmv_kernel.plans(*i.call))
         for i in lora_qmv_kernel.instances()
         if i.call[0].dtype == mx.bfloat16
     ]

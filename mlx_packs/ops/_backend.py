@@ -1,9 +1,9 @@
 """Choose whether a kernel computes a call of an op, and launch it.
 
-The kernels of an op ask `choose` before they are launched. What `packs doctor` measured on this
-device decides, else the cost model. A kernel instance (what the device compiles as one program) is
-compared with its reference when it is first used; if it does not compile or is wrong, its op stays
-with the reference in this process, and a warning is logged once.
+The kernels of an op ask their `KernelSpec` before they are launched. What `packs doctor` measured
+on this device decides, else the cost model. A kernel instance (what the device compiles as one
+program) is compared with its reference when it is first used; if it does not compile or is wrong,
+its op stays with the reference in this process, and a warning is logged once.
 """
 
 import functools
@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import measurements
 from ..chips import chip_here
 from ..runtime import dtype_name, mx
 from . import dispatch
-from ._check import Check, first_fault
+from ._check import Check, Instance, first_fault
 from ._cost import MARGIN, Launch, seconds
 
 MAKERS = {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}
@@ -36,8 +37,7 @@ THREADS = 256  # of a group, unless a kernel has its own number
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
-Checks = Callable[[str], Sequence[Check]]
-Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
+Plans = tuple[Sequence[Launch], Sequence[Launch]]  # of plain MLX and of kernels
 Call = tuple[str, tuple, int, tuple]  # op, instance, rows, sizes
 Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
@@ -117,54 +117,70 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def choose(
-    op: str,
-    instance: tuple,
-    rows: int,
-    sizes: tuple,
-    checks: Checks,
-    plans: Plans,
-    unsupported: str | None = None,
-) -> str:
-    """Return the backend that computes one call of an op.
+@dataclass(frozen=True)
+class KernelSpec:
+    """The kernels of an op: how they are compared with its reference, and what they cost.
 
-    Args:
+    Attributes:
         op: Its name.
-        instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
-        rows: The cost depends on them.
-        sizes: A named tuple of all else that the cost depends on.
-        checks: By backend, inputs for which the instance is compared with its reference.
-        plans: Launches of plain MLX and of the kernel, for the cost model.
-        unsupported: Why the op has no kernel for this call; the reference computes it.
+        checks: For a backend and an instance, inputs for which it is compared with its reference.
+        plans: For an instance, rows and sizes, launches of plain MLX and of the kernels.
     """
-    wanted = dispatch.forced()
-    name = wanted or dispatch.detect()
-    if name == "reference":
-        return name
 
-    call = (op, instance, rows, sizes)
-    decision = _decided.get((name, wanted, call))
-    if decision is None:
-        if unsupported is None:
-            decision = _decide(name, wanted, call, checks, plans)
-        else:
+    op: str
+    checks: Callable[[str, Any], list[Check]]
+    plans: Callable[[Any, int, Any], Plans]
+
+    def choose(
+        self, instance: tuple, rows: int, sizes: tuple, unsupported: str | None = None
+    ) -> str:
+        """Return the backend that computes one call of the op.
+
+        Args:
+            instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
+            rows: The cost depends on them.
+            sizes: A named tuple of all else that the cost depends on.
+            unsupported: Why the op has no kernel for this call; the reference computes it.
+        """
+        wanted = dispatch.forced()
+        name = wanted or dispatch.detect()
+        if name == "reference":
+            return name
+
+        call = (self.op, instance, rows, sizes)
+        decision = _decided.get((name, wanted, call))
+        if decision is None:
             decision = "reference", unsupported
-        _decided[(name, wanted, call)] = decision
+            if unsupported is None:
+                decision = _decide(self, name, wanted, call)
+            _decided[(name, wanted, call)] = decision
 
-    _calls[call] = decision
-    return decision[0]
+        _calls[call] = decision
+        return decision[0]
+
+    def instance(
+        self,
+        name: str,
+        call: tuple[tuple, int, tuple],
+        workload: Callable[[str], Check],
+        trains: bool = False,
+    ) -> Instance:
+        """Return an instance for the doctor: ``call`` has what `choose` is asked for it."""
+        return Instance(
+            self.op, name, call, lambda backend: self.checks(backend, call[0]), workload, trains
+        )
 
 
-def _decide(name: str, wanted: str | None, call: Call, checks: Checks, plans: Plans) -> Decision:
+def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> Decision:
     op, instance, *_ = call
     if op in _fallbacks:
         return "reference", None
-    if wanted is None and (reason := _loss(name, call, plans)) is not None:
+    if wanted is None and (reason := _loss(spec, name, call)) is not None:
         return "reference", reason
 
     if (name, op, instance) not in _checked:
         try:
-            fault = first_fault(checks(name))
+            fault = first_fault(spec.checks(name, instance))
         except Exception as error:  # compilers and devices raise what they like
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault is not None:
@@ -174,7 +190,7 @@ def _decide(name: str, wanted: str | None, call: Call, checks: Checks, plans: Pl
     return name, None
 
 
-def _loss(name: str, call: Call, plans: Plans) -> str | None:
+def _loss(spec: KernelSpec, name: str, call: Call) -> str | None:
     """Return why plain MLX is faster for a call, by a measurement or else the cost model."""
     if (times := measured(name, call)) is not None:
         kernel, plain = times
@@ -183,7 +199,7 @@ def _loss(name: str, call: Call, plans: Plans) -> str | None:
         return f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
 
     chip = chip_here()
-    plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
+    plain, kernel = (1e6 * seconds(plan, chip) for plan in spec.plans(*call[1:]))
     if kernel <= MARGIN * plain:
         return None
     return f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"

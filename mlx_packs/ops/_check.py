@@ -31,7 +31,7 @@ class Instance:
     """A kernel instance that people are likely to meet, for the doctor and for tests.
 
     Attributes:
-        call: what `_backend.choose` is asked for the workload, after the op: the instance that is
+        call: what `KernelSpec.choose` is asked for the workload, after the op: the instance that is
             compiled, rows, sizes.
         checks: by backend, small inputs with tails.
         workload: by backend, inputs of a real size.

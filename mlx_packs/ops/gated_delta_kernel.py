@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..chips import chip_here
-from . import _backend
+from ._backend import KernelSpec, Plans
 from ._check import Check, normal
 from ._cost import Launch
 from .gated_delta import CHUNK, Sizes, reference, widened
@@ -27,15 +27,7 @@ def choose(sizes: Sizes) -> str:
     """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
     reason = "MLX has no kernel for these heads" if not has_fused_gradient(*instance) else None
-    return _backend.choose(
-        "gated_delta",
-        instance,
-        sizes.rows * sizes.length,
-        sizes,
-        functools.partial(_checks, instance),
-        functools.partial(_plans, sizes),
-        reason,
-    )
+    return SPEC.choose(instance, sizes.rows * sizes.length, sizes, reason)
 
 
 @functools.cache
@@ -61,7 +53,7 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
     return "GatedDeltaUpdateVJP" in graph.getvalue()
 
 
-def _checks(instance: _Instance, backend: str) -> list[Check]:
+def checks(_: str, instance: _Instance) -> list[Check]:
     """Return inputs for which MLX's kernels are compared with the loop over tokens."""
     heads = instance.value_heads
     width = instance.value_width
@@ -79,7 +71,7 @@ def _checks(instance: _Instance, backend: str) -> list[Check]:
     return [Check("tokens", fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
 
 
-def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
+def plans(_: _Instance, __: int, sizes: Sizes) -> Plans:
     """Return the launches, forward and backward, of our products and of MLX's kernels.
 
     MLX's backward pass stores the state of every token and reads it again, and adds the gradients
@@ -119,3 +111,6 @@ def fused(
     q, k, v, beta, log_decay = widened(q, k, v, beta, log_decay)
     output, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
     return [output.astype(dtype), state]
+
+
+SPEC = KernelSpec("gated_delta", checks, plans)

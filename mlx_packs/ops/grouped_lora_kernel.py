@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, choose, table
+from ._backend import Kernel, KernelSpec, Plans, table
 from ._check import Check, Instance, seeded
 from ._cost import Launch, level, product
 from .dispatch import forced
@@ -245,17 +245,7 @@ def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -
     if rows > MOST_ROWS and forced() is None:
         reason = f"products of more than {MOST_ROWS} rows are MLX's"
 
-    return choose(
-        OP,
-        instance,
-        rows,
-        Sizes(x.shape[-1], layout.widths),
-        lambda backend: checks(backend, *instance),
-        lambda: plans(
-            x.dtype.size, factors[0].dtype.size, rows, x.shape[-1], layout.ranks, layout.widths
-        ),
-        reason,
-    )
+    return SPEC.choose(instance, rows, Sizes(x.shape[-1], layout.widths), reason)
 
 
 def unsupported(ranks: Sequence[int]) -> str | None:
@@ -265,33 +255,28 @@ def unsupported(ranks: Sequence[int]) -> str | None:
     return None
 
 
-def checks(
-    backend: str,
-    dtype: mx.Dtype,
-    factors: mx.Dtype,
-    ranks: tuple[int, ...],
-    output_of: tuple[int, ...],
-    rows4: int,
-) -> list[Check]:
-    """Return inputs with tails in rows and columns, exact and random, for one kernel instance.
-
-    A group takes two tiles of the columns of x in one of them, and three in the other.
-    """
-    few = 4 * rows4 + 3
-    more = 4 * rows4 + 2
-    if rows4 == FEW_ROWS4:
-        few = 3
-        more = 4
-
-    aligned = 2 * DEPTH + 44
-    unaligned = 2 * DEPTH + 46
+def checks(backend: str, instance: Compiled) -> list[Check]:
+    """Return inputs with tails in rows and columns, exact and random, for one kernel instance."""
+    dtype, factors, ranks, output_of, rows4 = instance
     sizes = (ranks, check_widths(ranks), output_of, factors)
-
-    two_tiles = Workload(few, aligned, *sizes, chunk=2 * DEPTH)
-    three_tiles = Workload(more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
-        check_of(backend, dtype, two_tiles, exact=True),
-        check_of(backend, dtype, three_tiles, exact=False),
+        check_of(backend, dtype, Workload(rows, depth, *sizes, chunk), exact)
+        for rows, depth, chunk, exact in tails(rows4, 3)
+    ]
+
+
+def tails(row_tile: int, few: int) -> list[tuple[int, int, int, bool]]:
+    """Return rows, columns of x, columns of a group, and whether exact, of two checks.
+
+    A group takes two tiles of the columns of x in one of them, and three in the other. ``few`` are
+    the rows of the first check of the smallest tile.
+    """
+    rows = (4 * row_tile + 3, 4 * row_tile + 2)
+    if row_tile == FEW_ROWS4:
+        rows = (few, 4)
+    return [
+        (rows[0], 2 * DEPTH + 44, 2 * DEPTH, True),
+        (rows[1], 2 * DEPTH + 46, 3 * DEPTH, False),
     ]
 
 
@@ -368,30 +353,21 @@ def instance_of(
     workload = Workload(rows, depth, ranks, widths, output_of, dtype)
 
     rank = "/".join(map(str, sorted(set(ranks))))
-    return Instance(
-        OP,
+    return SPEC.instance(
         f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",
         (compiled, rows, Sizes(depth, widths)),
-        lambda backend: checks(backend, *compiled),
         lambda backend: check_of(backend, dtype, workload, exact=False),
     )
 
 
-def plans(
-    itemsize: int,
-    factor_itemsize: int,
-    rows: int,
-    depth: int,
-    ranks: Sequence[int],
-    widths: Sequence[int],
-) -> tuple[list[Launch], list[Launch]]:
+def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
-    e = itemsize
-    f = factor_itemsize
+    e = instance.dtype.size
+    f = instance.factors.size
     n = rows
-    d = depth
-    total = sum(ranks)
-    adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
+    d, widths = sizes
+    total = sum(instance.ranks)
+    adapted = [(r, o) for r, o in zip(instance.ranks, widths, strict=True) if r]
 
     of_products = [r for r, _ in adapted]
     steps = []
@@ -422,3 +398,6 @@ def plans(
     area = sum(r * o for r, o in adapted)
     moved = 2 * e * n * sum(widths) + f * area + hidden
     return plain, [down, Launch("up", moved, 2 * computed * area, f * row_tiles * area)]
+
+
+SPEC = KernelSpec(OP, checks, plans)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..chips import BANDWIDTH_REACHED
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, choose, measured, padded, table
+from ._backend import Kernel, KernelSpec, Plans, measured, padded, table
 from ._check import Check, Instance, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
@@ -257,15 +257,7 @@ def _backend_of(
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
         reason = reason or "not measured here (packs doctor)"
 
-    return choose(
-        OP,
-        instance,
-        rows,
-        sizes,
-        lambda backend: checks(backend, instance),
-        lambda: plans(rows, instance, sizes),
-        reason,
-    )
+    return SPEC.choose(instance, rows, sizes, reason)
 
 
 def unsupported(instance: Compiled, widths: Sequence[int]) -> str | None:
@@ -398,17 +390,15 @@ def instance_of(compiled: Compiled, depth: int, widths: tuple[int, ...]) -> Inst
     """Return the instance of a group of these sizes, with as many rows as it is compiled for."""
     dtype, _, bits, rows, ranks, *_ = compiled
     rank = "/".join(map(str, sorted(set(ranks))))
-    return Instance(
-        OP,
+    return SPEC.instance(
         f"{dtype_name(dtype)} {bits} bits rank {rank} {depth} to {'/'.join(map(str, widths))}"
         f" rows {rows}",
         (compiled, rows, Sizes(depth, widths)),
-        lambda backend: checks(backend, compiled),
         lambda backend: check_of(backend, compiled, rows, depth, widths, exact=False),
     )
 
 
-def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
+def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     """Return launches of plain MLX with factors in the same dtype, and of the kernels.
 
     The weights are left out: both read them once, and that takes most of the time. Our kernel reads
@@ -443,3 +433,6 @@ def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], li
         Launch("up", between + factors + outputs),
     ]
     return plain, kernel
+
+
+SPEC = KernelSpec(OP, checks, plans)

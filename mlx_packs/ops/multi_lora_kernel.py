@@ -1,17 +1,15 @@
 """The launches of kernels/multi_lora, checks against the reference, and what they cost."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, choose, table
+from ._backend import Kernel, KernelSpec, Plans, table
 from ._check import Check, Instance, seeded
 from ._cost import Launch, casts, level
 from .grouped_lora import factor_dtype
 from .grouped_lora_kernel import (
-    DEPTH,
-    FEW_ROWS4,
     UP_COLUMNS,
     UP_THREADS,
     check_widths,
@@ -19,6 +17,7 @@ from .grouped_lora_kernel import (
     four,
     rank_template,
     row_tile,
+    tails,
     unsupported,
 )
 from .multi_lora import OP, Arrays, reference
@@ -207,39 +206,16 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) ->
     instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
 
-    return choose(
-        OP,
-        instance,
-        rows,
-        sizes,
-        lambda backend: checks(backend, *instance),
-        lambda: plans(x.dtype.size, lora_a[0].dtype.size, (sequences, rows), sizes, ranks),
-        unsupported(ranks),
-    )
+    return SPEC.choose(instance, rows, sizes, unsupported(ranks))
 
 
-def checks(
-    backend: str, dtype: mx.Dtype, factors: mx.Dtype, ranks: tuple[int, ...], rows4: int
-) -> list[Check]:
-    """Return small inputs with tails in rows and columns, exact and random, for one instance.
-
-    A group takes two tiles of the columns of x in one of them, and three in the other.
-    """
-    few = 4 * rows4 + 3
-    more = 4 * rows4 + 2
-    if rows4 == FEW_ROWS4:
-        few = 1
-        more = 4
-
-    aligned = 2 * DEPTH + 44
-    unaligned = 2 * DEPTH + 46
+def checks(backend: str, instance: Compiled) -> list[Check]:
+    """Return small inputs with tails in rows and columns, exact and random, for one instance."""
+    dtype, factors, ranks, rows4 = instance
     sizes = (3, ranks, check_widths(ranks), factors)
-
-    two_tiles = Workload((2, -1, 0), few, aligned, *sizes, chunk=2 * DEPTH)
-    three_tiles = Workload((2, -1, 0), more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
-        check_of(backend, dtype, two_tiles, exact=True),
-        check_of(backend, dtype, three_tiles, exact=False),
+        check_of(backend, dtype, Workload((2, -1, 0), rows, depth, *sizes, chunk), exact)
+        for rows, depth, chunk, exact in tails(rows4, 1)
     ]
 
 
@@ -300,15 +276,13 @@ def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
         tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
     )
 
-    return Instance(
-        OP,
+    return SPEC.instance(
         f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
         (
             Compiled(dtype, dtype, ranks, row_tile(rows)),
             rows,
             Sizes(sequences, 2560, widths, packs),
         ),
-        lambda backend: checks(backend, dtype, dtype, ranks, row_tile(rows)),
         lambda backend: check_of(backend, dtype, workload, exact=False),
     )
 
@@ -316,21 +290,15 @@ def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
 PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
 
 
-def plans(
-    itemsize: int,
-    factor_itemsize: int,
-    shape: tuple[int, int],
-    sizes: Sizes,
-    ranks: Sequence[int],
-) -> tuple[list[Launch], list[Launch]]:
+def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
 
-    ``shape`` is of x: sequences and rows. ``scales`` and ``pack`` are taken to need no copy.
+    ``scales`` and ``pack`` are taken to need no copy.
     """
-    sequences, rows = shape
-    _, d, widths, packs = sizes
-    e = itemsize
-    f = factor_itemsize
+    sequences, d, widths, packs = sizes
+    ranks = instance.ranks
+    e = instance.dtype.size
+    f = instance.factors.size
     total = sum(ranks)
     n = sequences * rows
     used = min(sequences, packs)
@@ -368,3 +336,6 @@ def plans(
     moved = 2 * e * n * sum(widths) + f * used * area + hidden
     up = Launch("up", moved, 2 * computed * area, f * row_tiles * area)
     return [launch for step in steps for launch in level(step)], [down, up]
+
+
+SPEC = KernelSpec(OP, checks, plans)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import THREADS, Kernel, choose, table
+from ._backend import THREADS, Kernel, KernelSpec, Plans, table
 from ._check import Check, Instance, normal, sparse_signs
 from ._cost import Launch, casts, product
 from .blockwise import dynamic_map, nearest
@@ -138,17 +138,9 @@ def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
     if weight.weight.size == 0:
         return "reference"
 
-    form = weight.block_size, weight.double_quant
-    instance = Compiled("dequantize", dtype, _word_dtype(weight.shape[1]), *form)
-
-    return choose(
-        OP,
-        instance,
-        weight.shape[0],
-        Sizes(weight.shape),
-        lambda backend: checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1),
-        lambda: dequantize_plans(dtype.size, weight.shape, *form),
-    )
+    form = (_word_dtype(weight.shape[1]), weight.block_size, weight.double_quant)
+    instance = Compiled("dequantize", dtype, *form)
+    return SPEC.choose(instance, weight.shape[0], Sizes(weight.shape))
 
 
 def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
@@ -158,27 +150,20 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
     if rows > MATVEC_ROWS:
         return "reference"
 
-    tile = _row_tile(rows)
-    rows_of_check = tile
-    if tile == ROW_TILES[-1]:
-        rows_of_check += 3  # a second tile, with a tail
-    form = weight.block_size, weight.double_quant
-    instance = Compiled("matvec", x.dtype, _word_dtype(weight.shape[1]), *form, tile)
-
-    return choose(
-        OP,
-        instance,
-        rows,
-        Sizes(weight.shape),
-        lambda backend: checks(backend, *instance[1:5], rows=rows_of_check),
-        lambda: matvec_plans(x.dtype.size, rows, weight.shape, *form),
-    )
+    form = (_word_dtype(weight.shape[1]), weight.block_size, weight.double_quant)
+    instance = Compiled("matvec", x.dtype, *form, _row_tile(rows))
+    return SPEC.choose(instance, rows, Sizes(weight.shape))
 
 
-def checks(
-    backend: str, dtype: mx.Dtype, word: mx.Dtype, block_size: int, double_quant: bool, rows: int
-) -> list[Check]:
+def checks(backend: str, instance: Compiled) -> list[Check]:
     """Return small inputs with tails in all directions and blocks across rows."""
+    kernel, dtype, word, block_size, double_quant, tile = instance
+    rows = tile
+    if kernel == "dequantize":
+        rows = MATVEC_ROWS + 1
+    elif tile == ROW_TILES[-1]:
+        rows += 3  # a second tile, with a tail
+
     depth = 264
     if word != mx.uint32:
         depth += 2
@@ -258,19 +243,25 @@ def instance_of(
     kind = "nf4 double" if double_quant else "nf4"
     sizes = (rows, depth, outputs, block_size, double_quant)
 
-    return Instance(
-        OP,
+    return SPEC.instance(
         f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
         (compiled, rows_of_call, Sizes(shape)),
-        lambda backend: checks(backend, *form, min(rows, MATVEC_ROWS + 1)),
         lambda backend: check_of(backend, dtype, *sizes, exact=False),
         trains=many,
     )
 
 
+def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
+    """Return launches of plain MLX and of the kernel that an instance is."""
+    form = (sizes.weight, instance.block, instance.double_quant)
+    if instance.kernel == "dequantize":
+        return dequantize_plans(instance.dtype.size, *form)
+    return matvec_plans(instance.dtype.size, rows, *form)
+
+
 def dequantize_plans(
     itemsize: int, shape: tuple[int, int], block_size: int, double_quant: bool
-) -> tuple[list[Launch], list[Launch]]:
+) -> Plans:
     """Return launches that dequantize the weight: of plain MLX, and the kernel."""
     n = shape[0] * shape[1]
     blocks = tiles(n, block_size)
@@ -291,7 +282,7 @@ def dequantize_plans(
 
 def matvec_plans(
     itemsize: int, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
-) -> tuple[list[Launch], list[Launch]]:
+) -> Plans:
     """Return launches of a product with few rows: by a dense weight, and by the matvec kernel."""
     outputs, depth = shape
     n = outputs * depth
@@ -311,3 +302,6 @@ def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
     blocks = tiles(n, block_size)
     absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
     return n / 2 + absmax
+
+
+SPEC = KernelSpec(OP, checks, plans)

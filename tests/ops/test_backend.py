@@ -97,6 +97,12 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(
         assert len(caplog.records) == 1 and text in caplog.records[0].getMessage()
 
 
+def expect(monkeypatch, plain, kernel):
+    """Let the cost model expect these launches for every call."""
+    spec = replace(grouped_lora_kernel.SPEC, plans=lambda *_: (plain, kernel))
+    monkeypatch.setattr(grouped_lora_kernel, "SPEC", spec)
+
+
 def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
     with emulation("metal") as built:
         monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
@@ -105,7 +111,7 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
 
         slow = _cost.Launch("kernel", bytes=1e9)
-        monkeypatch.setattr(grouped_lora_kernel, "plans", lambda *_: ([], [slow]))
+        expect(monkeypatch, [], [slow])
         _backend.forget()
         call()
         assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
@@ -121,7 +127,7 @@ def remembered(tmp_path, monkeypatch):
     """What is measured is kept; the cost model would take a kernel for every call."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
-    monkeypatch.setattr(grouped_lora_kernel, "plans", lambda *_: ([_cost.Launch("plain", 1e9)], []))
+    expect(monkeypatch, [_cost.Launch("plain", 1e9)], [])
 
 
 def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkeypatch):
@@ -140,15 +146,13 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
         assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
         assert _backend.measured("cuda", key) is None
 
-        monkeypatch.setattr(
-            grouped_lora_kernel, "plans", lambda *_: ([], [_cost.Launch("kernel", 1e9)])
-        )
+        expect(monkeypatch, [], [_cost.Launch("kernel", 1e9)])
         _backend.keep_measured("metal", key, 7.0, 8.0)
         call()
         assert _backend.record()["kernels"]
 
         with dispatch.backend("reference"):
-            assert _backend.choose(*key, None, None) == "reference"
+            assert grouped_lora_kernel.SPEC.choose(*key[1:]) == "reference"
 
 
 def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypatch):
@@ -178,7 +182,7 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
         kernel, plain = _backend.measured("metal", (instance.op, *instance.call))
         assert (kernel, plain) == (result["kernel_us"], result["reference_us"])
         assert result["kernel_gradient_us"] > 0 < result["reference_gradient_us"]
-        assert _backend.choose(instance.op, *instance.call, None, None) == "reference"
+        assert grouped_lora_kernel.SPEC.choose(*instance.call) == "reference"
 
 
 def test_doctor_finds_an_error_that_small_inputs_do_not_show(remembered, monkeypatch):
@@ -241,4 +245,5 @@ def test_launches_of_a_level_wait_once_and_a_kernel_must_win_a_tenth(monkeypatch
     key = ("op", (mx.float32,), 1, ())
     for slower, reason in ((0.8, None), (0.95, "10 us, kernel 10 us (Apple M3 Max)")):
         plans = [[_cost.Launch("read", size * 2.175e6)] for size in (1.0, slower)]
-        assert _backend._loss("metal", key, lambda plans=plans: plans) == reason
+        spec = _backend.KernelSpec("op", lambda *_: [], lambda *_, plans=plans: plans)
+        assert _backend._loss(spec, "metal", key) == reason

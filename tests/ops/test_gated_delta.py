@@ -176,7 +176,7 @@ def test_chosen_kernels_are_called_and_checked_first(on_metal):
 
 def test_checks_pass_for_the_loop_itself():
     instance = gated_delta_kernel._Instance(1, 2, 8, 16)
-    assert first_fault(gated_delta_kernel._checks(instance, "metal")) is None
+    assert first_fault(gated_delta_kernel.checks("metal", instance)) is None
 
 
 def test_a_cpu_has_no_fused_gradient():
@@ -189,6 +189,6 @@ def test_a_cpu_has_no_fused_gradient():
 
 def test_plan_of_our_products_is_far_below_stored_states(monkeypatch):
     on_chip(monkeypatch, "Apple M1")
-    ours, theirs = gated_delta_kernel._plans(QWEN)
+    ours, theirs = gated_delta_kernel.plans(None, 0, QWEN)
     assert _cost.seconds(ours, chip("Apple M1")) < 0.1
     assert sum(launch.bytes for launch in theirs) > 2 * QWEN.length * QWEN.state_bytes

@@ -68,8 +68,10 @@ def test_self_checks_see_a_bug_of_a_loop(plant, mutant):
     plant(mutant)
     sizes = (mx.float32, mx.float32, (16, 16))
     for rows4 in (grouped_lora_kernel.FEW_ROWS4, grouped_lora_kernel.MANY_ROWS4):
-        assert is_seen(grouped_lora_kernel.checks("metal", *sizes, (0, 1), rows4))
-    assert is_seen(multi_lora_kernel.checks("metal", *sizes, grouped_lora_kernel.FEW_ROWS4))
+        instance = grouped_lora_kernel.Compiled(*sizes, (0, 1), rows4)
+        assert is_seen(grouped_lora_kernel.checks("metal", instance))
+    instance = multi_lora_kernel.Compiled(*sizes, grouped_lora_kernel.FEW_ROWS4)
+    assert is_seen(multi_lora_kernel.checks("metal", instance))
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_plans_favour_the_kernels_where_a_level_of_launches_goes():
     cases = ((qkv, (2560, (4096, 1024, 1024))), (gate_up, (2560, (9728, 9728))))
     for chip in CHIPS.values():
         for instance, sizes in cases:
-            plain, kernel = op_kernel.plans(1, instance, op_kernel.Sizes(*sizes))
+            plain, kernel = op_kernel.plans(instance, 1, op_kernel.Sizes(*sizes))
             assert len(kernel) == 2 and seconds(kernel, chip) < MARGIN * seconds(plain, chip)
 
 

@@ -9,7 +9,7 @@ from mlx_packs.ops import _backend, dispatch
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.multi_lora import multi_lora, reference
-from mlx_packs.ops.multi_lora_kernel import Sizes, Workload, check_of, instances, plans
+from mlx_packs.ops.multi_lora_kernel import Compiled, Sizes, Workload, check_of, instances, plans
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -246,5 +246,6 @@ def test_instances_are_distinct_and_the_reference_passes_them_alone():
 def test_plans_count_reads_of_a_and_b_for_each_sequence():
     d, r, o = 2560, 16, 4096
     for sequences in (1, 64):
-        for plan in plans(2, 4, (sequences, 1), Sizes(sequences, d, (o,), 4), (r,)):
+        instance = Compiled(mx.bfloat16, mx.float32, (r,), 1)
+        for plan in plans(instance, 1, Sizes(sequences, d, (o,), 4)):
             assert sum(launch.cached_bytes for launch in plan) == 4 * sequences * r * (d + o)
