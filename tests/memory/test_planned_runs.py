@@ -55,7 +55,7 @@ def measured(monkeypatch) -> list:
         calls.append(arguments)
         return MatmulPathChoice("dense", {}, "")
 
-    monkeypatch.setattr(planning, "load", lambda name: choose)
+    monkeypatch.setattr(planning, "choose_matmul_path", choose)
     return calls
 
 
@@ -168,9 +168,14 @@ def run_of(base, folder: Path, force: bool = False, **settings) -> Run:
 def fitted(base, folder: Path, **settings) -> tuple[MemoryChoice, str]:
     """The memory plan of a run with dense weights on batches of one shape, and what it says."""
     run = run_of(base, folder, matmul_path="dense", **settings)
-    task = {"task.typical_rows.return_value": None, "task.planned_facts.return_value": {}}
-    rows = Mock(**{"shapes.return_value": {(128, 300)}, **task})
-    choice = fit_into_memory(run, base, base, [rows], run.train, "none")
+    task = {
+        "typical_rows.return_value": None,
+        "planned_facts.return_value": {},
+        "planned_settings.return_value": run.train,
+        "unplanned_recompute": "none",
+    }
+    rows = Mock(**{"shapes.return_value": {(128, 300)}, "task": Mock(**task)})
+    choice = fit_into_memory(run, base, base, [rows])
     return choice, "\n".join(run.display.lines)
 
 
@@ -237,7 +242,8 @@ def test_a_resumed_run_takes_its_path_while_it_fits(
     run = run_of(shared_tiny, tmp_path)
     run = replace(run, place=replace(run.place, resume=True))
     run.folder.mkdir()
-    identity = {"recipe": {}, "base": "", "data": {}}
+    recipe = {"share_prefix": "auto", "template_date": None}
+    identity = {"recipe": recipe, "base": "", "data": {}}
     write_identity(run.folder, identity | ({"matmul_path": recorded} if recorded else {}))
     plans = dict.fromkeys(("quantized", "dense"))
     choice = choose_path(run, shared_tiny, (96, 30), plans)
