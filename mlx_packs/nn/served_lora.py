@@ -6,7 +6,6 @@ for decoding; otherwise `ops.multi_lora` adds to each sequence the delta of its 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -45,16 +44,6 @@ class Selection:
             self.index = mx.array([*slots, *padding], dtype=mx.int32)
 
 
-@dataclass
-class _Stacks:
-    """Factors of all packs, and for each slot a view of its own; not parameters of a module."""
-
-    lora_a: list[mx.array] = field(default_factory=list)  # [P, D, R_i] of each adapted slice
-    lora_b: list[mx.array] = field(default_factory=list)  # [P, R_i, O_i]
-    scales: mx.array | None = None  # ones, [P] or longer
-    views: list[GroupedLoRA | None] = field(default_factory=list)  # by slot
-
-
 class ServedLoRA(GroupedLoRA):
     """A projection group with the adapters of every pack that is served, in the place of ``lora``.
 
@@ -62,55 +51,58 @@ class ServedLoRA(GroupedLoRA):
     """
 
     def __init__(self, lora: GroupedLoRA, selection: Selection) -> None:
-        nn.Module.__init__(self)
-        self._adapted = lora._adapted
+        super().__init__(lora._adapted, (), (), ())
         self._selection = selection
-        self._stacks = _Stacks()
         self._sizes = [
             (a.shape[0], b.shape[-1]) for a, b in zip(lora.lora_a, lora.lora_b, strict=True)
         ]
+
+        # Factors of all packs, [P, D, R_i] and [P, R_i, O_i], and by slot a group of the pack.
+        self._stacked_a: list[mx.array] = []
+        self._stacked_b: list[mx.array] = []
+        self._ones: mx.array | None = None  # [P] or longer, the scales
+        self._views: list[GroupedLoRA | None] = []
 
     def install(self, packs: Sequence[list[Factors] | None], dtype: mx.Dtype) -> None:
         """Replace the adapters of all slots: by slot, factors of each adapted slice, or None.
 
         The factors in ``packs`` become parts of the arrays that are in memory now.
         """
-        stacks = _Stacks()
+        self._stacked_a = []
+        self._stacked_b = []
         for i, (inputs, outputs) in enumerate(self._sizes):
-            factors = [None if pack is None else pack[i] for pack in packs]
-            rank = max((f[0].shape[-1] for f in factors if f is not None), default=0)
             empty = mx.zeros((inputs, 0), dtype), mx.zeros((0, outputs), dtype)
-            a, b = zip(*(empty if f is None else f for f in factors), strict=True)
-            stacks.lora_a.append(mx.stack([_padded(x.astype(dtype), rank, -1) for x in a]))
-            stacks.lora_b.append(mx.stack([_padded(x.astype(dtype), rank, -2) for x in b]))
+            factors = [(pack and pack[i]) or empty for pack in packs]
+            rank = max((a.shape[1] for a, _ in factors), default=0)
+            a = [mx.pad(a.astype(dtype), ((0, 0), (0, rank - a.shape[1]))) for a, _ in factors]
+            b = [mx.pad(b.astype(dtype), ((0, rank - b.shape[0]), (0, 0))) for _, b in factors]
+            self._stacked_a.append(mx.stack(a))
+            self._stacked_b.append(mx.stack(b))
 
-        stacks.scales = mx.ones((max(len(packs), _IN_PLACE),))
-        mx.eval(stacks.lora_a, stacks.lora_b, stacks.scales)
-        stacks.views = [self._view(stacks, slot, pack) for slot, pack in enumerate(packs)]
-        self._stacks = stacks
+        self._ones = mx.ones((max(len(packs), _IN_PLACE),))
+        mx.eval(self._stacked_a, self._stacked_b, self._ones)
+        self._views = [self._view(slot, pack or ()) for slot, pack in enumerate(packs)]
 
         for slot, pack in enumerate(packs):
             for i, factors in enumerate(pack or ()):
                 if factors is not None:
                     rank = factors[0].shape[-1]
-                    pack[i] = stacks.lora_a[i][slot][:, :rank], stacks.lora_b[i][slot][:rank]
+                    pack[i] = self._stacked_a[i][slot][:, :rank], self._stacked_b[i][slot][:rank]
 
     @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in (*self._stacks.lora_a, *self._stacks.lora_b))
+        return sum(stack.nbytes for stack in (*self._stacked_a, *self._stacked_b))
 
-    def _view(
-        self, stacks: _Stacks, slot: int, pack: Sequence[Factors] | None
-    ) -> GroupedLoRA | None:
+    def _view(self, slot: int, pack: Sequence[Factors]) -> GroupedLoRA | None:
         """Return the group of one pack, whose factors are parts of the stacks; None has none."""
-        present = [i for i, factors in enumerate(pack or ()) if factors is not None]
+        present = [i for i, factors in enumerate(pack) if factors is not None]
         if not present:
             return None
 
         return GroupedLoRA.of_factors(
             [self._adapted[i] for i in present],
-            [stacks.lora_a[i][slot] for i in present],
-            [stacks.lora_b[i][slot] for i in present],
+            [self._stacked_a[i][slot] for i in present],
+            [self._stacked_b[i][slot] for i in present],
         )
 
     def project(
@@ -158,12 +150,11 @@ class ServedLoRA(GroupedLoRA):
         slot = self._selection.only
         if slot in (None, BASE):
             return None
-        return self._stacks.views[slot]
+        return self._views[slot]
 
     def _mixed(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return the outputs of adapted slices, each sequence with the delta of its own pack."""
         sequences = self._selection.count
-        stacks = self._stacks
 
         def by_sequence(y: mx.array) -> mx.array:
             return y.reshape(sequences, -1, y.shape[-1])
@@ -171,9 +162,9 @@ class ServedLoRA(GroupedLoRA):
         summed = multi_lora(
             by_sequence(x),
             [by_sequence(y) for y in outputs],
-            stacks.lora_a,
-            stacks.lora_b,
-            [stacks.scales] * len(outputs),
+            self._stacked_a,
+            self._stacked_b,
+            [self._ones] * len(outputs),
             self._selection.index,
         )
         return [y.reshape(output.shape) for y, output in zip(summed, outputs, strict=True)]
@@ -181,13 +172,3 @@ class ServedLoRA(GroupedLoRA):
     def of_experts(self, *_: Any, **__: Any) -> mx.array:
         """Raise: rows of a mixture of experts are sorted, and no longer tell their sequence."""
         raise NotImplementedError("adapters of experts cannot be served")
-
-
-def _padded(x: mx.array, rank: int, axis: int) -> mx.array:
-    missing = rank - x.shape[axis]
-    if not missing:
-        return x
-
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return mx.pad(x, widths)
