@@ -6,7 +6,6 @@ A sequence has the token that ended it, so that a model can be trained to end.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -23,14 +22,7 @@ from .wire import Sample, sample_output
 
 _CONTEXT_TOKENS = 4  # of a prompt: a character has at most so many
 _BUSY_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the tokens of a prompt [T], and the likeliest in the place of each."""
-
-    logprobs: np.ndarray | None = None
-    top: Sequence[Sequence[tuple[int, float]]] = field(default_factory=list)
+Top = list[Sequence[tuple[int, float]]]  # the likeliest tokens in each place, with their scores
 
 
 class SampleRunner:
@@ -71,10 +63,11 @@ class SampleRunner:
 
     async def sample(self, body: SampleBody, model: str) -> bytes:
         """Return the message with the sequences that ``model`` of the registry continues with."""
-        scores = PromptScores()
+        logprobs = None
+        top: Top = []
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             compute = partial(prompt_scores, self._generator, model, body)
-            scores = await self._generator.result_of(compute)
+            logprobs, top = await self._generator.result_of(compute)
 
         deadline = time.monotonic() + self._settings.request_seconds
         while True:
@@ -85,7 +78,7 @@ class SampleRunner:
                     raise
                 await asyncio.sleep(_BUSY_SECONDS)
             else:
-                return sample_output(sequences, scores.logprobs, scores.top)
+                return sample_output(sequences, logprobs, top)
 
     async def _sequences(self, body: SampleBody, model: str, deadline: float) -> list[Sample]:
         make = partial(self._request, body, model, deadline)
@@ -94,8 +87,10 @@ class SampleRunner:
         try:
             await texts.start()
             async for i, event in texts.events():
-                if isinstance(event, Progress):
-                    _add(samples[i], event)
+                if isinstance(event, Progress) and (logprob := event.logprob) is not None:
+                    samples[i].tokens.append(logprob.token)
+                    samples[i].logprobs.append(logprob.logprob)
+                    samples[i].top.append(logprob.top)
         except BaseException:
             texts.cancel()
             raise
@@ -148,23 +143,17 @@ class SampleRunner:
         return texts, tokens + [each for each in stop or () if isinstance(each, int)]
 
 
-def _add(sample: Sample, event: Progress) -> None:
-    if event.logprob is None:
-        return
-    sample.tokens.append(event.logprob.token)
-    sample.logprobs.append(event.logprob.logprob)
-    sample.top.append(event.logprob.top)
-
-
-def prompt_scores(generator: Generator, model: str, body: SampleBody) -> PromptScores:
-    """Compute the log-probabilities of a prompt's tokens; called by the thread that computes.
+def prompt_scores(
+    generator: Generator, model: str, body: SampleBody
+) -> tuple[np.ndarray | None, Top]:
+    """Return what was asked for of log-probabilities [T] of a prompt, and of the likeliest tokens.
 
     The first token has none (NaN), and with ``prompt_logprobs_last_n`` those before the last n.
     """
     prompt = body.prompt.tokens
     first = len(prompt) - (body.prompt_logprobs_last_n or len(prompt) - 1)
     logprobs = np.full(len(prompt), np.nan, np.float32)
-    top: list[Sequence[tuple[int, float]]] = [()] * len(prompt)
+    top: Top = [()] * len(prompt)
     registry = generator.registry
     entry = registry.lease(model)
 
@@ -186,6 +175,4 @@ def prompt_scores(generator: Generator, model: str, body: SampleBody) -> PromptS
     finally:
         registry.release(entry)
 
-    if not body.topk_prompt_logprobs:
-        top = []
-    return PromptScores(logprobs if body.prompt_logprobs else None, top)
+    return logprobs if body.prompt_logprobs else None, top if body.topk_prompt_logprobs else []
