@@ -2,7 +2,7 @@
 
 A delta smaller than the quantization step of a weight is lost in rounding. How much of it remains
 cannot be read off the weights; it is measured on examples: of a decoder as KL of the next token, of
-an encoder, which is loaded as it would be written, as the angle between embeddings.
+an encoder as the angle between embeddings.
 """
 
 import dataclasses
@@ -17,10 +17,7 @@ import numpy as np
 
 from ..adapters.imported import full_tensor_modules
 from ..adapters.spec import SCORE_WEIGHT
-from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name
 from ..bases.model import BaseModel
-from ..bases.tokenizer import tokens_of
-from ..bases.write_plan import WritePlan
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
@@ -41,11 +38,10 @@ from ..nn.surgery import replace_modules
 from ..objectives.causal_lm import forward, part_of, split_head
 from ..ops.profile import profile
 from ..packs.base import Base, activated, load_base_for
-from ..packs.compatibility import text_limit
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .merge_plan import Change, MergeRequest, dtype_of, plan_changes, plan_merge
+from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
@@ -356,41 +352,15 @@ def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
 
 def compare_embeddings(request: MergeRequest) -> Outcome:
     """Return the mean of 1 - cosine of the embeddings; what is written stays dense."""
+    from .task_fidelity import compare_vectors
+
     if request.requantize != "none":
         raise PackError(
             f"--requantize {request.requantize}: an encoder is written dense, as transformers "
             "reads it.",
             "unsupported",
         )
-
-    texts = texts_of(request)
-    base = load_base_for(request.pack, request.model, request.trust_remote_code)
-    with request.display.working("drift", f"{len(texts)} texts"):
-        longest = min(text_limit(request.pack.manifest, base.config), base.model.longest)
-        plain = base.embedder.encode(texts, TEXTS_AT_ONCE, longest)
-        with base.applied(request.pack):
-            attached = base.encode(texts, TEXTS_AT_ONCE)
-
-        def distance_of(dtype: str) -> float:
-            model = _as_written(plan_merge(dataclasses.replace(request, dtype=dtype)), base)
-            tokens = tokens_of(base.tokenizer, texts, longest)
-            return angle_between(attached, embedded(model, tokens, TEXTS_AT_ONCE))
-
-        moved = angle_between(plain, attached)
-        distance = distance_of(request.dtype)
-        limit = drift_limit(request.max_drift, moved, LARGEST_ANGLE, ANGLE_NOISE)
-        others = {}
-        if request.dtype != "float32":
-            others["none --dtype float32"] = partial(distance_of, "float32")
-        tried, passes = first_that_passes("none", distance, limit, others)
-
-    return Outcome(
-        scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
-        recorded=("drift_mean",),
-        limit=limit,
-        tried=tried,
-        passes=passes,
-    )
+    return compare_vectors(request)
 
 
 def texts_of(request: MergeRequest) -> list[str]:
@@ -407,14 +377,6 @@ def texts_of(request: MergeRequest) -> list[str]:
     if not texts:
         raise PackError(f"--data {columns.data}: has no text to compare on.", "data")
     return texts
-
-
-def _as_written(plan: WritePlan, base: Base) -> Encoder:
-    model = make_encoder(base.path, base.config)
-    named = [(tensor_name(stored), tensor) for stored, tensor in plan.tensors.items()]
-    model.load_weights([(name, tensor.astype(mx.float32)) for name, tensor in named if name])
-    model.eval()
-    return model
 
 
 def angle_between(one: np.ndarray, other: np.ndarray) -> float:
