@@ -143,7 +143,6 @@ def _weight(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    """A ValueError names the contradiction."""
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
 

@@ -24,13 +24,11 @@ _PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_
 _EXPERT = re.compile(
     r"(?P<block>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.(?P<part>weight_packed|weight)"
 )
-_PLAIN_EXPRESSION = re.compile(r"re:\^?(\\\.|[\w.$-]|\.\*)+")
 _OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BY_FAMILIES = "pack-quantized"  # integers, which mlx-lm reads for some families
 _REMEDY = "Download the checkpoint again."
 _KEYS = {
     "format": "text?",
-    "ignore": "a list of texts?",
     "config_groups": "a mapping?",
     "config_groups.*": "a mapping",
     "config_groups.*.format": "text?",
@@ -88,36 +86,12 @@ def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> N
 
     _check_scheme(path, stored)
     is_packed = any(name.endswith(".weight_packed") for name in tensors)
-    _check_ignored(path, stored, tensors)
     if stored.get("format") in _FORMATS and not is_packed:
         raise PackError(
             f"{path}: config.json says {stored['format']}, but no tensor is a weight_packed. "
             f"{_REMEDY}",
             "unreadable",
         )
-
-
-def _check_ignored(path: Path, stored: Mapping, tensors: Collection[str]) -> None:
-    """Check that no module of the list ``ignore`` is quantized.
-
-    Entries are paths, or regular expressions after ``re:``, of which only plain ones are read: a
-    file from elsewhere could have one that takes forever.
-    """
-    patterns = []
-    for entry in stored.get("ignore") or []:
-        if not entry.startswith("re:"):
-            patterns.append(re.escape(entry) + "$")
-        elif _PLAIN_EXPRESSION.fullmatch(entry) and entry.count("*") <= 4:
-            patterns.append(entry.removeprefix("re:"))
-
-    for name in tensors:
-        module = name.removesuffix(".weight_packed")
-        if module != name and any(re.match(pattern, module) for pattern in patterns):
-            raise PackError(
-                f"{path}: {name}: is quantized, but config.json says that it is not "
-                f"(quantization_config.ignore). {_REMEDY}",
-                "unreadable",
-            )
 
 
 def _stored(config: Mapping) -> Mapping:
@@ -254,7 +228,6 @@ def _check_all_quantized(
 
 
 def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None:
-    """A ValueError names the contradiction."""
     needed = _PARTS[:3] if group_size == 16 else _PARTS[:2]
     for name in needed:
         if parts[name] is None:

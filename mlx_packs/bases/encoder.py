@@ -200,13 +200,11 @@ def tensor_name(stored: str) -> str | None:
 
 
 def make_encoder(path: Path, config: dict) -> Encoder:
-    """The weights are random."""
     checked = check_config(config, path / "config.json")
     return encoder_class(config)(checked, read_sentence_config(path))
 
 
 def encoder_class(config: Mapping) -> type[Encoder]:
-    """The class of the encoders that have a config.json."""
     return load(_FAMILIES[config.get("model_type", "bert")])
 
 

@@ -1,7 +1,7 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -308,54 +308,35 @@ def _with_model_names(weights: Weights, model: nn.Module) -> Weights:
 
 
 def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
-    """Check that scales belong to their weights, stored and by config.json.
+    """Check that quantized weights have scales that fit them, stored and by config.json.
 
     mlx-lm divides the columns of a module by the scales of a row; MLX ends the process for groups
     of 0.
     """
+
+    def damaged(fault: str) -> PackError:
+        return PackError(f"{path}: {fault} Copy or download the base again.", "unreadable")
+
     modules = dict(model.named_modules())
-    _check_no_scales_missing(weights, modules, path)
-
-    for name, scales in weights.items():
-        module_path = name.removesuffix(".scales")
-        weight = weights.get(f"{module_path}.weight")
-        if not name.endswith(".scales") or weight is None or weight.dtype != mx.uint32:
-            continue
-
-        rows = scales.shape[:-1]
-        groups = scales.shape[-1:]
-        if not groups or rows != weight.shape[:-1] or not 1 <= groups[0] <= weight.shape[-1]:
-            raise PackError(
-                f"{path}: {name} is {list(scales.shape)}, but its weight is {list(weight.shape)}. "
-                "Copy or download the base again.",
-                "unreadable",
-            )
-
-        dense = getattr(modules.get(module_path), "weight", None)
-        if dense is not None and dense.shape[-1] % groups[0]:
-            raise PackError(
-                f"{path}: {name} is {list(scales.shape)}, but by {CONFIG} its weight is "
-                f"{list(dense.shape)}. Copy or download the base again.",
-                "unreadable",
-            )
-
-
-def _check_no_scales_missing(
-    weights: Weights, modules: Mapping[str, nn.Module], path: Path
-) -> None:
     for name, codes in weights.items():
         module_path = name.removesuffix(".weight")
-        dense = getattr(modules.get(module_path), "weight", None)
-        if name == module_path or codes.dtype != mx.uint32 or dense is None:
+        if name == module_path or codes.dtype != mx.uint32:
             continue
 
-        scales = f"{module_path}.scales"
-        if codes.shape != dense.shape and scales not in weights:
-            raise PackError(
-                f"{path}: {scales} is missing beside {name}, which is quantized. Copy or "
-                "download the base again.",
-                "unreadable",
-            )
+        dense = getattr(modules.get(module_path), "weight", None)
+        scales = weights.get(f"{module_path}.scales")
+        if scales is None:
+            if dense is not None and codes.shape != dense.shape:
+                raise damaged(f"{module_path}.scales is missing beside {name}, which is quantized.")
+            continue
+
+        fault = f"{module_path}.scales is {list(scales.shape)}, but"
+        rows = scales.shape[:-1]
+        groups = scales.shape[-1:]
+        if not groups or rows != codes.shape[:-1] or not 1 <= groups[0] <= codes.shape[-1]:
+            raise damaged(f"{fault} its weight is {list(codes.shape)}.")
+        if dense is not None and dense.shape[-1] % groups[0]:
+            raise damaged(f"{fault} by {CONFIG} its weight is {list(dense.shape)}.")
 
 
 def _checkpoint(name: str | Path) -> tuple[Path, dict]:
@@ -367,7 +348,6 @@ def _checkpoint(name: str | Path) -> tuple[Path, dict]:
 
 
 def _load_encoder(request: _Request) -> BaseModel:
-    """Load an encoder, in float32 on every device."""
     name = request.name
     if request.quantize != "none":
         raise PackError(

@@ -130,7 +130,6 @@ def _kinds(config: Mapping) -> list[str]:
 
 
 def _theta(config: Mapping, kind: str) -> float:
-    """The base of the rotary positions of a block."""
     key, default = _THETAS[kind]
     own = (config.get("rope_parameters") or {}).get(kind) or {}
     if own.get("rope_type", "default") != "default" or config.get("rope_scaling"):

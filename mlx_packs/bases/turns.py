@@ -264,7 +264,6 @@ def _prompt_with_images(tokenizer: Any, text: str, sources: Sequence[Any]) -> li
 
 
 def _turns(messages: Sequence[Mapping], style: TurnStyle) -> list[Mapping]:
-    """Return messages with the contents that a template reads."""
     turns = [_with_image_parts(message) for message in messages]
     if style.takes_parts:
         turns = [_in_parts(message) for message in turns]

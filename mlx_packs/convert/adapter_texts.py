@@ -58,7 +58,6 @@ def _differences(adapter: Path, base: Path) -> Iterator[str]:
 
 
 def _json_of(folder: Path, name: str) -> dict:
-    """Return a JSON file of a folder; nothing if there is none."""
     file = folder / name
     if not file.is_file():
         return {}

@@ -350,19 +350,6 @@ def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
     return change.weight_format.dequantize(tensors, dtype)
 
 
-def compare_embeddings(request: MergeRequest) -> Outcome:
-    """Return the mean of 1 - cosine of the embeddings; what is written stays dense."""
-    from .task_fidelity import compare_vectors
-
-    if request.requantize != "none":
-        raise PackError(
-            f"--requantize {request.requantize}: an encoder is written dense, as transformers "
-            "reads it.",
-            "unsupported",
-        )
-    return compare_vectors(request)
-
-
 def texts_of(request: MergeRequest) -> list[str]:
     """Return the texts of at most ``request.rows`` examples, of pairs or of anything else."""
     columns = request.columns

@@ -1,7 +1,7 @@
 """Merge a pack into its base: a checkpoint of the base's own names and dtypes that needs no pack.
 
 The merge is planned from lazy tensors (`merge_plan`), compared with the attached pack before a file
-is written (`MERGERS`), and written atomically, tensor by tensor (`bases.writer`). It is rejected
+is written, and written atomically, tensor by tensor (`bases.writer`). It is rejected
 where quantization would erase the pack's effect.
 """
 
@@ -17,7 +17,7 @@ from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
 from ..bases.write_plan import WritePlan
 from ..config.arguments import checked_arguments
-from ..config.choices import ARCHITECTURES, architecture_of, registered
+from ..config.choices import architecture_of
 from ..config.data import Columns
 from ..data.in_memory import Data
 from ..display import Display, display_of
@@ -25,16 +25,17 @@ from ..errors import PackError
 from ..evaluation.rows import comparison_data
 from ..packs.base import Base, name_of
 from ..packs.compatibility import check_checkpoint
-from ..packs.manifest import chat_template_of, has_score_head, pack_facts, task_code
+from ..packs.manifest import (
+    architecture_facts,
+    chat_template_of,
+    has_score_head,
+    pack_facts,
+    task_code,
+)
 from ..packs.pack import Pack
-from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
+from .fidelity import ROWS, Outcome, check_max_drift, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 from .sequence_classification import check_mergeable, with_head
-
-# Each compares a merged model, before it is written, with the pack attached.
-MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
-    ARCHITECTURES, {"decoder": compare_next_tokens, "encoder": compare_embeddings}
-)
 
 
 @checked_arguments
@@ -121,9 +122,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
 
 
 def _comparison(pack: Pack) -> Callable[[MergeRequest], Outcome]:
-    architecture = architecture_of(pack.manifest["base"]["model_type"])
-    compare = task_code(pack.manifest, "compare_merged") if architecture == "decoder" else None
-    return compare or MERGERS[architecture]
+    return task_code(pack.manifest, "compare_merged") or compare_next_tokens
 
 
 def _check(request: MergeRequest) -> None:
@@ -132,6 +131,12 @@ def _check(request: MergeRequest) -> None:
         raise PackError(f"--requantize {request.requantize}: must be one of {valid}.", "unknown")
     if request.dtype not in DTYPES:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
+    if request.requantize != "none" and not architecture_facts(request.pack.manifest).quantizable:
+        raise PackError(
+            f"--requantize {request.requantize}: an encoder is written dense, as transformers "
+            "reads it.",
+            "unsupported",
+        )
     check_max_drift(request.max_drift)
 
     if has_score_head(request.pack.manifest):

@@ -481,7 +481,6 @@ def readme_of_gguf(pack: Pack, folder: str) -> str | None:
 
 
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
-    """Return notes on limits of other readers of the folder."""
     notes = []
     if config.get(TIED) and HEAD in specs:
         notes.append(

@@ -1,4 +1,4 @@
-"""Merge fidelity of decoders that embed or rerank: by their vectors, and by their scores.
+"""Merge fidelity of what embeds or reranks: by its vectors, or by its scores.
 
 Logits say nothing of either: an embedder has none, and a reranker reads two of them, or a head of
 its own.

@@ -123,7 +123,6 @@ def _check_pillow() -> None:
 
 
 def _name_of(value: Any) -> str:
-    """Return what errors call an image."""
     if isinstance(value, Mapping):
         path = value.get("path")
         value = path if isinstance(path, str) else value.get("bytes")

@@ -122,7 +122,6 @@ class Tower:
         return {name: mx.array(values) for name, values in inputs.items()}
 
     def _text(self, tokens: np.ndarray) -> str:
-        """Return what the placeholder has become."""
         tokenizer = self._processor.tokenizer
         plain = tokens.tolist()
         if plain[0] == tokenizer.bos_token_id:

@@ -126,7 +126,6 @@ def _check_is_whole(path: Path) -> None:
 
 
 def _check_version(path: Path, head: bytes) -> None:
-    """Check magic, byte order and version in the first 8 bytes."""
     if len(head) < 8 or head[:4] != MAGIC:
         raise PackError(
             f"{path}: is not a GGUF file, or is cut short. Copy or download it again.",

@@ -261,7 +261,6 @@ def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) 
 
 
 def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs of each token, best score first."""
     merges: list[tuple[float, int, tuple[str, str]]] = []
     plain = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     for token, number in vocab.items():
