@@ -12,7 +12,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.packs import compatibility
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import read_training_state
-from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.checkpoints import attached_logits, write_checkpoint
 from tests.helpers.damage import bits_to_flip, flip_bit
 from tests.helpers.packs import random_pack
@@ -58,8 +58,8 @@ def test_flips_in_a_checkpoint_are_noticed_or_harmless(trained_copy, count):
     newest = run / "step-000002"
 
     def loaded():
-        if latest_checkpoint(run) != newest:
-            raise PackError(f"falls back to {latest_checkpoint(run).name}")
+        if RunFolder(run).latest_checkpoint() != newest:
+            raise PackError(f"falls back to {RunFolder(run).latest_checkpoint().name}")
         arrays = {file.name: tensors_of(file) for file in newest.glob("*.safetensors")}
         return read_training_state(newest), arrays
 
@@ -69,10 +69,14 @@ def test_flips_in_a_checkpoint_are_noticed_or_harmless(trained_copy, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_flips_in_the_identity_of_a_run_are_noticed(trained_copy, count):
     run = trained_copy / "o-run"
-    names = set(check_resumable(run))  # the name of the hash may flip into one that nobody reads
+    names = set(
+        RunFolder(run).check_resumable()
+    )  # the name of the hash may flip into one that nobody reads
 
     def identity():
-        return {name: value for name, value in check_resumable(run).items() if name in names}
+        return {
+            name: value for name, value in RunFolder(run).check_resumable().items() if name in names
+        }
 
     assert check_flips([run / "config.json"], count, identity) > 0.8 * count
 
@@ -80,11 +84,11 @@ def test_flips_in_the_identity_of_a_run_are_noticed(trained_copy, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_flips_in_the_metrics_of_a_run_stop_nothing(trained_copy, count):
     file = trained_copy / "o-run" / "metrics.jsonl"
-    text, lines = file.read_bytes(), read_metrics(file.parent, 2)
+    text, lines = file.read_bytes(), RunFolder(file.parent).metrics_until(2)
     for bit in bits_to_flip(file, count // 2, random.Random(18)):
         file.write_bytes(text)
         flip_bit(file, bit)
-        read = read_metrics(file.parent, 2)
+        read = RunFolder(file.parent).metrics_until(2)
         assert sum(line in lines for line in read) >= len(lines) - 2  # a newline may join two
 
 

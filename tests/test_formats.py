@@ -11,12 +11,7 @@ from mlx_packs import train_pack
 from mlx_packs.packs.manifest import FORMAT_VERSION
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.training.run_folder import (
-    RUN_FORMAT_VERSION,
-    is_run,
-    logged_metrics,
-    read_identity,
-)
+from mlx_packs.training.run_folder import RUN_FORMAT_VERSION, RunFolder
 from tests.formats.write import LORA, TRAIN
 from tests.helpers.errors import check, raises
 
@@ -65,11 +60,11 @@ def test_a_pack_of_an_earlier_program_opens_and_applies(name, dense_tiny):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_an_earlier_program_resumes_as_it_began(copy_of, run, dense_tiny, name):
     copy_of(name)
-    before = logged_metrics(Path("o-run"))
+    before = RunFolder(Path("o-run")).metrics()
     assert [line["batch"] for line in before] == [1, 2]
     code, _, err = run("train", "--resume", "--out", "o", "--iters", 3)
     assert code == 0, err
-    after = logged_metrics(Path("o-run"))
+    after = RunFolder(Path("o-run")).metrics()
     assert after[:2] == before and after[2]["batch"] == 3
     assert after[2]["learning_rate"] == pytest.approx(1e-3 * 2 / 10)  # of a warm-up of 10 updates
     expected = mx.load("o/adapters.safetensors")
@@ -106,10 +101,10 @@ def test_a_run_of_a_newer_format_says_so_whatever_else_it_holds(copy_of, run):
     version = RUN_FORMAT_VERSION + 1
     (Path("o-run") / "config.json").write_text(json.dumps({"format": f"mlx_packs run {version}"}))
     with raises("unsupported", None, "config.json", str(version), "Upgrade"):
-        read_identity(Path("o-run"))
+        RunFolder(Path("o-run")).read_identity()
     run("train", "--resume", "--out", "o")
     check(run.error, "unsupported", None, str(version))
-    assert "\n" not in run.error.message and not is_run(Path("o-run"))
+    assert "\n" not in run.error.message and not RunFolder(Path("o-run")).is_run()
     run("train", "--data", "d", "--out", "o", "--overwrite")
     check(run.error, "exists", None, "o-run")
     assert len(list(Path("o-run").glob("step-*"))) == 1
@@ -121,4 +116,4 @@ def test_what_is_no_format_of_a_run_is_not_called_newer(copy_of, text):
     file = Path("o-run") / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": text}))
     with raises("unreadable", None, "config.json"):
-        read_identity(Path("o-run"))
+        RunFolder(Path("o-run")).read_identity()

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.external import translate
 from ..config.fields import build, read_settings
@@ -17,6 +18,10 @@ from ..config.recipe import (
 )
 from ..config.schema import TrainConfig
 from ..errors import PackError
+from ..files import exclusive_writer
+
+if TYPE_CHECKING:
+    from ..training.run_folder import RunFolder
 
 _RUN = {f.name for f in dataclasses.fields(RunOptions)}
 
@@ -59,7 +64,7 @@ def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
 
 
 def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
-    from ..training.run_folder import CONFIG, check_resumable, run_folder, seed_runs
+    from ..training.run_folder import CONFIG, RunFolder, run_folder, seed_runs
 
     specified = merged(settings, flags)
     run = build(RunOptions, {k: v for k, v in specified.items() if k in _RUN})
@@ -74,7 +79,7 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     folder = run_folder(out)
     if run.seeds:
         folder = next(iter(seed_runs(out)), folder)
-    earlier = dict(check_resumable(folder)["recipe"])
+    earlier = dict(_identity(RunFolder(folder))["recipe"])
     settings = dict(settings)
     for layer in (earlier, settings):
         layer.pop("resume_adapter_file", None)
@@ -84,6 +89,18 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     except PackError:
         resolve(earlier, str(folder / CONFIG))  # raises if the fault is there
         raise
+
+
+def _identity(run: "RunFolder") -> dict:
+    """Return the identity of a run that is resumed, which no other process trains."""
+    try:
+        return run.check_resumable()
+    except PackError:
+        if not run.path.is_dir():
+            raise
+        busy = f"--resume: {run.path}: another process trains this run. Wait for it, or end it."
+        with exclusive_writer(run.path, busy):
+            raise
 
 
 def _fault_of_a_file(flags: Mapping, files: RecipeFiles) -> PackError | None:

@@ -36,7 +36,7 @@ from ..reading import read_json
 from ..runtime import mx, set_random_state
 from ..tensors import read_tensors, save_tensors
 from ..training.checkpoint import load_checkpoint, save_checkpoint
-from ..training.run_folder import check_unchanged, resume_point
+from ..training.run_folder import RunFolder, check_unchanged
 from ..training.state import TrainingState
 from ..training.step import not_finite
 from .graphs import Graph, GraphCache, batch_of
@@ -458,7 +458,7 @@ class LayerTrainer:
             PackError: If the checkpoint has other layers, settings or another optimizer.
         """
         run = Path(folder).expanduser()
-        checkpoint = resume_point(run).folder
+        checkpoint = RunFolder(run).resume_point().folder
 
         try:
             then = read_json(run / LAYERS)

@@ -18,7 +18,7 @@ from ..reading import read_json
 from ..tensors import save_tensors
 from ..training.initial_adapters import adapter_settings
 from ..training.run import train_request
-from ..training.run_folder import latest_checkpoint, run_folder
+from ..training.run_folder import RunFolder
 from ..training.settings import Request
 from .folder import FIGURES, PACK, LearningFolder
 from .rows import Split
@@ -61,7 +61,7 @@ def unfinished_job(folder: LearningFolder, settings: Mapping[str, Any]) -> Job |
 
     pack = folder.candidate / PACK
     has_pack = (pack / MANIFEST).is_file()
-    if not has_pack and latest_checkpoint(run_folder(pack)) is None:
+    if not has_pack and RunFolder.of(pack).latest_checkpoint() is None:
         return None
 
     job = Job(**read_json(file))
@@ -131,7 +131,7 @@ def train_candidate(folder: LearningFolder, job: Job, model: str, display: Displ
     if (out / MANIFEST).is_file():
         return Pack.open(out)
 
-    checkpoint = latest_checkpoint(run_folder(out))
+    checkpoint = RunFolder.of(out).latest_checkpoint()
     run: dict[str, Any] = {"model": model, "out": str(out)}
     start = folder.candidate / START
 

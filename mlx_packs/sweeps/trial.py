@@ -15,7 +15,7 @@ from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
 from ..report.facts import number
 from ..terminal import printable
-from ..training.run_folder import checkpoints, run_folder
+from ..training.run_folder import RunFolder
 from ..training.unattended import SUPERVISED, program
 
 RECIPE = "recipe.json"
@@ -58,7 +58,7 @@ class Trial:
     @property
     def is_begun(self) -> bool:
         """Whether there is a checkpoint to continue from."""
-        return bool(checkpoints(run_folder(self.pack)))
+        return bool(RunFolder.of(self.pack).checkpoints())
 
     def result(self, rung: int) -> Result | None:
         """Return the result of a rung; None if it is not over. A damaged file is a PackError."""

@@ -14,7 +14,6 @@ from .initial_adapters import load_adapters
 from .noise import add_noise
 from .planning import matmul_paths_by_name
 from .prepare import PreparedRun
-from .run_folder import reference_file
 
 
 @contextmanager
@@ -50,12 +49,12 @@ def bound_objectives(
     run = prepared.run
     objectives = {}
     references = {}
-    origin = PhaseReference(trainable, reference_file(run.folder, 0), not run.begins_with_adapters)
+    origin = PhaseReference(trainable, run.files.reference_file(0), not run.begins_with_adapters)
     origin.take(fresh=not run.place.resume)
     for phase in run.phases:
         references[phase.name] = origin
         if phase.first_batch:
-            file = reference_file(run.folder, phase.first_batch)
+            file = run.files.reference_file(phase.first_batch)
             references[phase.name] = PhaseReference(trainable, file, run=origin)
 
     with ExitStack() as closes:

@@ -35,13 +35,6 @@ from .observers import ObservedRun, make_observers
 from .on_nan import OnNan
 from .prepare import PreparedRun
 from .reports import Reports
-from .run_folder import (
-    best_checkpoint,
-    clear_run,
-    latest_checkpoint,
-    read_metrics,
-    write_identity,
-)
 from .settings import Run
 from .state import TrainingState
 from .step import BatchStep, Stepper
@@ -134,9 +127,9 @@ class Fit:
                 optimizer = self._train_phases(checkpoint)
                 break
             except BackOff:
-                checkpoint = latest_checkpoint(run.folder)
+                checkpoint = run.files.latest_checkpoint()
                 self.state = read_training_state(checkpoint)
-                self.curve[:] = read_metrics(run.folder, self.state.batches)
+                self.curve[:] = run.files.metrics_until(self.state.batches)
 
         if run.train.picks_best:
             self._load_best()
@@ -162,7 +155,7 @@ class Fit:
             return None
 
         self.state = read_training_state(point.folder)
-        self.curve.extend(read_metrics(run.folder, self.state.batches))
+        self.curve.extend(run.files.metrics_until(self.state.batches))
         self.on_nan.resume(self.state.batches)
         for fault in point.damaged:
             run.display.line("note", fault)
@@ -308,9 +301,9 @@ class Fit:
         """Note why a phase is complete before its last batch, or raise why the run is not."""
         run = self.run
         if ending.signal:
-            raise interrupted(run, latest_checkpoint(run.folder), ending.signal)
+            raise interrupted(run, run.files.latest_checkpoint(), ending.signal)
         if ending.fault:
-            raise stopped(run, latest_checkpoint(run.folder), ending.fault, "memory")
+            raise stopped(run, run.files.latest_checkpoint(), ending.fault, "memory")
         if self.state.batches < phase.stop:
             self.end["stopped"] = ending.reason
             text = f"batch {self.state.batches} of {phase.stop}: {ending.reason}"
@@ -324,7 +317,7 @@ class Fit:
         mean_inputs = data.task.mean_inputs(data)
         reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
         save = partial(self._save, optimizer, reports)
-        if self.on_nan.policy == "back-off" and latest_checkpoint(run.folder) is None:
+        if self.on_nan.policy == "back-off" and run.files.latest_checkpoint() is None:
             save(self.state)
 
         return Loop(
@@ -382,7 +375,7 @@ class Fit:
         run = self.run
         last = self.state
         by = run.train.best
-        folder = best_checkpoint(run.folder, best_by=by)
+        folder = run.files.best_checkpoint(best_by=by)
         best = None
         if folder:
             best = read_training_state(folder).score(by)
@@ -446,8 +439,8 @@ def start_fit(
 
     make_folder(run.folder)
     if not run.place.resume:
-        clear_run(run.folder)
-    write_identity(run.folder, prepared.identity)
+        run.files.clear()
+    run.files.write_identity(prepared.identity)
     origin.save()
     if run.columns.on_bad_row == "quarantine":
         write_quarantine(run.folder, prepared.left_out.values())

@@ -11,7 +11,7 @@ from ..errors import PackError
 from ..files import exclusive_writer, is_pattern, make_folder, write_errors
 from ..leftovers import sweep
 from ..packs.folder import check_output
-from .run_folder import checkpoints, is_run, run_folder
+from .run_folder import RunFolder, run_folder
 
 
 @contextmanager
@@ -82,9 +82,9 @@ def _reserved(folder: Path) -> Path:
 
 
 def _check_run(run: Path, overwrite: bool) -> None:
-    if run.exists() and not is_run(run):
+    if run.exists() and not RunFolder(run).is_run():
         raise PackError(f"{run}: already exists and is not a run. Choose another --out.", "exists")
-    if checkpoints(run) and not overwrite:
+    if RunFolder(run).checkpoints() and not overwrite:
         raise PackError(
             f"{run}: has checkpoints of an earlier run. Continue it with --resume, replace it "
             "with --overwrite, or choose another --out.",

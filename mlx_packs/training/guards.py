@@ -1,6 +1,5 @@
 """Guards of what a run depends on: its folder, the disk, the memory."""
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -10,19 +9,11 @@ from typing import Any
 
 from ..display import size
 from ..errors import PackError
-from ..files import atomic_write, make_folder, write_errors
+from ..files import write_errors
 from ..leftovers import discard
 from ..memory.pressure import CRITICAL, LOW, memory_pressure
 from ..runtime import mx
 from .observer import Observer
-from .run_folder import (
-    CONFIG,
-    METRICS,
-    best_checkpoint,
-    check_resumable,
-    checkpoints,
-    write_identity,
-)
 from .settings import Run
 from .step import BatchStep
 from .watch import Guard
@@ -43,7 +34,7 @@ class Guarded:
     observers: Sequence[Observer] = ()
 
 
-class RunFolder(Guard):
+class FolderGuard(Guard):
     """Writes the folder again: its identity and metrics at once, checkpoints from now on."""
 
     def __init__(self, guarded: Guarded) -> None:
@@ -56,23 +47,19 @@ class RunFolder(Guard):
 
     def before_checkpoint(self, nbytes: int) -> None:
         """Write what is gone."""
-        folder = self._run.folder
-        if (folder / CONFIG).is_file():
+        files = self._run.files
+        if files.has_identity:
             return
 
-        self._run.display.line(
-            "note", f"{folder}: was removed or moved; it is written again, without its checkpoints"
-        )
-        make_folder(folder)
-        write_identity(folder, self._identity)
-        lines = "".join(json.dumps(line) + "\n" for line in self._curve)
-        atomic_write(folder / METRICS, lines)
+        text = "was removed or moved; it is written again, without its checkpoints"
+        self._run.display.line("note", f"{files.path}: {text}")
+        files.restore(self._identity, self._curve)
 
     def at_end(self) -> None:
         """Check that the run could be resumed."""
         run = self._run
         try:
-            check_resumable(run.folder)
+            run.files.check_resumable()
         except (PackError, OSError):
             raise PackError(
                 f"{run.folder}: was removed while its pack was written. The pack {run.pack} is "
@@ -107,8 +94,8 @@ class DiskSpace(Guard):
         run = self._run
         if run.train.keep_last == -1:  # all are to be kept
             return []
-        best = best_checkpoint(run.folder, best_by=run.train.best)
-        return [folder for folder in checkpoints(run.folder)[:-_KEPT] if folder != best]
+        best = run.files.best_checkpoint(best_by=run.train.best)
+        return [folder for folder in run.files.checkpoints()[:-_KEPT] if folder != best]
 
 
 class Memory(Guard):
@@ -155,7 +142,7 @@ class Memory(Guard):
 
 # By name: makes the guard of a run.
 GUARDS: dict[str, Callable[[Guarded], Guard]] = {
-    "folder": RunFolder,
+    "folder": FolderGuard,
     "disk": DiskSpace,
     "memory": Memory,
 }

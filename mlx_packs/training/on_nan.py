@@ -18,7 +18,7 @@ from ..errors import BackOff, PackError
 from ..files import atomic_write
 from ..reading import parse_json, read_text
 from .observer import Observer
-from .run_folder import NOT_FINITE, latest_checkpoint
+from .run_folder import NOT_FINITE
 from .settings import Run
 
 MOST_SKIPPED = 10  # updates in a row
@@ -89,7 +89,7 @@ class OnNan:
         A model that is not finite leaves no other choice.
         """
         rows = self._rows_of(batches)
-        checkpoint = latest_checkpoint(self._run.folder)
+        checkpoint = self._run.files.latest_checkpoint()
         if self.policy == "back-off" and checkpoint and self._count("back-off") < MOST_BACK_OFFS:
             self._record(number, fault, rows, action="back-off", to=checkpoint.name)
             text = f"{fault}, back to {checkpoint.name} with {self.factor:g} of the learning rate"

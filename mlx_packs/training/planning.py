@@ -31,7 +31,7 @@ from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
-from .run_folder import checkpoints, recorded_matmul_path
+from .run_folder import RunFolder
 from .settings import Place, Run, RunSettings
 
 _OF_STAGES = "extras.pipeline.memory:of_stages"
@@ -91,7 +91,7 @@ def suggesting_pipeline(
 
 def _check_disk(run: Path, disk: DiskPlan) -> None:
     """Check that a run fits on the disk in the place of its own earlier checkpoints."""
-    files = (file for folder in checkpoints(run) for file in folder.iterdir())
+    files = (file for folder in RunFolder(run).checkpoints() for file in folder.iterdir())
     check_disk(disk, run, sum(file.stat().st_size for file in files))
 
 
@@ -159,7 +159,7 @@ def choose_path(
     requested = run.train.matmul_path
     resumed = None
     if run.place.resume and not run.place.overflow:  # in another dtype, others may be faster
-        resumed = recorded_matmul_path(run.folder)
+        resumed = run.files.matmul_path()
 
     if requested != "auto":
         choice = MatmulPathChoice(requested, {}, "as specified")

@@ -24,7 +24,7 @@ from .observers.trackers import check_report_to
 from .planning import check_headers, fit_into_memory, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
 from .rates import note_rates
-from .run_folder import check_resumable, resume_point
+from .run_folder import RunFolder
 from .settings import Place, Request, Run, RunSettings, with_batches
 from .watch import check_validated
 
@@ -67,8 +67,8 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
     folder = place.folder
     earlier = None
     if place.resume:
-        earlier = check_resumable(folder)
-        place = replace(place, resume_point=resume_point(folder))
+        earlier = RunFolder(folder).check_resumable()
+        place = replace(place, resume_point=RunFolder(folder).resume_point())
     settings = settings.as_it_began(earlier)
     adapters = initial_adapters(request.option("resume_adapter_file"), earlier)
 

@@ -17,7 +17,7 @@ from ..distributed.link import GONE
 from ..errors import PackError, RunStopped
 from ..late import load
 from .folders import output_folders
-from .run_folder import latest_checkpoint, run_folder
+from .run_folder import RunFolder, run_folder
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def folders_of_rank(
 
 def _say_gone(pack: Path, run: Path, reason: str) -> None:
     """Print why a rank has ended, and how to go on."""
-    checkpoint = latest_checkpoint(run)
+    checkpoint = RunFolder(run).latest_checkpoint()
     if checkpoint is None:
         PackError(f"{reason}. There is no checkpoint; start again.").show()
     else:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -10,7 +10,7 @@ from types import NoneType
 from ..config.choices import METHODS, TASKS
 from ..config.other_names import without_removed
 from ..errors import PackError, older_version
-from ..files import atomic_write, to_json
+from ..files import atomic_write, make_folder, to_json
 from ..leftovers import discard, recovered
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
@@ -43,83 +43,244 @@ def run_folder(pack: Path) -> Path:
     return pack.with_name(pack.name + "-run")
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run folder, oldest first."""
-    recovered(run)
-    if not run.is_dir():
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a resumed run continues from: the newest that is not damaged."""
+
+    folder: Path
+    damaged: tuple[str, ...] = ()  # what is wrong with each newer checkpoint
+
+    @property
+    def why(self) -> str:
+        """Return which checkpoint it is and why, in words."""
+        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
+        return f"{self.folder.name}, {newest}"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What is in the folder of a run: its identity, checkpoints, metrics and records."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, pack: Path) -> "RunFolder":
+        """Return the folder of the run that writes a pack."""
+        return cls(run_folder(pack))
+
+    @property
+    def has_identity(self) -> bool:
+        return (self.path / CONFIG).is_file()
+
+    def restore(self, identity: dict, metrics: Sequence[Mapping]) -> None:
+        """Write a folder that was removed again, without its checkpoints."""
+        make_folder(self.path)
+        self.write_identity(identity)
+        self._write_metrics(metrics)
+
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints, oldest first."""
+        recovered(self.path)
+        if not self.path.is_dir():
+            return []
+
+        named = [entry for entry in self.path.iterdir() if NAME.fullmatch(entry.name)]
+        folders = [entry for entry in named if entry.is_dir() and not entry.is_symlink()]
+        return sorted(folders, key=batches_of)
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint that is not damaged; None without one."""
+        try:
+            return self.resume_point().folder
+        except PackError:
+            return None
+
+    def best_checkpoint(self, after: int = 0, best_by: str | None = None) -> Path | None:
+        """Return the checkpoint with the best validation score; None if none was measured.
+
+        A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after``
+        leaves out earlier batches: each phase of a run has validation examples of its own.
+        ``best_by`` is what ``--best`` names.
+        """
+        best = None
+        highest = None
+        for folder in self.checkpoints():
+            try:
+                score = read_training_state(folder).score(best_by)
+            except PackError:
+                continue
+            if score and batches_of(folder) > after and score.is_better_than(highest):
+                best = folder
+                highest = score
+        return best
+
+    def resume_point(self) -> ResumePoint:
+        """Return where a run is resumed; the files of newer checkpoints are checked, too.
+
+        Raises PackError if there is no checkpoint, or all are damaged.
+        """
+        damaged: list[str] = []
+        for folder in reversed(self.checkpoints()):
+            try:
+                check_checkpoint(folder)
+            except PackError as error:
+                damaged.append(error.message)
+            else:
+                return ResumePoint(folder, tuple(damaged))
+
+        if damaged:
+            text = damaged[0]
+            if damaged[1:]:
+                text += f" So are {len(damaged) - 1} older ones."
+            raise PackError(f"--resume: {text} Start again with --overwrite.", "unreadable")
+        raise self._without_checkpoint()
+
+    def check_resumable(self) -> dict:
+        """Return the identity of a run; it must have a checkpoint to continue from."""
+        if not self.checkpoints():
+            raise self._without_checkpoint()
+        identity = self.read_identity()
+        _check_packages(self.path, identity.get(PACKAGES))
+        return identity
+
+    def read_identity(self) -> dict:
+        """Return what `write_identity` wrote."""
+        identity = self._parsed_identity()
+        if SEAL not in identity or not _SETTINGS <= set(identity["recipe"]):
+            raise older_version(self.path, "Train again, with --overwrite.")
+        try:
+            check_seal(identity)
+        except ValueError as error:
+            raise PackError(
+                f"{self.path / CONFIG}: {error}. {self._without_identity()}", "unreadable"
+            ) from None
+
+        return without_seal(identity) | {"recipe": without_removed(identity["recipe"])}
+
+    def write_identity(self, identity: dict) -> None:
+        """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``.
+
+        A resumed run takes the ``matmul_path`` that is there, the choice of ``auto``.
+        """
+        content = {"format": f"{_RUN_FORMAT}{RUN_FORMAT_VERSION}", **identity}
+        atomic_write(self.path / CONFIG, to_json(sealed(content)))
+
+    def matmul_path(self) -> str | None:
+        """Return the matmul path that ``auto`` chose when a run began; None if it chose none."""
+        path = self.read_identity().get("matmul_path")
+        if isinstance(path, str):
+            return path
+        return None
+
+    def reference_file(self, start: int) -> Path:
+        """Return the file of the parameters that a phase starts from, after ``start`` batches."""
+        return self.path / f"reference-{start:06d}.safetensors"
+
+    def clear(self) -> None:
+        """Remove the checkpoints, the metrics and the records of an earlier run."""
+        for folder in self.checkpoints():
+            discard(folder, folder)
+        for name in (METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
+            (self.path / name).unlink(missing_ok=True)
+        for file in self.path.glob("reference-*.safetensors"):
+            file.unlink()
+
+    def is_run(self) -> bool:
+        """Return whether the folder is that of a run, or empty."""
+        if not self.path.is_dir():
+            return False
+        if not any(self.path.iterdir()):
+            return True
+        try:
+            return bool(self._parsed_identity())
+        except PackError:
+            return False
+
+    def metrics_until(self, batches: int) -> list[dict]:
+        """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file.
+
+        So are lines that a crash cut short or damage made unreadable.
+        """
+        if not (self.path / METRICS).is_file():
+            return []
+        lines = [line for line in self.metrics() if line["batch"] <= batches]
+        self._write_metrics(lines)
+        return lines
+
+    def metrics(self) -> list[dict]:
+        """Return the lines of metrics.jsonl that are lines of a run; the file stays as it is."""
+        file = self.path / METRICS
+        if not file.is_file():
+            return []
+        texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in map(_metrics_line, texts) if line]
+
+    def _parsed_identity(self) -> dict:
+        """Return the content of the identity file, with the required types."""
+        file = self.path / CONFIG
+        try:
+            identity = read_json(file, object)
+        except (OSError, PackError):
+            raise PackError(
+                f"{file}: cannot be read as JSON. {self._without_identity()}", "unreadable"
+            ) from None
+
+        version = _format_version(identity)
+        if version > RUN_FORMAT_VERSION:
+            raise PackError(
+                f"{file}: format {version} is newer than this program's ({RUN_FORMAT_VERSION}). "
+                "Upgrade mlx-packs.",
+                "unsupported",
+            )
+
+        kinds = {"recipe": dict, "base": str, "data": dict}
+        if not version or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
+            needed = f"format '{_RUN_FORMAT}{RUN_FORMAT_VERSION}', recipe, base, data"
+            raise PackError(
+                f"{file}: is not that of a run (it needs {needed}). {self._without_identity()}",
+                "unreadable",
+            )
+        return identity
+
+    def _without_identity(self) -> str:
+        """Return the remedy for a run whose identity cannot be read."""
+        if not (folders := self.checkpoints()):
+            return "This is no run folder."
+        return (
+            "Restore it from a backup, or start a new run from the adapters with "
+            f"--resume-adapter-file {folders[-1] / ADAPTERS}."
+        )
+
+    def _without_checkpoint(self) -> PackError:
+        """Return the error of a run that ended before its first checkpoint, or never began."""
+        text = "is no run. Check --out, or start a run without --resume."
+        if self.path.is_dir():
+            text = "has no checkpoint. Repeat the command that started it, with --overwrite."
+        return PackError(f"--resume: {self.path} {text}", "not-found")
+
+    def _write_metrics(self, lines: Iterable[Mapping]) -> None:
+        atomic_write(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def seed_runs(folder: Path) -> list[Path]:
+    """Return the run folders of `packs train --seeds` in a folder, the smallest seed first."""
+    if not folder.is_dir():
         return []
 
-    entries = run.iterdir()
-    folders = [f for f in entries if NAME.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
-    return sorted(folders, key=batches_of)
+    runs = [run for run in folder.iterdir() if _SEED_RUN.fullmatch(run.name)]
+    return sorted(runs, key=lambda run: int(run.name.split("-")[1]))
 
 
-def reference_file(run: Path, start: int) -> Path:
-    """The parameters that a phase on preferences begins with, ``start`` batches into the run."""
-    return run / f"reference-{start:06d}.safetensors"
-
-
-def clear_run(run: Path) -> None:
-    """Remove the checkpoints, the metrics and the records of an earlier run."""
-    for folder in checkpoints(run):
-        discard(folder, folder)
-    for name in (METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
-        (run / name).unlink(missing_ok=True)
-    for file in run.glob("reference-*.safetensors"):
-        file.unlink()
-
-
-def write_identity(run: Path, identity: dict) -> None:
-    """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``.
-
-    A resumed run takes the ``matmul_path`` that is there, the choice of ``auto``.
-    """
-    atomic_write(
-        run / CONFIG, to_json(sealed({"format": f"{_RUN_FORMAT}{RUN_FORMAT_VERSION}", **identity}))
-    )
-
-
-def read_identity(run: Path) -> dict:
-    """Return what `write_identity` wrote."""
-    identity = _parsed_identity(run)
-    if SEAL not in identity or not _SETTINGS <= set(identity["recipe"]):
-        raise older_version(run, "Train again, with --overwrite.")
-    try:
-        check_seal(identity)
-    except ValueError as error:
-        raise PackError(
-            f"{run / CONFIG}: {error}. {_without_identity(run)}", "unreadable"
-        ) from None
-
-    return without_seal(identity) | {"recipe": without_removed(identity["recipe"])}
-
-
-def _parsed_identity(run: Path) -> dict:
-    """Return the content of the identity file, with the required types."""
-    file = run / CONFIG
-    try:
-        identity = read_json(file, object)
-    except (OSError, PackError):
-        raise PackError(
-            f"{file}: cannot be read as JSON. {_without_identity(run)}", "unreadable"
-        ) from None
-
-    version = _format_version(identity)
-    if version > RUN_FORMAT_VERSION:
-        raise PackError(
-            f"{file}: format {version} is newer than this program's ({RUN_FORMAT_VERSION}). "
-            "Upgrade mlx-packs.",
-            "unsupported",
-        )
-
-    kinds = {"recipe": dict, "base": str, "data": dict}
-    if not version or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
-        raise PackError(
-            f"{file}: is not that of a run (it needs format '{_RUN_FORMAT}{RUN_FORMAT_VERSION}', "
-            f"recipe, base, data). {_without_identity(run)}",
-            "unreadable",
-        )
-    return identity
+def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
+    """Check that a run continues with the settings, by name, that it began with."""
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise PackError(
+                f"{where}: {name} is {value!r:.200} but the run used "
+                f"{then.get(name)!r:.200}. Resume with the original settings.",
+                "mismatch",
+                name.rpartition(".")[2],
+            )
 
 
 def _format_version(identity: object) -> int:
@@ -132,128 +293,6 @@ def _format_version(identity: object) -> int:
     if match is None:
         return 0
     return int(match[1])
-
-
-def _without_identity(run: Path) -> str:
-    """Return the remedy for a run whose identity cannot be read."""
-    if not (folders := checkpoints(run)):
-        return "This is no run folder."
-    return (
-        "Restore it from a backup, or start a new run from the adapters with "
-        f"--resume-adapter-file {folders[-1] / ADAPTERS}."
-    )
-
-
-def recorded_matmul_path(run: Path) -> str | None:
-    """Return the matmul path that ``auto`` chose when a run began; None if it chose none."""
-    path = read_identity(run).get("matmul_path")
-    if isinstance(path, str):
-        return path
-    return None
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run folder, or empty."""
-    if not folder.is_dir():
-        return False
-    if not any(folder.iterdir()):
-        return True
-    try:
-        return bool(_parsed_identity(folder))
-    except PackError:
-        return False
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a resumed run continues from: the newest that is not damaged."""
-
-    folder: Path
-    damaged: tuple[str, ...] = ()  # what is wrong with each newer checkpoint
-
-    @property
-    def why(self) -> str:
-        """Return which checkpoint it is and why, in words."""
-        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
-
-        return f"{self.folder.name}, {newest}"
-
-
-def seed_runs(folder: Path) -> list[Path]:
-    """Return the run folders of `packs train --seeds` in a folder, the smallest seed first."""
-    if not folder.is_dir():
-        return []
-
-    runs = [run for run in folder.iterdir() if _SEED_RUN.fullmatch(run.name)]
-    return sorted(runs, key=lambda run: int(run.name.split("-")[1]))
-
-
-def resume_point(run: Path) -> ResumePoint:
-    """Return where a run is resumed; all files of newer checkpoints and of this one are checked.
-
-    Raises PackError if there is no checkpoint, or all are damaged.
-    """
-    damaged: list[str] = []
-    for folder in reversed(checkpoints(run)):
-        try:
-            check_checkpoint(folder)
-        except PackError as error:
-            damaged.append(error.message)
-        else:
-            return ResumePoint(folder, tuple(damaged))
-
-    if damaged:
-        text = damaged[0]
-        if damaged[1:]:
-            text += f" So are {len(damaged) - 1} older ones."
-        raise PackError(f"--resume: {text} Start again with --overwrite.", "unreadable")
-    raise _without_checkpoint(run)
-
-
-def _without_checkpoint(run: Path) -> PackError:
-    """Return the error of a run that ended before its first checkpoint, or never began."""
-    if not run.is_dir():
-        text = f"{run} is no run. Check --out, or start a run without --resume."
-    else:
-        text = f"{run} has no checkpoint. Repeat the command that started it, with --overwrite."
-    return PackError(f"--resume: {text}", "not-found")
-
-
-def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint that is not damaged; None without one."""
-    try:
-        return resume_point(run).folder
-    except PackError:
-        return None
-
-
-def best_checkpoint(run: Path, after: int = 0, best_by: str | None = None) -> Path | None:
-    """Return the checkpoint with the best validation score; None if none was measured.
-
-    A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after``
-    leaves out earlier batches: each phase of a run has validation examples of its own. ``best_by``
-    is what ``--best`` names.
-    """
-    best = None
-    highest = None
-    for folder in checkpoints(run):
-        try:
-            score = read_training_state(folder).score(best_by)
-        except PackError:
-            continue
-        if score and batches_of(folder) > after and score.is_better_than(highest):
-            best = folder
-            highest = score
-    return best
-
-
-def check_resumable(run: Path) -> dict:
-    """Return the identity of a run; it must have a checkpoint to continue from."""
-    if not checkpoints(run):
-        raise _without_checkpoint(run)
-    identity = read_identity(run)
-    _check_packages(run, identity.get(PACKAGES))
-    return identity
 
 
 def _check_packages(run: Path, packages: object) -> None:
@@ -272,39 +311,6 @@ def _check_packages(run: Path, packages: object) -> None:
                 "dependency",
                 setting,
             )
-
-
-def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
-    """Check that a run continues with the settings, by name, that it began with."""
-    for name, value in now.items():
-        if then.get(name) != value:
-            raise PackError(
-                f"{where}: {name} is {value!r:.200} but the run used "
-                f"{then.get(name)!r:.200}. Resume with the original settings.",
-                "mismatch",
-                name.rpartition(".")[2],
-            )
-
-
-def read_metrics(run: Path, batches: int) -> list[dict]:
-    """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file.
-
-    So are lines that a crash cut short or damage made unreadable.
-    """
-    if not (run / METRICS).is_file():
-        return []
-    lines = [line for line in logged_metrics(run) if line["batch"] <= batches]
-    atomic_write(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-    return lines
-
-
-def logged_metrics(run: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl that are lines of a run; the file stays as it is."""
-    file = run / METRICS
-    if not file.is_file():
-        return []
-    texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in map(_metrics_line, texts) if line]
 
 
 def _metrics_line(text: str) -> dict | None:

@@ -33,15 +33,7 @@ from ..report.facts import (
 from ..report.page import render
 from ..report.recipe import recipe_sections
 from .checkpoint import batches_of
-from .run_folder import (
-    CONFIG,
-    REPORT,
-    checkpoints,
-    logged_metrics,
-    read_identity,
-    run_folder,
-    seed_runs,
-)
+from .run_folder import CONFIG, REPORT, RunFolder, run_folder, seed_runs
 
 _SUFFIX = "-run"
 
@@ -103,8 +95,8 @@ def pack_facts(pack: Pack, title: str) -> Facts:
 
 def run_facts(run: Path) -> Facts:
     """Return the facts of a run folder for a page, with its pack once the run is over."""
-    identity = read_identity(run)
-    lines = logged_metrics(run)
+    identity = RunFolder(run).read_identity()
+    lines = RunFolder(run).metrics()
     report = read_report(run)
     title = run.resolve().name.removesuffix(_SUFFIX)
 
@@ -176,8 +168,8 @@ def read_report(run: Path) -> dict | None:
 def run_stage(run: Path, identity: Mapping) -> Facts:
     """Return how far a run without a pack got."""
     recipe = identity["recipe"]
-    batches = [line["batch"] for line in logged_metrics(run)]
-    batches += [batches_of(folder) for folder in checkpoints(run)]
+    batches = [line["batch"] for line in RunFolder(run).metrics()]
+    batches += [batches_of(folder) for folder in RunFolder(run).checkpoints()]
     done = max(batches, default=0)
 
     iters = number(recipe.get("iters"))
@@ -209,7 +201,7 @@ def _pack_of(run: Path) -> Pack | None:
 def _is_run_of(run: Path, pack: Pack) -> bool:
     """Return whether a run folder has the base and the data of a pack."""
     try:
-        identity = read_identity(run)
+        identity = RunFolder(run).read_identity()
     except PackError:
         return False
 

@@ -26,7 +26,7 @@ from .folders import output_folders
 from .observer import Observer
 from .result import TrainRun
 from .run import train_request
-from .run_folder import CONFIG, checkpoints, clear_run, run_folder
+from .run_folder import CONFIG, RunFolder, run_folder
 from .seeds_page import SUMMARY, notebook_html, write_seeds_page
 from .settings import Request, recipe_of
 
@@ -108,7 +108,7 @@ class _Outdated(Observer):
         for name in (SUMMARY, PAGE):
             (self._folder / name).unlink(missing_ok=True)
         for run in self._runs:
-            clear_run(run)
+            RunFolder(run).clear()
             (run / CONFIG).unlink(missing_ok=True)
 
 
@@ -252,7 +252,7 @@ def _requests_of_seeds(request: Request, folder: Path, seeds: Sequence[int]) -> 
     recipe = request.recipe
     open_base = _LoadedOnce()
     outs = {seed: folder / f"seed-{seed}" for seed in seeds}
-    has_begun = {seed: bool(checkpoints(run_folder(out))) for seed, out in outs.items()}
+    has_begun = {seed: bool(RunFolder.of(out).checkpoints()) for seed, out in outs.items()}
     resumes = request.option("resume") and any(has_begun.values())
 
     requests = {}

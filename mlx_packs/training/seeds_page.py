@@ -11,7 +11,7 @@ from ..reading import read_json
 from ..report.facts import PAGE, curve_of, name_alone, number, text, unit_of
 from ..report.recipe import recipe_sections
 from ..report.seeds import SeedFacts, SeedsFacts, numbers_of, render, render_fragment
-from .run_folder import CONFIG, logged_metrics, read_identity, seed_runs
+from .run_folder import CONFIG, RunFolder, seed_runs
 from .run_page import read_report, run_stage
 
 SUMMARY = "seeds.json"  # beside the packs
@@ -34,7 +34,7 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
     These are the runs that ``seeds.json`` names; without it, those that are as the first one.
     """
     runs, notes = _runs_of(folder)
-    identities = {run: read_identity(run) for run in runs}
+    identities = {run: RunFolder(run).read_identity() for run in runs}
     first = identities[runs[0]]
     alike = [run for run in runs if _shared(identities[run]) == _shared(first)]
     others = [_name(run) for run in runs if run not in alike]
@@ -43,7 +43,7 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
 
     seeds = [_seed(run, identities[run], has_links) for run in alike]
     recipe = {key: value for key, value in first["recipe"].items() if key != "seed"}
-    unit = unit_of(key for line in logged_metrics(runs[0]) for key in line)
+    unit = unit_of(key for line in RunFolder(runs[0]).metrics() for key in line)
     return SeedsFacts(
         title=text(folder.resolve().name),
         seeds=seeds,
@@ -97,7 +97,7 @@ def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:
     if has_links and (run / PAGE).is_file():
         link = f"{run.name}/{PAGE}"
 
-    curve = curve_of(logged_metrics(run))
+    curve = curve_of(RunFolder(run).metrics())
     report = read_report(run)
     if report is None:
         return SeedFacts(name, run_stage(run, identity).status, link, curve)

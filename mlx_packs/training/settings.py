@@ -20,7 +20,7 @@ from ..packs.base import Base
 from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
-from .run_folder import ResumePoint
+from .run_folder import ResumePoint, RunFolder
 
 if TYPE_CHECKING:
     from ..tasks.rewards import RewardFunction
@@ -231,3 +231,8 @@ class Run(RunSettings):
     @property
     def folder(self) -> Path:
         return self.place.folder
+
+    @property
+    def files(self) -> RunFolder:
+        """What is in the run folder."""
+        return RunFolder(self.place.folder)

@@ -12,7 +12,6 @@ from .. import signals
 from ..adapters.trainable import Trainable
 from ..errors import Code, PackError, RunStopped
 from .checkpoint import save_checkpoint
-from .run_folder import CONFIG, latest_checkpoint
 from .settings import Run
 from .state import TrainingState
 from .watch import Guard
@@ -39,11 +38,11 @@ def resumable(run: Run) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        if (checkpoint := latest_checkpoint(run.folder)) is None:
+        if (checkpoint := run.files.latest_checkpoint()) is None:
             raise
         raise interrupted(run, checkpoint, signals.number_of(error)) from None
     except PackError as error:
-        checkpoint = latest_checkpoint(run.folder)
+        checkpoint = run.files.latest_checkpoint()
         if isinstance(error, RunStopped) or error.code != "unwritable" or checkpoint is None:
             raise
         raise stopped(run, checkpoint, error.message.rstrip("."), "unwritable") from None
@@ -68,6 +67,6 @@ def write_checkpoint(
     try:
         return write()
     except PackError:
-        if (run.folder / CONFIG).is_file():
+        if run.files.has_identity:
             raise
         return write()  # the folder was removed meanwhile

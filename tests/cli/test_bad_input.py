@@ -13,7 +13,7 @@ import pytest
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
-from mlx_packs.training.run_folder import latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.errors import check
 from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import CHATS, chat, write_rows
@@ -165,7 +165,7 @@ def test_train_nan_loss_names_the_step_and_keeps_a_checkpoint(data_here, run):
     (data_here / "c.yaml").write_text(growing)
     code, out, err = run(*COMMAND, "-c", "c.yaml", "--save-every", "1", "--iters", "9")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    latest = latest_checkpoint(data_here / "o-run").name
+    latest = RunFolder(data_here / "o-run").latest_checkpoint().name
     check(run.error, "diverged", None, f"o-run/{latest}")
     step = int(re.match(r"step (\d+): ", run.error.message)[1])
     assert 1 < step < 9 and int(latest.removeprefix("step-")) < step

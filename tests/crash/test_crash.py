@@ -16,7 +16,7 @@ from mlx_packs.bases.files import RECORD
 from mlx_packs.bases.writer import verify
 from mlx_packs.leftovers import recover
 from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
-from mlx_packs.training.run_folder import checkpoints
+from mlx_packs.training.run_folder import RunFolder
 from tests.crash.cases import OVERWRITES, RUNS, Places, hidden_names, weights_of
 from tests.crash.operations import MOMENTS
 from tests.crash.server import Ended, Kill, Server
@@ -98,7 +98,7 @@ def check_run(killer: Killer, args: list[str], uninterrupted: Path, kill: Kill) 
     ended = killer.run(args, folder, kill)
     check_killed(ended, kill)
     resumed = killer.run([*args, "--resume"], folder)
-    if resumed.code == 2 and not checkpoints(folder / "x-run"):
+    if resumed.code == 2 and not RunFolder(folder / "x-run").checkpoints():
         resumed = killer.run([*args, "--overwrite"], folder)  # killed before there was anything
     assert resumed.code == 0, resumed.text
     assert weights_of(folder / "x") == weights_of(uninterrupted / "x")
@@ -233,7 +233,7 @@ def test_a_full_disk_stops_a_run(killer, places):
     """Full when the adapters are written, or the state of their optimizer."""
     args, uninterrupted = RUNS["plain"](places), killer.fresh()
     killer.completed(args, uninterrupted)
-    newest = checkpoints(uninterrupted / "x-run")[-1]
+    newest = RunFolder(uninterrupted / "x-run").checkpoints()[-1]
     sizes = {name: (newest / name).stat().st_size for name in (ADAPTERS, OPTIMIZER)}
     for limit in (sizes[ADAPTERS] - 100, sizes[OPTIMIZER] - 100):
         folder = killer.fresh()

@@ -7,7 +7,7 @@ import pytest
 from mlx_packs.evaluation.perplexity import PerplexityScore
 from mlx_packs.evaluation.scores import MetricScore
 from mlx_packs.tasks.grpo import MeanReward
-from mlx_packs.training.run_folder import logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 
 PREFERENCES = {"preference_accuracy": 0.5, "reward_margin": 0.1}
 
@@ -24,7 +24,7 @@ PREFERENCES = {"preference_accuracy": 0.5, "reward_margin": 0.1}
 def test_a_resumed_run_reads_the_scores_after_a_phase(tmp_path, score):
     line = {"batch": 3, "held_out": {"first": score.to_json()}, "phase": "first"}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (read,) = logged_metrics(tmp_path)
+    (read,) = RunFolder(tmp_path).metrics()
     again = type(score).from_json(read["held_out"]["first"])
     assert (again.value, again.perplexity) == (score.value, score.perplexity)
 

@@ -18,7 +18,7 @@ from mlx_packs.inference.generate import stream
 from mlx_packs.packs.base import load_base
 from mlx_packs.packs.share import pull
 from mlx_packs.runtime import mx
-from mlx_packs.training.run_folder import read_identity
+from mlx_packs.training.run_folder import RunFolder
 from tests.fuzz.subjects import write_tokenizer
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.encoders import write_encoder
@@ -81,7 +81,7 @@ def test_answer_of_the_hub_with_a_wrong_type(hub, tmp_path, change):
 def test_identity_of_a_run_that_is_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with raises("unreadable", None, "config.json: "):
-        read_identity(tmp_path)
+        RunFolder(tmp_path).read_identity()
 
 
 def test_prompt_of_which_the_template_leaves_nothing(shared_tiny):

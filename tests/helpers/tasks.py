@@ -13,7 +13,7 @@ from mlx_packs.objectives.reference import PhaseReference
 from mlx_packs.packs.base import Base
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.tasks.task import Calls, make_tasks
-from mlx_packs.training.run_folder import checkpoints, run_folder
+from mlx_packs.training.run_folder import RunFolder, run_folder
 from tests.helpers.runs import Lines
 
 
@@ -61,5 +61,5 @@ class EncodedTask:
 def interrupted(pack: Path, out: Path) -> Path:
     """A copy ``out`` of a finished run without its pack and its last checkpoint."""
     shutil.copytree(run_folder(pack), run_folder(out))
-    shutil.rmtree(checkpoints(run_folder(out))[-1])
+    shutil.rmtree(RunFolder.of(out).checkpoints()[-1])
     return out

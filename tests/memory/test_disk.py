@@ -12,7 +12,7 @@ from mlx_packs.memory.disk import plan_disk
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.read import read_headers
 from mlx_packs.training.observers.run_files import Retention
-from mlx_packs.training.run_folder import checkpoints
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.unattended import CRASHED
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises
@@ -34,7 +34,7 @@ def counts(monkeypatch) -> list[int]:
     counted, remove = [], Retention.on_checkpoint
 
     def on_checkpoint(self, folder):
-        counted.append(len(checkpoints(folder.parent)))
+        counted.append(len(RunFolder(folder.parent).checkpoints()))
         remove(self, folder)
 
     monkeypatch.setattr(Retention, "on_checkpoint", on_checkpoint)
@@ -58,7 +58,7 @@ def test_the_plan_is_within_a_few_percent_of_the_files(changes, rows, encoder, t
     run = train_pack(base, data, LoRAConfig(), train, tmp_path / "p", progress=display)
     plan = run.report["plan_disk"]
 
-    for folder in checkpoints(run.run):
+    for folder in RunFolder(run.run).checkpoints():
         assert plan["checkpoint_bytes"] == pytest.approx(bytes_of(folder), rel=0.03)
     assert plan["pack_bytes"] == pytest.approx(bytes_of(run.pack.path), rel=0.03)
     assert max(counts) <= plan["checkpoints"] <= max(counts) + 1
@@ -102,7 +102,7 @@ def test_a_run_that_the_disk_cannot_hold_is_rejected(here, monkeypatch, nothing_
 
 def test_checkpoints_that_are_replaced_count_as_free(trained_copy, monkeypatch, nothing_is_loaded):
     needed = plan_disk(estimate(read_headers("tiny"), LORA, TRAIN), TRAIN).total_bytes
-    present = sum(bytes_of(folder) for folder in checkpoints(Path("o-run")))
+    present = sum(bytes_of(folder) for folder in RunFolder(Path("o-run")).checkpoints())
     monkeypatch.setattr(disk, "free_bytes", lambda _: needed - present + 50)
     with pytest.raises(AssertionError, match="weights were loaded"):
         train_pack("tiny", "d", LORA, TRAIN, "o", overwrite=True)

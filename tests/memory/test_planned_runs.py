@@ -19,7 +19,7 @@ from mlx_packs.memory.plan import ERROR
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
 from mlx_packs.training.planning import choose_path, fit_into_memory
-from mlx_packs.training.run_folder import write_identity
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.settings import Place, Request, Run
 from mlx_packs.training.unattended import CRASHED
 from tests.helpers.errors import check, raises
@@ -244,7 +244,7 @@ def test_a_resumed_run_takes_its_path_while_it_fits(
     run.folder.mkdir()
     recipe = {"share_prefix": "auto", "template_date": None}
     identity = {"recipe": recipe, "base": "", "data": {}}
-    write_identity(run.folder, identity | ({"matmul_path": recorded} if recorded else {}))
+    RunFolder(run.folder).write_identity(identity | ({"matmul_path": recorded} if recorded else {}))
     plans = dict.fromkeys(("quantized", "dense"))
     choice = choose_path(run, shared_tiny, (96, 30), plans)
     assert choice.matmul_path == taken

@@ -21,7 +21,7 @@ from mlx_packs.packs.base import Base, load_base_for
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import batches_of
-from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import model_of
 from tests.helpers.rows import chat, write_rows
@@ -201,10 +201,10 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_da
     command = [sys.executable, "-m", "mlx_packs", "train", "-c", "p.yaml", "-q", "--out"]
     broken = subprocess.Popen([*command, "broken"], cwd=tmp_path)
     run = tmp_path / "broken-run"
-    while not checkpoints(run) and broken.poll() is None:
+    while not RunFolder(run).checkpoints() and broken.poll() is None:
         time.sleep(0.02)
     broken.send_signal(signal.SIGINT)
-    assert broken.wait() == 130 and 1 <= batches_of(latest_checkpoint(run)) < 40
+    assert broken.wait() == 130 and 1 <= batches_of(RunFolder(run).latest_checkpoint()) < 40
 
     for more in (["broken", "--resume"], ["whole"]):
         subprocess.run([*command, *more], cwd=tmp_path, check=True)

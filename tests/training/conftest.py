@@ -11,7 +11,7 @@ import pytest
 from mlx_packs import load_base, train_pack
 from mlx_packs.packs.base import Base
 from mlx_packs.training.result import TrainRun
-from mlx_packs.training.run_folder import logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, chat, write_rows
@@ -25,7 +25,7 @@ OPTIONS = ("resume", "overwrite", "callbacks", "loss", "report_to", "progress")
 
 def untimed_metrics(run: Path) -> list[dict]:
     """The lines of a run's metrics without what a clock decides."""
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in logged_metrics(run)]
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in RunFolder(run).metrics()]
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, batch: int, number: int = signal.SIGTERM) -> None:

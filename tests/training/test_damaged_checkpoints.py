@@ -11,13 +11,7 @@ import pytest
 from mlx_packs import train_pack
 from mlx_packs.reading import sha256, without_seal
 from mlx_packs.training.checkpoint import read_training_state
-from mlx_packs.training.run_folder import (
-    checkpoints,
-    is_run,
-    latest_checkpoint,
-    logged_metrics,
-    resume_point,
-)
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.runs import LORA, TRAIN, Lines
@@ -68,7 +62,7 @@ def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed,
 @pytest.mark.parametrize("damage", [flip_last, Path.unlink, lambda file: os.truncate(file, 9)])
 def test_a_damaged_newest_checkpoint_is_passed_over(trained_copy, name, damage):
     damage(RUN / "step-000002" / name)
-    point = resume_point(RUN)
+    point = RunFolder(RUN).resume_point()
     assert point.folder.name == "step-000001"
     (fault,) = point.damaged
     assert fault.startswith(f"{RUN / 'step-000002'}") and name in fault and "\n" not in fault
@@ -87,18 +81,18 @@ def test_a_changed_counter_is_noticed(trained_copy):
     state = json.loads(file.read_text())
     for key, value in (("updates", 3), ("batches", 9), ("trained_tokens", 1)):
         file.write_text(json.dumps({**state, key: value}))
-        assert latest_checkpoint(RUN).name == "step-000001"
+        assert RunFolder(RUN).latest_checkpoint().name == "step-000001"
     file.write_text(json.dumps(state))  # another layout is harmless
-    assert latest_checkpoint(RUN).name == "step-000002"
+    assert RunFolder(RUN).latest_checkpoint().name == "step-000002"
 
 
 def test_a_checkpoint_under_another_name_is_not_taken(trained_copy):
     shutil.copytree(RUN / "step-000001", RUN / "step-000007")
-    assert resume_point(RUN).folder.name == "step-000002"
+    assert RunFolder(RUN).resume_point().folder.name == "step-000002"
 
 
 def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
-    for folder in checkpoints(RUN):
+    for folder in RunFolder(RUN).checkpoints():
         flip_last(folder / "adapters.safetensors")
     with raises("unreadable", "resume", "step-000002", "adapters.safetensors", "--overwrite"):
         resumed()
@@ -107,14 +101,19 @@ def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
 def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resumed, uninterrupted):
     shutil.copytree(RUN / "step-000002", RUN / "step-000008")
     assert "step-000008" in resumed()[0]
-    assert [folder.name for folder in checkpoints(RUN)] == [f"step-{n:06d}" for n in (1, 2, 3)]
-    assert resume_point(RUN).folder.name == "step-000003" and hashes(Path("o")) == uninterrupted
+    assert [folder.name for folder in RunFolder(RUN).checkpoints()] == [
+        f"step-{n:06d}" for n in (1, 2, 3)
+    ]
+    assert (
+        RunFolder(RUN).resume_point().folder.name == "step-000003"
+        and hashes(Path("o")) == uninterrupted
+    )
 
 
 def test_a_checkpoint_without_hashes_is_passed_over(trained_copy):
     file = RUN / "step-000002" / "state.json"
     file.write_text(json.dumps(without_seal(json.loads(file.read_text()))))
-    assert resume_point(RUN).folder.name == "step-000001"
+    assert RunFolder(RUN).resume_point().folder.name == "step-000001"
 
 
 def test_a_damaged_identity_is_one_line_that_saves_the_adapters(trained_copy, resumed):
@@ -122,7 +121,7 @@ def test_a_damaged_identity_is_one_line_that_saves_the_adapters(trained_copy, re
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
     with raises("unreadable", None, "config.json", "--resume-adapter-file o-run/step-000002/"):
         resumed()
-    assert is_run(RUN)  # so that --overwrite may replace it
+    assert RunFolder(RUN).is_run()  # so that --overwrite may replace it
 
 
 DAMAGED_LINES = [
@@ -148,6 +147,6 @@ def test_damaged_metrics_are_harmless(trained_copy, resumed, uninterrupted):
 def test_the_validation_loss_is_that_of_these_weights(small, trained, tmp_path):
     train = replace(TRAIN, iters=4, steps_per_eval=2, keep_last=-1)
     run = train_pack(small, trained / "d", LORA, train, tmp_path / "p").run
-    losses = [read_training_state(folder).valid_loss for folder in checkpoints(run)]
-    (valid,) = [line["valid_loss"] for line in logged_metrics(run) if "valid_loss" in line]
+    losses = [read_training_state(folder).valid_loss for folder in RunFolder(run).checkpoints()]
+    (valid,) = [line["valid_loss"] for line in RunFolder(run).metrics() if "valid_loss" in line]
     assert losses == [None, valid, None, None]

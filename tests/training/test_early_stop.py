@@ -13,7 +13,7 @@ from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import watch
 from mlx_packs.training.checkpoint import ADAPTERS
-from mlx_packs.training.run_folder import checkpoints, read_identity
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.update_guard import UpdateGuard
 from mlx_packs.training.watch import EarlyStop, better_earlier
 from tests.helpers.errors import raises
@@ -80,7 +80,7 @@ def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
     batches = run.report["batches"]
     assert 1 < batches < 6 and run.report["stopped"] == "it trained for 0:25 (--time)"
     assert any(line.startswith("stop batch") for line in train.lines)
-    assert read_identity(run.run)["recipe"]["time"] == "25s"
+    assert RunFolder(run.run).read_identity()["recipe"]["time"] == "25s"
     more = train(iters=batches + 1, val_batches=0, resume=True)
     assert more.report["batches"] == batches + 1
 
@@ -172,7 +172,7 @@ def test_the_number_that_is_named_decides(train, monkeypatch):
     measured = [line for line in run.curve if "valid_exact" in line]
     assert all({"valid_loss", "valid_ppl", "valid_accuracy"} <= set(line) for line in measured)
     # the checkpoint of the best weights stays, beside the last one
-    assert [f.name for f in checkpoints(run.run)] == ["step-000002", "step-000004"]
+    assert [f.name for f in RunFolder(run.run).checkpoints()] == ["step-000002", "step-000004"]
 
     resumed = EarlyStop(patience=2, best_by="valid_exact", curve=run.curve)
     assert resumed.batch == 2 and resumed.reason() == run.pack.manifest["end"]["stopped"]

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs import TrainConfig
 from mlx_packs.config.recipe import resolve
-from mlx_packs.training.run_folder import read_identity
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.errors import raises
 
 FEW = {"iters": 600, "val_batches": 0, "test_batches": 1}  # 600: the default
@@ -18,7 +18,7 @@ def test_batches_are_epochs_times_their_number(train, epochs):
     run = train(epochs=epochs, **FEW)
     assert run.report["batches"] == round(epochs * EACH)
     assert any(line.startswith(f"epochs {epochs:g} of {EACH} batches") for line in train.lines)
-    assert read_identity(run.run)["recipe"]["iters"] == run.report["batches"]
+    assert RunFolder(run.run).read_identity()["recipe"]["iters"] == run.report["batches"]
 
 
 def test_packed_sequences_and_accumulation_are_counted(train):

@@ -21,7 +21,7 @@ from mlx_packs.optim import OPTIMIZERS, make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
-from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.seeds import train_with_seeds
 from mlx_packs.training.settings import Request
 from mlx_packs.training.step import Stepper
@@ -212,7 +212,7 @@ def trained(base, data, train=TRAIN, out="o", lora=LORA, **options):
 
 def stored(out: str) -> dict[str, bytes]:
     """The files of the last checkpoint that must be repeatable."""
-    folder = latest_checkpoint(Path(f"{out}-run"))
+    folder = RunFolder(Path(f"{out}-run")).latest_checkpoint()
     return {n: (folder / f"{n}.safetensors").read_bytes() for n in ("adapters", "optimizer")}
 
 
@@ -232,10 +232,10 @@ def test_a_run_that_overflows_goes_on_in_bfloat16(checkpoint, rows):
     assert result.pack.manifest["measured"]["compute_dtype"] == result.report["compute_dtype"]
 
     last_update = Path(f"o-run/step-{number - 1:06d}")
-    assert last_update in checkpoints(Path("o-run")) and not has_loss_scale(last_update)
+    assert last_update in RunFolder(Path("o-run")).checkpoints() and not has_loss_scale(last_update)
     tensors = result.pack.load_tensors()
     assert all(mx.isfinite(t).all().item() for t in tensors.values())
-    assert not has_loss_scale(latest_checkpoint(Path("o-run")))
+    assert not has_loss_scale(RunFolder(Path("o-run")).latest_checkpoint())
 
     _, lines = trained(checkpoint, rows, replace(TRAIN, iters=5), resume=True)
     assert lines == ["dtype bfloat16 instead of float16: as of step-000004"]
@@ -259,7 +259,7 @@ def test_accumulated_batches_are_taken_again(checkpoint, rows):
     assert any("continues in bfloat16" in line for line in lines)
     assert [line["batch"] for line in result.curve if "loss" in line] == [*range(1, 9)]
     assert result.report["steps"] == 2
-    assert checkpoints(Path("o-run"))[0].name == "step-000000"
+    assert RunFolder(Path("o-run")).checkpoints()[0].name == "step-000000"
 
 
 @pytest.mark.parametrize(
@@ -271,14 +271,14 @@ def test_a_base_that_overflows_is_trained_in_bfloat16(checkpoint, here, held_out
     write_rows(here / "d", train=[{"text": f"one {LARGE} two"}] * 2, valid=valid)
     result, lines = trained(checkpoint, here / "d")
     assert fault in lines[1] and result.report["batches"] == 4
-    assert checkpoints(Path("o-run"))[0].name == "step-000002"
+    assert RunFolder(Path("o-run")).checkpoints()[0].name == "step-000002"
 
 
 def test_a_resumed_run_is_the_unbroken_one(bfloat16_base, here, monkeypatch):
     monkeypatch.setattr(update, "GROWTH", 3)
     data = small_rows(here)
     trained(bfloat16_base, data, out="whole")
-    assert has_loss_scale(latest_checkpoint(Path("whole-run")))
+    assert has_loss_scale(RunFolder(Path("whole-run")).latest_checkpoint())
     trained(bfloat16_base, data, replace(TRAIN, iters=2))
     result, lines = trained(bfloat16_base, data, resume=True)
     assert lines == ["dtype float16: as specified · the loss is scaled"]
@@ -293,7 +293,9 @@ def test_a_run_in_float16_can_be_resumed_on_a_cpu(bfloat16_base, here):
     with runtime.assumed_device("cpu"):
         result, lines = trained(bfloat16_base, data, resume=True)
     assert lines == ["dtype float32 instead of float16: CPUs are far slower in half precision"]
-    assert result.report["batches"] == 4 and not has_loss_scale(latest_checkpoint(Path("o-run")))
+    assert result.report["batches"] == 4 and not has_loss_scale(
+        RunFolder(Path("o-run")).latest_checkpoint()
+    )
 
 
 def test_a_skipped_update_is_logged(bfloat16_base, here, monkeypatch):

@@ -19,12 +19,7 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import checkpoint as checkpoint_module
 from mlx_packs.training import guards
-from mlx_packs.training.run_folder import (
-    check_resumable,
-    checkpoints,
-    latest_checkpoint,
-    logged_metrics,
-)
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
@@ -39,7 +34,7 @@ RUN = Path("p-run")
 
 
 def files_of(run: Path) -> dict[str, str]:
-    return {f.name: sha256(f) for f in latest_checkpoint(run).glob("*.safetensors")}
+    return {f.name: sha256(f) for f in RunFolder(run).latest_checkpoint().glob("*.safetensors")}
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ def whole(train) -> dict[str, str]:
 
 def left() -> str:
     """The numbers of the checkpoints."""
-    return "".join(path.name[-1] for path in checkpoints(RUN))
+    return "".join(path.name[-1] for path in RunFolder(RUN).checkpoints())
 
 
 # --- the run folder
@@ -80,8 +75,8 @@ def test_a_folder_that_vanishes_is_written_again(train, whole, monkeypatch, at, 
     observe(monkeypatch, on_step=vanish)
     run = train("packs/p", progress=display, **SIX)
     assert any("was removed or moved" in line for line in display.lines)
-    check_resumable(folder)
-    lines = logged_metrics(folder)
+    RunFolder(folder).check_resumable()
+    lines = RunFolder(folder).metrics()
     assert lines == run.curve and [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert files_of(folder) == whole
 
@@ -98,7 +93,7 @@ def test_a_folder_that_vanishes_while_a_checkpoint_is_written(train, monkeypatch
     monkeypatch.setattr(checkpoint_module, "save_tensors", write_and_vanish)
     train(**SIX)
     assert vanished
-    check_resumable(RUN)
+    RunFolder(RUN).check_resumable()
     assert left() == "246"
 
 
@@ -159,7 +154,7 @@ def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
 @pytest.mark.parametrize("keep_last", [-1, 4])
 def test_old_checkpoints_make_room_if_any_may_go(train, monkeypatch, keep_last):
     """There is space for three checkpoints."""
-    free_space(monkeypatch, lambda: (1 << 40) if len(checkpoints(RUN)) < 3 else 0)
+    free_space(monkeypatch, lambda: (1 << 40) if len(RunFolder(RUN).checkpoints()) < 3 else 0)
     if keep_last == -1:  # the user wants to have all of them
         with pytest.raises(RunStopped):
             train(iters=5, keep_last=keep_last)
@@ -331,10 +326,10 @@ except SystemExit as end:
 
     assert run_python(code).splitlines()[-1] == "2"
     folder = tmp_path / "p-run"
-    check_resumable(folder)
-    lines = logged_metrics(folder)
+    RunFolder(folder).check_resumable()
+    lines = RunFolder(folder).metrics()
     assert [line["micro_batches"] for line in lines if "micro_batches" in line] == [2, 4]
-    assert 4 <= int(latest_checkpoint(folder).name[-6:]) < 40
+    assert 4 <= int(RunFolder(folder).latest_checkpoint().name[-6:]) < 40
 
 
 # --- the clock

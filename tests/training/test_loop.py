@@ -20,7 +20,7 @@ from mlx_packs.training import step
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.reports import Reports
-from mlx_packs.training.run_folder import latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.state import TrainingState
 from mlx_packs.training.step import BatchStep, StartedStep, Stepper
 from mlx_packs.training.update_guard import UpdateGuard
@@ -255,7 +255,7 @@ def test_a_loss_that_is_not_finite_has_its_number(train, monkeypatch, device, ba
     with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):
         train(iters=6, save_every=3, steps_per_report=10)
     assert announced == list(range(1, bad)) and not Path("p").exists()
-    folder = latest_checkpoint(Path("p-run"))
+    folder = RunFolder(Path("p-run")).latest_checkpoint()
     assert (folder.name if folder else "") == kept
     for file in Path("p-run").rglob("*.safetensors"):
         assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())

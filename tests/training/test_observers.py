@@ -14,11 +14,13 @@ from mlx_lm.tuner import callbacks
 from mlx_packs import TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
+from mlx_packs.reading import sealed
+from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
 from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.observers.trackers import check_report_to
-from mlx_packs.training.run_folder import best_checkpoint, checkpoints, logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.state import TrainingState
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
@@ -28,17 +30,17 @@ EVERY_SECOND = {"steps_per_report": 2, "steps_per_eval": 2, "test_batches": 1}
 
 
 def names(run: Path) -> list[str]:
-    return [folder.name for folder in checkpoints(run)]
+    return [folder.name for folder in RunFolder(run).checkpoints()]
 
 
 def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train):
     run = train(iters=5, keep_last=2, steps_per_eval=2).run
-    best = best_checkpoint(run).name
+    best = RunFolder(run).best_checkpoint().name
     assert best in ("step-000002", "step-000004")
     assert names(run) == sorted({best, "step-000004", "step-000005"})
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     resumed = names(train(iters=7, resume=True, keep_last=1, steps_per_eval=2).run)
-    assert resumed == sorted({best_checkpoint(run).name, "step-000007"})
+    assert resumed == sorted({RunFolder(run).best_checkpoint().name, "step-000007"})
     all_kept = names(train(iters=8, resume=True, keep_last=-1, steps_per_eval=2).run)
     assert all_kept == [*resumed, "step-000008"]
 
@@ -46,7 +48,7 @@ def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train):
 def test_three_checkpoints_are_kept_by_default(train):
     run = train(iters=5, val_batches=0).run
     assert names(run) == ["step-000003", "step-000004", "step-000005"]
-    assert best_checkpoint(run) is None
+    assert RunFolder(run).best_checkpoint() is None
 
 
 @pytest.mark.parametrize("keep_last", [0, -2])
@@ -61,8 +63,9 @@ def write_states(folder: Path, losses: dict[int, float | None]) -> dict[int, Pat
     for batches, loss in losses.items():
         folders[batches] = folder / f"step-{batches:06d}"
         folders[batches].mkdir()
-        state = TrainingState(batches, train_s=1.0, valid_loss=loss)
-        (folders[batches] / "state.json").write_text(json.dumps(asdict(state)))
+        state = asdict(TrainingState(batches, train_s=1.0, valid_loss=loss))
+        facts = {name: {"bytes": 0, "sha256": ""} for name in (ADAPTERS, OPTIMIZER)}
+        (folders[batches] / "state.json").write_text(json.dumps(sealed({**state, "files": facts})))
     return folders
 
 
@@ -71,9 +74,9 @@ def test_retention_removes_checkpoints_of_the_run_alone(tmp_path):
     folders = write_states(tmp_path, dict.fromkeys(batches))
     for foreign in ("step-1", "step-by-step", "notes"):
         (tmp_path / foreign).mkdir()
-    assert checkpoints(tmp_path) == list(folders.values())
+    assert RunFolder(tmp_path).checkpoints() == list(folders.values())
     Retention(tmp_path, 2, Display(QUIET)).on_checkpoint(folders[1_000_000])
-    assert checkpoints(tmp_path) == [folders[999_999], folders[1_000_000]]
+    assert RunFolder(tmp_path).checkpoints() == [folders[999_999], folders[1_000_000]]
     assert {"step-1", "step-by-step", "notes"} <= {path.name for path in tmp_path.iterdir()}
 
 
@@ -82,22 +85,22 @@ def test_a_resumed_run_removes_what_a_killed_one_left(tmp_path):
     (folders[8] / "state.json").write_text("{}")  # damaged: the run continues at 6
     retention = Retention(tmp_path, 2, Display(QUIET), resumed=folders[6])
     retention.on_phase_start(10, 6)
-    assert checkpoints(tmp_path) == [folders[4], folders[6], folders[8]]
+    assert RunFolder(tmp_path).checkpoints() == [folders[4], folders[6], folders[8]]
     retention.on_phase_start(10, 0)  # of the next phase
-    assert checkpoints(tmp_path) == [folders[4], folders[6], folders[8]]
+    assert RunFolder(tmp_path).checkpoints() == [folders[4], folders[6], folders[8]]
 
 
 def test_the_best_checkpoint_is_of_the_phase(tmp_path):
     losses = {2: 1.0, 3: None, 4: 3.0, 6: 2.0, 8: 2.0, 9: 2.5}
     folders = write_states(tmp_path, losses)
-    assert best_checkpoint(tmp_path) == folders[2]
-    assert best_checkpoint(tmp_path, after=3) == folders[6]  # the earlier of two
-    assert best_checkpoint(tmp_path, after=9) is None
+    assert RunFolder(tmp_path).best_checkpoint() == folders[2]
+    assert RunFolder(tmp_path).best_checkpoint(after=3) == folders[6]  # the earlier of two
+    assert RunFolder(tmp_path).best_checkpoint(after=9) is None
     (folders[2] / "state.json").write_text("{}")
-    assert best_checkpoint(tmp_path) == folders[6]
+    assert RunFolder(tmp_path).best_checkpoint() == folders[6]
     retention = Retention(tmp_path, 1, Display(QUIET), starts=(0, 7))
     retention.on_checkpoint(folders[9])
-    assert checkpoints(tmp_path) == [folders[8], folders[9]]
+    assert RunFolder(tmp_path).checkpoints() == [folders[8], folders[9]]
 
 
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
@@ -153,7 +156,7 @@ def test_trackers_get_metrics_under_mlx_lms_names(train, monkeypatch):
     monkeypatch.setattr(callbacks, "wandb", ModuleType("wandb"))
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     run = train(iters=4, report_to="wandb", **EVERY_SECOND).run
-    first, valid, last = logged_metrics(run)
+    first, valid, last = RunFolder(run).metrics()
 
     arguments = made.call_args.kwargs
     assert (arguments["project_name"], arguments["log_dir"]) == ("p-run", str(run))
@@ -182,7 +185,7 @@ def test_tensorboard_and_trackio_get_every_report(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
     run = train(iters=4, report_to="TensorBoard, trackio", **EVERY_SECOND).run
-    _, valid, last = logged_metrics(run)
+    _, valid, last = RunFolder(run).metrics()
 
     board.SummaryWriter.assert_called_once_with(str(run / "tensorboard"))
     writer = board.SummaryWriter.return_value
@@ -218,6 +221,6 @@ def test_tensorboard_reads_what_a_run_wrote(train):
         event = Event.FromString(content[12 : 12 + size])
         values |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         content = content[16 + size :]
-    lines = logged_metrics(run)
+    lines = RunFolder(run).metrics()
     assert values["train/train_loss", 4] == pytest.approx(lines[2]["loss"])
     assert values["valid/val_loss", 2] == pytest.approx(lines[1]["valid_loss"])

@@ -21,7 +21,7 @@ from mlx_packs.optim import make_optimizer
 from mlx_packs.reading import sha256
 from mlx_packs.training import on_nan, step
 from mlx_packs.training.on_nan import read_records
-from mlx_packs.training.run_folder import latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.step import Stepper
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
@@ -61,7 +61,7 @@ def records(run: Path = RUN) -> list[dict]:
 
 def files_of(run: Path = RUN) -> dict[str, str]:
     """Hashes of the tensors of the last checkpoint."""
-    return {f.name: sha256(f) for f in latest_checkpoint(run).glob("*.safetensors")}
+    return {f.name: sha256(f) for f in RunFolder(run).latest_checkpoint().glob("*.safetensors")}
 
 
 def snapshot(model, optimizer) -> dict[str, list]:
@@ -120,7 +120,7 @@ def test_stopping_names_the_rows(train, monkeypatch):
         train(**settings)
     (record,) = records()
     assert record["rows"] == [BAD_ROW] and record["action"] == "stop"
-    assert latest_checkpoint(RUN).name == f"step-{record['batch'] - 1:06d}"
+    assert RunFolder(RUN).latest_checkpoint().name == f"step-{record['batch'] - 1:06d}"
     # the same command goes on with another policy
     run = train(on_nan="skip", resume=True, **settings)
     assert run.report["batches"] == 6 and run.report["skipped"] == 1
@@ -183,7 +183,7 @@ def test_many_skips_in_a_row_end_the_run(train, monkeypatch):
     settings = {**ONE, "on_nan": "skip", "save_every": 2}
     with raises("diverged", None, "step 4", "3 updates in a row", "train.jsonl"):
         train(**settings)
-    assert latest_checkpoint(RUN).name == "step-000002"
+    assert RunFolder(RUN).latest_checkpoint().name == "step-000002"
     with raises("diverged", None, "step 4"):  # two of the three were before
         train(resume=True, **settings)
 

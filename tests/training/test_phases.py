@@ -22,7 +22,7 @@ from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import fit
-from mlx_packs.training.run_folder import latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 from tests.training.conftest import interrupt_at, kill_in, untimed_metrics
@@ -399,7 +399,7 @@ def test_a_run_interrupted_in_each_phase_resumes_bit_identically(
             else:
                 interrupt_at(patch, batch, signal.SIGINT)
             assert run("train", "--out", "o", "-q", *flags)[0] == 130
-        assert latest_checkpoint(folder).name == last
+        assert RunFolder(folder).latest_checkpoint().name == last
         flags = ("--resume",)
     assert run("train", "--out", "o", "-q", "--resume")[0] == 0
 

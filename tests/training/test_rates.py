@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.training.run_folder import logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.errors import check
 from tests.helpers.rows import write_rows
 
@@ -30,7 +30,7 @@ def train(here, run, small_folder):
 
 
 def rates() -> list[float]:
-    lines = logged_metrics(Path("o-run"))
+    lines = RunFolder(Path("o-run")).metrics()
     return [line["learning_rate"] for line in lines if "learning_rate" in line]
 
 

@@ -17,7 +17,7 @@ from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import planning
 from mlx_packs.training.folders import output_folders
-from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.state import TrainingState
 from tests.helpers.damage import renew_hashes
 from tests.helpers.errors import check, raises
@@ -69,10 +69,10 @@ def test_clear_run_takes_checkpoints_only(trained_copy):
     (run / "step-by-step").mkdir()
     (run / "step-1").mkdir()
     (run / "step-000009").write_text("a file")
-    clear_run(run)
+    RunFolder(run).clear()
     left = {path.name for path in run.iterdir()}
     assert left == {"config.json", "step-by-step", "step-1", "step-000009"}
-    assert is_run(run)
+    assert RunFolder(run).is_run()
 
 
 def test_checkpoints_of_a_run_without_a_pack_are_kept(small, trained_copy):
@@ -141,7 +141,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(small_folder,
     command = f"--model {small_folder} --data data --iters 1 --matmul-path dense --out out".split()
     first = CliRunner().invoke(train_command, command)
     assert first.exit_code == 0, first.output
-    clear_run(Path("out-run"))
+    RunFolder(Path("out-run")).clear()
 
     for arguments in (command, ["--out", "out"]):
         result = CliRunner().invoke(train_command, [*arguments, "--resume"])
@@ -171,7 +171,7 @@ def test_resume_needs_no_other_flag(trained_copy, trained):
         for f in (trained, trained_copy)
     )
     assert now == {**then, "iters": 3}
-    assert latest_checkpoint(trained_copy / "o-run").name == "step-000003"
+    assert RunFolder(trained_copy / "o-run").latest_checkpoint().name == "step-000003"
 
 
 def test_resume_flags_and_files_override_what_the_run_was_told(trained_copy):
@@ -203,7 +203,7 @@ def test_resume_keeps_no_gradient_norm_off(small, trained, tmp_path):
 
 
 def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed):
-    file = latest_checkpoint(Path("o-run")) / "state.json"
+    file = RunFolder(Path("o-run")).latest_checkpoint() / "state.json"
     state = json.loads(file.read_text())
     assert state["peak_gb"] > 0
     file.write_text(json.dumps(sealed(state | {"peak_gb": 5.0})))
@@ -229,7 +229,7 @@ def test_read_metrics_keeps_what_happened(tmp_path):
     damaged = ['{"batch": 2, "loss": "2', '{"batch": 3, "loss": "x"}', '["batch"]']
     text = "\n".join([*map(json.dumps, lines), *damaged])
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert read_metrics(tmp_path, 3) == lines
+    assert RunFolder(tmp_path).metrics_until(3) == lines
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == list(map(json.dumps, lines))
 
 
@@ -269,3 +269,11 @@ def test_a_run_that_another_process_is_at_is_refused(trained_copy, trained, flag
     assert code == 2 and len(err.splitlines()) == 1
     check(run.error, "busy", None, "o-run: ")
     assert sorted((trained_copy / "o-run").iterdir()) == kept
+
+
+def test_a_run_that_is_saving_its_first_checkpoint_is_busy(trained_copy, rejected):
+    RunFolder(Path("o-run")).clear()
+    with exclusive_writer(Path("o-run")):
+        check(rejected("train", "--out", "o", "--resume"), "busy", "resume", "o-run", "Wait")
+    error = rejected("train", "--out", "o", "--resume")
+    check(error, "not-found", "resume", "o-run", "--overwrite")

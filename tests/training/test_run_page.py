@@ -18,7 +18,7 @@ from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import run_files
 from mlx_packs.training.observers.console import Console
 from mlx_packs.training.result import RunReport
-from mlx_packs.training.run_folder import clear_run
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.run_page import facts_of_run, read_report
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import CHATS
@@ -118,7 +118,7 @@ def test_a_curve_is_drawn_of_three_reports_or_more(train_four):
     folder, lines = train_four()
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [line for line in lines if line.startswith("page")] == [f"page {folder / 'report.html'}"]
-    clear_run(folder)
+    RunFolder(folder).clear()
     assert not {"loss.png", "report.html", "report.json"} & {path.name for path in folder.iterdir()}
 
 

@@ -18,7 +18,7 @@ from mlx_packs.errors import RunStopped
 from mlx_packs.packs.base import load_base
 from mlx_packs.training import seeds as training
 from mlx_packs.training.run import train_request
-from mlx_packs.training.run_folder import checkpoints
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
 from tests.helpers.errors import raises
@@ -157,7 +157,7 @@ def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, s
         with pytest.raises(RunStopped) as stopped:
             train_with_seeds(request_of("out"))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert checkpoints(Path(f"out/seed-{seed}-run"))[-1].name == "step-000002"
+    assert RunFolder(Path(f"out/seed-{seed}-run")).checkpoints()[-1].name == "step-000002"
     assert Path("out/seed-1-run").exists() == (seed == 1)
 
     train_with_seeds(request_of("out", resume=True))
@@ -171,7 +171,7 @@ def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, s
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(rows, request_of):
     train_with_seeds(request_of("out"))
     expected = adapters("out/seed-1")
-    for checkpoint in checkpoints(Path("out/seed-1-run")):
+    for checkpoint in RunFolder(Path("out/seed-1-run")).checkpoints():
         checkpoint.rename(checkpoint.name)
     train_with_seeds(request_of("out", resume=True))
     assert adapters("out/seed-1") == expected

@@ -14,7 +14,7 @@ from mlx_packs.errors import Interrupted, RunStopped
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training import attached, fit, prepare
 from mlx_packs.training.fit import Fit
-from mlx_packs.training.run_folder import latest_checkpoint
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA
 from tests.helpers.variants import slow_except
@@ -57,7 +57,7 @@ def test_a_signal_ends_a_run_saved(train, here, monkeypatch, number, at, accumul
     assert handlers == [signal.getsignal(n) for n in SIGNALS]
     error = stopped.value
     assert (error.exit_code, error.code) == (128 + number, "interrupted")
-    assert error.checkpoint == latest_checkpoint(Path("p-run"))
+    assert error.checkpoint == RunFolder(Path("p-run")).latest_checkpoint()
     assert error.checkpoint.name == saved
     assert "out='p', resume=True" in str(error)
     assert {path.name for path in here.iterdir()} == {"d", "p-run"}
@@ -157,7 +157,7 @@ main(["train", *{few[1:]!r}, "--iters", "3", "--out", sys.argv[1]])
         os.close(leader)  # what is written to the terminal fails from now on
 
         assert process.wait() == codes
-        last = latest_checkpoint(tmp_path / f"{name}-run").name
+        last = RunFolder(tmp_path / f"{name}-run").latest_checkpoint().name
         assert last == ("step-000003" if ignored else "step-000002")
         assert (tmp_path / name).is_dir() == ignored
 
@@ -192,4 +192,4 @@ def test_layers_are_saved_when_the_signal_follows_the_last_step(tmp_path):
     with pytest.raises(Interrupted), trainer.saving_on_signals(tmp_path / "t"):
         trainer.step_lm(list(linears), x, y)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert latest_checkpoint(tmp_path / "t")
+    assert RunFolder(tmp_path / "t").latest_checkpoint()

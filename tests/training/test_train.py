@@ -11,7 +11,7 @@ from mlx_packs.cli.main import packs
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.memory import matmul_path
 from mlx_packs.runtime import mx
-from mlx_packs.training.run_folder import logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 
@@ -60,7 +60,7 @@ def test_run_reports_what_it_wrote_and_learns(small, numbers, tmp_path):
     )
     entries += "tokens_per_s train_s peak_gb pack_mb matmul_path plan_peak_gb gates".split()
     assert set(entries) <= set(report)
-    assert [line["batch"] for line in logged_metrics(run.run)] == [4, 6]
+    assert [line["batch"] for line in RunFolder(run.run).metrics()] == [4, 6]
 
     again = evaluate(small, tmp_path / "p", numbers, matmul_path="dense")
     assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4

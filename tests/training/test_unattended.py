@@ -15,7 +15,7 @@ from mlx_packs.training import unattended as module
 from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.observers import machine
 from mlx_packs.training.observers.machine import described, shares_of
-from mlx_packs.training.run_folder import logged_metrics
+from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.unattended import SUPERVISED, unattended
 from tests.helpers.observers import observe
 from tests.helpers.runs import Lines
@@ -132,7 +132,7 @@ def test_a_resumed_run_counts_whole_and_what_is_unknown_is_left_out():
 def test_elsewhere_the_log_has_no_such_fields(trained):
     run = trained / "o-run"
     assert "machine" not in json.loads((run / "report.json").read_text()) or macos.is_macos()
-    assert not any(name in line for line in logged_metrics(run) for name in machine.SHARES)
+    assert not any(name in line for line in RunFolder(run).metrics() for name in machine.SHARES)
 
 
 def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(train):

@@ -15,7 +15,7 @@ from ...report.facts import PAGE, Points, curve_of, loss_name
 from ...report.page import render
 from ..checkpoint import batches_of
 from ..observer import Observer
-from ..run_folder import METRICS, PICTURE, REPORT, best_checkpoint, checkpoints
+from ..run_folder import METRICS, PICTURE, REPORT, RunFolder
 from ..run_page import run_facts, write_report
 from . import ObservedRun
 
@@ -122,7 +122,7 @@ class Retention(Observer):
         best_by: str | None = None,
     ) -> None:
         """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
-        self._run = run
+        self._files = RunFolder(run)
         self._keep_last = keep_last
         self._display = display
         self._starts = starts
@@ -146,18 +146,19 @@ class Retention(Observer):
         """Remove what a killed run left, which ended between a checkpoint and the removal."""
         if self._resumed is not None:
             last = batches_of(self._resumed)
-            self._keep([f for f in checkpoints(self._run) if batches_of(f) <= last], self._resumed)
+            known = [folder for folder in self._files.checkpoints() if batches_of(folder) <= last]
+            self._keep(known, self._resumed)
             self._resumed = None
 
     def on_checkpoint(self, folder: Path) -> None:
         """The new one is complete. Later ones are damaged: the run was resumed before them."""
-        self._keep(checkpoints(self._run), folder)
+        self._keep(self._files.checkpoints(), folder)
 
     def _keep(self, existing: list[Path], newest: Path) -> None:
         """Keep the last checkpoints up to the newest, and the best of its phase."""
         until_now = existing[: existing.index(newest) + 1]
         start = max(start for start in self._starts if start < batches_of(newest) or not start)
-        best = best_checkpoint(self._run, start, self._best_by)
+        best = self._files.best_checkpoint(start, self._best_by)
         newest_and_best = {*until_now[-self._keep_last :], best}
 
         for old in existing:

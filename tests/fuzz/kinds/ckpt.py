@@ -7,7 +7,7 @@ from mlx_packs import load_base, train_pack
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.optim import make_optimizer
 from mlx_packs.training.checkpoint import load_checkpoint
-from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
+from mlx_packs.training.run_folder import RunFolder
 from tests.fuzz.kind import SUBJECT, Case, Kind, command, library
 from tests.fuzz.subjects import resealed, write_base, write_chats
 from tests.helpers.runs import LORA, TRAIN
@@ -51,11 +51,11 @@ class CkptKind(Kind):
 
     def _load(self) -> None:
         run = Path(SUBJECT, "o-run")
-        check_resumable(run)
+        RunFolder(run).check_resumable()
         optimizer = make_optimizer(TRAIN)
         optimizer.init(self.trainable.model.trainable_parameters())
-        state = load_checkpoint(latest_checkpoint(run), self.trainable, optimizer)
-        read_metrics(run, state.batches)
+        state = load_checkpoint(RunFolder(run).latest_checkpoint(), self.trainable, optimizer)
+        RunFolder(run).metrics_until(state.batches)
 
     def cheap(self):
         return [
