@@ -24,7 +24,7 @@ from ..runtime import mx
 from .attach import attach
 from .lora import Attached
 from .spec import ModuleSpec, Specs, check_shapes
-from .trainable import Extended, Shape, Trainable
+from .trainable import Shape, Trainable, TrainableWrapper
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -39,7 +39,7 @@ class _Place:
     own: mx.array
 
 
-class Unfrozen(Extended):
+class Unfrozen(TrainableWrapper):
     """A base whose weights are trainable; tensors have the names of its parameters."""
 
     def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
@@ -57,7 +57,7 @@ class Unfrozen(Extended):
         for place in self._places.values():
             place.module[place.key] = place.own
         self.model.freeze()
-        super().detach()
+        self.adapters.detach()
 
     def tensors(self) -> dict[str, mx.array]:
         """Return the trained weights, by the names of the base's parameters."""

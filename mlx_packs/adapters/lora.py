@@ -169,10 +169,8 @@ def _make_lora(
 
         adapter = spec.in_features, spec.widths, spec.experts
         if (spec.kind == "embedding") != geometry.embeds:
-            actual = "a linear"
-            expected = "an embedding"
-            if geometry.embeds:
-                actual, expected = expected, actual
+            kinds = ["an embedding", "a linear"]
+            actual, expected = kinds if geometry.embeds else reversed(kinds)
             raise PackError(
                 f"{spec.path}: the adapter is for {expected}, but the base has {actual}.",
                 "mismatch",

@@ -24,7 +24,7 @@ from ..nn.quantized import QUANTIZED, bare_module, dense_module
 from ..nn.wrapped import FullCopy
 from ..runtime import mx
 from .spec import check_shapes
-from .trainable import Extended, Trainable, find_method
+from .trainable import Trainable, TrainableWrapper, find_method
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -44,7 +44,7 @@ class _Copy:
         return _dense(self.original)[self.key].astype(mx.float32)
 
 
-class WithSavedModules(Extended):
+class WithSavedModules(TrainableWrapper):
     """Adapters and float32 copies of modules, trained together."""
 
     def __init__(self, adapters: Trainable, copies: Mapping[str, _Copy]) -> None:

@@ -5,7 +5,7 @@ A new method is one class and its entry in `config.choices.METHODS`, which names
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -71,8 +71,8 @@ class Trainable(Protocol):
         """Return the number of trainable parameters."""
 
 
-class Extended:
-    """A `Trainable` that is another one and more; what a subclass leaves alone is the other's.
+class TrainableWrapper:
+    """A `Trainable` around another one, which does what a subclass does not define.
 
     Attributes:
         adapters: the other one.
@@ -80,38 +80,9 @@ class Extended:
 
     def __init__(self, adapters: Trainable) -> None:
         self.adapters = adapters
-        self.method = adapters.method
-        self.base = adapters.base
-        self.model = adapters.model
-        self.specs = adapters.specs
-        self.groups = adapters.groups
-        self.replaced = adapters.replaced
-        self.notes = adapters.notes
 
-    @property
-    def details(self) -> str:
-        return self.adapters.details
-
-    def tensors(self) -> dict[str, mx.array]:
-        return self.adapters.tensors()
-
-    def disabled(self) -> AbstractContextManager[None]:
-        return self.adapters.disabled()
-
-    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        self.adapters.load(tensors, where)
-
-    def recompute(self, policy: str) -> None:
-        self.adapters.recompute(policy)
-
-    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        self.adapters.swap(modules)
-
-    def detach(self) -> None:
-        self.adapters.detach()
-
-    def parameter_count(self) -> int:
-        return self.adapters.parameter_count()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.adapters, name)
 
 
 def trainable_modules(model: nn.Module) -> list[nn.Module]:

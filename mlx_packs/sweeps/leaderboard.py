@@ -134,66 +134,6 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A trial with a value of the metric; ``kind`` is a key of `KINDS`."""
-
-    number: int
-    values: Mapping[str, Any]
-    value: float
-    kind: str
-
-
-@dataclass(frozen=True)
-class Leaderboard:
-    """The content of the page: plots of ``entries`` over ``axes``, and a table of all trials.
-
-    Attributes:
-        note: search and metric, in one line.
-        figures: name and value of the headline figures.
-        rows: cells of the table, the best trial first.
-    """
-
-    title: str
-    note: str
-    metric: str
-    figures: Sequence[tuple[str, str]]
-    axes: Sequence[Axis]
-    entries: Sequence[Entry]
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def render(board: Leaderboard) -> str:
-    """Return the page as HTML: one file, no script, nothing from elsewhere."""
-    template = environment().get_template("leaderboard.html.jinja")
-    kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in board.entries)]
-
-    return template.render(
-        board=board,
-        plots=[plot for axis in board.axes if (plot := _plot(board, axis))],
-        legend=[(KINDS[kind], _NAMES[kind]) for kind in kinds],
-    )
-
-
-def _plot(board: Leaderboard, axis: Axis) -> Chart | None:
-    """Return the metric over one parameter; the best trial is drawn last, on top."""
-    series = {
-        (_NAMES[kind], KINDS[kind]): [
-            (
-                entry.values[axis.name],
-                entry.value,
-                f"trial {entry.number}: {axis.name} {entry.values[axis.name]}, "
-                f"{board.metric} {shown(entry.value)}",
-            )
-            for entry in board.entries
-            if entry.kind == kind
-        ]
-        for kind in reversed(KINDS)
-    }
-    return scatter(axis, series, board.metric, _SIZE)
-
-
 def write_leaderboard(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the leaderboard of `Sweep.leaderboard` as JSON, CSV and a page."""
     file = folder / FILE
@@ -260,31 +200,53 @@ def csv_text(content: Mapping) -> str:
 
 
 def page(content: Mapping) -> str:
+    """Return the page as HTML: one file, no script, nothing from elsewhere."""
     metric = content["metric"]
     rows = content["rows"]
-    best_value = best_trial = "none"
-    if content["best"] is not None:
-        best_value = f"{rows[0][metric]:.4g}"
-        best_trial = str(rows[0]["trial"])
-
-    entries = [
-        Entry(row["trial"], row["values"], row[metric], _kind(row, content))
-        for row in rows
-        if row[metric] is not None
-    ]
-
+    best = rows[0] if content["best"] is not None else None
     figures = [
-        ("Best " + metric, best_value),
-        ("Best trial", best_trial),
+        ("Best " + metric, f"{best[metric]:.4g}" if best else "none"),
+        ("Best trial", str(best["trial"]) if best else "none"),
         ("Trials", f"{len(rows)} of {content['trials']}"),
         ("Passed", str(sum(row["status"] == "ok" for row in rows))),
     ]
 
+    by_kind: dict[str, list[Mapping]] = {kind: [] for kind in KINDS}
+    for row in rows:
+        if row[metric] is not None:
+            by_kind[_kind(row, content)].append(row)
+
     direction = "lower" if content["lower_is_better"] else "higher"
     note = f"{content['search']} search · {metric} on held-out examples ({direction} is better)"
-    axes = [*_axes(content).values()]
     header, *lines = table(content)
-    return render(Leaderboard(content["name"], note, metric, figures, axes, entries, header, lines))
+    template = environment().get_template("leaderboard.html.jinja")
+    return template.render(
+        title=content["name"],
+        note=note,
+        metric=metric,
+        figures=figures,
+        plots=[plot for axis in _axes(content).values() if (plot := _plot(by_kind, metric, axis))],
+        legend=[(KINDS[kind], _NAMES[kind]) for kind, some in by_kind.items() if some],
+        header=header,
+        rows=lines,
+    )
+
+
+def _plot(by_kind: Mapping[str, Sequence[Mapping]], metric: str, axis: Axis) -> Chart | None:
+    """Return the metric over one parameter; the best trial is drawn last, on top."""
+    name = axis.name
+
+    def words(row: Mapping) -> str:
+        place = f"{name} {row['values'][name]}"
+        return f"trial {row['trial']}: {place}, {metric} {shown(row[metric])}"
+
+    series = {
+        (_NAMES[kind], KINDS[kind]): [
+            (row["values"][name], row[metric], words(row)) for row in by_kind[kind]
+        ]
+        for kind in reversed(KINDS)
+    }
+    return scatter(axis, series, metric, _SIZE)
 
 
 def _axes(content: Mapping) -> dict[str, Axis]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...adapters.trainable import Extended, Trainable
+from ...adapters.trainable import Trainable, TrainableWrapper
 from ...bases.geometry import select_targets
 from ...bases.shapes import Heads
 from ...config.lora import LoRAConfig
@@ -30,7 +30,7 @@ _TABLE = "model.embed_tokens"
 _HEAD = "lm_head"
 
 
-class PipelinedAdapters(Extended):
+class PipelinedAdapters(TrainableWrapper):
     """The adapters of all ranks, of which each trains those in its own blocks.
 
     The base must be lazy: the weights of other ranks are taken off before they are read. Those of
