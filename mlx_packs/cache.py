@@ -101,11 +101,6 @@ class Cache:
     def put_json(self, key: str, value: Any) -> bool:
         return self.put(key, {_JSON: json_array(value)})
 
-    def discard(self, key: str) -> None:
-        """Remove an entry of arrays, if it is there."""
-        if (file := self.arrays_file(key)) is not None:
-            file.unlink(missing_ok=True)
-
     def file(self, name: str, write: Callable[[BinaryIO], object]) -> Path:
         """Return the file ``name``, whose bytes ``write`` writes if it is missing."""
         assert self.path is not None  # it is needed

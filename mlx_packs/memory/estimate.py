@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .. import late, runtime
 from ..bases.families import check_supported
-from ..config.choices import (
-    ARCHITECTURES,
-    MATMUL_PATHS,
-    TASKS,
-    MatmulPathFacts,
-    architecture_of,
-    registered,
-)
+from ..config.choices import MATMUL_PATHS, TASKS, MatmulPathFacts, architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
@@ -61,33 +54,21 @@ class Estimator(Protocol):
         """Return the reason why a small base is better trained unquantized."""
 
 
-ESTIMATORS = registered(ARCHITECTURES, {"decoder": "memory.decoder", "encoder": "memory.encoder"})
-_OF_HYBRIDS = "memory.hybrid"
-_OF_TEXT_MODELS = "memory.vision"
-
-
 def estimator_of(config: Mapping) -> Estimator:
+    from . import decoder, encoder, hybrid, vision  # of which a run needs one
+
     check_supported(config)
 
     family = config.get("model_type")
     if family in HYBRID_FAMILIES:
-        return late.load(_OF_HYBRIDS)
+        return hybrid
     if family in TEXT_FAMILIES:
-        return late.load(_OF_TEXT_MODELS)
-    return late.load(ESTIMATORS[architecture_of(family)])
+        return vision
+    return {"decoder": decoder, "encoder": encoder}[architecture_of(family)]
 
 
-class Estimate(Protocol):
-    """The peak memory of a run, or of a rank of it, as `estimate` returns it."""
-
-    def __call__(
-        self,
-        headers: Headers,
-        lora: LoRAConfig,
-        train: TrainConfig,
-        shapes: Iterable[Shape] | None = None,
-    ) -> MemoryPlan:
-        """Return the plan of training with these settings."""
+# The peak memory of a run, or of a rank of it, by headers, lora, train and shapes: `estimate`.
+Estimate = Callable[..., MemoryPlan]
 
 
 def estimate(
@@ -112,7 +93,7 @@ def estimate(
 
     plan = max(plans, key=lambda plan: plan.peak_bytes)
     if train.teacher is not None:
-        return late.load("memory.teacher:beside_teacher")(plan, train.teacher)
+        return replace(plan, base=plan.base + late.load("memory.read:teacher_bytes")(train.teacher))
     return plan
 
 

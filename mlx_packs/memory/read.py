@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+from .. import runtime
 from ..bases.compressed_tensors import renamed_headers
 from ..bases.files import (
     CONFIG,
@@ -15,6 +17,8 @@ from ..bases.files import (
 )
 from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..files import is_hub_id
 from ..reading import read_header
@@ -106,3 +110,15 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
 
 def _as_loaded(tensors: Tensors, config: dict) -> Tensors:
     return renamed_headers(tensors, config, DTYPES[stored_dtype(config)])
+
+
+@cache
+def teacher_bytes(name: str) -> int:
+    """Return the bytes of a teacher's weights; on a CPU with dense copies of quantized ones.
+
+    Raises a PackError if its headers cannot be read, or no plan knows its architecture.
+    """
+    headers = read_headers(name)
+    estimator = estimator_of(headers.config)
+    train = TrainConfig(matmul_path="dense" if runtime.on_cpu() else "quantized")
+    return estimator.estimate(headers, LoRAConfig(), train, estimator.smallest_shape(train)).base

@@ -13,7 +13,7 @@ from mlx_packs.data.teacher_cache import TEACHER_ARRAYS
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.teacher import teacher_bytes
+from mlx_packs.memory.read import teacher_bytes
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
