@@ -19,9 +19,8 @@ from .options import option
 from .output import print_report, wants_json
 
 if TYPE_CHECKING:
-    from ..data.overview import SplitOverview
+    from ..data.overview import Reader, SplitOverview
     from ..data.rows import Splits
-    from ..data.split_facts import Reader
 
 _MOST_LABELS = 8  # in a line
 _BAR = 40  # characters of the longest bar of a histogram
@@ -139,9 +138,9 @@ def _readers(
     from ..bases.model_tokenizer import tokenizer_of
     from ..data.formats import FORMATS, first_format, formats_of, own_formats
     from ..data.labels import find_classes
+    from ..data.overview import Reader
     from ..data.pair_formats import PairFormat
     from ..data.rows import load_rows
-    from ..data.split_facts import Reader
     from ..data.task_formats import LABEL_FORMATS
     from ..tasks.tokens import encoding_options
 

@@ -12,7 +12,7 @@ from ..config.tasks import tasks_of
 from ..data.encoding import checked_format
 from ..data.formats import own_formats
 from ..data.left_out import template_notes
-from ..data.split_facts import Reader
+from ..data.overview import Reader
 from ..display import Display
 from ..tasks.phases import resolve_phases
 from ..tasks.tokens import encoding_options

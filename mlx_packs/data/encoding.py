@@ -1,5 +1,6 @@
 """Rows as tokens; a token is a target if it starts inside a supervised span of the row's text."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from .formats import (
     with_task,
 )
 from .images import FEWER_BY_MAX_PIXELS
-from .sources import Fingerprint, Rows, as_rows, canonical_line
+from .sources import Rows, as_rows, canonical_line
 from .token_store import ByteFile, Example, JoinedExamples, TokenStore
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
@@ -231,7 +232,7 @@ class Encoder:
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
         self.bad = BadRows(columns.on_bad_row == "stop")
         self.drops_long_rows = columns.on_long_row == "drop"  # if they have images
-        self.fingerprint = Fingerprint()
+        self.fingerprint = hashlib.sha256()
         self.lines = ByteFile() if is_part else None
         self.store = TokenStore()
         self.cut = self.dropped = 0

@@ -257,28 +257,16 @@ def check_input(row: Row, names: DataConfig) -> RowFormat:
     return row_format
 
 
-class _Kinds:
-    """Whether labels are numbers or texts, which may not be mixed."""
-
-    def __init__(self) -> None:
-        self.first: tuple[str, str] | None = None  # kind, and the row that has it
-
-    def check(self, row: Row, column: str) -> None:
-        values = row.value[column]
-        values = list_of(row, column) if column == "labels" else [values]
-
-        for value in values:
-            kind = "a text" if isinstance(value, str) else "a number"
-            self.first = self.first or (kind, row.where)
-            if kind != self.first[0]:
-                fault = f"the label {shown(value)} is {kind}, but {self.first[1]} has "
-                raise row.error(
-                    f"{fault}{self.first[0]}. Write all of them as texts.", "mixed labels"
-                )
-
-    @property
-    def are_numbers(self) -> bool:
-        return self.first is not None and self.first[0] == "a number"
+def _check_kind(row: Row, column: str, first: tuple[str, str] | None) -> tuple[str, str] | None:
+    """Return the kind of the first label, and the row that has it; all must be of one kind."""
+    values = list_of(row, column) if column == "labels" else [row.value[column]]
+    for value in values:
+        kind = "a text" if isinstance(value, str) else "a number"
+        first = first or (kind, row.where)
+        if kind != first[0]:
+            fault = f"the label {shown(value)} is {kind}, but {first[1]} has {first[0]}. "
+            raise row.error(f"{fault}Write all of them as texts.", "mixed labels")
+    return first
 
 
 def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes:
@@ -292,7 +280,7 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
     column = None
     first_format = None
     first_error = None
-    kinds = _Kinds()
+    first_kind = None
     seen: dict[Any, None] = {}
     in_all: set[Any] = set()  # labels that every row has
 
@@ -302,7 +290,7 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
             column = column or label_column(row)
             label = read_label(row, column)
             if column != "score":
-                kinds.check(row, column)
+                first_kind = _check_kind(row, column, first_kind)
         except RowError as error:
             if names.on_bad_row == "stop":
                 raise
@@ -329,11 +317,9 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
             "data",
         )
 
-    ordered = sorted(seen)
-    if kinds.are_numbers:
-        ordered = sorted(seen, key=int)
-    if column == "score":
-        ordered = []
+    are_numbers = first_kind is not None and first_kind[0] == "a number"
+    key = int if are_numbers else None
+    ordered = [] if column == "score" else sorted(seen, key=key)
     return Classes(PROBLEMS[column], tuple(ordered), first_format is CHAT)
 
 

@@ -1,26 +1,186 @@
-"""The overview of a data set by split: lengths, truncation, targets, bad rows, near-copies."""
+"""The overview of a data set by split: what its rows become for a task, and near-copies."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ..config.common import CommonConfig
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
-from .bad_rows import RowError
-from .formats import Row
+from .bad_rows import BadRows, RowError
+from .encoding import EncodingOptions
+from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat, check_format
 from .images import stored_text, with_whole_paths
+from .labelled import NO_LIMIT, encode_labelled, prompt_lengths
+from .labels import REGRESSION, Classes
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
+from .pair_formats import PairFormat
+from .pairs import encode_pairs
+from .preferences import encode_tokens
+from .prompts import encode_prompts
+from .ranking_formats import RankingFormat
+from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
 from .rows import Splits, held_out
+from .sharing import Repeats, repeats_of
 from .sources import Rows, as_rows
-from .split_facts import Reader, SplitFacts
+from .task_formats import RATED
+from .token_store import masked
+from .trees import common_inputs
 
 _SAMPLED = 400  # rows that are compared for near-copies
 _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with something in them
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    lengths: np.ndarray  # of examples before they are cut, [N]
+    bad: BadRows  # rows that cannot be used
+    unit: str = "tokens"  # of lengths, or characters of the longest text of a pair
+    cut: int = 0  # examples that are longer than the maximum
+    dropped: int = 0  # of these, examples that are left out
+    beyond: int = 0  # rows that have images beyond the maximum, which are not cut
+    learned: float | None = None  # share of the tokens that the loss is on; None without one
+    common: int = 0  # tokens that every example begins with; 0 if fewer than 16
+    # What examples, cut to the maximum, repeat of each other in batches of the default size; None
+    # unless they are single sequences.
+    repeats: Repeats | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)  # and how many rows have each
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads rows as a run does, with the default settings of its task.
+
+    Attributes:
+        tokenizer: of the base; of pairs that of single texts.
+        classes: that labelled rows have.
+        by_characters: whether the lengths of pairs are characters.
+        scores_whole: whether completions are scored at their end, so that none is cut.
+    """
+
+    format: RowFormat
+    columns: DataConfig
+    tokenizer: Any
+    options: EncodingOptions
+    classes: Classes | None = None
+    by_characters: bool = False
+    scores_whole: bool = False
+
+    @property
+    def limit(self) -> int:
+        return self.options.max_seq_length
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether some tokens of an example are trained on."""
+        if self.classes is not None or self.scores_whole:
+            return False
+        return isinstance(self.format, TokenFormat) or self.format is PREFERENCE
+
+    def masked(self, rows: Rows) -> tuple[list[dict], str]:
+        """Return rows in spans of text that are targets or not, and what the loss is on."""
+        examples = encode_tokens(rows, self.tokenizer, self.columns, self.options, self.format)
+        return [masked(example, self.tokenizer) for example in examples.items], examples.loss_on
+
+    def facts(self, rows: Rows) -> SplitFacts:
+        if self.classes is not None:
+            return self._labelled(rows, self.classes)
+        if isinstance(self.format, PairFormat):
+            if self.by_characters:
+                return self._characters(rows, self.format)
+
+            pairs = encode_pairs(rows, self.tokenizer, self.limit, "skip")
+            whole = encode_pairs(rows, self.tokenizer, NO_LIMIT, "skip")
+            return SplitFacts(whole.lengths, pairs.bad, cut=pairs.cut)
+
+        if isinstance(self.format, RankingFormat):
+            return self._rankings(rows)
+        if self.format is PROMPT:
+            prompts = encode_prompts(rows, self.tokenizer, self.columns, self.limit)
+            return SplitFacts(prompts.lengths, prompts.bad)
+
+        return self._sequences(rows)
+
+    def _sequences(self, rows: Rows) -> SplitFacts:
+        whole = replace(self.options, max_seq_length=NO_LIMIT)
+        examples = encode_tokens(rows, self.tokenizer, self.columns, whole, self.format)
+        lengths = np.asarray(examples.lengths)
+        labels: dict[str, int] = {}
+        if self.format is RATED:
+            lengths = lengths[::2]  # the others have a completion of another row
+            labels = _counted("true" if label else "false" for label in examples.labels)
+
+        if self.scores_whole:
+            dropped = int((examples.row_lengths.max(axis=1) >= self.limit).sum())
+            return SplitFacts(lengths, examples.bad, cut=dropped, dropped=dropped)
+
+        step = len(examples) // len(lengths)
+        cut = [i * step for i in np.flatnonzero(lengths > self.limit).tolist()]
+        repeats = None
+        if isinstance(self.format, TokenFormat) and not labels:
+            repeats = repeats_of(examples, CommonConfig.batch_size, self.limit)
+
+        return SplitFacts(
+            lengths,
+            examples.bad,
+            cut=len(cut),
+            dropped=sum(not examples.items[i].target[: self.limit].any() for i in cut),
+            beyond=int(sum(examples.items[i].tokens[self.limit :].min() < 0 for i in cut)),
+            learned=examples.targets / max(1, int(examples.lengths.sum())),
+            common=common_inputs(examples.items),
+            repeats=repeats,
+            labels=labels,
+        )
+
+    def _labelled(self, rows: Rows, classes: Classes) -> SplitFacts:
+        examples = encode_labelled(rows, self.tokenizer, self.columns, self.options, classes)
+        lengths = prompt_lengths(examples, self.tokenizer, classes)
+        cut = int((lengths >= self.limit).sum())
+
+        labels: dict[str, int] = {}
+        if classes.problem != REGRESSION:
+            marks = examples.labels
+            if marks.ndim == 1:
+                marks = marks[:, None] == np.arange(classes.outputs)
+            labels = dict(zip(classes.labels, marks.sum(axis=0).tolist(), strict=True))
+
+        dropped = cut if classes.chat else 0
+        return SplitFacts(lengths, examples.bad, cut=cut, dropped=dropped, labels=labels)
+
+    def _rankings(self, rows: Rows) -> SplitFacts:
+        prompt = RerankPrompt(self.tokenizer, INSTRUCTION, NO_LIMIT)
+        rankings = encode_rankings(rows, prompt, "skip")
+        lengths = np.array([len(text) for query in rankings.tokens for text in query])
+        labels = _counted(f"{label:g}" for query in rankings.labels for label in query)
+        cut = int((lengths > self.limit).sum())
+
+        return SplitFacts(lengths, rankings.bad, cut=cut, labels=labels)
+
+    def _characters(self, rows: Rows, row_format: PairFormat) -> SplitFacts:
+        """Count the characters of each usable row's longest text."""
+        lengths = []
+        bad = BadRows(stops=False)
+        for i, row in enumerate(rows):
+            try:
+                check_format(row, row_format, rows.where(0), self.columns)
+                pairs = row_format.usable(row)
+                lengths.append(max(len(text) for pair in pairs for text in pair.texts))
+            except RowError as error:
+                bad.add(i, error)
+
+        bad.check_some_left(len(rows))
+        return SplitFacts(np.array(lengths), bad, "characters")
+
+
+def _counted(labels: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(labels).items()))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .formats import Row, check_format, first_format
 from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .sampler import Sampler
 from .shapes import PairShape, padded_length
-from .sources import Fingerprint, as_rows
+from .sources import as_rows, canonical_line
 from .token_store import StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
@@ -120,7 +120,7 @@ def encode_pairs(
 
     where = as_rows(rows).places()
     bad = BadRows(on_bad_row == "stop")
-    fingerprint = Fingerprint()
+    fingerprint = hashlib.sha256()
     texts = _Texts(tokenizer, limit)
     used = array("q")
     numbers = array("q")
@@ -132,7 +132,7 @@ def encode_pairs(
         return list(row_format.usable(row))
 
     for i, row, pairs in bad.usable(rows, read):
-        fingerprint.add(row)
+        fingerprint.update(canonical_line(row))
         for (anchor, *others), score in pairs:
             if score is not None:
                 scores.append(score)

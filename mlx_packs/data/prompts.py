@@ -1,5 +1,6 @@
 """Prompts as tokens: the rows whose completions a run generates."""
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from .batches import TokenCollate
 from .chat_formats import about_conversation
 from .dataset import Batch, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
-from .sources import Fingerprint, Rows, as_rows
+from .sources import Rows, as_rows, canonical_line
 from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
 
 _PLACEHOLDER = "."  # of a row without a completion, for the template
@@ -130,7 +131,7 @@ def encode_prompts(
     """
     rows = as_rows(rows)
     bad = BadRows(columns.on_bad_row == "stop")
-    fingerprint = Fingerprint()
+    fingerprint = hashlib.sha256()
     used = array("q")
     tokens: list[list[int]] = []
 
@@ -143,7 +144,7 @@ def encode_prompts(
 
     for i, row, prompt in bad.usable(rows, read):
         tokens.append(prompt)
-        fingerprint.add(row)
+        fingerprint.update(canonical_line(row))
         used.append(i)
 
     return Prompts(tokens, rows, used, bad, fingerprint.hexdigest())

@@ -5,6 +5,7 @@ The text of each is Qwen3-Reranker's, in the chat template of the base.
 Qwen3-Reranker: https://arxiv.org/abs/2506.05176
 """
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from .dataset import Batch, Shape, edges_of
 from .formats import Row, check_format, first_format
 from .ranking_formats import RANKING_FORMATS, Ranking
 from .shapes import padded_length
-from .sources import Fingerprint, as_rows
+from .sources import as_rows, canonical_line
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM = (
@@ -166,7 +167,7 @@ def encode_rankings(
     rows = row_format.grouped(rows)
     where = as_rows(rows).places()
     bad = BadRows(on_bad_row == "stop")
-    fingerprint = Fingerprint()
+    fingerprint = hashlib.sha256()
     used = array("q")
     tokens = []
     labels = []
@@ -177,7 +178,7 @@ def encode_rankings(
         return row_format.usable(row)
 
     for i, row, ranking in bad.usable(rows, read):
-        fingerprint.add(row)
+        fingerprint.update(canonical_line(row))
         used.append(i)
         encoded = [prompt.tokens(ranking.query, document) for document in ranking.documents]
         cut += sum(is_cut for _, is_cut in encoded)

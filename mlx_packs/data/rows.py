@@ -294,23 +294,14 @@ def _source_of(file: Path) -> Source:
     if (suffix := suffix_of(file)) is None:
         raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
 
-    _check_regular(file)
     try:
+        mode = file.stat().st_mode
+        if not stat.S_ISREG(mode):  # what has no end: a pipe, a socket, a device
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+            raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
         return _READERS[suffix](file)
     except OSError as error:
         raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
-
-
-def _check_regular(file: Path) -> None:
-    """Raise a PackError for a folder, and for what has no end: a pipe, a socket, a device."""
-    try:
-        mode = file.stat().st_mode
-    except OSError as error:
-        raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
-
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-        raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
 
 
 def _json_rows(file: Path) -> ValueList:
@@ -383,10 +374,11 @@ def _hf_dataset(name: str) -> dict[str, Rows]:
     if "train" not in splits:
         raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
 
-    rows = {split: Rows() for split in SPLITS}
-    for split, values in splits.items():
-        rows[split] = Rows([ValueList(f"{name}/{split}", values, label_names(values))])
-    return rows
+    rows = {
+        split: Rows([ValueList(f"{name}/{split}", values, label_names(values))])
+        for split, values in splits.items()
+    }
+    return {split: rows.get(split, Rows()) for split in SPLITS}
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:

@@ -159,9 +159,9 @@ class Rows(Sequence[Row]):
 
     def fingerprint(self) -> str:
         """Return the hash of the rows by which a resumed run knows them again."""
-        digest = Fingerprint()
+        digest = hashlib.sha256()
         for row in self:
-            digest.add(row)
+            digest.update(canonical_line(row))
         return digest.hexdigest()
 
     def is_in_files(self) -> bool:
@@ -206,25 +206,8 @@ def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
 
 
 def canonical_line(row: Row) -> bytes:
-    """Return a row as the line of JSON that is hashed, however its file is written."""
+    """Return a row as the line of JSON that fingerprints hash, however its file is written."""
     return _CANONICAL.encode(row.value).encode(errors="surrogatepass") + b"\n"
-
-
-class Fingerprint:
-    """A hash of rows in their order, whatever file they are in and however it is written."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-
-    def add(self, row: Row) -> None:
-        self.update(canonical_line(row))
-
-    def update(self, lines: bytes | memoryview) -> None:
-        """Add `canonical_line`s."""
-        self._digest.update(lines)
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
 
 
 class RowList(Source):
