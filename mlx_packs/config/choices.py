@@ -419,7 +419,6 @@ TASKS = Table(
                 hub="text-ranking",
                 merges_head=True,
                 evaluator="mlx_packs.evaluation.rankings:RerankEvaluator",
-                evaluate="mlx_packs.evaluation.rankings:evaluate_new_head",
                 worker="mlx_packs.serving.embedding:Reranker",
                 merged_files="mlx_packs.convert.sentence_transformers:reranker_files",
                 compare_merged="mlx_packs.convert.task_fidelity:compare_scores",

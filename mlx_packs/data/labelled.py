@@ -3,7 +3,7 @@
 A head reads the class at the last token of a text, or of the prompt of a chat.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ def encode_labelled(
     options: EncodingOptions,
     classes: Classes,
     num_proc: int | None = None,
-    advance: Callable[[], None] | None = None,
     labelled: bool = True,
 ) -> Examples:
     """Return every row as an example of its class, with its label as `Classes.encoded` has it.
@@ -70,7 +69,7 @@ def encode_labelled(
 
     row_format = COMPLETION if classes.chat else TEXT
     examples, _ = encode_cached(
-        source, tokenizer, names, options, row_format=row_format, num_proc=num_proc, advance=advance
+        source, tokenizer, names, options, row_format=row_format, num_proc=num_proc
     )
     if examples.items.parts["tokens"].min() < 0:
         raise PackError(

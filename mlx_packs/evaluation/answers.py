@@ -76,10 +76,6 @@ class AnsweredScore(Score):
         return self.score.value
 
     @property
-    def nll(self) -> float:
-        return self.score.value
-
-    @property
     def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics, with the share of right answers."""
         return {**self.score.entries, f"valid_{self.metric}": self.share}

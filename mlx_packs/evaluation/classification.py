@@ -24,7 +24,7 @@ from ..errors import PackError
 from ..objectives.classification import ScoreHead
 from ..packs.base import Base
 from ..packs.card import format_commonest
-from ..packs.classify import attached, objective_of
+from ..packs.classify import open_classifier
 from ..packs.pack import Pack
 from .embeddings import pearson, spearman
 from .rows import EvalSettings
@@ -338,9 +338,8 @@ def evaluate_classifier(
 
     path = scoring_path(base, batches, settings.matmul_path)
     bars = settings.display.task("score", len(batches), "batches")
-    with attached(base, pack, path) as head, bars as bar:
-        classifier = objective_of(base, classes, head)
-        predictions = predict(classifier, batches, classes.problem, bar.advance)
+    with open_classifier(base, pack, path) as classifier, bars as bar:
+        predictions = predict(classifier.objective, batches, classes.problem, bar.advance)
 
     predictions = predictions.at(classes.temperature)
     return ClassificationReport(

@@ -34,8 +34,11 @@ class Evaluator(Protocol):
     def score(self) -> Any:
         """Score the base as it is now, with its active pack if it has one."""
 
-    def report(self, base: Any, pack: Any | None) -> "EvalReport | MetricReport":
-        """Return the combined report of the scores of the base, and of the base with the pack."""
+    def report(self, base: Any | None, pack: Any | None) -> "EvalReport | MetricReport":
+        """Return the combined report of the scores of the base, and of the base with the pack.
+
+        A base has no score if the pack has a head.
+        """
 
 
 # By architecture: makes the evaluator of a base, rows and settings.
@@ -66,9 +69,9 @@ def evaluate(  # noqa: PLR0913 - a public facade
 ) -> "EvalReport | MetricReport | RewardReport | ClassificationReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
-    Both see the same examples. For embeddings the report has correlations, retrieval metrics or
-    triplet accuracy, depending on the columns. For a reward model it has preference accuracy and
-    reward margin, and for a classifier accuracy, macro F1, log loss and calibration error.
+    Both see the same examples. Embeddings have correlations, retrieval metrics or triplet accuracy,
+    by their columns; a reward model has preference accuracy and reward margin; and a classifier has
+    accuracy, macro F1, log loss and calibration error.
 
     Args:
         base: A base model without an active pack: a loaded one, or a name as in `load_base`.
@@ -84,8 +87,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         columns: Names of the columns, as in `train_pack`, and, in place of ``data``, the source of
             the examples; None is as the pack was trained. Standard names are always read.
         metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
-            ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"`` and ``"none"``
-            otherwise.
+            ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"``, else ``"none"``.
         share_prefix: Whether the common prefix of examples is computed once for each batch:
             ``"on"``, ``"off"``, or ``"auto"`` if it is exact and saves 15 % of the inputs.
         progress: Whether to show the progress, as in `train_pack`.
@@ -107,7 +109,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
     if pack is not None:
         recipe = pack._part("recipe")
         trained = pack._part("objective")
-        evaluator, evaluate_pack = _of_task(pack, evaluator)
+        evaluator = task_code(pack.manifest, "evaluator") or evaluator
+        evaluate_pack = task_code(pack.manifest, "evaluate")
 
     if evaluate_pack is None:
         loss_on = loss_on or trained.get("loss_on")
@@ -131,19 +134,13 @@ def evaluate(  # noqa: PLR0913 - a public facade
     return _report(base, pack, evaluator(base, rows, settings))
 
 
-def _of_task(pack: Pack, usual: Any) -> tuple[Any, Any]:
-    """Return the evaluator of a pack, and what evaluates one that no base can be compared with."""
-    own = task_code(pack.manifest, "evaluator")
-    if own is not None and not has_score_head(pack.manifest):
-        return own, None
-    return usual, task_code(pack.manifest, "evaluate")
-
-
 def _report(
     base: Base, pack: Pack | None, evaluator: Evaluator
 ) -> "EvalReport | MetricReport | RewardReport":
-    with activated(base, None, evaluator.matmul_path):
-        base_score = evaluator.score()
+    base_score = None
+    if pack is None or not has_score_head(pack.manifest):  # which gives the pack's numbers
+        with activated(base, None, evaluator.matmul_path):
+            base_score = evaluator.score()
 
     pack_score = None
     if pack:

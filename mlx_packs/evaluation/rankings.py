@@ -4,7 +4,7 @@ The numbers are those of sentence-transformers' CrossEncoderRerankingEvaluator; 
 equal scores those that answer least come first, so that no order of a row is of use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from ..data.formats import Row
 from ..data.rankings import INSTRUCTION, Rankings, RerankPrompt, encode_rankings
 from ..objectives.rerank import Scorer, scorer_of
 from ..packs.base import Base
-from ..packs.pack import Pack
 from .rows import EvalSettings
 from .scores import MetricReport, Metrics, check_no_text_settings, standard_error
 
@@ -25,7 +24,6 @@ def score_rankings(
     scorer: Scorer,
     rankings: Rankings,
     batch_size: int,
-    advance: Callable[[int], None] | None = None,
 ) -> Metrics:
     """Return metrics and their standard errors. The model must be in evaluation mode."""
     rows = [tokens for documents in rankings.tokens for tokens in documents]
@@ -80,12 +78,3 @@ class RerankEvaluator:
 
     def report(self, base: Metrics | None, pack: Metrics | None) -> MetricReport:
         return MetricReport.of(len(self._rankings), self._rankings.format, base, pack)
-
-
-def evaluate_new_head(
-    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
-) -> MetricReport:
-    """Return the report of a pack with a head of its own, which the base has no score without."""
-    evaluator = RerankEvaluator(base, rows, settings)
-    with base.applied(pack, evaluator.matmul_path):
-        return evaluator.report(None, evaluator.score())

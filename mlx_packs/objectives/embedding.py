@@ -8,18 +8,17 @@ https://arxiv.org/abs/1705.00652. CoSENT: https://kexue.fm/archives/8847. Triple
 https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/abs/2101.06983
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.tasks import EmbeddingConfig
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Dataset, Layout
 from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx
-from .objective import Inputs, Objective, arrays_of
+from .objective import Inputs, TextsObjective
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
@@ -139,7 +138,7 @@ _LOSSES: dict[str, Callable[..., mx.array]] = registered(
 )
 
 
-class EmbeddingObjective(Objective):
+class EmbeddingObjective(TextsObjective):
     """A loss of embeddings by its name in `config.choices.LOSSES`, with its settings.
 
     ``score`` scores batches; an objective that only trains needs none.
@@ -187,12 +186,8 @@ class EmbeddingObjective(Objective):
         weights, *scores = (ranks.joined(values) for values in of_pairs)
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
 
-    def mean_loss(self, batches: Sequence[Batch]) -> float:
-        """Return the loss per example of some batches, without gradients; nan of none."""
-        total = sum(self._loss(ALONE, arrays_of(batch))[0].item() for batch in batches)
-        count = sum(batch.targets for batch in batches)
-
-        return total / count if count else math.nan
+    def batch_loss(self, inputs: Inputs) -> mx.array:
+        return self._loss(ALONE, inputs)[0]
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         score = self._score(self, [], data.examples)
@@ -200,9 +195,3 @@ class EmbeddingObjective(Objective):
             for _ in range(data.batches_per_epoch()):
                 advance()
         return score
-
-    def validate(self, data: Dataset) -> Score:
-        return self._score(self, data.once(), data.examples)
-
-    def score_trained(self, batch: Batch) -> Score:
-        return self._score(self, [batch])

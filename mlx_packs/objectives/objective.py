@@ -5,7 +5,8 @@ of their own), prepares each, takes steps on `loss`, and scores the model with `
 of a batch are agreed between the task's `Collate` and its objective.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..nn.image_tokens import names_images
@@ -104,6 +105,35 @@ class ScoredObjective(Objective):
 
     def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:
         return self._score(self, data.once(), advance)
+
+    def score_trained(self, batch: "Batch") -> Score:
+        return self._score(self, [batch])
+
+
+class TextsObjective(Objective):
+    """An objective whose score is that of all examples of a data set, and the loss of batches."""
+
+    _score: Callable[..., Score] | None  # of the objective, batches, and examples
+
+    def batch_loss(self, inputs: Inputs) -> mx.array:
+        """Return the sum of the loss over a batch, without what other ranks have."""
+        return self.loss(inputs)[0]
+
+    def mean_loss(
+        self, batches: Sequence["Batch"], advance: Callable[[], None] | None = None
+    ) -> float:
+        """Return the loss of an example of some batches, without gradients; nan of none."""
+        total = 0.0
+        for batch in batches:
+            total += self.batch_loss(arrays_of(batch)).item()
+            if advance is not None:
+                advance()
+
+        count = sum(batch.targets for batch in batches)
+        return total / count if count else math.nan
+
+    def validate(self, data: "Dataset") -> Score:
+        return self._score(self, data.once(), data.examples)
 
     def score_trained(self, batch: "Batch") -> Score:
         return self._score(self, [batch])

@@ -7,7 +7,6 @@ Yes and no: https://arxiv.org/abs/2506.05176. RankNet: https://doi.org/10.1145/1
 ListNet: https://doi.org/10.1145/1273496.1273513. InfoNCE: https://arxiv.org/abs/1807.03748
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
@@ -17,12 +16,12 @@ from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..config.choices import RANKING_LOSSES, registered
 from ..config.tasks import RerankConfig
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Dataset, Layout
 from ..data.rankings import INSTRUCTION, RerankPrompt, answer_tokens
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward, part_of, split_head
-from .objective import Inputs, Objective, arrays_of
+from .objective import Inputs, TextsObjective
 from .reward_model import hidden_states
 from .score import Score
 
@@ -185,7 +184,7 @@ _LOSSES: dict[str, Callable[[mx.array, mx.array, float], mx.array]] = registered
 )
 
 
-class Reranking(Objective):
+class Reranking(TextsObjective):
     """A loss of rankings by its name, with its settings.
 
     ``score`` scores batches; an objective that only trains needs none.
@@ -216,24 +215,5 @@ class Reranking(Objective):
         losses = _LOSSES[self._name](scores, labels, self._train.rank_margin)
         return mx.where(is_query, losses, 0).sum(), is_query.astype(mx.float32).sum()
 
-    def mean_loss(
-        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
-    ) -> float:
-        """Return the loss per query of some batches, without gradients; nan of none."""
-        total = 0.0
-        for batch in batches:
-            total += self.loss(arrays_of(batch))[0].item()
-            if advance is not None:
-                advance()
-
-        count = sum(batch.targets for batch in batches)
-        return total / count if count else math.nan
-
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         return self._score(self, data.once(), data.examples, advance)
-
-    def validate(self, data: Dataset) -> Score:
-        return self._score(self, data.once(), data.examples)
-
-    def score_trained(self, batch: Batch) -> Score:
-        return self._score(self, [batch])

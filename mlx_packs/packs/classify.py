@@ -160,9 +160,16 @@ def input_row(where: str, value: Any, names: DataConfig) -> Row:
 def open_classifier(
     base: BaseModel, pack: Pack, matmul_path: str = "quantized"
 ) -> Iterator[OpenClassifier]:
-    """Yield the classifier of a pack; the base has no other pack meanwhile."""
-    with attached(base, pack, matmul_path) as head:
-        yield classifier_of(base, pack, head)
+    """Yield the classifier of a pack; the base has no other pack meanwhile.
+
+    Raises a PackError if the pack is no classifier, or does not fit.
+    """
+    check_classifier(pack)
+    adapters = attach_pack(base, pack, matmul_path)
+    try:
+        yield classifier_of(base, pack, adapters.score)
+    finally:
+        adapters.detach()
 
 
 def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifier:
@@ -172,30 +179,12 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
-    return OpenClassifier(base, classes, names, limit, objective_of(base, classes, head))
-
-
-def objective_of(base: BaseModel, classes: Classes, head: nn.Module) -> ScoreHead:
-    """Return what computes the logits of classes with the adapters that are on a base."""
     states = hidden_states(base.model, base.name, "classify")
-    return ScoreHead(base.model, states, head, classes.problem)
+    objective = ScoreHead(base.model, states, head, classes.problem)
+    return OpenClassifier(base, classes, names, limit, objective)
 
 
 def check_classifier(pack: Pack) -> None:
     """Raise a PackError if a pack is no classifier."""
     if not pack.is_classifier:
         raise unsuited(pack, "classify")
-
-
-@contextmanager
-def attached(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[nn.Module]:
-    """Yield the score head of a classifier that is attached.
-
-    PackError if the pack is no classifier, or does not fit.
-    """
-    check_classifier(pack)
-    adapters = attach_pack(base, pack, matmul_path)
-    try:
-        yield adapters.score
-    finally:
-        adapters.detach()

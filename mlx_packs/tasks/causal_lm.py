@@ -44,6 +44,7 @@ from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
 _MOST_QUESTIONS = 100
+_SHOWN_CHARACTERS = 160  # of each text of a sample in a terminal
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
@@ -393,11 +394,11 @@ def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:
     return {key: text[:STORED_CHARACTERS] for key, text in texts.items()}
 
 
-def _shortened(text: str, width: int = 160) -> str:
+def _shortened(text: str) -> str:
     text = " ".join(text.split())
-    if len(text) > width:
-        return text[: width - 1] + "…"
-    return text
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def _changes(before: PerplexityScore, after: PerplexityScore) -> dict:
