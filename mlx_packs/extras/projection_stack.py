@@ -353,7 +353,7 @@ class ProjectionStackTask(CausalLMTask):
             base, specs=trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
         )
 
-        with trained.start.active():
+        with trained.initial.active():
             start = trainable.tensors()
 
         try:
