@@ -19,7 +19,7 @@ from ..files import atomic_write, to_json
 from ..gates import failures
 from ..packs.base import Base, load_base
 from ..packs.pack import Pack
-from ..report.facts import PAGE
+from ..report.facts import PAGE, unit_of
 from ..report.seeds import statistics
 from ..tasks.task import task_class
 from .folders import output_folders
@@ -305,17 +305,20 @@ def report_lines(result: SeedRuns) -> list[str]:
     errors = values["standard_error"]
 
     changes = _changes(mean, errors)
-    lines = [
-        f"mean    {' · '.join(changes)} (± standard error of {len(result.runs)} seeds)",
-        f"loss    {mean['first_loss']:.4g} → {mean['last_loss']:.4g} ± {errors['last_loss']:.2g}",
-        f"speed   {mean['tokens_per_s']:.4g} ± {errors['tokens_per_s']:.2g} tok/s of each pack · "
-        f"peak {mean['peak_gb']:.2g} GB",
-    ]
+    unit = unit_of(mean)
+    speed = f"{unit}_per_s"
+    lines = [f"mean    {' · '.join(changes)} (± standard error of {len(result.runs)} seeds)"]
+    if "last_loss" in mean:  # GRPO has none
+        loss = f"{mean['first_loss']:.4g} → {mean['last_loss']:.4g} ± {errors['last_loss']:.2g}"
+        lines.append(f"loss    {loss}")
+    lines.append(
+        f"speed   {mean[speed]:.4g} ± {errors[speed]:.2g} {unit.replace('tokens', 'tok')}/s of "
+        f"each pack · peak {mean['peak_gb']:.2g} GB"
+    )
 
     for seed, run in result.runs.items():
         task = task_class(run.report["task"], TrainConfig())
         own = next(line for line in task.report_lines(run.report) if line.startswith("done"))
-
         lines.append(f"seed-{seed:<3}{own.removeprefix('done').lstrip()}")
     lines.append(f"packs   {result.folder} · every number: {result.folder / SUMMARY}")
 

@@ -21,6 +21,7 @@ from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
+from tests.helpers.encoders import all_pairs, write_encoder
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
@@ -230,3 +231,17 @@ def test_the_command_prints_the_mean(rows, small_folder, capsys):
         main(longer.split())
     assert not ended.value.code
     assert Path("out/seed-1-run/step-000003").is_dir()
+
+
+@pytest.mark.parametrize(("task", "speed"), [("embedding", "pairs/s"), ("classify", "tok/s")])
+def test_packs_of_every_task_have_a_mean(here, small, task, speed):
+    base = small
+    rows = [{"text": f"row {n}", "label": f"{n % 2}"} for n in range(8)]
+    if task == "embedding":
+        rows = all_pairs()[:8]
+        write_encoder(here / "encoder")
+        base = "encoder"
+    write_rows(here / "data", train=rows, valid=rows, test=rows)
+    train = replace(TRAIN, task=task, iters=1, steps_per_eval=10)
+    runs = train_seeds(base, "data", None, train, "out", seeds=2, progress=False)
+    assert speed in str(runs).splitlines()[2]
