@@ -3,10 +3,9 @@
 import hashlib
 import json
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -87,41 +86,36 @@ def rows_of(answer: Answer, feedback: Feedback, identity: str) -> dict[str, Row]
     return {name: {**shared, **row, **about} for name, row in rows.items()}
 
 
-@dataclass
-class RowFiles:
-    """The files of rows in a folder, which one process writes at a time."""
+def write_rows(folder: Path, rows: Mapping[str, Row], replaced: str | None = None) -> None:
+    """Add rows by the name of their file; those with the identity ``replaced`` are removed.
 
-    folder: Path
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    One thread of one process may write at a time.
 
-    def write(self, rows: Mapping[str, Row], replaced: str | None = None) -> None:
-        """Add rows by the name of their file; those with the identity ``replaced`` are removed.
+    Raises:
+        PackError: a row is no JSON, or a file cannot be written; all files are as they were.
+    """
+    lines = {name: _line(row) for name, row in rows.items()}
+    with ExitStack() as stack:
+        replacements = []
+        for name in FILES.values():
+            path = folder / name
+            if name not in lines and (replaced is None or not path.exists()):
+                continue
 
-        Raises:
-            PackError: a row is no JSON, or a file cannot be written; all files are as they were.
-        """
-        lines = {name: _line(row) for name, row in rows.items()}
-        with self._lock, ExitStack() as stack:
-            replacements = []
-            for name in FILES.values():
-                path = self.folder / name
-                if name not in lines and (replaced is None or not path.exists()):
-                    continue
+            stack.enter_context(write_errors(path))
+            kept = _complete_lines(path)
+            if replaced is not None:
+                kept = [line for line in kept if _identity_of(line) != replaced]
+            if name in lines:
+                kept.append(lines[name])
 
-                stack.enter_context(write_errors(path))
-                kept = _complete_lines(path)
-                if replaced is not None:
-                    kept = [line for line in kept if _identity_of(line) != replaced]
-                if name in lines:
-                    kept.append(lines[name])
+            new = stack.enter_context(temporary(path, partial(Path.touch, mode=0o600)))
+            new.write_bytes("".join(kept).encode(errors="surrogateescape"))
+            filesystem.sync(new)
+            replacements.append((new, path))
 
-                new = stack.enter_context(temporary(path, partial(Path.touch, mode=0o600)))
-                new.write_bytes("".join(kept).encode(errors="surrogateescape"))
-                filesystem.sync(new)
-                replacements.append((new, path))
-
-            for new, path in replacements:
-                replace_file(new, path)
+        for new, path in replacements:
+            replace_file(new, path)
 
 
 def _line(row: Row) -> str:

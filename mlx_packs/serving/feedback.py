@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..errors import PackError
 from ..learning.folder import LearningFolder
-from ..learning.rows import Answer, Feedback, RowFiles, rows_of
+from ..learning.rows import Answer, Feedback, rows_of, write_rows
 from .answers import ChatAnswer
 from .fields import Object
 from .http import ServerSettings
@@ -74,7 +74,7 @@ class Learning:
         self.version = -1  # that is served; none yet
         self._library = library
         self._settings = settings
-        self._files = RowFiles(folder.path.absolute())  # which messages to clients leave out
+        self._path = folder.path.absolute()  # which messages to clients leave out
         self._choices: OrderedDict[tuple[str, int], _Remembered] = OrderedDict()
         self._bytes = 0
         self._numbers: dict[str | None, int] = {}  # versions that were served, by their adapters
@@ -164,7 +164,7 @@ class Learning:
             self._count_rating(request.client.host if request.client else "")
             identity = secrets.token_hex(16)
             rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
-            await run_in_threadpool(self._files.write, rows, remembered.row)
+            await run_in_threadpool(write_rows, self._path, rows, remembered.row)
             replaces = remembered.row is not None
             remembered.row = identity
 

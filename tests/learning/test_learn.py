@@ -15,7 +15,7 @@ from mlx_packs.evaluation.perplexity import ExampleScores
 from mlx_packs.learning import candidate, learn
 from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
-from mlx_packs.learning.rows import RowFiles, read_rows, rows_of
+from mlx_packs.learning.rows import read_rows, rows_of, write_rows
 from mlx_packs.packs.base import load_base, load_base_for
 from mlx_packs.packs.manifest import MANIFEST
 from mlx_packs.packs.pack import Pack
@@ -38,14 +38,13 @@ def base(tmp_path_factory):
 def folder(base, tmp_path):
     """A folder in which every answer was corrected, and rated: half of them up."""
     folder = LearningFolder.begin(tmp_path / "d", "learned", base, None)
-    files = RowFiles(folder.path)
     for number in range(ROWS):
         rating = "up" if number % 2 else "down"
         answer = answer_to(
             f"Say {number}.", {"up": f"It is {number}.", "down": "I cannot."}[rating]
         )
         said = Feedback(rating, json.dumps({"say": number}))
-        files.write(rows_of(answer, said, str(number)))
+        write_rows(folder.path, rows_of(answer, said, str(number)))
     return folder
 
 

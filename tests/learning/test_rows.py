@@ -8,11 +8,11 @@ from mlx_packs.errors import PackError
 from mlx_packs.learning.rows import (
     Answer,
     Feedback,
-    RowFiles,
     is_held_out,
     key_of,
     read_rows,
     rows_of,
+    write_rows,
 )
 
 ABOUT = {"model": "notes", "version": 0, "pack": None}
@@ -26,7 +26,7 @@ def answer_to(question: str, text: str = "No.", **more) -> Answer:
 def add(folder, questions, **said) -> None:
     for question in questions:
         answer = answer_to(question)
-        RowFiles(folder).write(rows_of(answer, Feedback(**said), f"id of {question}"))
+        write_rows(folder, rows_of(answer, Feedback(**said), f"id of {question}"))
 
 
 def test_a_prompt_stays_held_out_whatever_else_is_rated(tmp_path):
@@ -80,7 +80,7 @@ def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_pat
         with file.open("a") as opened:
             opened.write(last)  # a second feedback on d
         rows = rows_of(answer_to("d"), Feedback("down"), "id of d")
-        RowFiles(tmp_path).write(rows, replaced="id of d")
+        write_rows(tmp_path, rows, replaced="id of d")
         assert read_rows(tmp_path, "kto").count == 3
 
 
