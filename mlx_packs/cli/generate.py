@@ -63,13 +63,12 @@ def generate(
 
     Control characters in the text are shown as "?"; --json keeps them, escaped.
     """
-    from ..config.fields import build
     from ..config.sampling import Sampling
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..memory.matmul_path import generation_path
     from ..packs.base import activated, load_base_for
 
-    settings = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
+    settings = Sampling.from_mapping({k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
 
@@ -163,14 +162,13 @@ def chat(
 
     If standard input is not a terminal, each of its lines is a message.
     """  # noqa: D301 - click keeps the lines after \b
-    from ..config.fields import build
     from ..config.sampling import Sampling
     from ..inference.chat import Chat
     from ..inference.generate import chat_prompt
     from ..packs.base import load_base_for
 
     overrides = {name: value for name, value in settings.items() if value is not None}
-    sampling = build(Sampling, {"max_tokens": 512, **overrides})
+    sampling = Sampling.from_mapping({"max_tokens": 512, **overrides})
 
     pack = options.text_pack(packs)
     model = options.base_of(model, pack)

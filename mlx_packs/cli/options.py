@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from ..config.choices import MATMUL_PATHS, TASKS, without_extras
 from ..config.data import DataConfig
-from ..config.fields import SECTIONS, build, default_in_words, facts_of, flags_of
+from ..config.fields import SECTIONS, default_in_words, facts_of, flags_of
 from ..config.lora import LoRAConfig
 from ..config.other_names import check_removed_value
 from ..config.recipe import RunOptions
@@ -168,7 +168,7 @@ def add(*decorators: Callable) -> Callable:
 def setting(name: str, default_text: DefaultText = None, **overrides) -> Callable:
     """Add the option of a setting of a run, as its field describes it but for ``overrides``.
 
-    Without a ``type`` its value is a text, which `config.fields.build` converts.
+    Without a ``type`` its value is a text, which `Settings.from_mapping` converts.
     """
     return _of_field(SETTINGS[name], default_text, tasks=tasks_of(name), **overrides)
 
@@ -233,7 +233,7 @@ def _variables(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     values = {}
     if text is not None:
         values["template_kwargs"] = text
-    return build(DataConfig, values).template_kwargs
+    return DataConfig.from_mapping(values).template_kwargs
 
 
 def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.external import translate
-from ..config.fields import build, read_settings
+from ..config.fields import read_settings
 from ..config.recipe import (
     Recipe,
     RunOptions,
@@ -67,7 +67,7 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     from ..training.run_folder import CONFIG, RunFolder, run_folder, seed_runs
 
     specified = merged(settings, flags)
-    run = build(RunOptions, {k: v for k, v in specified.items() if k in _RUN})
+    run = RunOptions.from_mapping({k: v for k, v in specified.items() if k in _RUN})
     if not run.resume or run.out is None:
         task = str(specified.get("task", TrainConfig.task))
         method = str(specified.get("method", TrainConfig.method))

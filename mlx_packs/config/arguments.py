@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from ..errors import PackError, any_of, did_you_mean
-from ..late import load
+from .data import DataConfig
 from .fields import Settings
+from .lora import LoRAConfig
 from .other_names import check_removed_value, ours_for, removal
+from .schema import TrainConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The configurations of a run, by the argument that takes each.
-_CONFIGS = {
-    "lora": "config.lora:LoRAConfig",
-    "train": "config.schema:TrainConfig",
-    "columns": "config.data:DataConfig",
-}
+_CONFIGS = {"lora": LoRAConfig, "train": TrainConfig, "columns": DataConfig}
 # Names that functions of this package have for the same idea.
 _SAME = {
     "model": ("base", "name"),
@@ -162,7 +160,7 @@ def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
 
     ours = ours_for(name, valid) or name
     same = _same_idea(name, valid)
-    taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
+    taken = {key: config for key, config in _CONFIGS.items() if key in valid}
     owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
 
     if same:

@@ -338,11 +338,6 @@ def _subclasses(cls: type[Settings]) -> list[type[Settings]]:
     return [each for each in below if dataclasses.is_dataclass(each)]
 
 
-def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Return a configuration by the names of its fields, as `Settings.from_mapping`."""
-    return cls.from_mapping(values, where)
-
-
 def read_settings(path: str | Path) -> dict:
     """Return the mapping in a YAML or JSON file.
 

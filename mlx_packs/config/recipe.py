@@ -11,7 +11,7 @@ from ..files import TINY_FOLDER
 from .choices import METHODS, task_defaults
 from .data import DataConfig
 from .external import from_mlx_lm
-from .fields import Settings, build, fields_where, option, read_settings, unknown_setting
+from .fields import Settings, fields_where, option, read_settings, unknown_setting
 from .lora import LoRAConfig
 from .optimizer import with_bias_correction, without_arguments
 from .phase import Phase
@@ -189,7 +189,7 @@ def resolve(
             raise unknown_setting(key, _OWNERS, where)
         parts[_OWNERS[key]][key] = value
 
-    configs = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
+    configs = {part: cls.from_mapping(parts[part], where) for part, cls in _PARTS.items()}
     options = {name: getattr(configs["run"], name) for name in parts["run"]}
     return Recipe(
         configs["lora"],
@@ -222,7 +222,7 @@ def from_configs(
     train = dataclasses.replace(train, **{k: v for k, v in own.items() if _OWNERS[k] == "train"})
 
     if lora is None:
-        lora = build(LoRAConfig, {k: v for k, v in own.items() if _OWNERS[k] == "lora"})
+        lora = LoRAConfig.from_mapping({k: v for k, v in own.items() if _OWNERS[k] == "lora"})
 
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)

@@ -9,15 +9,15 @@ from ..config.data import Columns
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
-from ..late import load
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack, as_pack
+from .embeddings import EmbeddingEvaluator
+from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 if TYPE_CHECKING:
     from .classification import ClassificationReport
-    from .perplexity import EvalReport
     from .preferences import RewardReport
     from .scores import MetricReport
 
@@ -42,12 +42,8 @@ class Evaluator(Protocol):
 
 
 # By architecture: makes the evaluator of a base, rows and settings.
-EVALUATORS: dict[str, str] = registered(
-    ARCHITECTURES,
-    {
-        "decoder": "evaluation.perplexity:PerplexityEvaluator",
-        "encoder": "evaluation.embeddings:EmbeddingEvaluator",
-    },
+EVALUATORS = registered(
+    ARCHITECTURES, {"decoder": PerplexityEvaluator, "encoder": EmbeddingEvaluator}
 )
 
 
@@ -104,7 +100,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
 
     recipe = {}
     trained = {}
-    evaluator = load(EVALUATORS[base.architecture])
+    evaluator = EVALUATORS[base.architecture]
     evaluate_pack = None
     if pack is not None:
         recipe = pack._part("recipe")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..bases.families import is_batchable, reads_in_parts
 from ..bases.tokenizer import text_tokens
 from ..bases.turns import encode_conversation, given_variables
-from ..config.fields import build
 from ..config.sampling import Sampling
 from ..data.conversations import Conversation
 from ..data.rendered_parts import check_rendered
@@ -185,7 +184,7 @@ def complete(
     base: "BaseModel", prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
 ) -> str:
     """Return the text that follows ``prompt``; ``sampling`` are the settings of `Sampling`."""
-    settings = build(Sampling, {"max_tokens": max_tokens, **sampling})
+    settings = Sampling.from_mapping({"max_tokens": max_tokens, **sampling})
     return "".join(stream(base, prompt, settings))
 
 

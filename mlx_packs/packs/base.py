@@ -22,7 +22,6 @@ from ..bases.readers import is_local_model, reader_of
 from ..bases.templated import with_template
 from ..config.arguments import checked_arguments
 from ..config.choices import MATMUL_PATHS
-from ..config.fields import build
 from ..config.sampling import Sampling
 from ..data.messages import turns_of
 from ..errors import Float16Overflow, PackError
@@ -178,7 +177,7 @@ class Base(BaseModel):
             PackError: As in `generate`, before the first piece.
         """
         tokens = self._prompt_tokens(prompt, raw, pack)
-        settings = build(Sampling, sampling)
+        settings = Sampling.from_mapping(sampling)
         if pack is not None:
             pack = as_pack(pack)
         return self._pieces(tokens, pack, settings)
@@ -211,7 +210,7 @@ class Base(BaseModel):
             raise PackError(f"--batch-size: must be at least 1, but is {batch_size}.")
 
         tokens = [self._prompt_tokens(prompt, raw, pack) for prompt in prompts]
-        settings = build(Sampling, sampling)
+        settings = Sampling.from_mapping(sampling)
 
         if not tokens:
             return []

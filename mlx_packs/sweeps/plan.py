@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..bases.files import check_files, resolve_checkpoint
 from ..config.choices import SEARCHES
-from ..config.fields import build
 from ..config.recipe import Recipe, check_data_named
 from ..config.values import setting_error, typed_value
 from ..errors import PackError, did_you_mean
@@ -61,7 +60,7 @@ def plan_sweep(
         if recipe.get(key):
             raise setting_error("is not for a sweep. Leave it out.", key, where, "conflict")
 
-    config = build(SweepConfig, section, f"{where}: {SECTION}")
+    config = SweepConfig.from_mapping(section, f"{where}: {SECTION}")
     space = parse_space(config.parameters, where)
     for key in space:
         _check_key(key, config, where)

@@ -20,7 +20,7 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from ..config.choices import SEARCHES
-from ..config.fields import Fault, Settings, build, option
+from ..config.fields import Fault, Settings, option
 from ..config.values import setting_error
 
 MOST_TRIALS = 10_000
@@ -97,7 +97,7 @@ def parse_space(parameters: Mapping, where: str) -> Space:
 
 def _distribution(values: Any, key: str, where: str) -> BaseDistribution:
     if isinstance(values, Mapping):
-        ends = build(Range, values, f"{where}: {key}")
+        ends = Range.from_mapping(values, f"{where}: {key}")
         low = values["min"]
         high = values["max"]
         is_log = ends.scale == "log"

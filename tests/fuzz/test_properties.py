@@ -6,7 +6,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_packs.config.fields import build, read_settings
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows import read_rows
@@ -75,7 +75,7 @@ def test_a_recipe_of_any_values_is_complete_or_an_error(values):
 
 @given(st.fixed_dictionaries({}, optional={"rank": SCALARS, "alpha": SCALARS, "dropout": SCALARS}))
 def test_settings_that_are_built_have_their_types(values):
-    config = reads(build, LoRAConfig, values)
+    config = reads(LoRAConfig.from_mapping, values)
     assert config is None or (type(config.rank) is int and isinstance(config.dropout, float))
 
 
