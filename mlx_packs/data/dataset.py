@@ -5,9 +5,9 @@ Nothing here knows what the examples of a task are.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -55,6 +55,7 @@ class Batch:
     starts: tuple[int, ...] = ()  # where each example begins among all inputs
     computed: int = 0  # inputs without padding; 0 where they are not counted
     number: int = 0  # which of the training batches of its phase it is
+    row_inputs: Mapping[str, Array] = field(default_factory=dict)  # of a tree, as without it
 
     @property
     def rows(self) -> list[str]:

@@ -165,17 +165,13 @@ class Reader:
 
     def _characters(self, rows: Rows, row_format: PairFormat) -> SplitFacts:
         """Count the characters of each usable row's longest text."""
-        lengths = []
-        bad = BadRows(stops=False)
-        for i, row in enumerate(rows):
-            try:
-                check_format(row, row_format, rows.where(0), self.columns)
-                pairs = row_format.usable(row)
-                lengths.append(max(len(text) for pair in pairs for text in pair.texts))
-            except RowError as error:
-                bad.add(i, error)
 
-        bad.check_some_left(len(rows))
+        def longest(row: Row) -> int:
+            check_format(row, row_format, rows.where(0), self.columns)
+            return max(len(text) for pair in row_format.usable(row) for text in pair.texts)
+
+        bad = BadRows(stops=False)
+        lengths = [length for *_, length in bad.usable(rows, longest)]
         return SplitFacts(np.array(lengths), bad, "characters")
 
 

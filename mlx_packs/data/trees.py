@@ -104,36 +104,14 @@ def planted(batch: Batch, layout: Tree) -> Batch:
     }
     if root:
         arrays["root"] = tokens[:1, :root]
-    return dataclasses.replace(batch.having(**arrays), layout=layout)
+    row_inputs = {"tokens": tokens, "positions": positions}
+    return dataclasses.replace(batch.having(**arrays), layout=layout, row_inputs=row_inputs)
 
 
 def felled(batch: Batch) -> Batch:
-    """Undo `planted`."""
-    inputs = dict(batch.inputs)
-    prefixes = inputs.pop("prefix")
-    suffixes = inputs["tokens"]
-    groups, branch = prefixes.shape
-    if "root" in inputs:
-        prefixes = np.concatenate([np.repeat(inputs.pop("root"), groups, axis=0), prefixes], axis=1)
-    prefix = prefixes.shape[1]
-    root = prefix - branch
-    rows = suffixes.shape[0]
-    width = prefix + suffixes.shape[1]
-
-    # an example starts a row, which tells the row of a target inside a prefix; padding takes 0
-    owner = np.array([*batch.starts, 0])[inputs["owners"]] // width
-    positions = inputs["positions"]
-    of_suffixes = positions - root - groups * branch
-    in_rows = of_suffixes // (width - prefix) * width + prefix + of_suffixes % (width - prefix)
-    of_branches = positions - root
-    at = np.where(of_branches < 0, positions, root + of_branches % max(branch, 1))
-    inside = owner * width + at
-
-    inputs["tokens"] = np.concatenate(
-        [np.repeat(prefixes, rows // groups, axis=0), suffixes], axis=1
-    )
-    inputs["positions"] = np.where(of_suffixes < 0, inside, in_rows).astype(np.int32)
-    return dataclasses.replace(batch, inputs=inputs, layout=())
+    """Undo `planted`; arrays that were added since stay."""
+    inputs = {name: array for name, array in batch.inputs.items() if name not in ("root", "prefix")}
+    return dataclasses.replace(batch, inputs=inputs | batch.row_inputs, layout=(), row_inputs={})
 
 
 class Steps(NamedTuple):
