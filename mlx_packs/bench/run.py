@@ -1,10 +1,10 @@
 """`packs bench`: what this machine is and does, ours against mlx-lm on it, in one record."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
+from time import monotonic
 
 from .. import chips, measurements
 from ..bases.files import TINY, check_files, resolve_checkpoint
@@ -73,15 +73,13 @@ def run_bench(
     before: Conditions,
     instances: Sequence[Instance],
     display: Display,
-    clock: Callable[[], float] = time.monotonic,
-    read: Callable[[], Conditions] = read_conditions,
 ) -> BenchResult:
     """Examine this machine and time training steps on it.
 
     ``before`` is the state of the machine now. A PackError if a base cannot be loaded, or not be
     trained by both.
     """
-    start = clock()
+    start = monotonic()
     end = start + 60 * settings.minutes
     settings = replace(settings, shapes=settings.shapes or default_shapes())
     contests = _contests(settings, display)
@@ -93,10 +91,10 @@ def run_bench(
         with display.task("kernels", len(instances), "instances") as bar:
             kernels = examine_all(instances, bar.advance)["kernels"]
         rates = chips.measure()
-        comparisons = _compare(contests, settings.shapes, end, clock, display)
+        comparisons = _compare(contests, settings.shapes, end, display)
 
-    spent_s = clock() - start
-    after = read()
+    spent_s = monotonic() - start
+    after = read_conditions()
     return _calibrated(
         BenchResult(settings, before, after, rates, kernels, comparisons, 0, "", spent_s)
     )
@@ -106,7 +104,6 @@ def _compare(
     contests: Sequence[Contest],
     shapes: Sequence[Shape],
     end: float,
-    clock: Callable[[], float],
     display: Display,
 ) -> list[tuple[Contest, list[Comparison]]]:
     """Time every shape on every base; the time that is left is shared among those to come."""
@@ -116,11 +113,11 @@ def _compare(
     for of, weight in zip(contests, weights, strict=True):
         comparisons = []
         for shape in shapes:
-            share = max(0.0, end - clock()) * weight / left
+            share = max(0.0, end - monotonic()) * weight / left
             left -= weight
             label = f"{of.name} {shape[0]} x {shape[1]}"
             with display.working("bench", f"{label}: mlx-lm and mlx_packs, {share:.0f} s"):
-                comparisons.append(compare_steps(of, shape, share, end, clock))
+                comparisons.append(compare_steps(of, shape, share, end))
             display.line("bench", f"{label}: {outcome(comparisons[-1])}")
         compared.append((of, comparisons))
 

@@ -3,8 +3,9 @@
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import numpy as np
 from mlx.utils import tree_flatten
@@ -134,26 +135,19 @@ def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
     return Contest(name, base, headers, adapters, note)
 
 
-def compare_steps(
-    of: Contest,
-    shape: Shape,
-    share_s: float,
-    end: float,
-    clock: Callable[[], float],
-) -> Comparison:
+def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comparison:
     """Time both on batches of a shape, alternating, for about ``share_s`` seconds.
 
-    A round that has begun is finished; none begins that would end after ``end``, as `clock` has it,
-    but the first.
+    A round that has begun is finished; none but the first begins that would end after ``end``.
     """
-    until = min(clock() + share_s, end)
+    until = min(monotonic() + share_s, end)
     comparison, path = _planned(of, shape)
     if comparison.fault:
         return comparison
 
     try:
         entries = _entries(of, shape, path, comparison.recompute)
-        turns = _turns(entries, until, end, clock)
+        turns = _turns(entries, until, end)
         race(of.adapters, entries, turns, TOLERANCE[of.dtype])
     except LossesDiffer as error:
         return replace(comparison, fault=f"losses differ: {error}", differs=True)
@@ -229,11 +223,9 @@ def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry
     ]
 
 
-def _turns(
-    entries: Sequence[Entry], until: float, end: float, clock: Callable[[], float]
-) -> Iterator[int]:
+def _turns(entries: Sequence[Entry], until: float, end: float) -> Iterator[int]:
     """Yield the numbers of rounds there is time for; set the steps of a turn before the first."""
-    left = until - clock()
+    left = until - monotonic()
     for entry in entries:
         step_s = entry.checked_ms[-1] / 1e3
         most = left / (MIN_ROUNDS * len(entries) * step_s) - entry.untimed
@@ -242,9 +234,9 @@ def _turns(
     number = 0
     last = 0.0
     limit = end  # of the first round
-    while clock() + last <= limit:
-        start = clock()
+    while monotonic() + last <= limit:
+        start = monotonic()
         yield number
-        last = clock() - start
+        last = monotonic() - start
         number += 1
         limit = until

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -49,6 +50,11 @@ def clock_of(seconds: float):
     return partial(next, count(0.0, seconds))
 
 
+def use_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    for module in (run, steps):
+        patch.setattr(module, "monotonic", clock)
+
+
 def fake_race(adapters, entries, turns, tolerance):
     for entry in entries:
         entry.checked_ms = [30.0, 10.0]
@@ -74,7 +80,7 @@ def quick(patch: pytest.MonkeyPatch, cache: Path) -> None:
     patch.setattr(conditions, "BUSY_CPU", 1e9)
     patch.setattr(matmul_path, "LIMIT_S", 0.3)
     patch.setattr(steps, "_TURN_S", 0.0)
-    patch.setattr(run, "run_bench", partial(run.run_bench, clock=clock_of(1.0)))
+    use_clock(patch, clock_of(1.0))
     chips.chip_here.cache_clear()
 
 
@@ -252,10 +258,10 @@ def test_losses_that_differ_give_no_speed_and_exit_with_1(untimed, monkeypatch):
 
 def bench_of(before: Conditions = QUIET_MACHINE, tick: float = 1.0, **settings) -> run.BenchResult:
     settings = {"shapes": ((1, 4),), "rank": 2, "minutes": 1.0} | settings
-    quiet = Display(QUIET)
-    go = run.run_bench.func
-    clock = clock_of(tick)
-    return go(BenchSettings(**settings), before, [0], quiet, clock, lambda: QUIET_MACHINE)
+    with pytest.MonkeyPatch.context() as patch:
+        use_clock(patch, clock_of(tick))
+        patch.setattr(run, "read_conditions", lambda: QUIET_MACHINE)
+        return run.run_bench(BenchSettings(**settings), before, [0], Display(QUIET))
 
 
 def entries_of(mlx_lm_ms: float, ours_ms: float) -> list[race.Entry]:
@@ -265,13 +271,14 @@ def entries_of(mlx_lm_ms: float, ours_ms: float) -> list[race.Entry]:
     return entries
 
 
-def test_rounds_go_on_until_the_time_is_spent():
+def test_rounds_go_on_until_the_time_is_spent(monkeypatch):
     times = []
 
     def clock():
         return 10.0 * len(times)  # a round takes 10 seconds
 
-    for number in steps._turns(entries_of(4e3, 2e3), until=95.0, end=200.0, clock=clock):
+    use_clock(monkeypatch, clock)
+    for number in steps._turns(entries_of(4e3, 2e3), until=95.0, end=200.0):
         times.append(number)
     assert times == list(range(9))  # a tenth would end at 100
 
@@ -280,16 +287,18 @@ def test_rounds_go_on_until_the_time_is_spent():
     ("seconds", "ours", "expected"),
     [(600.0, 20.0, (5, 25)), (600.0, 9e3, (5, 1)), (1.25, 20.0, (2, 9))],
 )
-def test_a_turn_has_several_short_steps_and_one_long_step(seconds, ours, expected):
+def test_a_turn_has_several_short_steps_and_one_long_step(monkeypatch, seconds, ours, expected):
+    use_clock(monkeypatch, lambda: 0.0)
     entries = entries_of(100.0, ours)
-    next(steps._turns(entries, until=seconds, end=seconds, clock=lambda: 0.0))
+    next(steps._turns(entries, until=seconds, end=seconds))
     assert (entries[0].steps, entries[1].steps) == expected
 
 
-def test_a_round_is_taken_late_but_none_after_the_end():
-    late = steps._turns(entries_of(1.0, 1.0), until=10.0, end=99.0, clock=lambda: 50.0)
+def test_a_round_is_taken_late_but_none_after_the_end(monkeypatch):
+    use_clock(monkeypatch, lambda: 50.0)
+    late = steps._turns(entries_of(1.0, 1.0), until=10.0, end=99.0)
     assert list(late) == [0]
-    assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0, clock=lambda: 50.0)) == []
+    assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0)) == []
 
 
 def test_a_short_time_is_said_and_what_has_none_is_left_out(faked):
