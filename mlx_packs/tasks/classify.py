@@ -1,7 +1,7 @@
 """Classification of texts and chats: one label, several labels, or a score."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
-from ..data.sources import Rows
 from ..errors import PackError
 from ..evaluation.classification import (
     VALIDATED,
@@ -44,7 +43,7 @@ from ..packs.card import format_change
 from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
-from .splits import counted, encode_each, show_cut, show_notes
+from .splits import counted, encode_each, show_cut, show_notes, show_phase
 from .task import PhaseReferences, Summary, Trained, pack_lines, summarized
 from .tokens import TokenTask, token_lines
 
@@ -87,8 +86,7 @@ class ClassifyTask(TokenTask):
 
         encoded = []
         for phase, read in zip(phases, splits, strict=True):
-            if phase.name:
-                self.display.line("phase", f"{phase.name}: {phase.train.iters:,} batches")
+            show_phase(phase, self.display)
             encoded.append(self._encoded(phase, read))
             self._describe(phase, read, encoded[-1])
 
@@ -135,9 +133,9 @@ class ClassifyTask(TokenTask):
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
 
-        def encode(rows: Rows) -> Examples:
+        def encode(split: str, _: Callable[[], None]) -> Examples:
             examples = encode_labelled(
-                rows, tokenizer, columns, options, self.classes, train.num_proc
+                read.rows[split], tokenizer, columns, options, self.classes, train.num_proc
             )
             limit = min(train.max_seq_length, self.base.text_limit)
             return fitted(examples, tokenizer, self.classes, limit)

@@ -1,6 +1,6 @@
 """Embeddings of sentences, by an encoder or a decoder: sentence pairs in, adapters out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ..data.pairs import (
     encode_pairs,
 )
 from ..data.rows import Splits
-from ..data.sources import Rows
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import (
     VALIDATED,
@@ -91,8 +90,9 @@ class EmbeddingTask(TextsTask):
         limit = min(train.max_seq_length, embedder.vectors.longest)
         self.query_prompt = self._query_prompt_of(base, read)
 
-        def encode(rows: Rows) -> Pairs:
+        def encode(split: str, _: Callable[[], None]) -> Pairs:
             on_bad_row = phase.sources[0].on_bad_row
+            rows = read.rows[split]
             return encode_pairs(rows, embedder.tokenizer, limit, on_bad_row, self.query_prompt)
 
         pairs = encode_each(read, encode, display)

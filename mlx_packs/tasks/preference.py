@@ -24,7 +24,6 @@ from ..data.task_formats import RATED
 from ..display import VERBOSE
 from ..errors import PackError
 from ..evaluation.answers import expected_answer
-from ..evaluation.images import advance_of
 from ..evaluation.preferences import VALIDATED, score_preferences
 from ..evaluation.scores import MetricScore, before_and_after
 from ..memory.memory_choice import MemoryChoice
@@ -38,7 +37,7 @@ from ..runtime import mx
 from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
-from .splits import counted, show_notes
+from .splits import counted, encode_each, show_notes, show_phase
 from .task import PhaseReferences, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, token_lines
 
@@ -59,37 +58,33 @@ class PreferenceTask(TokenTask):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         self.base = base
-        display = self.display
-
         encoded: list[dict[str, Examples]] = []
         for phase, read in zip(phases, splits, strict=True):
-            t = phase.train
-            columns = phase.sources[0]
-            of_phase = {}
-            if phase.name:
-                display.line("phase", f"{phase.name}: {t.iters:,} batches")
-
-            options = EncodingOptions(max_seq_length=t.max_seq_length, vocab_size=base.vocab_size)
-            steps, unit = self._steps(read)
-            with display.task("data", sum(steps.values()), unit) as bar:
-                advance = None
-                if takes_images(base.tokenizer):
-                    advance = advance_of(bar, base.tokenizer)
-
-                for split, count in steps.items():
-                    done = bar.done
-                    examples = self._encoded(read.rows[split], columns, options, advance)
-                    read.note_encoded(split, examples.fingerprint, examples.bad)
-                    of_phase[split] = examples
-                    if left := done + count - bar.done:
-                        bar.advance(steps=left)
-
-            self._describe(phase, read, of_phase)
-            encoded.append(of_phase)
+            show_phase(phase, self.display)
+            encoded.append(self._encoded_splits(phase, read))
+            self._describe(phase, read, encoded[-1])
 
         data = self._phase_data(phases, encoded)
         self._choose_examples(data[-1], splits[-1])
         return data
+
+    def _encoded_splits(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
+        columns = phase.sources[0]
+        tokenizer = self.base.tokenizer
+        has_images = takes_images(tokenizer)
+        length = phase.train.max_seq_length
+        options = EncodingOptions(max_seq_length=length, vocab_size=self.base.vocab_size)
+
+        def encode(split: str, advance: Callable[[], None]) -> Examples:
+            counts = advance if has_images else None
+            return self._encoded(read.rows[split], columns, options, counts)
+
+        if not has_images:
+            return encode_each(read, encode, self.display)
+
+        completions = 1 if self._row_format() is RATED else 2
+        steps = {split: completions * len(read.rows[split]) for split in read.present()}
+        return encode_each(read, encode, self.display, steps, "completions", tokenizer)
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train
@@ -111,17 +106,6 @@ class PreferenceTask(TokenTask):
 
     def _costs(self, examples: Examples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
-
-    def _steps(self, read: Splits) -> tuple[dict[str, int], str]:
-        """Return the steps of encoding each split, and what they are."""
-        present = read.present()
-        if not takes_images(self.base.tokenizer):
-            return dict.fromkeys(present, 1), "splits"
-
-        completions = 2
-        if self._row_format() is RATED:
-            completions = 1
-        return {split: completions * len(read.rows[split]) for split in present}, "completions"
 
     def _encoded(
         self,

@@ -21,7 +21,6 @@ from ..data.rankings import (
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
-from ..data.sources import Rows
 from ..evaluation.rankings import VALIDATED, score_rankings
 from ..evaluation.scores import MetricScore, before_and_after, format_with_errors
 from ..memory.memory_choice import MemoryChoice
@@ -64,8 +63,8 @@ class RerankTask(TextsTask):
         limit = min(train.max_seq_length, base.text_limit)
         prompt = RerankPrompt(base.tokenizer, self.instruction, limit)
 
-        def encode(rows: Rows) -> Rankings:
-            return encode_rankings(rows, prompt, phase.sources[0].on_bad_row)
+        def encode(split: str, _: Callable[[], None]) -> Rankings:
+            return encode_rankings(read.rows[split], prompt, phase.sources[0].on_bad_row)
 
         rankings = encode_each(read, encode, self.display)
         first = rankings["train"]

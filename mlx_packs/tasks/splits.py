@@ -8,8 +8,9 @@ from ..data.bad_rows import BadRows
 from ..data.dataset import ExampleSet
 from ..data.left_out import template_notes
 from ..data.rows import Splits
-from ..data.sources import Rows
 from ..display import Display
+from ..evaluation.images import advance_of
+from .phases import RunPhase
 
 
 class EncodedSplit(ExampleSet, Protocol):
@@ -23,16 +24,41 @@ class EncodedSplit(ExampleSet, Protocol):
 E = TypeVar("E", bound=EncodedSplit)
 
 
-def encode_each(read: Splits, encode: Callable[[Rows], E], display: Display) -> dict[str, E]:
-    present = read.present()
+def encode_each(
+    read: Splits,
+    encode: Callable[[str, Callable[[], None]], E],
+    display: Display,
+    steps: Mapping[str, int] | None = None,
+    unit: str = "splits",
+    tokenizer: Any = None,
+) -> dict[str, E]:
+    """Return the examples of every split that has rows, and note its bad rows.
+
+    ``encode`` takes a split and what counts a step. Each split has ``steps``, by default one; with
+    a tokenizer the progress shows how many images were computed.
+    """
     encoded = {}
-    with display.task("data", len(present), "splits") as bar:
-        for split in present:
-            encoded[split] = encode(read.rows[split])
+    steps = steps or dict.fromkeys(read.present(), 1)
+    with display.task("data", sum(steps.values()), unit) as bar:
+        advance = bar.advance if tokenizer is None else advance_of(bar, tokenizer)
+        for split, count in steps.items():
+            done = bar.done
+            encoded[split] = encode(split, advance)
             read.note_encoded(split, encoded[split].fingerprint, encoded[split].bad)
-            bar.advance()
+            for _ in range(done + count - bar.done):  # what was cached, or is not counted
+                bar.advance()
 
     return encoded
+
+
+def show_phase(phase: RunPhase, display: Display) -> None:
+    """Show what a phase trains, unless the run has no phases."""
+    if not phase.name:
+        return
+    line = f"{phase.name}: {phase.train.iters:,} batches"
+    if phase.replay:
+        line += f", {phase.replay:.0%} of its examples from earlier phases"
+    display.line("phase", line)
 
 
 def counted(splits: Mapping[str, ExampleSet]) -> str:

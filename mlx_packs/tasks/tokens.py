@@ -1,6 +1,6 @@
 """Tasks whose examples are tokens, and how these are encoded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import mlx.nn as nn
@@ -23,7 +23,6 @@ from ..data.token_store import masked
 from ..data.trees import TreePlan
 from ..display import VERBOSE, Display
 from ..errors import PackError
-from ..evaluation.images import advance_of
 from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import Head
 from ..objectives.sequence_packing import prepare_packing
@@ -31,7 +30,7 @@ from ..packs.base import Base
 from ..packs.card import phase_lines
 from .phases import PhaseData, RunPhase, sample
 from .shared_prefix import check_trees, computes_trees, passes_of, say_nothing_shared, show_trees
-from .splits import counted, show_notes
+from .splits import counted, encode_each, show_notes, show_phase
 from .task import Task, bad_rows_lines, cost, done_line, speed
 
 MASKS = 2  # training examples that the page of a run shows
@@ -160,11 +159,7 @@ def encode_phases(
 
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
-        if phase.name:
-            line = f"{phase.name}: {phase.train.iters:,} batches"
-            if phase.replay:
-                line += f", {phase.replay:.0%} of its examples from earlier phases"
-            display.line("phase", line)
+        show_phase(phase, display)
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
 
     return encoded
@@ -174,31 +169,20 @@ def encode_splits(
     splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
 ) -> dict[str, Examples]:
     """Return the tokens of every split that has examples; show their number and what was cut."""
-    present = splits.present()
-    examples = {}
-    steps = {split: steps_of(splits.rows[split], base.tokenizer) for split in present}
+    tokenizer = base.tokenizer
+    steps = {split: steps_of(splits.rows[split], tokenizer) for split in splits.present()}
+
+    def encode(split: str, advance: Callable[[], None]) -> Examples:
+        rows = splits.rows[split]
+        options = encoding_options(train, split, splits.format, base.vocab_size)
+        shared = {"row_format": splits.format, "num_proc": train.num_proc, "advance": advance}
+        examples, file = encode_cached(rows, tokenizer, columns, options, **shared)
+        if file is not None:
+            display.line("data", f"tokens of {split} are in {file}", VERBOSE)
+        return examples
+
     counts = {split: count for split, (count, _) in steps.items()}
-
-    with display.task("data", sum(counts.values()), steps["train"][1]) as bar:
-        advance = advance_of(bar, base.tokenizer)
-        for split in present:
-            done = bar.done
-            examples[split], file = encode_cached(
-                splits.rows[split],
-                base.tokenizer,
-                columns,
-                encoding_options(train, split, splits.format, base.vocab_size),
-                row_format=splits.format,
-                num_proc=train.num_proc,
-                advance=advance,
-            )
-
-            for _ in range(done + counts[split] - bar.done):  # what was cached, or small
-                bar.advance()
-            splits.note_encoded(split, examples[split].fingerprint, examples[split].bad)
-            if file is not None:
-                display.line("data", f"tokens of {split} are in {file}", VERBOSE)
-
+    examples = encode_each(splits, encode, display, counts, steps["train"][1], tokenizer)
     first = examples["train"]
     counted = _counts(examples, train, base.model)
     display.line("data", f"{splits.source} · {counted} · loss on {first.loss_on}")
