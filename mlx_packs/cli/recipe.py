@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..config.external import translate
 from ..config.fields import read_settings
-from ..config.recipe import (
-    Recipe,
-    RunOptions,
-    base_defaults,
-    check_method,
-    merged,
-    resolve,
-)
+from ..config.recipe import Recipe, RunOptions, base_defaults, check_method, merged, resolve
 from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..files import exclusive_writer

@@ -15,14 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ..errors import Code, PackError, any_of, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
 from .choices import TASKS, Table, task_defaults
-from .other_names import (
-    OTHER_NAMES,
-    OTHER_VALUES,
-    REMOVED_VALUES,
-    ours_for,
-    removal,
-    value_hint,
-)
+from .other_names import OTHER_NAMES, OTHER_VALUES, REMOVED_VALUES, ours_for, removal, value_hint
 from .values import typed_value
 
 S = TypeVar("S", bound="Settings")

@@ -9,14 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..errors import PackError, did_you_mean
-from .choices import (
-    ANSWER_METRICS,
-    DISTANCES,
-    OBJECTIVES,
-    PREFERENCE_TASKS,
-    TASKS,
-    registered,
-)
+from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, PREFERENCE_TASKS, TASKS, registered
 from .data import TextConfig
 from .fields import Fault, Settings, fields_where, option
 from .phase import Phase

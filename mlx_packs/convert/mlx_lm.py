@@ -11,11 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bases.model import BaseModel
-from ..bases.vision_families import (
-    VISION_FAMILIES,
-    path_in_mlx_vlm,
-    path_of_mlx_vlm,
-)
+from ..bases.vision_families import VISION_FAMILIES, path_in_mlx_vlm, path_of_mlx_vlm
 from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of

@@ -18,11 +18,7 @@ from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model
-from ..bases.vision_families import (
-    VISION_FAMILIES,
-    path_in_transformers,
-    path_of_transformers,
-)
+from ..bases.vision_families import VISION_FAMILIES, path_in_transformers, path_of_transformers
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..data.labels import ORDINAL, Classes
 from ..errors import PackError

@@ -19,14 +19,7 @@ from ..data.shapes import PairShape, padded_length, widths_of
 from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
-from .plan import (
-    MemoryPlan,
-    Shape,
-    accumulates,
-    embedding_loss,
-    moment_parts,
-    recompute_policies,
-)
+from .plan import MemoryPlan, Shape, accumulates, embedding_loss, moment_parts, recompute_policies
 from .planned_adapters import Places, optimizer_bytes, plan_adapters
 
 ASSUMED = "Every text is taken as long as it may be."

@@ -216,13 +216,7 @@ def _states_class() -> type[PrefixCache]:
 
 def prefix_cache(cache: object) -> PrefixCache:
     """Return an empty cache in the place of mlx-lm's, or raise a ValueError for an unknown kind."""
-    from mlx_lm.models.cache import (
-        ArraysCache,
-        CacheList,
-        ChunkedKVCache,
-        KVCache,
-        RotatingKVCache,
-    )
+    from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
     if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache):
         return PrefixKeys()

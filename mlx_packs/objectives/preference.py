@@ -17,14 +17,7 @@ import mlx.nn as nn
 from ..adapters.trainable import trainable_modules
 from ..config.choices import PREFERENCE_TASKS, registered
 from ..config.schema import TrainConfig
-from ..config.tasks import (
-    CPOConfig,
-    DPOConfig,
-    KTOConfig,
-    PairLoss,
-    PreferenceConfig,
-    SimPOConfig,
-)
+from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from ..data.dataset import Batch, Layout
 from ..distributed.group import group
 from ..runtime import mx

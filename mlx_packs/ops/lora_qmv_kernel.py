@@ -11,17 +11,7 @@ from ._backend import Kernel, KernelSpec, Plans, measured, padded, table
 from ._check import Check, Instance, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
-from .lora_qmv import (
-    MAX_ROWS,
-    OP,
-    AffineWeight,
-    Factors,
-    Format,
-    Launches,
-    Norm,
-    Task,
-    reference,
-)
+from .lora_qmv import MAX_ROWS, OP, AffineWeight, Factors, Format, Launches, Norm, Task, reference
 from .profile import tiles
 
 MAX_SLICES = 4

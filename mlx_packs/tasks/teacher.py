@@ -18,13 +18,7 @@ from ..config.schema import TrainConfig
 from ..data.batches import evaluation_set
 from ..data.dataset import Batch, Shape
 from ..data.encoding import Examples
-from ..data.teacher_cache import (
-    FACTS,
-    CacheFacts,
-    TeacherCache,
-    split_facts,
-    tokenizer_key,
-)
+from ..data.teacher_cache import FACTS, CacheFacts, TeacherCache, split_facts, tokenizer_key
 from ..display import Display, size
 from ..distributed.group import group
 from ..errors import PackError

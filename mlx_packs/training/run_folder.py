@@ -14,14 +14,7 @@ from ..files import atomic_write, make_folder, to_json
 from ..leftovers import discard, recovered
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
-from .checkpoint import (
-    ADAPTERS,
-    METRICS,
-    NAME,
-    batches_of,
-    check_checkpoint,
-    read_training_state,
-)
+from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state
 
 CONFIG = "config.json"
 PACKAGES = "packages"  # in the identity: packages that add what the run uses, by setting and name
