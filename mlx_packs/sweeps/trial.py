@@ -66,8 +66,10 @@ class Trial:
         if not file.is_file():
             return None
         try:
-            return Result(**read_json(file))
-        except TypeError:
+            content = read_json(file)
+            content.pop("packs", None)  # written while several trials could share a batch
+            return Result(**content)
+        except (AttributeError, TypeError):
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
 

@@ -132,6 +132,16 @@ def test_a_trial_that_fails_is_a_line_and_not_the_end(trained, tmp_path):
     assert run_sweep().exit_code == 0 and len(trained) == 2
 
 
+def test_results_of_trials_that_could_share_a_batch_are_read(tmp_path):
+    own = trial.Trial(1, {}, tmp_path)
+    (tmp_path / "result-0.json").write_text('{"batches": 4, "pack_mb": 2.1, "packs": 1}')
+    assert own.result(0) == Result(batches=4, pack_mb=2.1)
+
+    (tmp_path / "result-0.json").write_text("[4]")
+    with raises(PackError, "result-0.json: is not a result. Remove it."):
+        own.result(0)
+
+
 def test_the_best_must_pass_the_gates(trained, tmp_path):
     trained.failing["gated"] = None
     write_sweep(tmp_path, RANKS)
