@@ -18,7 +18,6 @@ _TIMES_INPUT = 8
 _REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
 _MEMORY_PER_CHARACTER = 16
 _MOST_COST = 4000  # of one call, so that 2 s are enough for many conversations
-Request = tuple[int, Mapping[str, Any]]
 
 
 def check_syntax(text: str, where: str) -> None:
@@ -82,7 +81,8 @@ def render_chat(
         PackError: the template rejects this conversation (code ``data``); or it is no template,
             takes too long, makes too much, or does what the sandbox forbids (``unreadable``).
     """
-    whole = Beginnings(list(messages), [(len(messages), {})], template_date, options)
+    asked = bool(options.pop("add_generation_prompt", False))
+    whole = Beginnings(messages, [(len(messages), asked)], template_date, options)
     [[text]] = render_beginnings(tokenizer, [whole])
     if isinstance(text, PackError):
         raise text
@@ -102,12 +102,13 @@ class Beginnings:
 
     Args:
         messages: The conversation.
-        requests: For each rendering the number of messages, and options of its own.
+        places: For each rendering the number of messages, and whether the header of an answer
+            follows them (``add_generation_prompt``).
         template_date: As of `render_chat`, like ``options``, which all renderings have.
     """
 
     messages: Sequence[Mapping]
-    requests: Sequence[Request]
+    places: Sequence[tuple[int, bool]]
     template_date: str | None
     options: Mapping[str, Any]
 
@@ -119,8 +120,8 @@ class Beginnings:
     @property
     def cost(self) -> int:
         """Messages of all renderings, and another one for each 1,000 of their characters."""
-        messages = sum(count for count, _ in self.requests)
-        return messages + len(self.requests) * self.characters // 1000
+        messages = sum(count for count, _ in self.places)
+        return messages + len(self.places) * self.characters // 1000
 
 
 def render_beginnings(
@@ -129,7 +130,7 @@ def render_beginnings(
     """Return renderings of conversations; many of them take few calls of the sandbox.
 
     Returns:
-        For each request its text, or the error that `render_chat` raises.
+        For each place its text, or the error that `render_chat` raises.
     """
     results: list[list[str | PackError]] = []
     batch: list[Beginnings] = []
@@ -163,8 +164,9 @@ def _by_function(
     tokenizer: Any, renderer: Callable[..., str], conversation: Beginnings
 ) -> list[str | PackError]:
     texts: list[str | PackError] = []
-    for count, options in conversation.requests:
-        options = _named_options(tokenizer, {**conversation.options, **options})
+    named = _named_options(tokenizer, conversation.options)
+    for count, asked in conversation.places:
+        options = {**named, "add_generation_prompt": asked}
         try:
             with library_errors(functools.partial(_rejects, tokenizer)):
                 texts.append(renderer(list(conversation.messages[:count]), **options))
@@ -181,12 +183,12 @@ def _call(tokenizer: Any, conversation: Beginnings) -> tuple:
     variables = {
         "tools": None,
         "documents": None,
-        "add_generation_prompt": False,
         **plain.special_tokens_map,
         **options,
     }
     messages = list(conversation.messages)
-    return template, messages, list(conversation.requests), variables, conversation.template_date
+    requests = [(count, {"add_generation_prompt": asked}) for count, asked in conversation.places]
+    return template, messages, requests, variables, conversation.template_date
 
 
 def _named_options(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,25 +188,8 @@ def encode_conversation(
     return encode_rendered(tokenizer, text)
 
 
-@dataclass(frozen=True)
-class Prefixes:
-    """Beginnings of one conversation, as `render_conversation` renders them.
-
-    Args:
-        messages: The whole conversation.
-        places: For each rendering the number of messages, and whether the header of an answer
-            follows them (``add_generation_prompt``).
-        template_date: As of `render_conversation`, like ``options``.
-    """
-
-    messages: Sequence[Mapping]
-    places: Sequence[tuple[int, bool]]
-    template_date: str | None
-    options: Mapping[str, Any]
-
-
 def render_prefixes(
-    tokenizer: Any, conversations: Sequence[Prefixes]
+    tokenizer: Any, conversations: Sequence[Beginnings]
 ) -> list[list[str | PackError]]:
     """Return renderings of conversations, which take one call of the sandbox for many.
 
@@ -214,26 +197,21 @@ def render_prefixes(
         For each place of each conversation its text, or the error of `render_conversation`.
     """
     style = turn_style(tokenizer)
-    beginnings = [_beginnings(each, style) for each in conversations]
+    beginnings = [
+        replace(each, messages=_turns(each.messages, style), options=given_variables(each.options))
+        for each in conversations
+    ]
     results = render_beginnings(tokenizer, beginnings)
     if not style.needs_header:
         return results
 
     for each, texts in zip(beginnings, results, strict=True):
         options = {**each.options, "template_date": each.template_date}
-        for place, (count, asked) in enumerate(each.requests):
-            turns = list(each.messages[:count])
-            if asked["add_generation_prompt"]:
-                before = _before_answer(tokenizer, turns, style, options)
+        for place, (count, asked) in enumerate(each.places):
+            if asked:
+                before = _before_answer(tokenizer, list(each.messages[:count]), style, options)
                 texts[place] = texts[place] if before is None else before
     return results
-
-
-def _beginnings(conversation: Prefixes, style: TurnStyle) -> Beginnings:
-    turns = _turns(conversation.messages, style)
-    requests = [(count, {"add_generation_prompt": asked}) for count, asked in conversation.places]
-    options = given_variables(conversation.options)
-    return Beginnings(turns, requests, conversation.template_date, options)
 
 
 def takes_images(tokenizer: Any) -> bool:

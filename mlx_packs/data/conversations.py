@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
+from ..bases.chat_template import Beginnings
 from ..bases.templated import with_template
 from ..bases.turns import (
     NO_IMAGES,
     SENTINEL,
-    Prefixes,
     answer_end,
     encode_conversation,
     image_sources,
@@ -261,7 +261,7 @@ class Conversation(Content):
         self._check_not_empty(answers, targets)
         return text, [self._answer_span(i, text) for i in targets]
 
-    def _prefixes_of(self, loss_on: str) -> Prefixes:
+    def _prefixes_of(self, loss_on: str) -> Beginnings:
         """Return what `supervised` renders, unless the template is an unusual one."""
         count = len(self.messages)
         places = [(count, False)]
@@ -273,7 +273,7 @@ class Conversation(Content):
             places += [place for i in answers for place in ((i, True), (i + 1, False))]
 
         places = [place for place in dict.fromkeys(places) if place[0]]
-        return Prefixes(self.messages, places, self.template_date, self._variables())
+        return Beginnings(self.messages, places, self.template_date, self._variables())
 
     def _check_not_empty(self, answers: Sequence[int], targets: Sequence[int]) -> None:
         """Raise an error for an empty target before the last answer: nothing to learn from."""
