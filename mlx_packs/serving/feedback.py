@@ -43,27 +43,17 @@ class FeedbackBody(Object):
 
 @dataclass
 class _Remembered:
-    """A choice of an answer as JSON, or why it cannot be rated.
+    """A choice of an answer, or why it cannot be rated.
 
     Attributes:
-        content: the fields of an `Answer`, so that its bytes are what memory holds.
+        size: bytes of the answer as JSON.
         row: the identity of its rows.
     """
 
-    content: bytes = b""
+    answer: Answer | None = None
     reason: str = ""
+    size: int = 0
     row: str | None = None
-
-    @classmethod
-    def of(cls, answer: Answer) -> "_Remembered":
-        text = json.dumps(vars(answer), ensure_ascii=False)
-        return cls(text.encode("utf-8", "surrogatepass"))  # a client may send half a character
-
-    @property
-    def answer(self) -> Answer | None:
-        if not self.content:
-            return None
-        return Answer(**json.loads(self.content))
 
 
 class Learning:
@@ -134,26 +124,27 @@ class Learning:
         has_images = any(message.images for message in body.messages)
 
         for index, (message, reason, adapters) in enumerate(answer.messages()):
-            key = answer.id, index
-
             if body.model != self.folder.name or adapters not in self._numbers:
-                text = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
-                self._put(key, _Remembered(reason=text))
+                fault = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
+                remembered = _Remembered(reason=fault)
             elif has_images:
-                text = "is about images, which are not learned from"
-                self._put(key, _Remembered(reason=text))
+                remembered = _Remembered(reason="is about images, which are not learned from")
             else:
                 version = self._numbers[adapters]
                 about = {"model": body.model, "version": version, "pack": adapters}
-                row = Answer(prompt, message, columns, about, reason == "length")
-                self._put(key, _Remembered.of(row))
+                rated = Answer(prompt, message, columns, about, reason == "length")
+                text = json.dumps(vars(rated), ensure_ascii=False)
+                # a client may send half a character
+                size = len(text.encode(errors="surrogatepass"))
+                remembered = _Remembered(rated, size=size)
+            self._put((answer.id, index), remembered)
 
     def _put(self, key: tuple[str, int], remembered: _Remembered) -> None:
         self._choices[key] = remembered
-        self._bytes += len(remembered.content)
+        self._bytes += remembered.size
         while len(self._choices) > _ANSWERS or self._bytes > _BYTES:
             _, oldest = self._choices.popitem(last=False)
-            self._bytes -= len(oldest.content)
+            self._bytes -= oldest.size
 
     # Feedback
 

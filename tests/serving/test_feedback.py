@@ -159,7 +159,7 @@ def test_remembered_answers_are_bounded_in_bytes(server, folder, monkeypatch):
     """A character of the prompts takes three bytes, so that two of them do not fit."""
     monkeypatch.setattr(feedback, "_BYTES", 2000)
     long = [server.chat("notes", "字" * 300) for _ in range(3)]
-    sizes = [len(each.content) for each in server.learning._choices.values()]
+    sizes = [each.size for each in server.learning._choices.values()]
     assert 900 < sum(sizes) == server.learning._bytes <= 2000 and len(sizes) == 1
 
     assert rejected(server, long[1], rating="down")[0] == 404
