@@ -69,7 +69,7 @@ class Trial:
             content = read_json(file)
             content.pop("packs", None)  # written while several trials could share a batch
             return Result(**content)
-        except (AttributeError, TypeError):
+        except TypeError:
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
 
