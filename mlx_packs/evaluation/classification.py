@@ -19,8 +19,6 @@ from ..data.formats import Row
 from ..data.labelled import LabelCollate, encode_labelled, fitted
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
-from ..distributed.group import group
-from ..errors import PackError
 from ..objectives.classification import ScoreHead
 from ..packs.base import Base
 from ..packs.card import format_commonest
@@ -32,6 +30,7 @@ from .scores import (
     MetricScore,
     check_no_text_settings,
     format_with_errors,
+    over_batches,
     scoring_path,
     standard_error,
 )
@@ -242,18 +241,11 @@ def predict(
     advance: Callable[[], None] | None = None,
 ) -> Predictions:
     """Return the predictions of all examples of some batches, at least one, in evaluation mode."""
-    if not batches:
-        raise PackError("--data: there are no examples to evaluate.", "data")
-    classifier.model.eval()
 
     def outputs(batch: Batch) -> list[np.ndarray]:
-        logits = classifier.outputs(batch)
-        if advance is not None:
-            advance()
-        return [logits, batch.source.labels[list(batch.examples)]]
+        return [classifier.outputs(batch), batch.source.labels[list(batch.examples)]]
 
-    logits, values = zip(*group().map(outputs, batches), strict=True)
-    return Predictions(np.concatenate(logits), np.concatenate(values), problem)
+    return Predictions(*over_batches(classifier.model, batches, outputs, advance), problem)
 
 
 def class_score(predictions: Predictions) -> MetricScore:
@@ -261,7 +253,7 @@ def class_score(predictions: Predictions) -> MetricScore:
     validated = {
         name: value
         for name, value in metrics.items()
-        if name.removesuffix("_se") in ("accuracy", "macro_f1", "spearman")
+        if f"valid_{name.removesuffix('_se')}" in VALIDATED
     }
     return MetricScore(metrics["loss"], validated, len(predictions.values), metrics)
 

@@ -15,7 +15,6 @@ from ..data.dataset import Batch, Layout
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..data.trees import WORTHWHILE, TreePlan
-from ..distributed.group import group
 from ..errors import PackError
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
 from ..objectives.objective import Inputs, arrays_of
@@ -28,7 +27,7 @@ from .answers import AnswerReport, Exam, answer_line, questions_of
 from .images import encode_shown
 from .metrics import metric_of
 from .rows import EvalSettings
-from .scores import scoring_path
+from .scores import over_batches, scoring_path
 
 VALIDATED = ("valid_loss", "valid_ppl", "valid_accuracy")
 
@@ -219,31 +218,21 @@ class Scorer:
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
     ) -> ExampleScores:
         """Score every example of the batches, at least one."""
-        if not batches:
-            raise PackError("--data: there are no examples to evaluate.", "data")
-        self.model.eval()
 
         def scored(batch: Batch) -> list[np.ndarray]:
             owners = batch.inputs["owners"]
-            count = len(batch.examples)
             real = owners >= 0
-            values = self._values(batch)
+            prepared = self._prepare(batch)
+            values = self._forward(arrays_of(prepared), prepared.layout)
             mx.eval(values)
-            if advance is not None:
-                advance()
             nll, *others = (np.array(value, dtype=np.float64)[real] for value in values)
             sums = (nll, None, *others)
-            return [np.bincount(owners[real], weights, count) for weights in sums]
+            return [np.bincount(owners[real], weights, len(batch.examples)) for weights in sums]
 
-        parts = zip(*group().map(scored, batches), strict=True)
+        parts = over_batches(self.model, batches, scored, advance)
         order = [example for batch in batches for example in batch.examples]
         by_example = np.argsort(order, kind="stable")
-        return self.kind(*(np.concatenate(part)[by_example] for part in parts))
-
-    def _values(self, batch: Batch) -> Sequence[mx.array | None]:
-        """Return `values` of a batch."""
-        batch = self._prepare(batch)
-        return self._forward(arrays_of(batch), batch.layout)
+        return self.kind(*(part[by_example] for part in parts))
 
     def score(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None

@@ -13,8 +13,6 @@ from ..data.formats import Row
 from ..data.preference_batches import preference_evaluation
 from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
-from ..distributed.group import group
-from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
 from ..objectives.reward_model import RewardModel, hidden_states
@@ -29,6 +27,7 @@ from .scores import (
     MetricScore,
     check_no_text_settings,
     format_with_errors,
+    over_batches,
     scoring_path,
     standard_error,
 )
@@ -47,22 +46,17 @@ def score_preferences(
     has a reward of the right sign; a tie counts as half. The margin is the mean reward of chosen
     completions minus the mean of rejected ones.
     """
-    if not batches:
-        raise PackError("--data: there are no examples to evaluate.", "data")
-    objective.model.eval()
 
-    def scored(batch: Batch) -> list[np.ndarray]:
+    def scored(batch: Batch) -> list:
         prepared = objective.prepare(batch)
         total, *values = objective.outcome(arrays_of(prepared), prepared.layout)
         mx.eval(total, values)
-        if advance is not None:
-            advance()
         rows = batch.denominator
-        return [np.array(total), *(np.array(value, np.float64)[:rows] for value in values)]
+        return [np.array(total)[None], *(np.array(value, np.float64)[:rows] for value in values)]
 
-    losses, *parts = zip(*group().map(scored, batches), strict=True)
-    loss = sum(float(each) for each in losses)
-    rewards, log_probs, targets = map(np.concatenate, parts)
+    parts = over_batches(objective.model, batches, scored, advance)
+    losses, rewards, log_probs, targets = parts
+    loss = sum(losses.tolist())
 
     labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
     desirable = np.concatenate(labels) > 0
@@ -94,22 +88,16 @@ def score_pairs(
     advance: Callable[[], None] | None = None,
 ) -> MetricScore:
     """Score all pairs of some batches, at least one, in evaluation mode."""
-    if not batches:
-        raise PackError("--data: there are no examples to evaluate.", "data")
-    objective.model.eval()
 
     def scored(batch: Batch) -> list[np.ndarray]:
         values = objective.outcome(arrays_of(batch), batch.layout)
         mx.eval(values)
-        if advance is not None:
-            advance()
         return [np.array(value, np.float64)[: batch.denominator] for value in values]
 
-    losses, rewards = zip(*group().map(scored, batches), strict=True)
-    pairs = np.concatenate(rewards)
+    losses, pairs = over_batches(objective.model, batches, scored, advance)
     gains = pairs[:, 0] - pairs[:, 1]
     right = (np.sign(gains) + 1) / 2
-    loss = float(np.concatenate(losses).mean())
+    loss = float(losses.mean())
 
     metrics = {
         "preference_accuracy": float(right.mean()),

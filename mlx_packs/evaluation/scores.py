@@ -3,14 +3,16 @@
 The standard error of a metric is the metric ``<name>_se``; it is None for a single example.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 
 from ..config.choices import METRICS
 from ..data.dataset import Batch
+from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.score import Score
@@ -70,6 +72,30 @@ class MetricScore(Score):
             return None
         accuracy = self.metrics["preference_accuracy"]
         return {"ppl": self.facts["chosen_ppl"], "ppl_se": None, "accuracy": accuracy}
+
+
+def over_batches(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    compute: Callable[[Batch], Sequence],
+    advance: Callable[[], None] | None = None,
+) -> list[np.ndarray]:
+    """Return each of the arrays that ``compute`` gives for batches, of all batches together.
+
+    The model is in evaluation mode, and ranks share the batches; there must be at least one.
+    """
+    if not batches:
+        raise PackError("--data: there are no examples to evaluate.", "data")
+    model.eval()
+
+    def computed(batch: Batch) -> list[np.ndarray]:
+        arrays = [np.asarray(values) for values in compute(batch)]
+        if advance is not None:
+            advance()
+        return arrays
+
+    parts = zip(*group().map(computed, batches), strict=True)
+    return [np.concatenate(part) for part in parts]
 
 
 def standard_error(values: np.ndarray) -> float | None:
