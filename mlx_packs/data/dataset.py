@@ -34,12 +34,22 @@ class Tree(NamedTuple):
 class ExampleSet(Protocol):
     """The encoded examples of a split, or of several."""
 
+    def __len__(self) -> int:
+        """Return how many there are."""
+        raise NotImplementedError
+
+    def where(self, i: int) -> str:
+        """Return the row of an example as messages name it: ``train.jsonl:17``."""
+        raise NotImplementedError
+
     @property
     def count(self) -> int:
         """How many there are as people count them: a preference is one."""
+        return len(self)
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
-        """Return the rows of some examples as messages name them: ``train.jsonl:17``."""
+        """Return the rows of some examples."""
+        return [self.where(i) for i in indices]
 
 
 @dataclass(frozen=True, eq=False)

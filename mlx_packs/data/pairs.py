@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows
-from .dataset import Batch, Shape, edges_of
+from .batches import TextCollate
+from .dataset import Array, Batch, ExampleSet, Shape
 from .formats import Row, check_format, first_format
 from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .sampler import Sampler
-from .shapes import PairShape, padded_length
+from .shapes import PairShape
 from .sources import as_rows, canonical_line
 from .token_store import StoredExamples, TokenStore
 
@@ -46,7 +47,7 @@ class TextColumn(Sequence):
 
 
 @dataclass
-class Pairs:
+class Pairs(ExampleSet):
     format: PairFormat
     tokens: Sequence[Sequence[np.ndarray]]  # one for each column, int32 [L] for each pair
     texts: np.ndarray  # int64 [N, C], equal where two texts are
@@ -58,13 +59,6 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    @property
-    def count(self) -> int:
-        return len(self)
-
-    def where_of(self, indices: Sequence[int]) -> list[str]:
-        return [self.where(i) for i in indices]
 
     def select(self, chosen: np.ndarray) -> "Pairs":
         scores = self.scores
@@ -107,9 +101,6 @@ def encode_pairs(
 
     ``query_prompt`` is put before every anchor; rows without anchors must have none.
     """
-    if not len(rows):
-        raise PackError("--data: the split has no examples.", "data")
-
     first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
     if query_prompt and not row_format.has_anchors:
         raise PackError(
@@ -245,17 +236,14 @@ def check_loss_settings(loss: str, train: TrainConfig) -> None:
             )
 
 
-@dataclass(frozen=True)
-class PairCollate:
+class PairCollate(TextCollate):
     """Lays out B pairs; what is missing to B is pairs of one token and weight 0.
 
     The arrays are one for each column, int32 [B, T], T by column; ``lengths`` int32 [C, B],
     ``weights`` float32 [B], and ``scores`` float32 [B] of scored pairs.
     """
 
-    batch_size: int  # pairs
-    limit: int  # most tokens of a text
-    powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
+    row_array = "weights"
 
     def __call__(self, pairs: Pairs, order: Sequence[int]) -> Batch:
         missing = self.batch_size - len(order)
@@ -265,7 +253,7 @@ class PairCollate:
         for name, column in zip(COLUMNS, pairs.tokens, strict=False):
             texts = [column[i] for i in order]
             texts += [texts[0][:1]] * missing
-            inputs[name] = padded(texts, self._width(max(map(len, texts))))
+            inputs[name] = padded(texts, self.width(max(map(len, texts))))
             lengths.append([len(text) for text in texts])
 
         inputs["lengths"] = np.array(lengths, np.int32)
@@ -281,27 +269,14 @@ class PairCollate:
         largest: dict[int, PairShape] = {}
         for order in orders:
             longest = lengths[:, list(order)].max(axis=1)
-            shape = PairShape.of(self._width(int(tokens)) for tokens in longest)
+            shape = PairShape.of(self.width(int(tokens)) for tokens in longest)
             before = largest.get(shape.inputs, shape)
             largest[shape.inputs] = max(before, shape, key=lambda each: sum(each.widths))
         return set(largest.values())
 
-    def _width(self, longest: int) -> int:
-        if self.powers:
-            longest = 32 << max(0, (longest - 1).bit_length() - 5)
-        return min(padded_length(longest, self.limit), self.limit)
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        edges = edges_of(len(batch.inputs["weights"]), parts)
-        return [_pairs_of(batch, start, stop) for start, stop in edges]
-
-
-def _pairs_of(batch: Batch, start: int, stop: int) -> Batch:
-    inputs = {name: values[start:stop] for name, values in batch.inputs.items()}
-    inputs["lengths"] = batch.inputs["lengths"][:, start:stop]
-    examples = batch.examples[start:stop]
-    count = len(examples)
-    return replace(batch, inputs=inputs, examples=examples, targets=count, denominator=count)
+    def piece(self, inputs: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
+        piece = {name: values[start:stop] for name, values in inputs.items()}
+        return {**piece, "lengths": inputs["lengths"][:, start:stop]}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..config.data import DataConfig
 from .bad_rows import BadRows
 from .batches import TokenCollate
 from .chat_formats import about_conversation
-from .dataset import Batch, Shape
+from .dataset import Batch, ExampleSet, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Rows, as_rows, canonical_line
 from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
@@ -21,7 +21,7 @@ _PLACEHOLDER = "."  # of a row without a completion, for the template
 
 
 @dataclass
-class Prompts:
+class Prompts(ExampleSet):
     tokens: list[list[int]]  # of each, up to where the completion begins
     rows: Rows  # the rows that prompts are part of
     used: Sequence[int]  # the number of each prompt's row
@@ -30,10 +30,6 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def count(self) -> int:
-        return len(self)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -45,9 +41,6 @@ class Prompts:
 
     def where(self, i: int) -> str:
         return self.rows.where(self.used[i])
-
-    def where_of(self, indices: Sequence[int]) -> list[str]:
-        return [self.where(i) for i in indices]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Qwen3-Reranker: https://arxiv.org/abs/2506.05176
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from ..bases.tokenizer import beginning, padded, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows
-from .dataset import Batch, Shape, edges_of
+from .batches import TextCollate
+from .dataset import Array, Batch, ExampleSet, Shape
 from .formats import Row, check_format, first_format
 from .ranking_formats import RANKING_FORMATS, Ranking
-from .shapes import padded_length
 from .sources import as_rows, canonical_line
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -123,7 +123,7 @@ def answer_tokens(tokenizer: Any) -> tuple[int, int]:
 
 
 @dataclass
-class Rankings:
+class Rankings(ExampleSet):
     """Encoded queries of a split: of each the tokens and labels of its documents."""
 
     format: str
@@ -138,10 +138,6 @@ class Rankings:
         return len(self.tokens)
 
     @property
-    def count(self) -> int:
-        return len(self)
-
-    @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest document of each query, [N]."""
         return np.array([max(map(len, documents)) for documents in self.tokens])
@@ -151,17 +147,11 @@ class Rankings:
         """Documents of each query, [N]."""
         return np.array([len(documents) for documents in self.tokens])
 
-    def where_of(self, indices: Sequence[int]) -> list[str]:
-        return [self.where(i) for i in indices]
-
 
 def encode_rankings(
     rows: Sequence[Row], prompt: RerankPrompt, on_bad_row: str = "stop"
 ) -> Rankings:
     """Return the queries of a split."""
-    if not len(rows):
-        raise PackError("--data: the split has no examples.", "data")
-
     columns = replace(_COLUMNS, on_bad_row=on_bad_row)
     first, row_format = first_format(rows, columns, RANKING_FORMATS)
     rows = row_format.grouped(rows)
@@ -196,17 +186,14 @@ def encode_rankings(
     )
 
 
-@dataclass(frozen=True)
-class RankingCollate:
+class RankingCollate(TextCollate):
     """Lays out B queries of D documents; what is missing are documents of one token.
 
     ``tokens`` int32 [B D, T], ``lengths`` int32 [B D], ``labels`` float32 [B, D], -1 where there is
     no document.
     """
 
-    batch_size: int  # queries
-    limit: int  # most tokens of a document with its query
-    powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
+    row_array = "labels"
 
     def __call__(self, rankings: Rankings, order: Sequence[int]) -> Batch:
         width = max(len(rankings.tokens[i]) for i in order)
@@ -219,7 +206,7 @@ class RankingCollate:
             labels[row, : len(documents)] = rankings.labels[query]
 
         lengths = np.array([len(text) for text in texts], np.int32)
-        tokens = padded(texts, self._width(int(lengths.max())))
+        tokens = padded(texts, self.width(int(lengths.max())))
         inputs = {"tokens": tokens, "lengths": lengths, "labels": labels}
         count = len(order)
         return Batch(inputs, count, count, tuple(int(i) for i in order), rankings)
@@ -229,26 +216,12 @@ class RankingCollate:
         lengths = rankings.lengths
         documents = rankings.documents
         return {
-            (self._width(int(lengths[list(order)].max())), int(documents[list(order)].max()))
+            (self.width(int(lengths[list(order)].max())), int(documents[list(order)].max()))
             for order in orders
         }
 
-    def _width(self, longest: int) -> int:
-        if self.powers:
-            longest = 32 << max(0, (longest - 1).bit_length() - 5)
-        return min(padded_length(longest, self.limit), self.limit)
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        edges = edges_of(len(batch.inputs["labels"]), parts)
-        return [_queries_of(batch, start, stop) for start, stop in edges]
-
-
-def _queries_of(batch: Batch, start: int, stop: int) -> Batch:
-    documents = batch.inputs["labels"].shape[1]
-    rows = slice(start * documents, stop * documents)
-
-    inputs = {name: batch.inputs[name][rows] for name in ("tokens", "lengths")}
-    inputs["labels"] = batch.inputs["labels"][start:stop]
-    examples = batch.examples[start:stop]
-    count = len(examples)
-    return replace(batch, inputs=inputs, examples=examples, targets=count, denominator=count)
+    def piece(self, inputs: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
+        documents = inputs["labels"].shape[1]
+        rows = slice(start * documents, stop * documents)
+        piece = {name: inputs[name][rows] for name in ("tokens", "lengths")}
+        return {**piece, "labels": inputs["labels"][start:stop]}
