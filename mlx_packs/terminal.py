@@ -79,9 +79,7 @@ class Guarded:
         return unguarded(self.stream)
 
     def write(self, text: str) -> int:
-        start = 0
-        if self.bars and (movement := _BAR.match(text)):
-            start = movement.end()
+        start = movement.end() if self.bars and (movement := _BAR.match(text)) else 0
         self.stream.write(text[:start] + printable_text(text[start:]))
         return len(text)
 

@@ -410,9 +410,7 @@ def quantization_name(q: Mapping | None) -> str:
         return "dense"
 
     if q.get("quant_method") == METHOD:
-        kind = q.get("bnb_4bit_quant_type", "4-bit")
-        if q.get("load_in_8bit"):
-            kind = "8-bit"
+        kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
         return f"{METHOD} {kind}"
 
     mode = q.get("mode", q.get("quant_method", "affine"))

@@ -89,9 +89,7 @@ def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | N
     widths = getattr(module, "output_dims", None)
     if not isinstance(widths, list):
         return None
-    names = range(len(widths))
-    if name == "qkv_proj":
-        names = "qkv"
+    names = "qkv" if name == "qkv_proj" else range(len(widths))
     return tuple((str(part), width) for part, width in zip(names, widths, strict=True))
 
 

@@ -39,9 +39,7 @@ def to_record(result: BenchResult) -> dict:
     if not runtime.on_cpu():  # which emulates half precision
         half = _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
 
-    system = platform.system()
-    if mac := platform.mac_ver()[0]:
-        system = f"macOS {mac}"
+    system = f"macOS {mac}" if (mac := platform.mac_ver()[0]) else platform.system()
 
     return {
         "format": FORMAT,

@@ -288,9 +288,7 @@ def _training_lines(pack: "Pack") -> list[str]:
         if classes := Classes.of(pack.manifest):
             learned = classes.described
 
-        images = ""
-        if count := data.get("images"):
-            images = f" with {count:,} images"
+        images = f" with {count:,} images" if (count := data.get("images")) else ""
         lines.append(f"data    {data.get('source')} · {rows or '?'} examples{images} · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
 

@@ -143,9 +143,7 @@ class FidelityMeter:
     ) -> None:
         """Read at most ``rows`` test examples; a PackError if none of them has a target."""
         length = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
-        loss_on = None
-        if columns.data != "tiny":
-            loss_on = pack._part("objective").get("loss_on")
+        loss_on = pack._part("objective").get("loss_on") if columns.data != "tiny" else None
         chosen = evaluation_rows(columns, "test", rows)
         if format_of(chosen[0], columns) is PREFERENCE:
             chosen = list(both_completions(chosen, columns))[::2]

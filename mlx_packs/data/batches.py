@@ -114,9 +114,7 @@ class PackedCollate(_RowCollate):
             for number, i in enumerate(indices):
                 chosen.append(examples[i])
                 starts.append(row * self.limit + at)
-                room = len(chosen[-1].tokens) - 1
-                if order.spans:
-                    room = order.spans[row][number]
+                room = order.spans[row][number] if order.spans else len(chosen[-1].tokens) - 1
                 at += room
                 segments[row, at:] = number + 1
 

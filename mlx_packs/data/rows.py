@@ -262,9 +262,7 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
         return rows[:-n], rows[-n:], f"the last {n} training examples are held out"
 
     chosen, copies = hold_out(rows, n, row_format, config)
-    number = f"{len(chosen)} training examples are"
-    if len(chosen) == 1:
-        number = "1 training example is"
+    number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
     note = f"{number} held out, drawn at random"
     if copies:
         note += f", {copies} of them near-duplicates of others"

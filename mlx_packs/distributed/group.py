@@ -108,9 +108,7 @@ class Group:
         if self.is_alone:
             return content
 
-        own = np.zeros(0, np.uint8)
-        if self.is_first:
-            own = np.frombuffer(content, np.uint8)
+        own = np.frombuffer(content, np.uint8) if self.is_first else np.zeros(0, np.uint8)
 
         received = [np.zeros(0, np.uint8)]
         for start in range(0, self.highest(len(own))[0], _CHUNK):

@@ -144,9 +144,7 @@ class Predictions:
         def macro_f1(chosen: np.ndarray) -> float:
             named = predicted[chosen]
             right = values[chosen]
-            both = named[named == right]
-            if self.problem == MULTI:
-                both = named & right
+            both = named & right if self.problem == MULTI else named[named == right]
 
             counts = count(named) + count(right)
             present = counts > 0
@@ -302,9 +300,7 @@ class ClassificationReport:
             pairs = [f"{right} → {given} ({n})" for right, given, n in self.mistakes[:3]]
             lines.append(f"wrong   most often {' · '.join(pairs)}")
 
-        left_out = ""
-        if self.dropped:
-            left_out = f" · {self.dropped} dropped for their length"
+        left_out = f" · {self.dropped} dropped for their length" if self.dropped else ""
         if self.cut:
             left_out += f" · {self.cut} texts cut to --max-seq-length"
 

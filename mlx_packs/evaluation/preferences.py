@@ -125,9 +125,7 @@ class RewardReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        dropped = ""
-        if self.dropped:
-            dropped = f" · {self.dropped} dropped for their length"
+        dropped = f" · {self.dropped} dropped for their length" if self.dropped else ""
 
         return [
             f"pack    {format_with_errors(asdict(self))}, loss {self.loss:.4f}",

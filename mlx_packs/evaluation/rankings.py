@@ -69,9 +69,7 @@ class RerankEvaluator:
         self._rankings = encode_rankings(rows, prompt)
 
     def score(self) -> Metrics:
-        head = None
-        if (active := self._base.active) is not None:
-            head = active.attached.score
+        head = active.attached.score if (active := self._base.active) is not None else None
         scorer = scorer_of(self._base, head)
         with self._display.working("score", f"{len(self._rankings):,} queries"):
             return score_rankings(scorer, self._rankings, self._documents)

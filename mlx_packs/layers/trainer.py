@@ -149,9 +149,7 @@ class LayerTrainer:
     def layer(self, name: str) -> RegisteredLayer:
         """Return the registered layer of a name; the error for another suggests the nearest."""
         if name not in self._layers:
-            hint = ""
-            if self._layers:
-                hint = did_you_mean(str(name), list(self._layers))
+            hint = did_you_mean(str(name), list(self._layers)) if self._layers else ""
             raise PackError(f"'{name}' is not registered. {hint}".rstrip(), "unknown", "layers")
         return self._layers[name]
 

@@ -124,9 +124,7 @@ def _check_base(folder: LearningFolder, model: str) -> None:
 
 
 def _new_job(folder: LearningFolder, task: str, settings: Mapping[str, Any]) -> Job:
-    tasks = list(FILES)
-    if task != AUTO:
-        tasks = [task]
+    tasks = [task] if task != AUTO else list(FILES)
 
     splits = {name: read_rows(folder.path, name) for name in tasks}
     most = max(splits, key=lambda name: (not splits[name].fault, splits[name].count))

@@ -134,7 +134,5 @@ def tensors_of(model: nn.Module) -> Tensors:
 
 def tensor_bytes(tensor: Mapping, widen: bool) -> int:
     """Return a tensor's bytes in memory; ``widen`` takes half precision to float32, as on CPUs."""
-    bits = DTYPE_BITS.get(tensor["dtype"], _WIDEST)
-    if widen and tensor["dtype"] in _HALF:
-        bits = 32
+    bits = 32 if widen and tensor["dtype"] in _HALF else DTYPE_BITS.get(tensor["dtype"], _WIDEST)
     return bits * math.prod(tensor["shape"]) // 8

@@ -131,9 +131,7 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     everywhere = {**projections, **places.head, **places.embedding, **places.projector}
 
     saved = _named(places.modules, lora.modules_to_save, "--modules-to-save")
-    selected = set()
-    if not lora.target_modules:
-        selected = set(inside) - saved
+    selected = set(inside) - saved if not lora.target_modules else set()
     for target in lora.target_modules:
         matched = {p for p in inside if is_named(p, target)}
         if target == PROJECTOR:

@@ -96,9 +96,7 @@ def row_shapes(
         compared = Examples([examples[i] for i in chosen], examples.format, examples.loss_on)
         return repeats_of(compared, batch_size, train.max_seq_length)
 
-    image_tokens = 0
-    if images := images_of(tokenizer):
-        image_tokens = images.counts()["tokens"]
+    image_tokens = images.counts()["tokens"] if (images := images_of(tokenizer)) else 0
     return RowShapes(int(lengths.max()), shapes_of, repeats, image_tokens)
 
 

@@ -270,9 +270,7 @@ def target_states(
 
 def _check_losses(loss: object, targets: mx.array) -> None:
     """Raise a PackError if a custom loss returns no array with one loss per target."""
-    shape = type(loss).__name__
-    if isinstance(loss, mx.array):
-        shape = list(loss.shape)
+    shape = list(loss.shape) if isinstance(loss, mx.array) else type(loss).__name__
     if shape != list(targets.shape):
         raise PackError(
             f"loss: must return the loss of each target, an array {list(targets.shape)}, but "

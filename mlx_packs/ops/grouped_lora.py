@@ -47,9 +47,7 @@ def grouped_lora(
     LoRA: https://arxiv.org/abs/2106.09685
     """
     layout_of(outputs, lora_b, scales)
-    compute = reference
-    if (kernels := dispatch.kernels(OP)) is not None:
-        compute = kernels.compute
+    compute = kernels.compute if (kernels := dispatch.kernels(OP)) is not None else reference
     return compute(x, outputs, lora_a, lora_b, scales)
 
 

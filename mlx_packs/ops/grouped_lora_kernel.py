@@ -271,9 +271,7 @@ def tails(row_tile: int, few: int) -> list[tuple[int, int, int, bool]]:
     A group takes two tiles of the columns of x in one of them, and three in the other. ``few`` are
     the rows of the first check of the smallest tile.
     """
-    rows = (4 * row_tile + 3, 4 * row_tile + 2)
-    if row_tile == FEW_ROWS4:
-        rows = (few, 4)
+    rows = (few, 4) if row_tile == FEW_ROWS4 else (4 * row_tile + 3, 4 * row_tile + 2)
     return [
         (rows[0], 2 * DEPTH + 44, 2 * DEPTH, True),
         (rows[1], 2 * DEPTH + 46, 3 * DEPTH, False),

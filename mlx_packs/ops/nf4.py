@@ -180,9 +180,7 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     depth = weight.shape[1]
     if x.shape[-1] != depth:
         raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
-    matvec = None
-    if (kernels := dispatch.kernels(OP)) is not None:
-        matvec = kernels.matvec_of(x, weight)
+    matvec = kernels.matvec_of(x, weight) if (kernels := dispatch.kernels(OP)) is not None else None
     return product(x, weight, matvec, dequantize)
 
 

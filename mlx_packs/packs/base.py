@@ -215,9 +215,7 @@ class Base(BaseModel):
         if not tokens:
             return []
 
-        context = nullcontext()
-        if pack is not None:
-            context = self.applied(pack)
+        context = self.applied(pack) if pack is not None else nullcontext()
         with context:
             return complete_prompts(self, tokens, settings, batch_size)
 
@@ -250,9 +248,7 @@ class Base(BaseModel):
         return chat_prompt(self, messages, tokenizer=tokenizer, **template_kwargs_of(manifest))
 
     def _pieces(self, tokens: list[int], pack: Pack | None, sampling: Sampling) -> Iterator[str]:
-        context = nullcontext()
-        if pack is not None:
-            context = self.applied(pack)
+        context = self.applied(pack) if pack is not None else nullcontext()
         with context:
             yield from stream(self, tokens, sampling)
 
@@ -518,9 +514,7 @@ def find_base(pack: Pack | None) -> str:
 
 def _bases_of_runs(pack: Pack) -> list[str]:
     """The base of the run beside a pack, or beside the parts of a sum."""
-    folders = [identity for identity, _ in pack.parts]
-    if pack.path:
-        folders = [pack.path]
+    folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
 
     bases = []
     for folder in folders:

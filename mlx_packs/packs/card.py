@@ -109,9 +109,7 @@ def _card_metadata(manifest: dict) -> list[str]:
         lines.append(f"base_model: {json.dumps(base)}")
         lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
 
-    task = architecture_facts(manifest).hub_task
-    if _has_images(manifest):
-        task = "image-text-to-text"
+    task = "image-text-to-text" if _has_images(manifest) else architecture_facts(manifest).hub_task
     task = pack_facts(manifest).hub or task
     lines.append(f"pipeline_tag: {task}")
 

@@ -97,9 +97,7 @@ class Pack:
         Raises:
             PackError: If there is no such pack, or one of its files is damaged.
         """
-        folder = Path(path).expanduser()
-        if is_hub_name(path):
-            folder = _later("hub:cached")(str(path))
+        folder = _later("hub:cached")(str(path)) if is_hub_name(path) else Path(path).expanduser()
         return cls(open_folder(folder), None, folder)
 
     def verify(self) -> None:

@@ -150,9 +150,7 @@ def write_page(folder: Path, out: str | None = None) -> Path:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PackError(f"{file}: is no leaderboard ({error!r}).", "unreadable") from None
 
-    target = file.with_suffix(".html")
-    if out:
-        target = Path(out).expanduser()
+    target = Path(out).expanduser() if out else file.with_suffix(".html")
     if target.is_dir():
         raise PackError(f"--out {target}: is a folder. Name a file.", "exists")
 

@@ -112,7 +112,8 @@ class SweepRun:
         trained = []
         for trial in trials:
             trained.append(trial)
-            if self._is_over(trial, rung):
+            if (result := trial.result(rung)) is not None:  # of an earlier command
+                self.sweep.tell(trial, rung, result)
                 continue
 
             with self.display.working("trial", f"{trial.number} · {_values(trial)}"):
@@ -123,14 +124,6 @@ class SweepRun:
         while self._running:
             self._collect(rung)
         return trained
-
-    def _is_over(self, trial: Trial, rung: int) -> bool:
-        """Return whether a trial has a result of a rung, which Optuna is told."""
-        result = trial.result(rung)
-        if result is None:
-            return False
-        self.sweep.tell(trial, rung, result)
-        return True
 
     def _submit(self, trial: Trial, rung: int) -> Future:
         try:

@@ -151,9 +151,7 @@ class CausalLMTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-        trees = None
-        if self.shares_prefixes:
-            trees = self._plan_trees(phase, examples, sampler)
+        trees = self._plan_trees(phase, examples, sampler) if self.shares_prefixes else None
         return training_batches(trees, examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
@@ -283,9 +281,7 @@ class CausalLMTask(TokenTask):
         last = data[-1]
         outcome = self.outcome(trainable, last, trained)
         sample = self.sample.entry(**outcome.texts)
-        samples = []
-        if any(outcome.texts.values()):
-            samples = [sample]
+        samples = [sample] if any(outcome.texts.values()) else []
 
         report = {
             "objective": outcome.graph,

@@ -179,9 +179,7 @@ class EmbeddingTask(TextsTask):
         """Return the metrics of held-out pairs, and the loss of batches."""
         model: Encoder = objective.model
         model.eval()
-        metrics = {}
-        if pairs is not None:
-            metrics = score_pairs(model, pairs, self.train.batch_size)
+        metrics = score_pairs(model, pairs, self.train.batch_size) if pairs is not None else {}
         return MetricScore(objective.mean_loss(batches), metrics)
 
     def summary(

@@ -125,9 +125,7 @@ class RerankTask(TextsTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         model = trainable.model
-        head = None
-        if self.head_name == "score":
-            head = model[SCORE]
+        head = model[SCORE] if self.head_name == "score" else None
 
         scorer = scorer_of(replace(self.base, model=model), head)
         return [Reranking(scorer, self.loss, self.train, self._score)]

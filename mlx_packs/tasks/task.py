@@ -232,9 +232,7 @@ def phase_reports(
 
         rows = {split: examples.count for split, examples in own.splits.items()}
         split = own.held_out_split
-        optimizer_state = "fresh"
-        if phase.carries_optimizer:
-            optimizer_state = "carry"
+        optimizer_state = "carry" if phase.carries_optimizer else "fresh"
 
         number = numbers[phase.name]
         reports.append(

@@ -376,9 +376,7 @@ class Fit:
         last = self.state
         by = run.train.best
         folder = run.files.best_checkpoint(best_by=by)
-        best = None
-        if folder:
-            best = read_training_state(folder).score(by)
+        best = read_training_state(folder).score(by) if folder else None
         if best is None:
             raise PackError(
                 "--load-best: no validation score was measured. Train longer, or lower "

@@ -34,9 +34,7 @@ def output_folders(
 
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        name = out
-        if out is None:
-            name = folder
+        name = folder if out is None else out
         raise PackError(
             f"--out {name}: cannot be written ({parent} is no folder to write in).", "unwritable"
         )

@@ -108,9 +108,7 @@ class OnNan:
 
         others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
         norm = self._run.train.max_grad_norm or 0
-        clipped = ", or --max-grad-norm 1"
-        if 0 < norm <= 1:
-            clipped = ""
+        clipped = "" if 0 < norm <= 1 else ", or --max-grad-norm 1"
 
         raise PackError(
             f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"

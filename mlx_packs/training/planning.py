@@ -133,9 +133,7 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
 
     recompute = run.train.recomputes
     if recompute == "auto":
-        recompute = task.unplanned_recompute
-        if plan:
-            recompute = plan.recompute
+        recompute = plan.recompute if plan else task.unplanned_recompute
         recompute = ranks.from_first(recompute.encode()).decode()
 
     return MemoryChoice(plan, choice, recompute, disk)

@@ -54,9 +54,7 @@ def _say_gone(pack: Path, run: Path, reason: str) -> None:
 
 def _send_run(ranks: Group, run: Path | None) -> None:
     """Send the files of a run folder to the other ranks, one after the other."""
-    files = []
-    if run:
-        files = sorted(file for file in run.rglob("*") if file.is_file())
+    files = sorted(file for file in run.rglob("*") if file.is_file()) if run else []
     names = [str(file.relative_to(run)) for file in files if file.suffix not in (".png", ".html")]
 
     ranks.from_first(json.dumps(names).encode())

@@ -174,9 +174,7 @@ def run_stage(run: Path, identity: Mapping) -> Facts:
 
     iters = number(recipe.get("iters"))
     known = iters is not None and not recipe.get("phases") and recipe.get("epochs") is None
-    total = ""
-    if known:
-        total = f" of {iters:,.0f}"
+    total = f" of {iters:,.0f}" if known else ""
 
     status = f"Not finished: the last entry is of batch {done:,}{total}"
     if known and done >= iters:

@@ -93,9 +93,7 @@ def _runs_of(folder: Path) -> tuple[list[Path], list[str]]:
 
 def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:
     name = _name(run)
-    link = ""
-    if has_links and (run / PAGE).is_file():
-        link = f"{run.name}/{PAGE}"
+    link = f"{run.name}/{PAGE}" if has_links and (run / PAGE).is_file() else ""
 
     curve = curve_of(RunFolder(run).metrics())
     report = read_report(run)

@@ -87,9 +87,7 @@ def recipe_of(
     **options: Any,
 ) -> Recipe:
     """Return the recipe of the arguments of `train_pack`; ``options`` are those of `RunOptions`."""
-    name = str(base)
-    if isinstance(base, Base):
-        name = base.name
+    name = base.name if isinstance(base, Base) else str(base)
 
     recipe = from_configs(lora, train, {"model": name, **options})
     if data is not None:

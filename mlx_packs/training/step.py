@@ -145,9 +145,7 @@ class Stepper:
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
             self._evaluate(self._pending, sums, total, mx.random.state)
 
-        norm = None
-        if last:
-            norm = self._update_waiting()
+        norm = self._update_waiting() if last else None
         return StartedStep(total, batch.denominator, norm)
 
     def _after_prefix(
@@ -199,9 +197,7 @@ class Stepper:
             self._pending = mx.zeros(()), zeros
         self.waiting += 1
 
-        norm = None
-        if last:
-            norm = self._update_waiting()
+        norm = self._update_waiting() if last else None
         return StartedStep(mx.zeros(()), 0, norm)
 
     @contextmanager

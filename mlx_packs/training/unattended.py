@@ -34,9 +34,7 @@ def program(module: str) -> tuple[str, ...]:
 def unattended(awake: bool, pack: Path, display: Display) -> Iterator[None]:
     """Keep a Mac ``awake`` during a run, and notify of its end; elsewhere do nothing."""
     start = time.monotonic()
-    keeping = nullcontext(None)
-    if awake and macos.is_macos():
-        keeping = macos.kept_awake()
+    keeping = macos.kept_awake() if awake and macos.is_macos() else nullcontext(None)
 
     with keeping as is_kept:
         if is_kept:

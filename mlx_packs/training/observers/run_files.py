@@ -137,9 +137,7 @@ class Retention(Observer):
             return None
 
         starts = [phase.first_batch for phase in run.phases]
-        resumed = None
-        if (point := run.place.resume_point) is not None:
-            resumed = point.folder
+        resumed = point.folder if (point := run.place.resume_point) is not None else None
         return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
 
     def on_phase_start(self, batches: int, done: int) -> None:
