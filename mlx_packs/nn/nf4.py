@@ -81,13 +81,6 @@ class NF4Embedding(_NF4Module, CustomEmbedding):
     def __init__(self, weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> None:
         super().__init__(weight, dtype)
 
-    @classmethod
-    def from_embedding(
-        cls, embedding: nn.Embedding, group_size: int = 64, double_quant: bool = True
-    ) -> "NF4Embedding":
-        weight = nf4.quantize(embedding.weight, group_size, double_quant)
-        return cls(weight, embedding.weight.dtype)
-
 
 class FrozenNF4(QuantizedWeight):
     @property

@@ -55,16 +55,6 @@ class Picture:
     key: str
     image: Any
 
-    @property
-    def width(self) -> int:
-        """Pixels of a row."""
-        return self.image.width
-
-    @property
-    def height(self) -> int:
-        """Rows of pixels."""
-        return self.image.height
-
 
 def open_picture(source: ImageSource, allow_urls: bool = False) -> Picture:
     """Return an image, read and checked.

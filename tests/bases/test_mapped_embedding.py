@@ -6,9 +6,9 @@ import pytest
 
 from mlx_packs import load_base
 from mlx_packs.bases.mapped_embedding import MappedEmbedding, map_embedding
-from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
+from tests.helpers.models import nf4_embedding
 
 TOKENS = np.array([[3, 4095, 0], [17, 3, 2000]], np.int32)
 KEY = "model.embed_tokens.weight"
@@ -36,6 +36,6 @@ def test_the_reason_is_given_where_a_table_cannot_be_mapped(tmp_path):
     other = nn.Embedding(10, 64)
     assert map_embedding(folder, KEY, other) == f"{KEY} is stored in the files as F32 [4096, 64]"
     assert map_embedding(folder, None, other) == "its tensor in the files is not known"
-    packed = NF4Embedding.from_embedding(other)
+    packed = nf4_embedding(other)
     assert map_embedding(folder, KEY, packed) == "rows of a NF4Embedding are not read from a file"
     assert "the files have no no.such.weight" in map_embedding(folder, "no.such.weight", other)

@@ -23,6 +23,7 @@ from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense, write_files, write_quantized
 from tests.helpers.errors import check, raises
+from tests.helpers.models import nf4_embedding
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import fill_b
 
@@ -102,7 +103,7 @@ def test_modules_are_left_dense_by_name(dense, tmp_path):
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize(("width", "block"), [(128, 64), (40, 32)])  # blocks inside, across rows
 def test_embedding_rows_are_those_of_the_dense_table(width, block, double_quant):
-    packed = NF4Embedding.from_embedding(nn.Embedding(37, width), block, double_quant)
+    packed = nf4_embedding(nn.Embedding(37, width), block, double_quant)
     table, tokens = frozen_weight(packed).dense(), mx.array([[0, 36, 5], [5, 5, 21]])
     assert mx.array_equal(packed(tokens), table[tokens]).item()
     x = mx.random.normal((3, width))

@@ -62,7 +62,7 @@ def test_images_of_a_stream_are_read_from_its_copy(tmp_path, monkeypatch):
     images = [drawn(), {"bytes": png(), "path": "a.png"}, drawn("CMYK")]
     rows = source_of(Stream(*(asked("What?", image=image) for image in images))).splits
     sources = [sources_of(row)[0] for row in rows["train"]]
-    assert all(open_picture(source).width == 6 for source in sources[:2])
+    assert all(open_picture(source).image.width == 6 for source in sources[:2])
     with pytest.raises(ValueError, match="CMYK"):
         open_picture(sources[2])
 

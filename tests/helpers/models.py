@@ -6,6 +6,8 @@ from pathlib import Path
 
 import mlx.nn as nn
 
+from mlx_packs.nn.nf4 import NF4Embedding
+from mlx_packs.ops import nf4
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
@@ -91,3 +93,10 @@ def base_of_config(config: dict) -> Base:
     """A Base around a random model of a config.json, without tokenizer."""
     model = _random_model(config)
     return Base(config["model_type"], Path("nowhere"), model, None, config, "0" * 64)
+
+
+def nf4_embedding(
+    embedding: nn.Embedding, group_size: int = 64, double_quant: bool = True
+) -> NF4Embedding:
+    weight = nf4.quantize(embedding.weight, group_size, double_quant)
+    return NF4Embedding(weight, embedding.weight.dtype)

@@ -7,10 +7,10 @@ from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.memory import path_timing
 from mlx_packs.memory.path_timing import time_paths, weight_kinds
 from mlx_packs.nn.frozen_weight import frozen_weight
-from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
+from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import PATHS
 from mlx_packs.runtime import mx
-from tests.helpers.models import base_of
+from tests.helpers.models import base_of, nf4_embedding
 
 EVERY = tuple(MATMUL_PATHS)
 
@@ -82,7 +82,7 @@ def frozen(kind: str) -> nn.Module:
         "mxfp4": lambda: nn.QuantizedLinear.from_linear(linear, mode="mxfp4"),
         "nf4": lambda: NF4Linear.from_linear(linear, 64, False),
         "nf4 double": lambda: NF4Linear.from_linear(linear, 64, True),
-        "nf4 embedding": lambda: NF4Embedding.from_embedding(embedding, 64, True),
+        "nf4 embedding": lambda: nf4_embedding(embedding, 64, True),
     }[kind]()
 
 

@@ -15,7 +15,7 @@ from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
+from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.nn.wrapped import FrozenBlock, Injection, frozen_output
@@ -27,7 +27,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.families import family_base
 from tests.helpers.family_sweep import FAMILIES, REPRESENTATIVE, recomputed_sweep, sweep
 from tests.helpers.interpreter import run_python
-from tests.helpers.models import SMALL_FAMILIES, base_of
+from tests.helpers.models import SMALL_FAMILIES, base_of, nf4_embedding
 from tests.helpers.steps import adapted, fill_b
 from tests.helpers.trees import (
     BATCH,
@@ -143,7 +143,7 @@ def nf4_base() -> Base:
         if type(module) is nn.Linear:
             modules.append((path, NF4Linear.from_linear(module)))
         if type(module) is nn.Embedding:
-            modules.append((path, NF4Embedding.from_embedding(module)))
+            modules.append((path, nf4_embedding(module)))
     replace_modules(base.model, modules)
     return base
 

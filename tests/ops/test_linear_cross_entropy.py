@@ -7,7 +7,6 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs.cpu.profile import CPU
-from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear
 from mlx_packs.objectives.causal_lm import frozen_head
 from mlx_packs.ops import linear_cross_entropy as op
@@ -19,6 +18,7 @@ from mlx_packs.ops.linear_cross_entropy import (
 )
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
+from tests.helpers.models import nf4_embedding
 from tests.helpers.variants import slow_except
 
 
@@ -41,7 +41,7 @@ def heads() -> dict:
     half = HalfLinear(linear.weight.astype(mx.float16), None)
     quantized = nn.QuantizedLinear.from_linear(biased, 32, 4)
     table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(VOCABULARY, 64), 32, 4)
-    nf4 = NF4Embedding.from_embedding(nn.Embedding(VOCABULARY, 64))
+    nf4 = nf4_embedding(nn.Embedding(VOCABULARY, 64))
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
     dense = nn.Embedding(VOCABULARY, 64)
 

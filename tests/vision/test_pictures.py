@@ -55,7 +55,7 @@ def png(width: int, height: int, depth: int = 8, colors: int = 2, data: bytes = 
 def test_every_kind_is_read_as_rgb(tmp_path, kind):
     content = stored(kind=kind)
     picture = open_picture(written(tmp_path, content, "picture.any"))
-    assert picture.image.mode == "RGB" and (picture.width, picture.height) == (24, 16)
+    assert picture.image.mode == "RGB" and picture.image.size == (24, 16)
     difference = np.abs(np.int16(picture.image) - np.int16(drawn()))
     assert np.median(difference) <= 2 and picture.key == hashlib.sha256(content).hexdigest()[:32]
 
@@ -85,7 +85,7 @@ def test_one_image_has_one_key_however_it_is_named(tmp_path, monkeypatch):
 def test_paths_are_relative_to_the_folder_of_the_data(tmp_path):
     (tmp_path / "images").mkdir()
     written(tmp_path / "images", stored(), "a.png")
-    assert open_picture(ImageSource("images/a.png", tmp_path)).width == 24
+    assert open_picture(ImageSource("images/a.png", tmp_path)).image.width == 24
 
 
 def test_the_key_of_a_pil_image_is_of_its_pixels():
@@ -122,18 +122,18 @@ def test_damaged_exif_turns_nothing(tmp_path):
     content = stored(kind="JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert open_picture(written(tmp_path, content)).width == 24
+        assert open_picture(written(tmp_path, content)).image.width == 24
 
 
 def test_a_photo_with_a_preview_behind_it_is_one_image(tmp_path):
     content = stored(kind="MPO", save_all=True, append_images=[drawn(size=(4, 4))])
-    assert open_picture(written(tmp_path, content, "photo.jpg")).width == 24
+    assert open_picture(written(tmp_path, content, "photo.jpg")).image.width == 24
 
 
 def test_an_animation_of_one_frame_is_an_image(tmp_path):
     for kind in ("GIF", "TIFF", "PNG", "WEBP"):
         content = stored(kind=kind, save_all=True)
-        assert open_picture(written(tmp_path, content)).width == 24
+        assert open_picture(written(tmp_path, content)).image.width == 24
 
 
 TIFF_OF_16_BITS = (
@@ -303,7 +303,7 @@ def test_a_url_is_fetched_only_with_allow_urls(server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert open_picture(source, allow_urls=True).key == hashlib.sha256(stored()).hexdigest()[:32]
     in_hub_dict = ImageSource({"path": f"{server}/a.png"})
-    assert open_picture(in_hub_dict, allow_urls=True).width == 24
+    assert open_picture(in_hub_dict, allow_urls=True).image.width == 24
     assert "404" in fault(ImageSource(f"{server}/gone.png"), allow_urls=True)
 
     monkeypatch.setattr(pictures, "MOST_URL_BYTES", 2000)
