@@ -12,7 +12,7 @@ import numpy as np
 from ..bases.thoughts import split_thoughts
 from ..config.data import DataConfig
 from ..data.prompts import Prompts, wanted_text
-from ..errors import PackError, reason_of
+from ..errors import Code, PackError, reason_of
 from ..evaluation.metrics import METRICS
 
 # Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
@@ -28,15 +28,11 @@ def load_reward(name: str) -> RewardFunction:
     """
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise PackError(
-            f"--reward {name}: must be FILE.py:NAME, or one of {', '.join(METRICS)}.",
-            "unknown",
-            "reward",
-        )
+        raise _error(name, f"must be FILE.py:NAME, or one of {', '.join(METRICS)}.", "unknown")
 
     path = Path(file).expanduser()
     if not path.is_file():
-        raise PackError(f"--reward {name}: {file} is no file.", "not-found", "reward")
+        raise _error(name, f"{file} is no file.", "not-found")
 
     spec = importlib.util.spec_from_file_location("reward_function", path)
     assert spec is not None and spec.loader is not None
@@ -44,14 +40,11 @@ def load_reward(name: str) -> RewardFunction:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise PackError(
-            f"--reward {name}: {file} cannot be executed ({_named(error)}).", "unreadable", "reward"
-        ) from error
+        text = f"{file} cannot be executed ({_named(error)})."
+        raise _error(name, text, "unreadable") from error
 
     if not callable(found := getattr(module, function, None)):
-        raise PackError(
-            f"--reward {name}: {file} has no function {function}.", "not-found", "reward"
-        )
+        raise _error(name, f"{file} has no function {function}.", "not-found")
     return found
 
 
@@ -104,7 +97,6 @@ class Reward:
         prompt = columns.pop(self._columns.prompt_feature)
         wanted = [wanted_text(row, self._columns) for row in rows]
 
-        place = f"--reward {self.name}"
         passed: list = list(completions)
         if not self.is_metric:
             passed = [_like(p, c) for p, c in zip(prompt, completions, strict=True)]
@@ -113,26 +105,28 @@ class Reward:
             values = self._function(prompts=prompt, completions=passed, expected=wanted, **columns)
         except Exception as error:
             first = prompts.where(indices[0])
-            raise PackError(
-                f"{place}: raised {_named(error)} for the completions of {first}.",
-                "data",
-                "reward",
-            ) from error
+            text = f"raised {_named(error)} for the completions of {first}."
+            raise _error(self.name, text) from error
 
         if inspect.isawaitable(values) or not isinstance(values, (Sequence, np.ndarray)):
-            raise _fault(place, f"returned a {type(values).__name__}", len(rows))
+            raise self._fault(f"returned a {type(values).__name__}", len(rows))
         if len(values) != len(rows):
-            raise _fault(place, f"returned {len(values)} values", len(rows))
+            raise self._fault(f"returned {len(values)} values", len(rows))
         for i, value in zip(indices, values, strict=True):
             if value is None:
                 continue
             if not isinstance(value, numbers.Real) or not np.isfinite(float(value)):
-                where = prompts.where(i)
-                raise _fault(
-                    place, f"returned {value!r:.40} for a completion of {where}", len(rows)
-                )
+                text = f"returned {value!r:.40} for a completion of {prompts.where(i)}"
+                raise self._fault(text, len(rows))
 
         return np.array(list(values), np.float32)  # NaN for None
+
+    def _fault(self, fault: str, count: int) -> PackError:
+        return _error(
+            self.name,
+            f"{fault}, but must return a list of {count} finite numbers, one for each completion, "
+            "or None for those that it does not score.",
+        )
 
 
 def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
@@ -153,13 +147,8 @@ def _metric_reward(name: str) -> RewardFunction:
     return reward
 
 
-def _fault(place: str, fault: str, count: int) -> PackError:
-    return PackError(
-        f"{place}: {fault}, but must return a list of {count} finite numbers, one for each "
-        "completion, or None for those that it does not score.",
-        "data",
-        "reward",
-    )
+def _error(name: str, text: str, code: Code = "data") -> PackError:
+    return PackError(f"--reward {name}: {text}", code, "reward")
 
 
 def _named(error: Exception) -> str:
