@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.errors import PackError
-from mlx_packs.packs import compatibility
+from mlx_packs.packs import compatibility, making
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import RunFolder
@@ -118,7 +118,7 @@ def test_flips_in_a_base_are_noticed_or_harmless(tmp_path, monkeypatch, count):
     monkeypatch.setattr(compatibility, "say_changed", changed)
 
     def computed():
-        compatibility.check_fit(pack, str(base))
+        making.check_fit(pack, str(base))
         return attached_logits(pack, base).tobytes() == expected
 
     assert check_flips(base.iterdir(), count, computed) > 0.9 * count

@@ -85,7 +85,6 @@ OTHER_MEANINGS = {
         "convert/peft.py",
         "extras/projection_stack.py",
         "objectives/frozen_activations.py",
-        "packs/compatibility.py",
         "packs/manifest.py",
         "packs/pack.py",
         "serving/answers.py",

@@ -419,10 +419,10 @@ def _fit(
     pack: "Pack", model: str, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Return a report on whether a pack fits a base model."""
-    from ..packs.compatibility import check_fit
+    from ..packs.making import check_fit
 
     limits = gate_limits(max_pack_mb=max_pack_mb)
-    report = check_fit(pack, model)
+    report = check_fit(pack, model, trust_remote_code)
     if not dry_run:
         report |= _largest_change(pack, model, trust_remote_code)
     if gates := evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]}):
@@ -443,8 +443,6 @@ def _fit_lines(report: dict) -> list[str]:
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{short_fingerprint(report['fingerprint'])}, {', '.join(tensors)}, {report['pack_mb']} MB"
     ]
-    if report["geometry"] != "checked":
-        lines.append("note    shapes were not compared: the base stores its tensors by other names")
     for output in (facts.output for facts in ARCHITECTURES.values()):
         if (change := report.get(f"largest_{output}_change")) is not None:
             lines.append(

@@ -178,9 +178,13 @@ class Base(BaseModel):
         """
         tokens = self._prompt_tokens(prompt, raw, pack)
         settings = Sampling.from_mapping(sampling)
-        if pack is not None:
-            pack = as_pack(pack)
-        return self._pieces(tokens, pack, settings)
+        used = nullcontext() if pack is None else self.applied(as_pack(pack))
+
+        def pieces() -> Iterator[str]:
+            with used:
+                yield from stream(self, tokens, settings)
+
+        return pieces()
 
     @checked_arguments
     def generate_batch(
@@ -215,8 +219,7 @@ class Base(BaseModel):
         if not tokens:
             return []
 
-        context = self.applied(pack) if pack is not None else nullcontext()
-        with context:
+        with nullcontext() if pack is None else self.applied(pack):
             return complete_prompts(self, tokens, settings, batch_size)
 
     def _prompt_tokens(
@@ -246,11 +249,6 @@ class Base(BaseModel):
         tokenizer = self.active.base_tokenizer if self.active else self.tokenizer
         tokenizer = with_template(tokenizer, chat_template_of(manifest))
         return chat_prompt(self, messages, tokenizer=tokenizer, **template_kwargs_of(manifest))
-
-    def _pieces(self, tokens: list[int], pack: Pack | None, sampling: Sampling) -> Iterator[str]:
-        context = self.applied(pack) if pack is not None else nullcontext()
-        with context:
-            yield from stream(self, tokens, sampling)
 
     @checked_arguments
     def rewards(

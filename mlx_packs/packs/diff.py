@@ -194,9 +194,7 @@ def _total(parts: list[tuple[Sums, dict]]) -> dict:
     total = _distances(sum(sums for sums, _ in parts))
     for key in ("overlap_in", "overlap_out"):
         overlaps = [overlap[key] for _, overlap in parts if overlap[key] is not None]
-        total[key] = None
-        if overlaps:
-            total[key] = float(np.mean(overlaps))
+        total[key] = float(np.mean(overlaps)) if overlaps else None
     return total
 
 

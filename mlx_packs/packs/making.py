@@ -9,15 +9,17 @@ from ..adapters.attach import attach
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
-from ..adapters.targets import tied_tables
+from ..adapters.targets import open_projector, tied_tables
 from ..adapters.trainable import Trainable
 from ..bases.fingerprint import text_hashes
+from ..bases.loading import lazy_base
 from ..bases.shapes import Group, Heads
 from ..bases.vision_families import has_vision_tower
 from ..errors import PackError
 from ..nn.surgery import block_prefixes
+from ..reading import read_header
 from ..runtime import mx
-from .compatibility import check_base
+from .compatibility import check_base, check_checkpoint
 from .manifest import ADAPTERS, FORMAT_VERSION, replaced_json, replaced_of, shapes_of, spec_json
 from .pack import Pack
 
@@ -48,6 +50,37 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
 
     base.model.eval()
     return attached
+
+
+def check_fit(pack: Pack, model: str, trust_remote_code: bool = False) -> dict:
+    """Return a report on a saved pack that fits a base; no weights of the base are loaded.
+
+    Raises:
+        PackError: If a hash, the base or a shape differs.
+    """
+    pack.verify()
+    check_checkpoint(pack, model)
+    base = lazy_base(model, trust_remote_code)
+    # as it will be once it is loaded
+    base.quantization = pack.manifest["base"]["quantization"] or {}
+    open_projector(base, pack.specs)
+
+    modules = dict(base.model.named_modules())
+    if missing := next((path for path in pack.specs if path not in modules), None):
+        raise PackError(f"{pack.path}: {missing}: {model} has no such module.", "mismatch")
+    attach_pack(base, pack).detach()
+
+    return {
+        "pack": str(pack.path),
+        "model": str(model),
+        "fits": True,
+        "geometry": "checked",
+        "fingerprint": pack.manifest["base"]["fingerprint"],
+        "projections": len(pack.specs),
+        "full_tensors": len(replaced_of(pack.manifest)),
+        "dtype": sorted({t["dtype"] for t in read_header(pack.path / ADAPTERS)[0].values()}),
+        "pack_mb": round(pack.size_mb, 3),
+    }
 
 
 def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pack:

@@ -21,8 +21,8 @@ from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import format_perplexity, model_card
-from mlx_packs.packs.compatibility import check_fit, quantize_options
-from mlx_packs.packs.making import attach_pack
+from mlx_packs.packs.compatibility import quantize_options
+from mlx_packs.packs.making import attach_pack, check_fit
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import check, raises
@@ -121,7 +121,7 @@ def test_apply_names_a_bad_config_of_the_base(full_pack, here, rejected, content
 @pytest.mark.parametrize(
     ("bits", "finer"), [(None, ()), (3, ()), (4, ("model.layers.1.mlp.down_proj",))]
 )
-def test_check_against_reads_the_geometry_from_headers(tmp_path, bits, finer):
+def test_a_pack_fits_its_base_of_any_format(tmp_path, bits, finer):
     folder = write_stored(tmp_path / "base", bits, finer)
     pack = random_pack(load_base(folder)).save(tmp_path / "p")
     assert check_fit(pack, str(folder))["geometry"] == "checked"
@@ -138,7 +138,7 @@ def test_apply_dry_run_names_module_and_both_shapes(pack, rejected):
     wide = lambda t: mx.pad(t, ((0, 32), (0, 0)))  # noqa: E731
     replace_adapters(pack, lambda t: t.update({f"{name}.lora_a": wide(t[f"{name}.lora_a"])}))
     error = rejected("apply", "p", "--dry-run")
-    check(error, "mismatch", None, f"p: {name}: ", "[256, 800]", "tiny", "[256, 768]")
+    check(error, "mismatch", None, f"{name}: ", "800", "768")
 
 
 def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, rejected):
@@ -153,20 +153,6 @@ def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, rejected):
         lambda t: [t.update({f"{new}.{x}": t.pop(f"{old}.{x}")}) for x in ("lora_a", "lora_b")],
     )
     check(rejected("apply", "p", "--dry-run"), "mismatch", None, f"p: {new}: ", "tiny")
-
-
-def test_apply_dry_run_says_where_shapes_cannot_be_compared(pack, run):
-    """The base stores no tensor under a name of the pack, as one that mlx-lm renames."""
-
-    def rename(m):
-        for module in m["adapters"]["modules"]:
-            module["path"] = f"renamed.{module['path']}"
-
-    edit_manifest(pack, rename)
-    replace_adapters(pack, lambda t: [t.update({f"renamed.{n}": t.pop(n)}) for n in list(t)])
-
-    code, out, err = run("apply", "p", "--dry-run")
-    assert code == 0 and "shapes were not compared" in out, err
 
 
 def _set(path: str, value=None, drop: bool = False):

@@ -16,9 +16,7 @@ class Console(Observer):
         self._display = observed.run.display
         self._curve = observed.curve
         self._rate = f"{observed.unit}_per_s"
-        self._unit = observed.unit
-        if observed.unit == "tokens":
-            self._unit = "tok"
+        self._unit = "tok" if observed.unit == "tokens" else observed.unit
         self._open = ExitStack()
         self._bar: Task | None = None
 
