@@ -132,7 +132,10 @@ class Exam:
         prompts = [q.tokens for q in self.questions]
         begun = 0
 
-        for i, token in stream_batch(self._base, prompts, self._limit, self._batch_size):
+        stream = stream_batch(self._base, prompts, self._limit, self._batch_size)
+        for i, token, is_end in stream:
+            if is_end:
+                continue
             tokens[i].append(token)
             if len(tokens[i]) == 1:
                 begun += 1

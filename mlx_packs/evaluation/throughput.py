@@ -73,7 +73,7 @@ def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: in
     started = time.perf_counter()
 
     texts = stream_batch(base, prompts, max_tokens, len(prompts), stop=False, shares=False)
-    for i, _ in texts:
+    for i, _, _ in texts:
         count += 1
         started_prompts.add(i)
         if first is None and len(started_prompts) == len(prompts):

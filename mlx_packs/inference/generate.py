@@ -188,27 +188,6 @@ def complete(
     return "".join(stream(base, prompt, settings))
 
 
-def stream_batch(
-    base: "BaseModel",
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int | Sequence[int] = 100,
-    batch_size: int = 8,
-    stop: bool = True,
-    shares: bool = True,
-) -> Iterator[tuple[int, int]]:
-    """Yield (index of the prompt, token) for many prompts, greedily, ``batch_size`` at a time.
-
-    Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
-    ended the next takes its place. Without ``stop`` each text has exactly ``max_tokens`` tokens.
-    What the prompts begin with is read once, if ``shares``.
-
-    Raises a PackError if the model's cache cannot be batched, or a prompt is empty.
-    """
-    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, stop, None, shares):
-        if not ends:
-            yield i, token
-
-
 def sample_batch(
     base: "BaseModel",
     prompts: Sequence[Sequence[int]],
@@ -217,27 +196,31 @@ def sample_batch(
     sampler: "Callable[[mx.array], mx.array] | None" = None,
     shares: bool = True,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, with the token that ends them, if one did.
-
-    ``sampler`` maps log-probabilities [N, V] to tokens [N]; None takes the likeliest. ``shares``
-    is whether what the prompts begin with is read once. Raises as `stream_batch`.
-    """
+    """Return the tokens that follow each prompt, with the one that ends them, by `stream_batch`."""
     tokens: list[list[int]] = [[] for _ in prompts]
-    for i, token, _ in _generated(base, prompts, max_tokens, batch_size, True, sampler, shares):
+    for i, token, _ in stream_batch(base, prompts, max_tokens, batch_size, True, sampler, shares):
         tokens[i].append(token)
     return tokens
 
 
-def _generated(  # noqa: PLR0913 - what a batch of texts depends on
+def stream_batch(  # noqa: PLR0913 - what a batch of texts depends on
     base: "BaseModel",
     prompts: Sequence[Sequence[int]],
-    max_tokens: int | Sequence[int],
-    batch_size: int,
-    stop: bool,
+    max_tokens: int | Sequence[int] = 100,
+    batch_size: int = 8,
+    stop: bool = True,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
     shares: bool = True,
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield (index of the prompt, token, whether it ends the text) for many prompts."""
+    """Yield (index of the prompt, token, whether it ends the text) for many prompts.
+
+    Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
+    ended the next takes its place. Without ``stop`` each text has exactly ``max_tokens`` tokens.
+    ``sampler`` maps log-probabilities [N, V] to tokens [N]; None takes the likeliest. What the
+    prompts begin with is read once, if ``shares``.
+
+    Raises a PackError if the model's cache cannot be batched, or a prompt is empty.
+    """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -345,7 +328,7 @@ def _generated_alone(
     stop: bool,
     sampler: "Callable[[mx.array], mx.array] | None",
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield what `_generated` does, one prompt after the other."""
+    """Yield what `stream_batch` does, one prompt after the other."""
     from mlx_lm.generate import generate_step
 
     from ..nn.lora import factors_cast
@@ -371,7 +354,7 @@ def complete_batch(
 ) -> list[str]:
     """Return the text that follows each prompt, in their order; without a sampler it is greedy."""
     tokens: list[list[int]] = [[] for _ in prompts]
-    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, True, sampler):
+    for i, token, ends in stream_batch(base, prompts, max_tokens, batch_size, True, sampler):
         if not ends:
             tokens[i].append(token)
     return [text_of(base, generated) for generated in tokens]

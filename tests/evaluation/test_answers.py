@@ -125,7 +125,7 @@ def test_samples_are_wrong_without_the_pack_and_right_with_it(shared_tiny):
 
 def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypatch):
     tokens = shared_tiny.tokenizer.encode("<think>\nso\n</think>\n\n7 \n")
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((0, token) for token in tokens))
+    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((0, token, False) for token in tokens))
     assert exam(shared_tiny, "exact", "7").answers() == ["7"]
 
 
@@ -179,7 +179,7 @@ def test_answers_that_begin_together_are_counted_together(shared_tiny, monkeypat
     """One by one, the first would take the time of all, and the clock of the run jump."""
     begun = []
     stream = [(0, 7), (1, 7), (0, 8), (1, 8), (2, 7)]
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: iter(stream))
+    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((*each, False) for each in stream))
     exam(shared_tiny, "exact", *"123").answers(begun.append)
     assert begun == [2, 1]
 

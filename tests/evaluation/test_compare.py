@@ -217,7 +217,7 @@ def test_timing_counts_the_tokens_of_all_completions(monkeypatch):
     clock = iter([0.0, 2.0, 6.0])
     tokens = [(0, 1), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1)]
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(speed, "stream_batch", lambda *_, **__: iter(tokens))
+    monkeypatch.setattr(speed, "stream_batch", lambda *_, **__: ((*each, False) for each in tokens))
     run = speed.time_generation(None, [[1], [2]], 3)
     assert (run.first_s, run.decode_tps) == (2.0, 1.0)
 

@@ -54,7 +54,7 @@ def swept(*cases: str, of_all: tuple[str, ...]) -> list:
 def test_a_batch_equals_each_alone(family, case):
     base, prompts = base_of(family), CASES[case]
     texts = [[] for _ in prompts]
-    for i, token in stream_batch(base, prompts, 4, len(prompts), stop=False):
+    for i, token, _ in stream_batch(base, prompts, 4, len(prompts), stop=False):
         texts[i].append(token)
     for prompt, tokens in zip(prompts, texts, strict=True):
         steps = generate_step(mx.array(prompt), base.model, max_tokens=4)

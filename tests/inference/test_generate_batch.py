@@ -35,7 +35,7 @@ def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny, batch_si
 
 def test_stream_batch_admits_the_next_prompt_when_one_has_ended(small_tiny):
     prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
-    order = [i for i, _ in stream_batch(small_tiny, prompts, [2, 10, 2], 2, stop=False)]
+    order = [i for i, *_ in stream_batch(small_tiny, prompts, [2, 10, 2], 2, stop=False)]
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
@@ -77,7 +77,7 @@ def prompt_tokens_of(base, prompts, monkeypatch, **changes) -> tuple[list[list[i
     with monkeypatch.context() as patch:
         patch.setattr(kind, "__call__", counted)
         texts = [[] for _ in prompts]
-        for i, token in stream_batch(base, prompts, 6, 2, stop=False, **changes):
+        for i, token, _ in stream_batch(base, prompts, 6, 2, stop=False, **changes):
             texts[i].append(token)
     return texts, sum(read) - 6 * len(prompts)
 
