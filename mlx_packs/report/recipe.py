@@ -12,14 +12,8 @@ from ..config.tasks import tasks_of
 from .facts import name_alone, text
 
 Setting = tuple[str, str, bool]  # name, value, whether it differs from the default
-_NAMES = (
-    "model",
-    "data",
-    "hf_dataset",
-    "resume_adapter_file",
-    "teacher_cache",
-    "teacher",
-)  # which may be paths
+# Settings whose values may be paths.
+_PATHS = ("model", "data", "hf_dataset", "resume_adapter_file", "teacher_cache", "teacher")
 
 
 def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
@@ -63,8 +57,13 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
 
 def _shown(name: str, value: object) -> str:
     """Return a value as text, without the folders of paths."""
-    if name in _NAMES:
-        return _names(value)
+    if isinstance(value, (list, tuple)):
+        separator = " + " if name in _PATHS else ", "
+        return separator.join(_shown(name, item) for item in value[:20])
+    if name in _PATHS:
+        if isinstance(value, Mapping):
+            value = value.get("path") or value.get("name")
+        return name_alone(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -72,15 +71,4 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         shown = (f"{text(k)}: {_shown(str(k), v)}" for k, v in list(value.items())[:20])
         return ", ".join(shown)
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_shown(name, item) for item in value[:20])
     return text(str(value))
-
-
-def _names(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return " + ".join(_names(item) for item in value[:20])
-    if isinstance(value, Mapping):
-        name = value.get("path") or value.get("name") or ""
-        return _names(name)
-    return name_alone(value)

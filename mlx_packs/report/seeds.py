@@ -194,22 +194,19 @@ def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
 
 def _spread(curves: Sequence[Points]) -> tuple[Points, Points, Points]:
     """Return the mean of curves, and it less and plus one standard deviation, where all have it."""
-    mean: Points = []
-    lower: Points = []
-    upper: Points = []
     if len(curves) < 2:
-        return mean, lower, upper
+        return [], [], []
 
     by_batch = [dict(curve) for curve in curves]
-    for batch in by_batch[0]:
-        if all(batch in each for each in by_batch):
-            values = [each[batch] for each in by_batch]
-            middle = fmean(values)
-            spread = stdev(values)
-            mean.append((batch, middle))
-            lower.append((batch, middle - spread))
-            upper.append((batch, middle + spread))
-    return mean, lower, upper
+    common = [batch for batch in by_batch[0] if all(batch in each for each in by_batch)]
+    values = {batch: [each[batch] for each in by_batch] for batch in common}
+    means = {batch: fmean(own) for batch, own in values.items()}
+    spreads = {batch: stdev(own) for batch, own in values.items()}
+    return (
+        list(means.items()),
+        [(batch, means[batch] - spreads[batch]) for batch in common],
+        [(batch, means[batch] + spreads[batch]) for batch in common],
+    )
 
 
 def _decimals(value: float, error: float) -> int:
