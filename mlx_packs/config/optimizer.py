@@ -100,7 +100,9 @@ class OptimizerConfig(Settings):
     def _conflicts_of_warmup(self) -> Iterator[Fault]:
         named = self.changed(("warmup_steps", "warmup_ratio"))
         if len(named) > 1:
-            yield Fault("warmup_ratio", "does not go with --warmup-steps. Give one.", "conflict")
+            yield Fault(
+                "warmup_ratio", "cannot be combined with --warmup-steps. Give one.", "conflict"
+            )
         if named and not isinstance(self.lr_schedule, str):
             instead = self.warmup_steps or "N"
             text = (

@@ -14,7 +14,7 @@ from .choices import PREFERENCE_TASKS, TASKS, answer_metric_of, task_defaults
 from .common import CommonConfig
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
-from .fields import Fault, Settings
+from .fields import Fault, Settings, incompatible
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .phase import Phase as Phase
@@ -181,9 +181,7 @@ def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
         "cache_frozen": train.cache_frozen == "on",
         "neftune_noise_alpha": bool(train.neftune_noise_alpha),
     }
-    for name, is_unfit in unfit.items():
-        if is_unfit:
-            yield Fault(name, f"does not go with --objective {train.objective}.", "conflict")
+    yield from incompatible(train, f"--objective {train.objective}", unfit)
 
 
 def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -203,14 +201,7 @@ def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
         "metric": train.metric not in (None, "none"),
         "min_tps_ratio": train.min_tps_ratio is not None,
     }
-    for name, is_unfit in unfit.items():
-        if not is_unfit:
-            continue
-        text = "does not go with --pipeline."
-        value = getattr(train, name)
-        if value is not True:
-            text = f"{value} {text}"
-        yield Fault(name, text, "conflict")
+    yield from incompatible(train, "--pipeline", unfit)
 
 
 def _length_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -220,9 +211,9 @@ def _length_faults(train: TrainConfig) -> Iterator[Fault]:
 
     if train.epochs is not None and (train.phases or train.changed(["iters"])):
         other = "phases" if train.phases else "--iters"
-        yield Fault("epochs", f"does not go with {other}. Give one of them.", "conflict")
+        yield Fault("epochs", f"cannot be combined with {other}. Give one of them.", "conflict")
     if (named := train.changed(("load_best", "patience", "time"))) and train.phases:
-        yield Fault(named[0], "does not go with phases.", "conflict")
+        yield Fault(named[0], "cannot be combined with phases.", "conflict")
 
 
 def _task_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -271,19 +262,15 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
         "objective": train.objective != "transformer",
         "cache_frozen": train.cache_frozen == "on",
     }
-    for name, is_unfit in unfit.items():
-        if is_unfit:
-            text = "does not go with --share-prefix on. Leave one of them out."
-            yield Fault(name, text, "conflict")
+    yield from incompatible(train, "--share-prefix on", unfit)
 
 
 def _full_faults(train: TrainConfig) -> Iterator[Fault]:
     if not train.trains_base:
         return
 
-    for name in (*train.unfit_for_dense(), *train.changed(["loraplus_lr_ratio"])):
-        text = f"{getattr(train, name)} does not go with --method full."
-        yield Fault(name, text, "conflict")
+    unfit = [*train.unfit_for_dense(), *train.changed(["loraplus_lr_ratio"])]
+    yield from incompatible(train, "--method full", dict.fromkeys(unfit, True))
 
 
 def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -294,7 +281,9 @@ def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
 
     first = order[scores.index(True)]
     if train.trains_base:
-        text = f"full does not go with --task {first}, whose head is trained beside adapters."
+        text = (
+            f"full cannot be combined with --task {first}, whose head is trained beside adapters."
+        )
         yield Fault("method", text, "conflict")
     if not all(scores[scores.index(True) :]):
         text = (

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import PackError, did_you_mean
 from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, PREFERENCE_TASKS, TASKS, registered
 from .data import TextConfig
-from .fields import Fault, Settings, fields_where, option
+from .fields import Fault, Settings, fields_where, incompatible, option
 from .phase import Phase
 from .values import setting_error, typed_value
 
@@ -158,7 +158,7 @@ class PairLoss(LabelSmoothing, NamedLoss):
         if self.loss == "robust" and self.label_smoothing == 0:
             yield Fault("loss", "robust needs a --label-smoothing above 0.", "conflict")
         if self.label_smoothing and self.loss in ("hinge", "ipo"):
-            text = f"does not go with --loss {self.loss}."
+            text = f"cannot be combined with --loss {self.loss}."
             yield Fault("label_smoothing", text, "conflict")
 
 
@@ -308,7 +308,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
 
     def _conflicts(self) -> Iterator[Fault]:
         if self.share_prefix == "on":
-            yield Fault("share_prefix", "on does not go with --task distill.", "conflict")
+            yield Fault("share_prefix", "on cannot be combined with --task distill.", "conflict")
         if self.loss != "jsd" and self.changed(["jsd_beta"]):
             yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
         if self.teacher is None:
@@ -333,9 +333,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
             "long_rows": self.long_rows == "split",
             "loss_on": self.loss_on == "all",
         }
-        for name, is_unfit in unfit.items():
-            if is_unfit:
-                yield Fault(name, "does not go with --on-policy.", "conflict")
+        yield from incompatible(self, "--on-policy", unfit)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -460,7 +458,7 @@ class ClassifyConfig(PackableConfig, Headed):
 
     def _conflicts(self) -> Iterator[Fault]:
         if self.share_prefix == "on":
-            text = "does not go with --share-prefix on. Leave one of them out."
+            text = "cannot be combined with --share-prefix on. Leave one of them out."
             yield Fault("task", text, "conflict")
 
 
