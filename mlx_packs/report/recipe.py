@@ -64,6 +64,7 @@ def _shown(name: str, value: object) -> str:
         if isinstance(value, Mapping):
             value = value.get("path") or value.get("name")
         return name_alone(value)
+
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
