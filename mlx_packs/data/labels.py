@@ -79,10 +79,6 @@ class Classes:
         kind = _KINDS_OF_LABELS[self.problem]
         return f"a classifier of {len(self.labels)} labels{kind}"
 
-    def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """Return the probabilities of labels, of logits float64 [N, classes] as they are."""
-        return probabilities(logits, self.problem)
-
     def to_json(self) -> dict[str, Any]:
         """Return the part ``classifier`` of a manifest."""
         return {

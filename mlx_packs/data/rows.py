@@ -70,9 +70,7 @@ class Splits:
 
     def usable(self, split: str) -> Iterator[Row]:
         """Yield the rows of a split that encoding has not left out."""
-        bad: set[int] = set()
-        if split in self.bad:
-            bad = {i for i, _ in self.bad[split].errors}
+        bad: set[int] = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
         yield from (row for i, row in enumerate(self.rows[split]) if i not in bad)
 
     def first_usable(self, split: str) -> Row:

@@ -61,10 +61,7 @@ def score_preferences(
     labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
     desirable = np.concatenate(labels) > 0
     rated = TASKS[objective.train.task].rated
-    if rated:
-        gains = np.where(desirable, 1, -1) * rewards[:, 0]
-    else:
-        gains = rewards[:, 0] - rewards[:, 1]
+    gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
     accuracy = float(((np.sign(gains) + 1) / 2).mean())
 
     margin = float(gains.mean())

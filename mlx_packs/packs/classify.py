@@ -16,7 +16,7 @@ from ..data.dataset import by_length
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
 from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted
-from ..data.labels import MULTI, REGRESSION, Classes
+from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
 from ..objectives.classification import ScoreHead
 from ..objectives.reward_model import hidden_states
@@ -108,7 +108,7 @@ class OpenClassifier:
         return self.objective.outputs(collate(examples, order))
 
     def predictions(self, logits: np.ndarray) -> list[Prediction]:
-        likely = self.classes.probabilities(logits / self.classes.temperature)
+        likely = probabilities(logits / self.classes.temperature, self.classes.problem)
         return [self._prediction(*each) for each in zip(logits, likely, strict=True)]
 
     def _prediction(self, logits: np.ndarray, likely: np.ndarray) -> Prediction:
