@@ -110,6 +110,7 @@ class Loop:
                 while done < train.iters and not ending:
                     batch = next(batches)
                     start = time.perf_counter()
+                    # a run that leaves float16 goes back to the state before an update
                     random = mx.random.state[0]
                     done += 1
                     updates = done % train.grad_accumulation_steps == 0 or done == train.iters
@@ -117,6 +118,7 @@ class Loop:
                     step = self.step.start(batch, updates, train.grad_accumulation_steps == 1)
                     self._in_flight.append(_StartedBatch(batch, done, updates, random, step, start))
 
+                    # a GPU has this step already when the one before it is read
                     due.after(done, in_update=stepper.waiting > 0)
                     waits = due.anything or self.watch.is_asked_to_end
                     self._read(leaving=0 if waits else stepper.ahead)
