@@ -277,12 +277,8 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
     def fidelity_of(changes: list[Change]) -> Fidelity:
         return meter.compare(attached, meter.with_modules(dense_modules(base, changes, pack)))
 
-    def kl_of(requantize: str, dtype: str) -> float:
-        other = dataclasses.replace(request, requantize=requantize, dtype=dtype)
-        return fidelity_of(plan_changes(other).changes).kl_mean
-
     fidelity = fidelity_of(planned.changes)
-    others = finer_settings(request, planned.changes, kl_of)
+    others = finer_settings(request, planned.changes, lambda c: fidelity_of(c).kl_mean)
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
 
@@ -296,16 +292,18 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
 
 
 def finer_settings(
-    request: MergeRequest, changes: list[Change], distance_of: Callable[[str, str], float]
+    request: MergeRequest, changes: list[Change], distance_of: Callable[[list[Change]], float]
 ) -> dict[str, Callable[[], float]]:
-    """Return what is tried where a merge is too far off, by its name; the cheapest first.
+    """Return what is tried where a merge is too far off, by its name; the cheapest first."""
 
-    ``distance_of`` takes a format and a dtype.
-    """
+    def distance_with(requantize: str, dtype: str) -> float:
+        other = dataclasses.replace(request, requantize=requantize, dtype=dtype)
+        return distance_of(plan_changes(other).changes)
+
     finer = _FINER.get(request.requantize, ("affine8", "none"))
-    others = {requantize: partial(distance_of, requantize, request.dtype) for requantize in finer}
+    others = {requantize: partial(distance_with, requantize, request.dtype) for requantize in finer}
     if any(change.weight.dtype != mx.float32 for change in changes):
-        others["none --dtype float32"] = partial(distance_of, "none", "float32")
+        others["none --dtype float32"] = partial(distance_with, "none", "float32")
     return others
 
 

@@ -5,7 +5,7 @@ its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.nn as nn
 import numpy as np
@@ -147,15 +147,11 @@ def _compared(
         with replaced(base.model, dense_modules(base, changes, pack)):
             return measure.distance(attached, measure.results(written))
 
-    def distance_with(requantize: str, dtype: str) -> float:
-        other = replace(request, requantize=requantize, dtype=dtype)
-        return distance_of(plan_changes(other).changes)
-
     planned = plan_changes(request)
     moved = measure.distance(attached, plain)
     drift = distance_of(planned.changes)
 
-    others = finer_settings(request, planned.changes, distance_with)
+    others = finer_settings(request, planned.changes, distance_of)
     if head is not None:  # which is written dense
         others = {name: each for name, each in others.items() if name.startswith("none")}
     limit = drift_limit(request.max_drift, moved, measure.largest, measure.noise)
