@@ -250,7 +250,6 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     }
 
     facts = {key: {"same": x == y, "a": x, "b": y} for key, (x, y) in values.items()}
-    facts["base"]["same"] = len({each["fingerprint"] for each in bases}) == 1
     if a._adapters_hash is None:  # neither of two sums is on disk
         facts["adapters"]["same"] = a._identity == b._identity
     return facts
