@@ -11,22 +11,11 @@ from ..bases.files import (
     resolve_checkpoint,
     stored_quantization,
 )
-from ..bases.fingerprint import (
-    changed_texts,
-    fingerprint,
-    say_changed,
-    short_fingerprint,
-)
+from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_fingerprint
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
 from ..errors import PackError
-from .manifest import (
-    check_quantization,
-    generates,
-    pack_facts,
-    task_code,
-    task_of,
-)
+from .manifest import check_quantization, generates, pack_facts, task_code, task_of
 from .pack import Pack
 
 if TYPE_CHECKING:

@@ -20,12 +20,7 @@ from ..data.pairs import (
 )
 from ..data.rows import Splits
 from ..errors import PackError, flag_of
-from ..evaluation.embeddings import (
-    VALIDATED,
-    check_scores,
-    score_pairs,
-    validated_entries,
-)
+from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
 from ..evaluation.scores import MetricScore, before_and_after
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.decoder_embedding import vectors_of
