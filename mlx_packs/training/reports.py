@@ -1,6 +1,7 @@
 """What a phase tells the observers of its run, and the clock that estimates the time left."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,29 +17,22 @@ if TYPE_CHECKING:
     from .step import BatchStep
 
 
+@dataclass
 class Reports:
     """Makes the lines of a phase, and hands them to observers."""
 
-    def __init__(
-        self,
-        observers: Sequence[Observer],
-        step: "BatchStep",
-        phase: str = "",
-        clock: RunClock | None = None,
-        mean_inputs: float | None = None,
-    ) -> None:
-        self.observers = observers
-        self._step = step
-        self._phase = phase
-        self._clock = clock
-        self._mean_inputs = mean_inputs  # of a usual batch, if batches differ
+    observers: Sequence[Observer]
+    step: "BatchStep"
+    phase: str = ""
+    clock: RunClock | None = None
+    mean_inputs: float | None = None  # of a usual batch, if batches differ
 
     def phase_starts(self, batches: int, done: int) -> None:
         """Announce a phase, which goes on after its first ``done`` batches."""
         for observer in self.observers:
             observer.on_phase_start(batches, done)
-        if self._clock is not None:
-            self._clock.restart()  # what came before is no step
+        if self.clock is not None:
+            self.clock.restart()  # what came before is no step
 
     def phase_ends(self) -> None:
         """Say that a phase is over, or was ended by an error."""
@@ -46,11 +40,11 @@ class Reports:
             observer.on_phase_end()
 
     def batch_done(self, batch: Batch, loss: float, state: TrainingState) -> None:
-        if self._clock is not None and self._mean_inputs and batch.computed:
+        if self.clock is not None and self.mean_inputs and batch.computed:
             # lengths of batches may differ by factors
-            self._clock.weigh(TRAIN, batch.computed / self._mean_inputs)
+            self.clock.weigh(TRAIN, batch.computed / self.mean_inputs)
 
-        unit = self._step.objective.unit
+        unit = self.step.objective.unit
         window = state.window
         entries = {
             "loss": loss,
@@ -65,12 +59,12 @@ class Reports:
     def window_done(self, state: TrainingState) -> None:
         """Report the batches since the last report, unless every update of theirs was skipped."""
         window = state.window
-        unit = self._step.objective.unit
+        unit = self.step.objective.unit
         if not window.terms:
             return
         state.window = Window()
 
-        optimizer = self._step.stepper.optimizer
+        optimizer = self.step.stepper.optimizer
         entries = {
             "update": state.updates,
             "loss": window.loss,
@@ -80,9 +74,9 @@ class Reports:
             **window.computed_per_s,
             f"trained_{unit}": state.trained_tokens,
             "peak_gb": mx.get_peak_memory() / 1e9,
-            **self._step.objective.facts(),
+            **self.step.objective.facts(),
         }
-        if self._step.stepper.scaled:
+        if self.step.stepper.scaled:
             entries |= scale_facts(optimizer)
 
         line = self._line(state, entries)
@@ -101,11 +95,11 @@ class Reports:
 
     def tick(self, part: str, units: int = 1) -> None:
         """Count the time since the last unit for a part of the run."""
-        if self._clock is not None:
-            self._clock.tick(part, units)
+        if self.clock is not None:
+            self.clock.tick(part, units)
 
     def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
         line = {"batch": state.batches, **entries}
-        if self._phase:
-            line["phase"] = self._phase
+        if self.phase:
+            line["phase"] = self.phase
         return line

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...display import Display
@@ -109,25 +110,16 @@ class MetricsFile(Observer):
         self._append(line)
 
 
+@dataclass
 class Retention(Observer):
     """Keeps the last ``--keep-last`` checkpoints of a run folder, and the best of the phase."""
 
-    def __init__(
-        self,
-        run: Path,
-        keep_last: int,
-        display: Display,
-        starts: Sequence[int] = (0,),
-        resumed: Path | None = None,
-        best_by: str | None = None,
-    ) -> None:
-        """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
-        self._files = RunFolder(run)
-        self._keep_last = keep_last
-        self._display = display
-        self._starts = starts
-        self._resumed = resumed
-        self._best_by = best_by
+    run: Path
+    keep_last: int
+    display: Display
+    starts: Sequence[int] = (0,)  # batches before each phase
+    resumed: Path | None = None  # where a run continues
+    best_by: str | None = None
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Retention | None":
@@ -142,22 +134,24 @@ class Retention(Observer):
 
     def on_phase_start(self, batches: int, done: int) -> None:
         """Remove what a killed run left, which ended between a checkpoint and the removal."""
-        if self._resumed is not None:
-            last = batches_of(self._resumed)
-            known = [folder for folder in self._files.checkpoints() if batches_of(folder) <= last]
-            self._keep(known, self._resumed)
-            self._resumed = None
+        if self.resumed is not None:
+            last = batches_of(self.resumed)
+            known = [
+                folder for folder in RunFolder(self.run).checkpoints() if batches_of(folder) <= last
+            ]
+            self._keep(known, self.resumed)
+            self.resumed = None
 
     def on_checkpoint(self, folder: Path) -> None:
         """The new one is complete. Later ones are damaged: the run was resumed before them."""
-        self._keep(self._files.checkpoints(), folder)
+        self._keep(RunFolder(self.run).checkpoints(), folder)
 
     def _keep(self, existing: list[Path], newest: Path) -> None:
         """Keep the last checkpoints up to the newest, and the best of its phase."""
         until_now = existing[: existing.index(newest) + 1]
-        start = max(start for start in self._starts if start < batches_of(newest) or not start)
-        best = self._files.best_checkpoint(start, self._best_by)
-        newest_and_best = {*until_now[-self._keep_last :], best}
+        start = max(start for start in self.starts if start < batches_of(newest) or not start)
+        best = RunFolder(self.run).best_checkpoint(start, self.best_by)
+        newest_and_best = {*until_now[-self.keep_last :], best}
 
         for old in existing:
             if old in newest_and_best:
@@ -165,4 +159,4 @@ class Retention(Observer):
             try:
                 discard(old, old)
             except OSError as error:  # training is worth more than space on the disk
-                self._display.line("note", f"{old}: cannot be removed ({error.strerror or error})")
+                self.display.line("note", f"{old}: cannot be removed ({error.strerror or error})")
