@@ -219,4 +219,4 @@ def test_a_bf16_checkpoint_trains_by_the_same_command(folder, train):
 def test_runbook_says_what_a_pack_checks_of_a_base():
     """`test_pack_fits_its_own_quantized_base_alone` shows that it does."""
     text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
-    assert "another quantization of the same model is another base" in text
+    assert "Another quantization of the same model is another base" in text

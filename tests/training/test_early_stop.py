@@ -186,7 +186,7 @@ def test_a_score_is_compared_by_its_entries():
     assert score.by("valid_accuracy").is_better_than(better.by("valid_accuracy"))
     answered = AnsweredScore(score, "exact", 0.75)
     assert answered.by("valid_exact").entries == {"valid_exact": 0.75}
-    assert answered.value == answered.nll == 1.4 and answered.text.endswith(", exact 75.0%")
+    assert answered.value == 1.4 and answered.text.endswith(", exact 75.0%")
     with raises("conflict", "best", "valid_exact", "valid_accuracy"):
         score.by("valid_exact")
 
