@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..adapters.attach import attach, check_bare
-from ..adapters.trainable import Trainable
 from ..bases.geometry import probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.shapes import GeometryError, check_num_layers
@@ -25,7 +24,6 @@ from ..data.dataset import Batch
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..memory.matmul_path import choose_matmul_path
-from ..memory.memory_choice import MemoryChoice
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.surgery import block_prefixes
@@ -35,8 +33,7 @@ from ..objectives.objective import Objective
 from ..packs.base import Base
 from ..runtime import mx
 from ..tasks.causal_lm import CausalLMTask, Outcome
-from ..tasks.phases import PhaseData
-from ..tasks.task import PhaseReferences, Task, Trained
+from ..tasks.task import Binding, Task, Trained
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -323,26 +320,20 @@ class ProjectionStackTask(CausalLMTask):
             self.display.line("graph", line)
         return self.graph.base, self.graph.lora
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         head = self.graph.head()
         preparation = self.graph.preparation
-        self.scorer = Scorer(trainable.model, head, preparation.prepare)
-        return [self.objective_of(trainable, head, preparation)] * len(data)
+        self.scorer = Scorer(binding.trainable.model, head, preparation.prepare)
+        return [self.objective_of(binding.trainable, head, preparation)] * len(binding.data)
 
-    def outcome(self, trainable: Trainable, last: PhaseData, trained: Trained) -> Outcome:
+    def outcome(self, trained: Trained) -> Outcome:
         """Return what the base's own forward pass gives at the start of the run and after it."""
-        own_before, own_after = trained.ends(last.phase)
+        own_before, own_after = trained.ends()
         graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
 
         base = self.base
         display = self.display
-        batches = last.held_out().once()
+        batches = trained.last.held_out().once()
         with display.working("eval", "loading the whole base model"):
             tokens = batches[-1].inputs["tokens"].size
             steps = 2 * len(batches)
@@ -350,11 +341,11 @@ class ProjectionStackTask(CausalLMTask):
 
         fallback = self.train.train_fp16_fallback
         attached = attach(
-            base, specs=trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
+            base, specs=trained.trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
         )
 
         with trained.initial.active():
-            start = trainable.tensors()
+            start = trained.trainable.tensors()
 
         try:
             head = split_head(base.model)
@@ -362,10 +353,7 @@ class ProjectionStackTask(CausalLMTask):
             texts = {}
             answers = []
             with display.task("eval", steps, "held-out batches, whole base model") as bar:
-                for when, tensors in (
-                    ("before", start),
-                    ("after", trainable.tensors()),
-                ):
+                for when, tensors in (("before", start), ("after", trained.trainable.tensors())):
                     attached.load(tensors, when)
                     scores.append(Scorer(base.model, head).score(batches, bar.advance))
                     texts[when] = self.sample.complete(base)

@@ -25,7 +25,6 @@ from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ..inference.generate import complete
-from ..memory.memory_choice import MemoryChoice
 from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
@@ -39,7 +38,7 @@ from ..run_clock import ANSWER, EVALUATE
 from ..vision.pictures import thumbnails
 from .phases import PhaseData, RunPhase
 from .shared_prefix import merge_chains, shared_report
-from .task import PhaseReferences, Summary, Trained, summarized, try_lines
+from .task import Binding, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
 SAMPLE_TOKENS = 40
@@ -197,39 +196,28 @@ class CausalLMTask(TokenTask):
             return score
         return self.validation_exam.validated(score)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the targets, which is one for all phases."""
         head = split_head(self.base.model)
         check_forward(self.base, self.sample.tokens)
 
-        self.prepare_rows(trainable, head)
-        self._limit_exam(data[-1])
+        self.prepare_rows(binding.trainable, head)
+        self._limit_exam(binding.data[-1])
         if not self.trees:
-            self.frozen = self._frozen_activations(trainable, head, data, memory)
+            self.frozen = self._frozen_activations(binding, head)
 
-        self.scorer = self.scorer_of(trainable, head)
-        return [self.objective_of(trainable, head, self.frozen)] * len(data)
+        self.scorer = self.scorer_of(binding.trainable, head)
+        return [self.objective_of(binding.trainable, head, self.frozen)] * len(binding.data)
 
-    def _frozen_activations(
-        self,
-        trainable: Trainable,
-        head: Head | None,
-        data: Sequence[PhaseData],
-        memory: MemoryChoice,
-    ) -> FrozenActivations | None:
+    def _frozen_activations(self, binding: Binding, head: Head | None) -> FrozenActivations | None:
         """The cache of what is below the adapters, of all phases; None if there is none."""
-        phase = data[-1].phase
+        last = binding.data[-1]
+        memory = binding.memory
         return open_frozen_activations(
-            trainable,
+            binding.trainable,
             head,
-            replace(phase.train, iters=phase.stop),
-            data[-1].train.examples,
+            replace(last.phase.train, iters=last.phase.stop),
+            last.train.examples,
             memory.choice.matmul_path,
             memory.plan.peak_bytes if memory.plan else None,
             self.display,
@@ -258,7 +246,7 @@ class CausalLMTask(TokenTask):
         train = self.train
         return LossOptions(train.z_loss, train.label_smoothing, custom=self.calls.loss)
 
-    def outcome(self, trainable: Trainable, last: PhaseData, trained: Trained) -> Outcome:
+    def outcome(self, trained: Trained) -> Outcome:
         texts: dict[str, str | None] = {"before": None, "after": None}
         answers = []
 
@@ -269,17 +257,11 @@ class CausalLMTask(TokenTask):
             texts["after"] = self.sample.complete(self.base)
             answers.append(self._answers())
 
-        return Outcome(*trained.ends(last.phase), texts, answers, {"graph": "transformer"})
+        return Outcome(*trained.ends(), texts, answers, {"graph": "transformer"})
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        last = data[-1]
-        outcome = self.outcome(trainable, last, trained)
+    def summary(self, trained: Trained) -> Summary:
+        last = trained.last
+        outcome = self.outcome(trained)
         sample = self.sample.entry(**outcome.texts)
         samples = [sample] if any(outcome.texts.values()) else []
 
@@ -309,7 +291,7 @@ class CausalLMTask(TokenTask):
         facts: dict = {}
         if samples:
             facts["samples"] = [stored_sample(each) for each in samples]
-        return summarized(data, trained, sources, metrics, objective, facts, report)
+        return summarized(trained, metrics, objective, facts, report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

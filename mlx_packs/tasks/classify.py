@@ -9,7 +9,6 @@ import numpy as np
 
 from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
-from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
@@ -32,7 +31,6 @@ from ..evaluation.classification import (
     validated_numbers,
 )
 from ..evaluation.scores import MetricScore, before_and_after
-from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import ScoreHead
 from ..objectives.objective import Objective
@@ -44,7 +42,7 @@ from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes, show_phase
-from .task import PhaseReferences, Summary, Trained, pack_lines, summarized
+from .task import Binding, Summary, Trained, pack_lines, summarized
 from .tokens import TokenTask, token_lines
 
 # Metrics of a score, by their names in a manifest.
@@ -176,17 +174,11 @@ class ClassifyTask(TokenTask):
         t = phase.train
         return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the labels, which has the class weights of its phase."""
-        model = trainable.model
-        self.prepare_rows(trainable, split_head(model))
-        return [self._objective(model, self._class_weights(own)) for own in data]
+        model = binding.trainable.model
+        self.prepare_rows(binding.trainable, split_head(model))
+        return [self._objective(model, self._class_weights(own)) for own in binding.data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
         states = hidden_states(model, self.base.name, self.train.task)
@@ -205,17 +197,11 @@ class ClassifyTask(TokenTask):
     def _score(self, objective: Any, batches: Sequence[Batch], advance: Any = None) -> MetricScore:
         return class_score(predict(objective, batches, self.classes.problem, advance))
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        last = data[-1]
+    def summary(self, trained: Trained) -> Summary:
+        last = trained.last
         classes = self.classes
-        before, after = trained.ends(last.phase)
-        objective = self._objective(trainable.model, None)
+        before, after = trained.ends()
+        objective = self._objective(trained.trainable.model, None)
         held_out = predict(objective, last.held_out().once(), classes.problem)
 
         calibrated = {}
@@ -239,7 +225,7 @@ class ClassifyTask(TokenTask):
             "confusions": _confusions(held_out, classes),
         }
         facts = {"classifier": classes.to_json()}
-        return summarized(data, trained, sources, metrics, named, facts, report)
+        return summarized(trained, metrics, named, facts, report)
 
     def _calibrated(
         self, objective: Any, data: PhaseData, held_out: Predictions

@@ -205,16 +205,10 @@ class DistillTask(CausalLMTask):
             taught=self.taught if self.live else None,
         )
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        summary = super().summary(trainable, data, trained, sources)
+    def summary(self, trained: Trained) -> Summary:
+        summary = super().summary(trained)
 
-        before, after = trained.ends(data[-1].phase)
+        before, after = trained.ends()
         changes = {
             "teacher_loss_before": before.divergence,
             "teacher_loss_after": after.divergence,

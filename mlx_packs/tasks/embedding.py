@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .. import runtime
-from ..adapters.trainable import Trainable
 from ..bases.encoder import Embedder, Encoder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
 from ..data.dataset import Batch, Dataset
@@ -22,7 +21,6 @@ from ..data.rows import Splits
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
 from ..evaluation.scores import MetricScore, before_and_after
-from ..memory.memory_choice import MemoryChoice
 from ..objectives.decoder_embedding import vectors_of
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
@@ -31,7 +29,7 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseReferences, Summary, Trained, summarized
+from .task import Binding, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -153,14 +151,8 @@ class EmbeddingTask(TextsTask):
             sampler = self._sampler(pairs, 0, False)
         return Dataset(pairs, PairCollate(phase.train.batch_size, self.limit), sampler)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
-        vectors = trainable.model
+    def bind(self, binding: Binding) -> list[Objective]:
+        vectors = binding.trainable.model
         if self.base.architecture == "decoder":
             vectors = vectors_of(self.base, vectors)
         return [EmbeddingObjective(vectors, self.loss, self.train, self._score)]
@@ -177,15 +169,9 @@ class EmbeddingTask(TextsTask):
         metrics = score_pairs(model, pairs, self.train.batch_size) if pairs is not None else {}
         return MetricScore(objective.mean_loss(batches), metrics)
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        (own,) = data
-        before, after = (score.metrics for score in trained.ends(own.phase))
+    def summary(self, trained: Trained) -> Summary:
+        own = trained.last
+        before, after = (score.metrics for score in trained.ends())
         held_out = own.held_out().examples
         prompt = {}
         if self.query_prompt or self.train.query_prompt is not None:
@@ -200,7 +186,7 @@ class EmbeddingTask(TextsTask):
         }
         report = {"loss": self.loss}
         shown = {"format": held_out.format.name}
-        return summarized(data, trained, sources, metrics, objective, None, report, shown)
+        return summarized(trained, metrics, objective, None, report, shown)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

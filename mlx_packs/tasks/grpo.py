@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..adapters.trainable import Trainable
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.formats import COMPLETION
 from ..data.images import plain_text
@@ -30,7 +29,6 @@ from ..errors import PackError
 from ..evaluation.answers import answer_of
 from ..evaluation.images import advance_of
 from ..inference.generate import text_of
-from ..memory.memory_choice import MemoryChoice
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
@@ -53,7 +51,7 @@ from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
-from .task import PhaseReferences, Summary, Task, Trained, summarized
+from .task import Binding, Summary, Task, Trained, summarized
 
 
 @dataclass(frozen=True)
@@ -167,23 +165,17 @@ class GRPOTask(Task):
             passes = (sum(passes),)
         return passes, targets
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of generated completions, which has the reference of its phase."""
-        model = trainable.model
+        model = binding.trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
         if self.shared is not None:
-            check_trees(trainable, head)
+            check_trees(binding.trainable, head)
 
         objectives: list[Objective] = []
-        for own in data:
-            initial = references[own.phase.name]
+        for own in binding.data:
+            initial = binding.references[own.phase.name]
             generate = partial(self._generate, own.train.collate)
             objective = GRPO(model, head, own.phase.train, generate, initial, self._score)
             objectives.append(objective)
@@ -253,15 +245,9 @@ class GRPOTask(Task):
             )
         return MeanReward(float(scored.mean()), len(scored))
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        last = data[-1]
-        before, after = trained.ends(last.phase)
+    def summary(self, trained: Trained) -> Summary:
+        last = trained.last
+        before, after = trained.ends()
         sample = self.sample.report(trained.initial, self.base)
         metrics = {
             "rows": after.rows,
@@ -275,7 +261,7 @@ class GRPOTask(Task):
         }
         facts = {"samples": [stored_sample(sample)]}
 
-        return summarized(data, trained, sources, metrics, named, facts, report)
+        return summarized(trained, metrics, named, facts, report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

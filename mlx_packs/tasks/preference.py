@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..adapters.trainable import Trainable
 from ..bases.turns import takes_images
 from ..config.choices import TASKS
 from ..config.data import DataConfig
@@ -23,7 +22,6 @@ from ..errors import PackError
 from ..evaluation.answers import expected_answer
 from ..evaluation.preferences import VALIDATED, score_preferences
 from ..evaluation.scores import MetricScore, before_and_after
-from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
 from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
@@ -35,7 +33,7 @@ from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_notes, show_phase
-from .task import PhaseReferences, Summary, Trained, summarized, try_lines
+from .task import Binding, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, token_lines
 
 _REPORTED = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
@@ -180,25 +178,19 @@ class PreferenceTask(TokenTask):
         wanted, thoughts = expected_answer(content, self.base, tokens)
         self.sample = SamplePrompt(text, tokens, wanted, images=images, thoughts=thoughts)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
-        model = trainable.model
+        model = binding.trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
-        self.prepare_rows(trainable, head)
+        self.prepare_rows(binding.trainable, head)
 
         def sums(inputs: Inputs, layout: Layout) -> mx.array:
             return completion_sums(model, head, inputs, layout)[0]
 
         objectives: list[Objective] = []
-        for own in data:
-            initial = references[own.phase.name]
+        for own in binding.data:
+            initial = binding.references[own.phase.name]
             reference = Reference(model, initial, sums, own.train)
             objective = PreferenceObjective(
                 model, head, own.phase.train, reference, score_preferences
@@ -206,13 +198,7 @@ class PreferenceTask(TokenTask):
             objectives.append(objective)
         return objectives
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
+    def summary(self, trained: Trained) -> Summary:
         train = self.train
         sample = self.sample.report(trained.initial, self.base)
         samples = {}
@@ -223,9 +209,9 @@ class PreferenceTask(TokenTask):
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
 
-        report = {"sample": sample, "shared_prefix": self._shared_report(data[-1])}
-        metrics = preference_metrics(*trained.ends(data[-1].phase))
-        return summarized(data, trained, sources, metrics, named, samples, report)
+        report = {"sample": sample, "shared_prefix": self._shared_report(trained.last)}
+        metrics = preference_metrics(*trained.ends())
+        return summarized(trained, metrics, named, samples, report)
 
     def _shared_report(self, data: PhaseData) -> dict | None:
         trees = self.trees.get(data.phase.name)

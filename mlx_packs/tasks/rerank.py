@@ -7,7 +7,6 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.spec import SCORE
-from ..adapters.trainable import Trainable
 from ..config.choices import TASKS
 from ..config.lora import LoRAConfig
 from ..data.dataset import Batch, Dataset, by_length
@@ -23,14 +22,13 @@ from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..evaluation.rankings import VALIDATED, score_rankings
 from ..evaluation.scores import MetricScore, before_and_after, format_with_errors
-from ..memory.memory_choice import MemoryChoice
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import PhaseReferences, Summary, Trained, summarized
+from .task import Binding, Summary, Trained, summarized
 from .texts import TextsTask, texts_lines
 
 
@@ -117,14 +115,8 @@ class RerankTask(TextsTask):
         documents = round(self.train.batch_size * float(data.train.examples.documents.mean()))
         return max(1, documents * inputs), max(1, documents)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
-        model = trainable.model
+    def bind(self, binding: Binding) -> list[Objective]:
+        model = binding.trainable.model
         head = model[SCORE] if self.head_name == "score" else None
 
         scorer = scorer_of(replace(self.base, model=model), head)
@@ -146,15 +138,9 @@ class RerankTask(TextsTask):
         documents = self.train.batch_size * TASKS["rerank"].sequences
         return MetricScore(loss, score_rankings(objective.scorer, rankings, documents))
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        (own,) = data
-        before, after = trained.ends(own.phase)
+    def summary(self, trained: Trained) -> Summary:
+        own = trained.last
+        before, after = trained.ends()
         held_out = own.held_out().examples
         objective = {
             "task": "rerank",
@@ -166,7 +152,7 @@ class RerankTask(TextsTask):
         metrics = {"rows": len(held_out), **before_and_after(before.metrics, after.metrics)}
         report = {"loss": self.loss}
         shown = {"format": held_out.format}
-        return summarized(data, trained, sources, metrics, objective, None, report, shown)
+        return summarized(trained, metrics, objective, None, report, shown)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..adapters.spec import SCORE
-from ..adapters.trainable import Trainable
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..data.encoding import EncodingOptions, Examples
@@ -13,7 +12,6 @@ from ..data.formats import Row
 from ..data.preferences import encode_scored
 from ..data.rows import Splits
 from ..evaluation.preferences import score_pairs
-from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Objective
 from ..objectives.reward_model import RewardModel, hidden_states
@@ -22,7 +20,7 @@ from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
 from .score_head import with_trained_head
-from .task import PhaseReferences, Summary, Trained, pack_lines, summarized
+from .task import Binding, Summary, Trained, pack_lines, summarized
 from .tokens import token_lines
 
 
@@ -57,36 +55,25 @@ class RewardTask(PreferenceTask):
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take none: a reward model generates no text."""
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
+    def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
-        model = trainable.model
-        self.prepare_rows(trainable, split_head(model))
+        model = binding.trainable.model
+        self.prepare_rows(binding.trainable, split_head(model))
 
         states = hidden_states(model, self.base.name)
         centering = self.train.center_rewards_coefficient
-        return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
+        objective = RewardModel(model, states, model[SCORE], centering, score_pairs)
+        return [objective] * len(binding.data)
 
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
+    def summary(self, trained: Trained) -> Summary:
         named = {
             "task": "reward",
-            "loss_on": data[-1].splits["train"].loss_on,
+            "loss_on": trained.last.splits["train"].loss_on,
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
-        report = {"shared_prefix": self._shared_report(data[-1])}
-        metrics = preference_metrics(*trained.ends(data[-1].phase))
-        return summarized(data, trained, sources, metrics, named, report=report)
+        report = {"shared_prefix": self._shared_report(trained.last)}
+        metrics = preference_metrics(*trained.ends())
+        return summarized(trained, metrics, named, report=report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

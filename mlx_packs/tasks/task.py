@@ -38,8 +38,6 @@ from .phases import OWN, PhaseData, PhaseTask, RunPhase
 if TYPE_CHECKING:
     from .rewards import RewardFunction
 
-PhaseReferences = Mapping[str, PhaseReference]  # by phase
-
 _MOST_PASTED = 300  # characters of a prompt in a command
 
 
@@ -60,17 +58,39 @@ class Calls:
 
 
 @dataclass(frozen=True)
+class Binding:
+    """A model that now has its trainable parameters, and the phases of the task that trains them.
+
+    ``references`` has the model as each phase began, by the phase's name.
+    """
+
+    trainable: Trainable
+    data: Sequence[PhaseData]
+    references: Mapping[str, PhaseReference]
+    memory: MemoryChoice
+
+
+@dataclass(frozen=True)
 class Trained:
     """What a run has measured of its phases, when they are over."""
 
+    trainable: Trainable
+    data: Sequence[PhaseData]  # of every phase
+    sources: Sequence[str]  # the public name of the examples of every phase
     phases: Sequence[RunPhase]  # those of other tasks too
     curve: Sequence[Mapping]  # the lines of metrics.jsonl
     scores: Sequence[Mapping[str, Score]]  # by phase: before the first one and after each
     initial: PhaseReference  # of the run: what every number and sample "before" is of
 
-    def ends(self, phase: RunPhase) -> tuple[Any, Any]:
-        """Return the scores of a phase's held-out examples before and after the run."""
-        return self.scores[0][phase.name], self.scores[-1][phase.name]
+    @property
+    def last(self) -> PhaseData:
+        """The last phase, whose held-out examples the results are of."""
+        return self.data[-1]
+
+    def ends(self) -> tuple[Any, Any]:
+        """Return the scores of the last phase's held-out examples before and after the run."""
+        name = self.last.phase.name
+        return self.scores[0][name], self.scores[-1][name]
 
 
 @dataclass(frozen=True)
@@ -138,30 +158,12 @@ class Task(PhaseTask, ABC):
         return train
 
     @abstractmethod
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
-        """Return the objective of each of its phases, on the model that now has ``trainable``.
-
-        ``starts`` has the model as each phase began, by the phase's name.
-        """
+    def bind(self, binding: Binding) -> list[Objective]:
+        """Return the objective of each of its phases."""
 
     @abstractmethod
-    def summary(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        trained: Trained,
-        sources: Sequence[str],
-    ) -> Summary:
-        """Return the summary of the run, whose last phase is of this task.
-
-        ``data`` has every phase, and ``sources`` the public name of its examples.
-        """
+    def summary(self, trained: Trained) -> Summary:
+        """Return the summary of the run, whose last phase is of this task."""
 
     @staticmethod
     @abstractmethod
@@ -181,9 +183,7 @@ class Task(PhaseTask, ABC):
 
 
 def summarized(
-    data: Sequence[PhaseData],
     trained: Trained,
-    sources: Sequence[str],
     metrics: Mapping,
     objective: Mapping,
     facts: Mapping | None = None,
@@ -194,8 +194,8 @@ def summarized(
 
     ``metrics`` has their number, ``rows``. The other arguments are as in `Summary`.
     """
-    last = data[-1]
-    phases = phase_reports(data, sources, trained)
+    last = trained.last
+    phases = phase_reports(trained)
     named = {"phases": phases} if phases else {}
     available = last.held_out_examples.count
     return Summary(
@@ -207,15 +207,13 @@ def summarized(
     )
 
 
-def phase_reports(
-    data: Sequence[PhaseData], sources: Sequence[str], trained: Trained
-) -> list[dict]:
+def phase_reports(trained: Trained) -> list[dict]:
     """Return the report of each phase of a run; empty if the run has no phases."""
     reports = []
     # the phases of other tasks count, too
     numbers = {phase.name: at for at, phase in enumerate(trained.phases)}
 
-    for own, source in zip(data, sources, strict=True):
+    for own, source in zip(trained.data, trained.sources, strict=True):
         phase = own.phase
         if not phase.name:
             continue

@@ -9,6 +9,7 @@ from ..display import VERBOSE, Display, shown_count
 from ..late import load
 from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
+from ..tasks.task import Binding
 from .fit import Objectives
 from .initial_adapters import load_adapters
 from .noise import add_noise
@@ -60,7 +61,7 @@ def bound_objectives(
     with ExitStack() as closes:
         for task in prepared.tasks.values():
             own = [data for data in prepared.data if data.task is task]
-            bound = task.bind(trainable, own, references, prepared.memory)
+            bound = task.bind(Binding(trainable, own, references, prepared.memory))
             for objective in dict.fromkeys(bound):
                 closes.callback(objective.close)
             objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}

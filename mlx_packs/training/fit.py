@@ -109,8 +109,17 @@ class Fit:
         """What the run counts, as a plural: the unit of its last phase."""
         return self.objectives[self.run.last_phase.name].unit
 
-    def trained(self) -> Trained:
-        return Trained(self.run.phases, self.curve, self.scores, self.origin)
+    def trained(self, sources: Sequence[str]) -> Trained:
+        """Return what is measured; ``sources`` are the public names of the phases' examples."""
+        return Trained(
+            self.trainable,
+            self.data,
+            sources,
+            self.run.phases,
+            self.curve,
+            self.scores,
+            self.origin,
+        )
 
     def train(self) -> None:
         """Train every phase that is not over, and score the result on the held-out examples."""

@@ -151,9 +151,7 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
             fit = start_fit(prepared, trainable, objectives, origin)
             with resumable(run):
                 fit.train()
-                summary = prepared.task.summary(
-                    trainable, prepared.data, fit.trained(), prepared.sources
-                )
+                summary = prepared.task.summary(fit.trained(prepared.sources))
         with resumable(run):
             pack = save_pack(prepared, trainable, fit, summary)
 

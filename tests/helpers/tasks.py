@@ -12,7 +12,7 @@ from mlx_packs.objectives.objective import Objective
 from mlx_packs.objectives.reference import PhaseReference
 from mlx_packs.packs.base import Base
 from mlx_packs.tasks.phases import resolve_phases
-from mlx_packs.tasks.task import Calls, make_tasks
+from mlx_packs.tasks.task import Binding, Calls, make_tasks
 from mlx_packs.training.run_folder import RunFolder, run_folder
 from tests.helpers.runs import Lines
 
@@ -53,7 +53,7 @@ class EncodedTask:
         names = [phase.name for phase in self._phases]
         starts = {name: PhaseReference(self.trainable, Path("unused"), bare=True) for name in names}
         memory = MemoryChoice(None, MatmulPathChoice("dense", {}, ""), "none")
-        objective = self.task.bind(self.trainable, self.data, starts, memory)[-1]
+        objective = self.task.bind(Binding(self.trainable, self.data, starts, memory))[-1]
         objective.begin(fresh=True)
         return objective
 

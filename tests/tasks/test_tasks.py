@@ -114,11 +114,11 @@ class OneWordTask(Task):
     def sampled(self, data: PhaseData) -> np.ndarray:
         return np.arange(2)
 
-    def bind(self, trainable, data, run, memory) -> list[OneWord]:
-        return [OneWord(trainable.model)]
+    def bind(self, binding) -> list[OneWord]:
+        return [OneWord(binding.trainable.model)]
 
-    def summary(self, trainable, data, fit, sources) -> Summary:
-        before, after = (score.nll for score in fit.ends(data[-1].phase))
+    def summary(self, trained) -> Summary:
+        before, after = (score.nll for score in trained.ends())
         losses = {"loss_before": before, "loss_after": after}
         return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
 

@@ -13,20 +13,18 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from ...adapters.trainable import Trainable, trainable_modules
+from ...adapters.trainable import trainable_modules
 from ...config.lora import LoRAConfig
 from ...data.dataset import Batch, Layout
 from ...distributed.group import group
 from ...evaluation.perplexity import Scorer
-from ...memory.memory_choice import MemoryChoice
 from ...objectives.causal_lm import CausalLM, LossOptions
 from ...objectives.objective import Inputs, Loss, Objective, arrays_of
 from ...objectives.score import Score
 from ...packs.base import Base
 from ...runtime import mx
 from ...tasks.causal_lm import CausalLMTask
-from ...tasks.phases import PhaseData
-from ...tasks.task import PhaseReferences
+from ...tasks.task import Binding
 from ...training.step import StartedStep, Stepper
 from .adapters import check_in_blocks, check_splittable
 from .stage import Stage
@@ -175,13 +173,8 @@ class PipelinedTask(CausalLMTask):
         check_in_blocks(base, self.lora)
         return super().target(base)
 
-    def bind(
-        self,
-        trainable: Trainable,
-        data: Sequence[PhaseData],
-        references: PhaseReferences,
-        memory: MemoryChoice,
-    ) -> list[Objective]:
-        stage = Stage(trainable.model, group())
-        self.scorer = PipelinedScorer(trainable.model, stage)
-        return [PipelinedCausalLM(stage, self.scorer.score, self.loss_options())] * len(data)
+    def bind(self, binding: Binding) -> list[Objective]:
+        stage = Stage(binding.trainable.model, group())
+        self.scorer = PipelinedScorer(binding.trainable.model, stage)
+        objective = PipelinedCausalLM(stage, self.scorer.score, self.loss_options())
+        return [objective] * len(binding.data)
