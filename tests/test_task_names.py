@@ -66,7 +66,7 @@ FEATURES = {
     "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with
     "learning/comparison.py": ("kto", "dpo", "lm"),  # what each gains
     "learning/rows.py": ("kto", "dpo", "lm"),  # the rows of each
-    "packs/base.py": ("classify", "rerank"),  # `Base.classify` and `Base.rerank`
+    "packs/base.py": ("classify", "rerank", "reward"),  # the methods of these tasks
     "packs/manifest.py": ("classify", "reward"),  # what imported heads are
     "training/settings.py": ("reward",),  # the argument of `mlx_packs.train`
 }

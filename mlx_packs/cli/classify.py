@@ -73,25 +73,22 @@ def classify(
     "labels" if several may apply, and "score" for a regression. A table gets the columns
     "predicted_label" (or "predicted_labels", "predicted_score") and "probability".
     """
-    from ..memory.matmul_path import generation_path
-    from ..packs.base import load_base_for
-    from ..packs.classify import check_classifier, open_classifier
+    from ..packs.base import load_base_for, scoring
+    from ..packs.classify import classifier_of
+    from ..packs.compatibility import checked_scorer
 
     names = (*packs, *([folder] if folder else ()))
     if len(names) != 1:
         raise PackError("--pack: name one classifier. Several are not added up.", flag="pack")
 
-    pack = options.one_pack(names)
-    check_classifier(pack)
+    pack = checked_scorer(options.one_pack(names), "classify")
     target = _output(out, data)
     base = load_base_for(pack, options.base_of(model, pack), given["trust_remote_code"])
     base.check_architecture("classify", "decoder")
-    matmul_path = given["matmul_path"]
-    if matmul_path == "auto":
-        matmul_path = generation_path(base.model)
 
     labelled = []
-    with open_classifier(base, pack, matmul_path) as classifier:
+    with scoring(base, pack, given["matmul_path"]) as head:
+        classifier = classifier_of(base, pack, head)
         rows = _rows(data, classifier.names)
         while chunk := list(itertools.islice(rows, _CHUNK * batch_size)):
             predictions = classifier.classify([row for row, _ in chunk], batch_size)

@@ -94,11 +94,8 @@ class PackFacts:
     hub: str = ""  # its pipeline tag on the Hub, if it generates no text
     activates: bool = True  # whether a base can have it until another one, not for one call each
     merges_head: bool = False  # whether a merged checkpoint has a place for its head
-    # Other than the evaluation of its architecture: an `Evaluator` of the base, rows and settings,
-    # or if the base alone has no score, as with a new head, a function of base, pack, rows and
-    # settings.
+    # An `Evaluator` of the base, rows and settings, if not that of the base's architecture.
     evaluator: str | None = None
-    evaluate: str | None = None
     worker: str | None = None  # of ``packs serve``, other than what generates text
     # Function of a pack, its base's folder, config and tokenizer: files, by name, that a merged
     # checkpoint needs to be opened by other programs.
@@ -377,7 +374,7 @@ TASKS = Table(
                 command=_EVAL_COMMAND,
                 hub="text-classification",
                 activates=False,
-                evaluate="mlx_packs.evaluation.preferences:evaluate_reward_model",
+                evaluator="mlx_packs.evaluation.preferences:RewardEvaluator",
             ),
         ),
         "classify": TaskFacts(
@@ -397,7 +394,7 @@ TASKS = Table(
                 command="packs classify --pack . --model {base} < rows.jsonl",
                 hub="text-classification",
                 activates=False,
-                evaluate="mlx_packs.evaluation.classification:evaluate_classifier",
+                evaluator="mlx_packs.evaluation.classification:ClassifierEvaluator",
             ),
         ),
         "rerank": TaskFacts(

@@ -7,8 +7,7 @@ the temperature that is fitted to logits. Standard errors of means are theirs; o
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,15 +20,13 @@ from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..objectives.classification import ScoreHead
 from ..packs.base import Base
-from ..packs.card import format_commonest
-from ..packs.classify import open_classifier
-from ..packs.pack import Pack
+from ..packs.classify import classifier_of
 from .embeddings import pearson, spearman
 from .rows import EvalSettings
 from .scores import (
+    HeadReport,
     MetricScore,
     check_no_text_settings,
-    format_with_errors,
     over_batches,
     scoring_path,
     standard_error,
@@ -271,74 +268,53 @@ def labelled_evaluation(
     return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 
 
-@dataclass(frozen=True)
-class ClassificationReport:
-    """A classifier on held-out examples; a base alone has no classes to compare with."""
+class ClassifierEvaluator:
+    """The metrics of a pack that classifies; see `evaluate.Evaluator`."""
 
-    rows: int
-    dropped: int
-    cut: int
-    format: str
-    problem_type: str
-    labels: int
-    temperature: float
-    metrics: Mapping[str, float]
-    mistakes: list[tuple[str, str, int]]
-    predicts_only: str | None = None
+    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        check_no_text_settings(settings, "a classifier")
+        self._base = base
+        self._pack = settings.pack
+        self._display = settings.display
+        self._classes = Classes.of(settings.pack.manifest)
 
-    def to_json(self) -> dict[str, Any]:
-        report = asdict(self)
-        return {**report.pop("metrics"), **report}
+        length = min(settings.max_seq_length, base.text_limit)
+        options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
+        tokenizer = base.tokenizer
+        encoded = encode_labelled(rows, tokenizer, settings.columns, options, self._classes)
+        self._examples = fitted(encoded, tokenizer, self._classes, length)
+        chosen = np.arange(self._examples.count)
+        data = labelled_evaluation(self._examples, settings.batch_size, length, chosen)
+        self._batches = data.once()
+        self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
 
-    def lines(self) -> list[str]:
-        notes = format_commonest({**self.metrics, "predicts_only": self.predicts_only})
-        lines = [f"pack    {format_with_errors(self.metrics)}{notes}"]
+    def score(self) -> Predictions:
+        classifier = classifier_of(self._base, self._pack, self._base.active.attached.score)
+        with self._display.task("score", len(self._batches), "batches") as bar:
+            return predict(classifier.objective, self._batches, self._classes.problem, bar.advance)
 
-        if self.temperature != 1:
-            lines.append(f"        probabilities at temperature {self.temperature:.3f}")
-        if self.mistakes:
-            pairs = [f"{right} → {given} ({n})" for right, given, n in self.mistakes[:3]]
-            lines.append(f"wrong   most often {' · '.join(pairs)}")
+    def report(self, base: None, pack: Predictions) -> HeadReport:
+        classes = self._classes
+        predictions = pack.at(classes.temperature)
+        mistakes = predictions.mistakes(classes.labels)
+        facts = {
+            "problem_type": classes.problem,
+            "labels": len(classes.labels),
+            "temperature": classes.temperature,
+            "mistakes": mistakes,
+            "predicts_only": predictions.only_label(classes.labels),
+        }
 
-        left_out = f" · {self.dropped} dropped for their length" if self.dropped else ""
-        if self.cut:
-            left_out += f" · {self.cut} texts cut to --max-seq-length"
+        notes = mistake_lines(mistakes)
+        if classes.temperature != 1:
+            text = f"        probabilities at temperature {classes.temperature:.3f}"
+            notes.insert(0, text)
+        return HeadReport.of(predictions.metrics(), self._examples, facts, notes)
 
-        lines.append(f"data    {self.rows} examples ({self.format}){left_out}")
-        return lines
 
-
-def evaluate_classifier(
-    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
-) -> ClassificationReport:
-    """Return the metrics of a classifier on labelled rows.
-
-    Raises a PackError if a setting has no meaning for it, or a row cannot be used.
-    """
-    check_no_text_settings(settings, "a classifier")
-    classes = Classes.of(pack.manifest)
-    length = min(settings.max_seq_length, base.text_limit)
-    options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-    encoded = encode_labelled(rows, base.tokenizer, settings.columns, options, classes)
-    examples = fitted(encoded, base.tokenizer, classes, length)
-    chosen = np.arange(examples.count)
-    batches = labelled_evaluation(examples, settings.batch_size, length, chosen).once()
-
-    path = scoring_path(base, batches, settings.matmul_path)
-    bars = settings.display.task("score", len(batches), "batches")
-    with open_classifier(base, pack, path) as classifier, bars as bar:
-        predictions = predict(classifier.objective, batches, classes.problem, bar.advance)
-
-    predictions = predictions.at(classes.temperature)
-    return ClassificationReport(
-        examples.count,
-        examples.dropped,
-        examples.cut,
-        examples.format,
-        classes.problem,
-        len(classes.labels),
-        classes.temperature,
-        predictions.metrics(),
-        predictions.mistakes(classes.labels),
-        predictions.only_label(classes.labels),
-    )
+def mistake_lines(mistakes: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Return the line of the most frequent mistakes; none without any."""
+    if not mistakes:
+        return []
+    pairs = [f"{right} → {given} ({n})" for right, given, n in mistakes[:3]]
+    return [f"wrong   most often {' · '.join(pairs)}"]

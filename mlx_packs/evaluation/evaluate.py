@@ -1,7 +1,7 @@
 """Evaluate a base, and the base with a pack, on the same held-out examples."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..config.arguments import checked_arguments
 from ..config.choices import ARCHITECTURES, registered
@@ -9,17 +9,15 @@ from ..config.data import Columns
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
-from ..packs.base import Base, activated, check_no_pack, loaded_base
+from ..packs.base import Base, activated, check_no_pack, loaded_base, scoring
 from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack, as_pack
 from .embeddings import EmbeddingEvaluator
 from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
+from .scores import HeadReport, MetricReport
 
-if TYPE_CHECKING:
-    from .classification import ClassificationReport
-    from .preferences import RewardReport
-    from .scores import MetricReport
+Report = EvalReport | MetricReport | HeadReport
 
 
 class Evaluator(Protocol):
@@ -34,7 +32,7 @@ class Evaluator(Protocol):
     def score(self) -> Any:
         """Score the base as it is now, with its active pack if it has one."""
 
-    def report(self, base: Any | None, pack: Any | None) -> "EvalReport | MetricReport":
+    def report(self, base: Any | None, pack: Any | None) -> Report:
         """Return the combined report of the scores of the base, and of the base with the pack.
 
         A base has no score if the pack has a head.
@@ -62,7 +60,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     metric: str | None = None,
     share_prefix: str = "auto",
     progress: bool | Display = True,
-) -> "EvalReport | MetricReport | RewardReport | ClassificationReport":
+) -> Report:
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. Embeddings have correlations, retrieval metrics or triplet accuracy,
@@ -99,17 +97,12 @@ def evaluate(  # noqa: PLR0913 - a public facade
     check_no_pack(base)
 
     recipe = {}
-    trained = {}
     evaluator = EVALUATORS[base.architecture]
-    evaluate_pack = None
     if pack is not None:
         recipe = pack._part("recipe")
-        trained = pack._part("objective")
         evaluator = task_code(pack.manifest, "evaluator") or evaluator
-        evaluate_pack = task_code(pack.manifest, "evaluate")
-
-    if evaluate_pack is None:
-        loss_on = loss_on or trained.get("loss_on")
+        if not has_score_head(pack.manifest):
+            loss_on = loss_on or pack._part("objective").get("loss_on")
     columns = columns or columns_of(pack, data)
     base = base.with_chat_template(columns.chat_template)
     settings = EvalSettings(
@@ -121,18 +114,14 @@ def evaluate(  # noqa: PLR0913 - a public facade
         metric,
         share_prefix,
         display_of(progress),
-        trained,
+        pack,
     )
 
     rows = evaluation_rows(columns, split, limit)
-    if evaluate_pack is not None:
-        return evaluate_pack(base, pack, rows, settings)
     return _report(base, pack, evaluator(base, rows, settings))
 
 
-def _report(
-    base: Base, pack: Pack | None, evaluator: Evaluator
-) -> "EvalReport | MetricReport | RewardReport":
+def _report(base: Base, pack: Pack | None, evaluator: Evaluator) -> Report:
     base_score = None
     if pack is None or not has_score_head(pack.manifest):  # which gives the pack's numbers
         with activated(base, None, evaluator.matmul_path):
@@ -140,6 +129,6 @@ def _report(
 
     pack_score = None
     if pack:
-        with activated(base, pack, evaluator.matmul_path):
+        with scoring(base, pack, evaluator.matmul_path):
             pack_score = evaluator.score()
     return evaluator.report(base_score, pack_score)

@@ -1,8 +1,6 @@
 """Loss, accuracy and margin of a model, or of a reward model, on held-out preferences."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,16 +15,14 @@ from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
 from ..objectives.reward_model import RewardModel, hidden_states
 from ..packs.base import Base
-from ..packs.pack import Pack
-from ..packs.rewards import attached_reward_model
 from ..runtime import mx
 from .images import encoding_progress
 from .perplexity import perplexity
 from .rows import EvalSettings
 from .scores import (
+    HeadReport,
     MetricScore,
     check_no_text_settings,
-    format_with_errors,
     over_batches,
     scoring_path,
     standard_error,
@@ -105,59 +101,33 @@ def score_pairs(
     return MetricScore(loss, metrics, len(pairs))
 
 
-@dataclass(frozen=True)
-class RewardReport:
-    """A reward model on held-out pairs; the base alone has no score to compare with."""
+class RewardEvaluator:
+    """Accuracy, margin and loss of a reward model; see `evaluate.Evaluator`."""
 
-    rows: int
-    dropped: int
-    format: str
-    preference_accuracy: float
-    preference_accuracy_se: float | None
-    reward_margin: float
-    reward_margin_se: float | None
-    loss: float
+    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        check_no_text_settings(settings, "a reward model, which scores completions")
+        self._base = base
+        self._display = settings.display
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        length = min(settings.max_seq_length, base.text_limit)
+        options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
+        columns = settings.columns
+        with encoding_progress(2 * len(rows), base, settings.display) as advance:
+            examples = encode_scored(rows, base.tokenizer, columns, options, advance=advance)
 
-    def lines(self) -> list[str]:
-        dropped = f" · {self.dropped} dropped for their length" if self.dropped else ""
+        self._examples = examples
+        chosen = np.arange(examples.count)
+        inputs = sequence_inputs(length)
+        data = preference_evaluation(examples, settings.batch_size, inputs, chosen)
+        self._batches = data.once()
+        self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
 
-        return [
-            f"pack    {format_with_errors(asdict(self))}, loss {self.loss:.4f}",
-            f"data    {self.rows} examples ({self.format}){dropped}",
-        ]
-
-
-def evaluate_reward_model(
-    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
-) -> RewardReport:
-    """Return accuracy, margin and loss of a reward model on rows of preferences.
-
-    Raises a PackError if a setting has no meaning for it, or a row cannot be used.
-    """
-    check_no_text_settings(settings, "a reward model, which scores completions")
-    length = min(settings.max_seq_length, base.text_limit)
-    options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-    with encoding_progress(2 * len(rows), base, settings.display) as advance:
-        examples = encode_scored(rows, base.tokenizer, settings.columns, options, advance=advance)
-
-    chosen = np.arange(examples.count)
-    inputs = sequence_inputs(length)
-    batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()
-
-    path = scoring_path(base, batches, settings.matmul_path)
-    bars = settings.display.task("score", len(batches), "batches")
-    with attached_reward_model(base, pack, path) as attached, bars as bar:
+    def score(self) -> MetricScore:
+        base = self._base
         states = hidden_states(base.model, base.name)
-        model = RewardModel(base.model, states, attached.score)
-        score = score_pairs(model, batches, bar.advance)
+        model = RewardModel(base.model, states, base.active.attached.score)
+        with self._display.task("score", len(self._batches), "batches") as bar:
+            return score_pairs(model, self._batches, bar.advance)
 
-    return RewardReport(
-        rows=score.rows,
-        dropped=examples.dropped,
-        format=examples.format,
-        loss=score.loss,
-        **score.metrics,
-    )
+    def report(self, base: None, pack: MetricScore) -> HeadReport:
+        return HeadReport.of(pack.metrics, self._examples, {"loss": pack.loss})

@@ -32,7 +32,12 @@ class EvalSettings:
     metric: str | None = None
     share_prefix: str = "auto"
     display: Display = field(default_factory=lambda: Display(QUIET))
-    trained: Mapping = field(default_factory=dict)  # `objective` of the pack's manifest
+    pack: Pack | None = None
+
+    @property
+    def trained(self) -> Mapping:
+        """The `objective` of the pack's manifest."""
+        return self.pack._part("objective") if self.pack is not None else {}
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

@@ -5,13 +5,14 @@ The standard error of a metric is the metric ``<name>_se``; it is None for a sin
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.nn as nn
 import numpy as np
 
 from ..config.choices import METRICS
 from ..data.dataset import Batch
+from ..data.encoding import Examples
 from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..memory.matmul_path import choose_matmul_path
@@ -162,6 +163,40 @@ class MetricReport:
                 errors = {f"{metric}_se": error for metric, error in errors.items()}
                 lines.append(f"{name}    {format_with_errors({**metrics, **errors})}")
         return [*lines, f"data    {self.rows} examples ({self.format})"]
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """Metrics of a pack with a head on held-out examples; a base alone has none to compare with."""
+
+    metrics: Metrics
+    examples: Mapping[str, Any]  # their number, what was left out, and their format
+    facts: Mapping[str, Any] = field(default_factory=dict)  # others of the JSON
+    notes: Sequence[str] = ()  # lines for people
+
+    @classmethod
+    def of(
+        cls, metrics: Metrics, examples: Examples, facts: Mapping, notes: Sequence[str] = ()
+    ) -> Self:
+        counts = {"rows": examples.count, "dropped": examples.dropped, "cut": examples.cut}
+        return cls(metrics, {**counts, "format": examples.format}, facts, notes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.metrics, **self.examples, **self.facts}
+
+    def lines(self) -> list[str]:
+        shown = format_with_errors(self.metrics)
+        if (loss := self.facts.get("loss")) is not None:
+            shown += f", loss {loss:.4f}"
+        shown += format_commonest({**self.metrics, **self.facts})
+
+        examples = self.examples
+        data = f"data    {examples['rows']} examples ({examples['format']})"
+        if examples["dropped"]:
+            data += f" · {examples['dropped']} dropped for their length"
+        if examples["cut"]:
+            data += f" · {examples['cut']} texts cut to --max-seq-length"
+        return [f"pack    {shown}", *self.notes, data]
 
 
 def _split(metrics: Metrics | None) -> tuple[Metrics | None, Metrics | None]:

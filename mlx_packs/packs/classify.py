@@ -1,7 +1,6 @@
 """A pack that classifies, attached to its base, and what it says of texts and chats."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,7 @@ from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
 from ..objectives.classification import ScoreHead
 from ..objectives.reward_model import hidden_states
-from .compatibility import text_limit, unsuited
-from .making import attach_pack
+from .compatibility import text_limit
 from .pack import Pack
 
 Input = str | Sequence[Mapping] | Mapping  # a text, messages, or a row with either
@@ -124,7 +122,7 @@ class OpenClassifier:
 
 
 def classify(
-    base: BaseModel, inputs: Sequence[Input], pack: Pack, batch_size: int, matmul_path: str
+    base: BaseModel, inputs: Sequence[Input], pack: Pack, head: nn.Module, batch_size: int
 ) -> list[Prediction]:
     """As `packs.base.Base.classify`."""
     if batch_size < 1:
@@ -136,9 +134,9 @@ def classify(
     if not inputs:
         return []
 
-    with open_classifier(base, pack, matmul_path) as classifier:
-        rows = [input_row(f"texts[{i}]", each, classifier.names) for i, each in enumerate(inputs)]
-        return classifier.classify(rows, batch_size)
+    classifier = classifier_of(base, pack, head)
+    rows = [input_row(f"texts[{i}]", each, classifier.names) for i, each in enumerate(inputs)]
+    return classifier.classify(rows, batch_size)
 
 
 def input_row(where: str, value: Any, names: DataConfig) -> Row:
@@ -156,22 +154,6 @@ def input_row(where: str, value: Any, names: DataConfig) -> Row:
     )
 
 
-@contextmanager
-def open_classifier(
-    base: BaseModel, pack: Pack, matmul_path: str = "quantized"
-) -> Iterator[OpenClassifier]:
-    """Yield the classifier of a pack; the base has no other pack meanwhile.
-
-    Raises a PackError if the pack is no classifier, or does not fit.
-    """
-    check_classifier(pack)
-    adapters = attach_pack(base, pack, matmul_path)
-    try:
-        yield classifier_of(base, pack, adapters.score)
-    finally:
-        adapters.detach()
-
-
 def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifier:
     """Return the classifier of a pack whose adapters are on a base; ``head`` is its score head."""
     recipe = pack._part("recipe")
@@ -182,9 +164,3 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     states = hidden_states(base.model, base.name, "classify")
     objective = ScoreHead(base.model, states, head, classes.problem)
     return OpenClassifier(base, classes, names, limit, objective)
-
-
-def check_classifier(pack: Pack) -> None:
-    """Raise a PackError if a pack is no classifier."""
-    if not pack.is_classifier:
-        raise unsuited(pack, "classify")

@@ -150,6 +150,13 @@ def check_use(pack: Pack, task: str) -> None:
         raise unsuited(pack, task)
 
 
+def checked_scorer(pack: Pack, task: str) -> Pack:
+    """Return a pack, which must have the head of a task."""
+    if task_of(pack.manifest) != task:
+        raise unsuited(pack, task)
+    return pack
+
+
 def unsuited(pack: Pack, task: str) -> PackError:
     """Return the error of a pack that is needed for a task, and is not for it."""
     own = task_of(pack.manifest)

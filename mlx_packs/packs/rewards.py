@@ -1,11 +1,8 @@
 """Rewards of completions by a reward model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+import mlx.nn as nn
 import numpy as np
 
-from ..adapters.lora import Attached
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..data.batches import TokenCollate
@@ -16,16 +13,15 @@ from ..data.preferences import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
-from .compatibility import text_limit, unsuited
-from .making import attach_pack
-from .manifest import chat_template_of, template_kwargs_of
+from .compatibility import text_limit
+from .manifest import template_kwargs_of
 from .pack import Pack
 
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
 
 
 def rewards(
-    base: BaseModel, completions: Data, pack: Pack, batch_size: int, matmul_path: str
+    base: BaseModel, completions: Data, pack: Pack, head: nn.Module, batch_size: int
 ) -> np.ndarray:
     """float32 [N]; `packs.base.Base.rewards` has the rest."""
     if batch_size < 1:
@@ -44,24 +40,20 @@ def rewards(
         raise PackError("rewards: there are no completions.", flag="completions")
 
     options = EncodingOptions("completion", _NO_LIMIT, base.vocab_size)
-    columns = DataConfig(
-        chat_template=chat_template_of(pack.manifest),
-        template_kwargs=template_kwargs_of(pack.manifest),
-    )
+    columns = DataConfig(template_kwargs=template_kwargs_of(pack.manifest))
     encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
     examples = Scored(encoded, np.arange(len(encoded)))
     _check_lengths(encoded, text_limit(pack.manifest, base.config))
 
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
-    with attached_reward_model(base, pack, matmul_path) as attached:
-        states = hidden_states(base.model, base.name)
-        for start in range(0, len(order), batch_size):
-            numbers = order[start : start + batch_size]
-            slots = batch_size + batch_size % 2  # in pairs
-            inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
-            scores = completion_scores(base.model, states, attached.score, slots // 2, inputs)
-            result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
+    states = hidden_states(base.model, base.name)
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        slots = batch_size + batch_size % 2  # in pairs
+        inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
+        scores = completion_scores(base.model, states, head, slots // 2, inputs)
+        result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
 
     return result
 
@@ -78,16 +70,3 @@ def _check_lengths(examples: Examples, limit: int) -> None:
             "data",
             "completions",
         )
-
-
-@contextmanager
-def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[Attached]:
-    """The base has no pack; PackError if the pack is no reward model, or does not fit."""
-    if not pack.is_reward_model:
-        raise unsuited(pack, "reward")
-
-    attached = attach_pack(base, pack, matmul_path)
-    try:
-        yield attached
-    finally:
-        attached.detach()

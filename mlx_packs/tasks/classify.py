@@ -27,6 +27,7 @@ from ..evaluation.classification import (
     confusion_matrix,
     fit_temperature,
     labelled_evaluation,
+    mistake_lines,
     predict,
     validated_numbers,
 )
@@ -257,13 +258,10 @@ class ClassifyTask(TokenTask):
     @staticmethod
     def report_lines(report: dict) -> list[str]:
         done, *others = token_lines(report, format_change(report))
-        wrong = [f"{right} → {given} ({n})" for right, given, n in report["mistakes"][:3]]
-        if wrong:
-            others.insert(0, f"wrong   most often {' · '.join(wrong)}")
-
         pack = shlex.quote(report["pack"])
         return [
             done,
+            *mistake_lines(report["mistakes"]),
             *others,
             *pack_lines(report, f"echo Text to label | packs classify {pack}"),
         ]

@@ -98,7 +98,7 @@ def test_a_name_is_of_one_architecture():
 def test_what_trains_a_head_says_what_its_packs_do_instead_of_generating():
     scoring = [facts.pack for facts in choices.TASKS.values() if "score" in facts.heads]
     assert scoring and all(pack.described and pack.instead for pack in scoring)
-    assert all(pack.evaluate or pack.evaluator for pack in scoring)
+    assert all(pack.evaluator for pack in scoring)
 
 
 def test_every_task_has_its_words_in_help():

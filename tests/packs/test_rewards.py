@@ -1,6 +1,7 @@
 """A reward model as a pack: what it scores, that it leaves the base alone, and what it refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_a_saved_pack_fits_by_its_headers(folder, saved):
 
 def test_held_out_accuracy_and_margin_are_those_of_the_scores(base, saved, tmp_path):
     data = write_rows(tmp_path / "d", train=ROWS[:1], valid=ROWS)
-    report = evaluate(base, saved, data, matmul_path="dense")
+    report = SimpleNamespace(**evaluate(base, saved, data, matmul_path="dense").to_json())
     pairs = scores_of(base, saved).reshape(-1, 2)
     gains = pairs[:, 0] - pairs[:, 1]
     assert report.rows == 6 and report.dropped == 0

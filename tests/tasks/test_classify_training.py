@@ -18,7 +18,7 @@ from mlx_packs import (
     train_pack,
 )
 from mlx_packs.cli.main import packs
-from mlx_packs.packs import classify
+from mlx_packs.packs import base
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import saved_base, small_base
@@ -251,10 +251,8 @@ def test_the_command_line_labels_rows(tmp_path, monkeypatch):
     assert trained.exit_code == 0, trained.output
 
     paths = []
-    attach = classify.attach_pack
-    monkeypatch.setattr(
-        classify, "attach_pack", lambda *args: paths.append(args[-1]) or attach(*args)
-    )
+    attach = base.attach_pack
+    monkeypatch.setattr(base, "attach_pack", lambda *args: paths.append(args[-1]) or attach(*args))
     rows = '"the red car"\n\n{"text": "the blue one"}\n'
     result = runner.invoke(packs, ["classify", "--pack", str(out), "--top", "2"], input=rows)
     assert result.exit_code == 0, result.output
