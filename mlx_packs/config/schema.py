@@ -126,9 +126,7 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
 
     @property
     def sequences(self) -> int:
-        """The sequences of a batch; packed ones hold several examples each."""
-        if self.packing:
-            return self.batch_size
+        """The sequences of a batch."""
         facts = (TASKS[task] for task in self.tasks)
         return self.batch_size * max(
             self.num_generations if each.generates else each.sequences for each in facts

@@ -56,7 +56,7 @@ class DecoderConfig(Settings):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PackableConfig(DecoderConfig):
+class EncodedConfig(DecoderConfig):
     """Settings of tasks that train a decoder on texts of the data, not on generated ones."""
 
     num_proc: int | None = _data(
@@ -67,6 +67,12 @@ class PackableConfig(DecoderConfig):
         at_least=1,
         resumable=True,
     )
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class PackableConfig(EncodedConfig):
+    """The setting of tasks with a target for each token, or for each example."""
+
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
@@ -163,7 +169,7 @@ class PairLoss(LabelSmoothing, NamedLoss):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PreferenceConfig(PackableConfig, Beta):
+class PreferenceConfig(EncodedConfig, Beta):
     """Settings of all tasks that train on preferences."""
 
 
@@ -423,7 +429,7 @@ class KTOConfig(PreferenceConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class RewardConfig(PackableConfig):
+class RewardConfig(EncodedConfig):
     """Settings of reward models."""
 
     center_rewards_coefficient: float = _preference(

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
+from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Examples
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .trees import TreeCollate, TreePlan, felled
 
-_PAIR_STEP = 8  # of packed rows the arrays are padded to a multiple of it
 _OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
 
 
@@ -25,17 +24,13 @@ class PreferenceCollate:
     a mean over rows.
     """
 
-    tokens: TokenCollate | PackedCollate | TreeCollate  # lays out the examples
+    tokens: TokenCollate | TreeCollate  # lays out the examples
     is_scored: bool = False  # whether completions are scored: all tokens that are read count
 
     def __call__(self, examples: Examples, order: Order) -> Batch:
         batch = self.tokens(examples, order)
-        slots = self.tokens.batch_size // 2
-        if self._is_packed:
-            slots = _rounded(len(batch.examples) // 2)
-
         labels = examples.labels[[i // 2 for i in batch.examples[::2]]]
-        batch = _with_rows(batch, {"labels": labels}, slots)
+        batch = _with_rows(batch, {"labels": labels}, self.tokens.batch_size // 2)
         if self.is_scored:
             batch = dataclasses.replace(batch, targets=batch.computed)
         return batch
@@ -44,34 +39,22 @@ class PreferenceCollate:
         return self.tokens.shapes(examples, orders)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Packed pieces have as many slots each."""
         if isinstance(batch.layout, Tree):
             rows = self.split(felled(batch), parts)
             return self.tokens.pieces(rows, batch.layout)
 
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}
-        whole = dataclasses.replace(batch, inputs=tokens)
+        pieces = split_rows(dataclasses.replace(batch, inputs=tokens), parts, together=2)
 
-        pieces = split_rows(whole, parts, together=1 if self._is_packed else 2)
-        slots = [len(piece.inputs["tokens"]) // 2 for piece in pieces]
-        if self._is_packed:
-            most = max(len(piece.examples) // 2 for piece in pieces)
-            slots = [_rounded(most)] * len(pieces)
-
-        edges = np.cumsum([0, *(len(piece.examples) // 2 for piece in pieces)])
-        return [
-            _with_rows(piece, {name: of_rows[name][start:stop] for name in of_rows}, count)
-            for piece, count, start, stop in zip(pieces, slots, edges, edges[1:], strict=False)
-        ]
-
-    @property
-    def _is_packed(self) -> bool:
-        return isinstance(self.tokens, PackedCollate)
-
-
-def _rounded(rows: int) -> int:
-    return max(-(-rows // _PAIR_STEP), 1) * _PAIR_STEP
+        divided = []
+        start = 0
+        for piece in pieces:
+            stop = start + len(piece.examples) // 2
+            parts_of_rows = {name: values[start:stop] for name, values in of_rows.items()}
+            divided.append(_with_rows(piece, parts_of_rows, len(piece.inputs["tokens"]) // 2))
+            start = stop
+        return divided
 
 
 def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batch:
@@ -107,5 +90,5 @@ def preference_evaluation(
     """Return the chosen rows once, by length."""
     sampler = GroupedSampler(examples.lengths, 2 * batch_size, inputs)
     rows = by_length(examples.row_lengths.max(axis=1), batch_size, chosen)
-    order = FixedOrder([grouped(each, 2) for each in rows.orders])
+    order = FixedOrder([grouped(each) for each in rows.orders])
     return dataclasses.replace(preference_set(examples, sampler, trees=trees), sampler=order)

@@ -191,43 +191,26 @@ class Sampler:
 
 @dataclass(frozen=True)
 class GroupedSampler(Sampler):
-    """A sampler of groups of as many examples each, which stay together in a batch.
+    """A sampler of rows of two examples, which stay together in a batch; fields count examples."""
 
-    The fields count examples; with `packing` a sequence has whole groups.
-    """
+    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
+        return (grouped(rows) for rows in self._of_rows().batches(start))
 
-    together: int = 2  # examples of a group
+    def epoch(self, number: int) -> Sequence[np.ndarray]:
+        return [grouped(rows) for rows in self._of_rows().epoch(number)]
 
-    def batches(self, start: int = 0) -> Iterator[Order]:
-        return (self._examples(order) for order in self._of_groups().batches(start))
-
-    def epoch(self, number: int) -> Sequence[Order]:
-        return [self._examples(order) for order in self._of_groups().epoch(number)]
-
-    def _examples(self, groups: Order) -> Order:
-        if isinstance(groups, Packed):
-            return Packed([grouped(each, self.together) for each in groups.sequences])
-        return grouped(groups, self.together)
-
-    def _of_groups(self) -> Sampler:
-        lengths = self.lengths.reshape(-1, self.together)
-        if self.packing:
-            # of a packed sequence an example takes one input less than it has tokens
-            lengths = lengths.sum(axis=1) - self.together + 1
-            size = self.batch_size
-        else:
-            lengths = lengths.max(axis=1)
-            size = self.batch_size // self.together
-
+    def _of_rows(self) -> Sampler:
+        lengths = self.lengths.reshape(-1, 2).max(axis=1)
         stop = self.draw.stop
         if stop is not None:
-            stop //= self.together
-        draw = Draw(self.draw.first // self.together, stop, self.draw.replay)
-        return Sampler(lengths, size, self.inputs, self.seed, self.packing, draw)
+            stop //= 2
+        draw = Draw(self.draw.first // 2, stop, self.draw.replay)
+        return Sampler(lengths, self.batch_size // 2, self.inputs, self.seed, draw=draw)
 
 
-def grouped(groups: np.ndarray, together: int) -> np.ndarray:
-    return (together * groups[:, None] + np.arange(together)).reshape(-1)
+def grouped(rows: np.ndarray) -> np.ndarray:
+    """Return the examples of rows, [N] to [2 N]."""
+    return (2 * rows[:, None] + np.arange(2)).reshape(-1)
 
 
 def packing_fill(sampler: Sampler) -> tuple[int, float]:

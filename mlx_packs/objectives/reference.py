@@ -14,7 +14,6 @@ import mlx.nn as nn
 
 from ..adapters.trainable import Trainable, trainable_modules
 from ..data.dataset import Batch, Dataset, Layout
-from ..data.packing import Packed
 from ..distributed.group import group
 from ..errors import PackError
 from ..runtime import mx
@@ -191,9 +190,7 @@ class FirstBatches:
     def of(self, row: int) -> Batch:
         """Return the first batch that has a row, which has one."""
         while row not in self._numbers:
-            order = next(self._orders)
-            examples = order.examples if isinstance(order, Packed) else order
-            for example in examples[::2]:
+            for example in next(self._orders)[::2]:
                 self._numbers.setdefault(int(example) // 2, self._next)
             self._next += 1
 

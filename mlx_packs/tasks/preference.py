@@ -18,7 +18,6 @@ from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
 from ..data.task_formats import RATED
 from ..display import VERBOSE
-from ..errors import PackError
 from ..evaluation.answers import expected_answer
 from ..evaluation.preferences import VALIDATED, score_preferences
 from ..evaluation.scores import MetricScore, before_and_after
@@ -84,8 +83,7 @@ class PreferenceTask(TokenTask):
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
-        size = t.batch_size if t.packing else 2 * t.batch_size
-        sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
+        sampler = GroupedSampler(examples.lengths, 2 * t.batch_size, inputs, t.seed, draw=draw)
         trees = self._plan_trees(phase, examples, sampler, together=2)
         return preference_set(examples, sampler, self.is_scored, trees)
 
@@ -95,7 +93,7 @@ class PreferenceTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         trees = None
         if self.trees:  # for which the model is checked
-            trees = plan_trees(t, self.lora, examples, grouped(chosen, 2), together=2)
+            trees = plan_trees(t, self.lora, examples, grouped(chosen), together=2)
 
         return preference_evaluation(examples, t.batch_size, inputs, chosen, trees)
 
@@ -125,7 +123,7 @@ class PreferenceTask(TokenTask):
         return PREFERENCE
 
     def _describe(self, phase: RunPhase, read: Splits, examples: dict[str, Examples]) -> None:
-        """Show the number of rows, and what was cut; check that packed rows fit."""
+        """Show the number of rows, and what was cut."""
         train = phase.train
         first = examples["train"]
         display = self.display
@@ -139,16 +137,6 @@ class PreferenceTask(TokenTask):
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
         show_notes(read, phase.sources[0], self.base.tokenizer, display)
-
-        longest = int((first.row_lengths.sum(axis=1) - 2).max())
-        if train.packing and longest > sequence_inputs(train.max_seq_length):
-            raise PackError(
-                f"--packing: both completions of an example share a sequence, and the longest need "
-                f"{longest + 2} tokens. Pass --max-seq-length {longest + 2}, or leave --packing "
-                "out.",
-                "conflict",
-                "max_seq_length",
-            )
 
     def _targets_line(self, examples: Examples) -> str:
         """How much of the examples is trained on, for people."""

@@ -108,14 +108,11 @@ def test_sides_are_read_from_anywhere():
         assert list(sides[start:stop]) == whole[start:stop]
 
 
-@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("replay", [0.0, 0.5])
-def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
+def test_both_examples_of_a_row_are_in_one_batch(tokenizer, replay):
     parts = [encoded(tokenizer, *(preference(i) for i in range(n))) for n in (9, 14)]
     examples = Examples.joined(parts)
-    draw = Draw(18, 46, replay)
-    size = 2 if packing else 6
-    sampler = GroupedSampler(examples.lengths, size, 63, 3, packing, draw)
+    sampler = GroupedSampler(examples.lengths, 6, 63, 3, draw=Draw(18, 46, replay))
     data = preference_set(examples, sampler)
 
     seen = []
@@ -128,10 +125,6 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
 
         labels = batch.inputs["labels"]
         assert len(labels) >= len(rows) and labels.sum() == len(rows)
-        if packing:
-            sequence = np.array(batch.starts) // batch.inputs["tokens"].shape[1]
-            assert (sequence[::2] == sequence[1::2]).all()
-
         seen += rows
         assert next(data.batches(number)).examples == batch.examples
 
@@ -139,24 +132,9 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
     assert bool(set(range(9)) & set(seen)) == bool(replay)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_groups_of_three_meet_in_every_batch(packing):
-    lengths = np.random.default_rng(0).integers(2, 12, 30)
-    size = 2 if packing else 6
-    sampler = GroupedSampler(lengths, size, 32, 1, packing, Draw(6, 30), together=3)
-    for order in sampler.epoch(0):
-        for examples in order.sequences if packing else [order]:
-            groups = examples.reshape(-1, 3)
-            assert (groups % 3 == [0, 1, 2]).all() and (groups // 3 == groups[:, :1] // 3).all()
-            assert not packing or (lengths[examples] - 1).sum() <= 32
-    orders = [order.examples if packing else order for order in sampler.epoch(0)]
-    assert sorted(np.concatenate(orders).tolist()) == list(range(6, 30))
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_pieces_of_a_batch_have_its_rows(tokenizer, packing):
+def test_pieces_of_a_batch_have_its_rows(tokenizer):
     examples = encoded(tokenizer, *(preference(i) for i in range(12)))
-    sampler = GroupedSampler(examples.lengths, 4 if packing else 8, 63, 0, packing)
+    sampler = GroupedSampler(examples.lengths, 8, 63, 0)
     data = preference_set(examples, sampler)
     batch = next(data.batches())
     pieces = data.collate.split(batch, 3)

@@ -24,7 +24,6 @@ from mlx_packs.objectives.preference import (
     completion_sums,
 )
 from mlx_packs.objectives.reference import PhaseReference, Reference
-from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.preferences import preference, rated
@@ -121,20 +120,18 @@ def test_odds_of_a_certain_completion_are_finite():
 class Small:
     """A base with adapters that have moved, and an objective over eight rows."""
 
-    def __init__(self, task: str, packing: bool = False) -> None:
+    def __init__(self, task: str) -> None:
         self.base = small_base()
-        train = TrainConfig(task=task, batch_size=4, max_seq_length=96, packing=packing)
+        train = TrainConfig(task=task, batch_size=4, max_seq_length=96)
         lora = LoRAConfig(rank=2, target_modules=("q_proj", "down_proj"))
         self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
         head = split_head(self.base.model)
-        if packing:
-            prepare_packing(self.trainable, head, 96, self.base.vocab_size)
 
         rows = [Row(f"f:{i + 1}", (rated if task == "kto" else preference)(i)) for i in range(8)]
         row_format, options = RATED if task == "kto" else PREFERENCE, EncodingOptions()
         tokenizer = self.base.tokenizer
         examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
-        sampler = GroupedSampler(examples.lengths, 4 if packing else 8, 95, 1, packing)
+        sampler = GroupedSampler(examples.lengths, 8, 95, 1)
         self.data = preference_set(examples, sampler)
 
         self.passes = 0
@@ -165,20 +162,6 @@ class Small:
         prepared = self.objective.prepare(batch)
         total, rows = self.objective.loss(arrays_of(prepared), prepared.layout)
         return total.item(), rows.item()
-
-
-@pytest.mark.parametrize("task", ["dpo", "simpo"])
-def test_packed_rows_have_the_loss_of_unpacked_ones(task):
-    packed, unpacked = Small(task, packing=True), Small(task)
-    sums = []
-    for small in (packed, unpacked):
-        batches = small.data.once()
-        assert sum(batch.denominator for batch in batches) == 8
-        assert any(batch.denominator > 4 for batch in batches) == (small is packed)
-        losses = [small.loss(batch) for batch in batches]
-        assert sum(rows for _, rows in losses) == 8
-        sums.append(sum(total for total, _ in losses))
-    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
 
 
 def test_pieces_add_up_to_their_batch():

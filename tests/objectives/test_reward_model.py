@@ -13,10 +13,8 @@ from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_pairs
-from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
-from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -28,20 +26,15 @@ OPTIONS = EncodingOptions(max_seq_length=96)
 class Small:
     """The tiny base with a head, and an objective over eight pairs."""
 
-    def __init__(self, packing: bool = False, length: int = 192) -> None:
+    def __init__(self, length: int = 192) -> None:
         self.base = small_base()
-        train = TrainConfig(task="reward", batch_size=4, max_seq_length=length, packing=packing)
+        train = TrainConfig(task="reward", batch_size=4, max_seq_length=length)
         lora = LoRAConfig(rank=2, target_modules=("q_proj",))
         self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
 
-        if packing:
-            head = split_head(self.base.model)
-            prepare_packing(self.trainable, head, length, self.base.vocab_size)
-
         rows = [Row(f"f:{i + 1}", preference(i)) for i in range(8)]
         self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
-        size = 4 if packing else 8
-        self.sampler = GroupedSampler(self.examples.lengths, size, length - 1, 1, packing)
+        self.sampler = GroupedSampler(self.examples.lengths, 8, length - 1, 1)
 
         self.states = hidden_states(self.base.model, "small")
         self.score = fresh_score_head(self.base, 0)
@@ -76,20 +69,8 @@ def test_the_head_is_that_of_the_seed_and_of_the_deviation_of_the_config():
     assert not mx.array_equal(weight, fresh_score_head(base, 1).weight)
 
 
-def test_packed_pairs_have_the_loss_of_unpacked_ones():
-    packed, unpacked = Small(packing=True), Small()
-    batches = packed.batches()
-    assert any(batch.denominator > len(batch.inputs["tokens"]) for batch in batches)
-    read = sum(batch.targets for batch in batches)
-    assert read == (packed.examples.lengths - 1).sum()
-    sums = [small.sums(small.batches()) for small in (packed, unpacked)]
-    assert sums[0][1] == sums[1][1] == 8
-    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-5)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_pieces_add_up_to_their_batch(packing):
-    small = Small(packing)
+def test_pieces_add_up_to_their_batch():
+    small = Small()
     batch = small.batches()[0]
     pieces = small.data.collate.split(batch, 2)
     assert len(pieces) == 2
