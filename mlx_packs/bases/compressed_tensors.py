@@ -21,10 +21,7 @@ METHOD = "compressed-tensors"  # quant_method in a config.json
 _REQUANTIZED = "affine4"
 _FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # and their group sizes
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-_EXPERT = re.compile(
-    r"(?P<block>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.(?P<part>weight_packed|weight)"
-)
-_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EXPERT = re.compile(r".+\.experts\.\d{1,9}\.\w+\.weight_packed")
 _BY_FAMILIES = "pack-quantized"  # integers, which mlx-lm reads for some families
 _REMEDY = "Download the checkpoint again."
 _KEYS = {
@@ -92,6 +89,9 @@ def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> N
             f"{_REMEDY}",
             "unreadable",
         )
+    # mlx-lm stacks the weights of experts without their scales
+    if quantization_in_mlx(config) and any(map(_EXPERT.fullmatch, tensors)):
+        raise _unsupported(path, "its experts are in mxfp4, and stored one by one")
 
 
 def _stored(config: Mapping) -> Mapping:
@@ -176,55 +176,7 @@ def from_compressed_tensors(
         except ValueError as error:
             raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
 
-    return _with_stacked_experts(renamed, weights, where)
-
-
-def _with_stacked_experts(
-    weights: dict[str, mx.array], stored: Collection[str], where: Path
-) -> dict[str, mx.array]:
-    """Stack quantized experts, which are stored one by one, as mlx-lm's switch linears have them.
-
-    mlx-lm itself stacks only their weights, without the scales.
-    """
-    experts: dict[str, dict[tuple[str, str], dict[int, str]]] = {"weight_packed": {}, "weight": {}}
-    for name in stored:
-        if place := _EXPERT.fullmatch(name):
-            paths = experts[place["part"]].setdefault((place["block"], place["leaf"]), {})
-            paths[int(place["expert"])] = name.rpartition(".")[0]
-
-    for (block, leaf), paths in experts["weight_packed"].items():
-        dense = experts["weight"].get((block, leaf), {})
-        _check_all_quantized(f"{where}: {block}.experts", leaf, paths, dense)
-        stack = f"{block}.switch_mlp.{_OF_MIXTRAL.get(leaf, leaf)}"
-        ordered = [paths[expert] for expert in sorted(paths)]
-
-        for part in ("weight", "scales"):
-            if f"{ordered[0]}.{part}" in weights:
-                arrays = [weights.pop(f"{path}.{part}") for path in ordered]
-                shapes = {tuple(array.shape) for array in arrays}
-                if len(shapes) > 1:
-                    shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-                    raise PackError(
-                        f"{where}: {block}.experts.*.{leaf}.{part}: experts have different shapes, "
-                        f"{shown}. {_REMEDY}",
-                        "unreadable",
-                    )
-                weights[f"{stack}.{part}"] = mx.stack(arrays)
-
-    return weights
-
-
-def _check_all_quantized(
-    experts: str, leaf: str, packed: Collection[int], dense: Collection[int]
-) -> None:
-    """Check that the experts 0, 1, 2 … of a block are quantized, and that no other one is dense."""
-    missing = ({*dense} | set(range(len(packed)))) - set(packed)
-    if missing:
-        raise PackError(
-            f"{experts}.{min(missing)}.{leaf}.weight_packed: is missing beside that of expert "
-            f"{min(packed)}; experts of a block must all be quantized. {_REMEDY}",
-            "unreadable",
-        )
+    return renamed
 
 
 def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None:
