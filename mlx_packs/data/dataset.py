@@ -27,7 +27,6 @@ class Tree(NamedTuple):
 
     groups: int
     prefix: int  # inputs that the rows of each group begin with, those of the root among them
-    recurs: bool = False  # whether what else an update has begins with the same prefixes
     root: int = 0  # inputs that all rows begin with, where these are computed before the prefixes
 
 

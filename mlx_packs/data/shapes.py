@@ -25,7 +25,6 @@ class TreeShape(NamedTuple):
     prefix: int  # inputs that its rows begin with
     together: int = 0  # rows of each prefix; 0 is all rows of a batch
     root: int = 0  # inputs that all prefixes begin with, computed before the rest of them
-    recurs: bool = False  # whether it is computed once for all batches of an update
 
     @property
     def shape(self) -> Shape:

@@ -12,7 +12,7 @@ from .dataset import Dataset
 from .encoding import Example, Examples
 from .groups import GroupPlan, with_groups
 from .sampler import Sampler
-from .trees import WORTHWHILE, Steps, TreePlan
+from .trees import WORTHWHILE, TreePlan
 
 
 def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> Examples:
@@ -52,10 +52,7 @@ def plan_trees(
 
     rows = train.batch_size * max(together, 1)
     least = least_saved(train)
-    steps = None
-    if not draws_at_random(train, lora):
-        steps = Steps(train.grad_accumulation_steps, train.micro_batches)
-    trees = TreePlan.of(examples, chosen, rows, together, least, steps)
+    trees = TreePlan.of(examples, chosen, rows, together, least)
     saved = trees.saved(examples)
     is_enough = saved > 0 and saved >= least
 

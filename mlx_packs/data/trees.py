@@ -18,12 +18,10 @@ once for each row.
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from .. import runtime
-from ..nn.image_tokens import names_images
 from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples
@@ -32,8 +30,6 @@ from .shapes import Shape, TreeShape, sequence_inputs
 
 LEAST = 16  # inputs of a prefix; shorter ones cost more than they save
 STEP = 8  # a prefix has a multiple of these, and what is left of it is in the suffixes
-# What the prefix of an update costs, in steps on it: its keys and values first, and then a step.
-_PASSES = 1.5
 WORTHWHILE = 0.15  # least share of the inputs of a batch that is saved
 ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, one more pass
 
@@ -114,17 +110,6 @@ def felled(batch: Batch) -> Batch:
     return dataclasses.replace(batch, inputs=inputs | batch.row_inputs, layout=(), row_inputs={})
 
 
-class Steps(NamedTuple):
-    """The steps of an update, which compute what all examples begin with once."""
-
-    batches: int
-    pieces: int  # of a batch
-
-    @property
-    def are_several(self) -> bool:
-        return self.batches * self.pieces > 1
-
-
 @dataclass(frozen=True)
 class TreeCollate:
     """Lays out rows that begin alike as trees, where that saves enough.
@@ -136,7 +121,6 @@ class TreeCollate:
     common: np.ndarray | None = None  # inputs that each group has in common; None: of all batches
     together: int = 0  # rows of a group; 0 is all rows of a batch
     least: float = WORTHWHILE  # share of the inputs that a tree has to save
-    steps: Steps | None = None  # of an update that computes a prefix once; None is each of them
     root: int = 0  # inputs that all groups have in common, where a level of their own pays
 
     @property
@@ -163,8 +147,6 @@ class TreeCollate:
 
     def pieces(self, rows: list[Batch], layout: Tree) -> list[Batch]:
         """Return the trees of pieces, which were made of the rows of a tree."""
-        if self.steps is not None and layout.groups == 1:
-            return [planted(piece, Tree(1, layout.prefix, recurs=True)) for piece in rows]
         return [self.tree(piece, layout.prefix) for piece in rows]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
@@ -175,10 +157,6 @@ class TreeCollate:
     def _layout(self, shape: tuple[int, int], prefix: int) -> Tree | None:
         rows = shape[0]
         groups = rows // self.together if self.together else 1
-
-        recurs = self.steps is not None and self.steps.are_several and not self.together
-        if prefix and recurs:
-            return Tree(1, prefix, recurs=True)
         if not prefix or rows == groups:
             return None
 
@@ -197,7 +175,7 @@ class TreeCollate:
         if layout is None:
             return width, slots
         together = self.together if layout.groups > 1 else 0
-        return TreeShape(width, slots, layout.prefix, together, layout.root, recurs=layout.recurs)
+        return TreeShape(width, slots, layout.prefix, together, layout.root)
 
     def _tokens_of(self, order: np.ndarray) -> TokenCollate:
         """Return the collate of a batch, padded after what its groups have in common."""
@@ -216,7 +194,6 @@ class TreePlan:
     common: np.ndarray | None = None  # or inputs that the examples of each group begin with
     together: int = 0  # examples of a group
     least: float = WORTHWHILE  # share of the inputs of a batch that a tree has to save
-    steps: Steps | None = None  # of an update that computes the prefix of all once; None is each
     root: int = 0  # inputs that all groups have in common, where a level of their own pays
 
     @classmethod
@@ -227,19 +204,16 @@ class TreePlan:
         batch_size: int,
         together: int,
         least: float,
-        steps: Steps | None = None,
     ) -> "TreePlan":
         """Return the plan that saves most of the inputs of chosen examples."""
         prefix = prefix_of(common_inputs(examples[i] for i in chosen))
-        if names_images(examples[int(chosen[0])].tokens[:prefix]):
-            steps = None  # an image is shown to the steps of one batch
-        of_all = cls(batch_size, prefix, least=least, steps=steps)
+        of_all = cls(batch_size, prefix, least=least)
         if not together:
             return of_all
 
         groups = range(0, len(examples), together)
         common = [common_inputs(examples[i + k] for k in range(together)) for i in groups]
-        of_groups = cls(batch_size, 0, np.array(common), together, least, steps)
+        of_groups = cls(batch_size, 0, np.array(common), together, least)
         shape = batch_size, float(examples.lengths.mean()) - 1
         root = root_of(prefix, shape, batch_size / together, of_groups.mean_prefix)
         of_groups = dataclasses.replace(of_groups, root=root)
@@ -256,10 +230,7 @@ class TreePlan:
         """Return the share of the inputs of batches that is saved, about."""
         inputs = float(examples.lengths.mean()) - 1
         if self.common is None:
-            if self.steps is None or not self.steps.are_several:
-                return saved_share((self.batch_size, inputs), 1, self.prefix)
-            rows = self.batch_size * self.steps.batches
-            return max(saved_share((rows, inputs), _PASSES, self.prefix), 0.0)
+            return saved_share((self.batch_size, inputs), 1, self.prefix)
 
         groups = self.batch_size / self.together
         return saved_share((self.batch_size, inputs), groups, self.mean_prefix, self.root)
@@ -275,7 +246,7 @@ class TreePlan:
             allowed = few_shapes(examples, sampler, self.prefix)
 
         tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
-        return TreeCollate(tokens, self.common, self.together, self.least, self.steps, self.root)
+        return TreeCollate(tokens, self.common, self.together, self.least, self.root)
 
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
@@ -286,5 +257,4 @@ class TreePlan:
         """Return the chosen examples once, by length."""
         sampler = Sampler(examples.lengths, self.batch_size, sequence_inputs(max_seq_length))
         order = by_length(examples.lengths, self.batch_size, chosen)
-        plan = dataclasses.replace(self, steps=None)
-        return plan.dataset(examples, sampler, order)
+        return self.dataset(examples, sampler, order)

@@ -134,8 +134,7 @@ def plan_step(
     evaluated = Level(train.batch_size, shape[0]) if _by_parts(train) else None
 
     is_tree = isinstance(shape, TreeShape)
-    apart = is_tree and shape.recurs
-    at_once = step_class.trees_at_once and not apart
+    at_once = step_class.trees_at_once
     if is_tree and shape.computed(sequences) > profile().tree_inputs:
         at_once = False
 
@@ -146,7 +145,6 @@ def plan_step(
     step = step_class(
         sizes,
         passes=passes,
-        apart=apart,
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),

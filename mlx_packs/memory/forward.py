@@ -27,7 +27,6 @@ def forward_bytes(
     step = Step(
         sizes,
         passes=(batch,),
-        apart=False,
         targets=shape[1],
         kept=[],
         policy=POLICIES["none"],

@@ -108,7 +108,6 @@ class Step:
 
     sizes: Sizes
     passes: tuple[Pass, ...]
-    apart: bool  # whether prefixes have a backward pass of their own
     targets: int
     kept: list[dict[str, int]]  # as of `PlannedAdapters`
     policy: PolicyFacts
@@ -125,9 +124,7 @@ class Step:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
         moments: dict[str, dict[str, int]] = {}
         for own, before in self._before():
-            states = 2 * self.sizes.hidden * own.tokens
-            if not self.apart:
-                states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
+            states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
             if own is self.passes[-1]:
                 logits = itemsize * self.loss_numbers() + self.teacher_bytes()
                 moments["loss"] = moment_parts(self.waiting, itemsize * (before + states), logits)
@@ -157,13 +154,8 @@ class Step:
         if self.policy.blocks:
             kept = [len(self.kept) * self.sizes.hidden * own.tokens for own in self.passes]
 
-        for own, of_pass in zip(self.passes, kept, strict=True):
-            if not self.apart:
-                yield own, sum(kept) + read * self.policy.blocks
-            elif own is self.passes[-1]:  # what is read, its gradient, and that of the rows so far
-                yield own, of_pass + 3 * read
-            else:
-                yield own, of_pass + read
+        for own in self.passes:
+            yield own, sum(kept) + read * self.policy.blocks
 
     @property
     def independent(self) -> bool:

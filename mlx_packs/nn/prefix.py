@@ -11,7 +11,8 @@ A CPU takes a pass for each level where there are many inputs.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 Arrays = Sequence[mx.array | None]
 Forward = Callable[[mx.array, list["PrefixCache"]], mx.array]
-KeptArrays = Mapping[str, mx.array]  # what suffixes read of prefixes, by name
-STATES = "states"  # the name of the states of prefixes among them
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,6 @@ def tree_states(
     suffixes: mx.array,
     prefix: mx.array,
     root: mx.array | None = None,
-    kept: KeptArrays | None = None,
 ) -> mx.array:
     """Return the states of a root, of the prefixes and of their suffixes, [Q + G P + R S, D].
 
@@ -247,28 +245,27 @@ def tree_states(
         suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
         prefix: inputs [G, P], or [G, P, D].
         root: inputs [1, Q], or [1, Q, D], that come before all prefixes; None is no input.
-        kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
     """
-    if kept is None:
-        parts = [part for part in (root, prefix, suffixes) if part is not None]
-        if _is_one_pass(model, parts):
-            levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
-            row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
-            return forward(row, [PrefixLevels(levels) for _ in model.layers]).squeeze(0)
-        kept = keep_prefixes(model, forward, prefix, root)
+    from mlx_lm.models.cache import make_prompt_cache
 
-    caches = _prefix_caches(model)
-    for layer, cache in enumerate(caches):
-        cache.take([kept.get(f"{layer}.{i}") for i in range(len(cache.left()))])
+    parts = [part for part in (root, prefix, suffixes) if part is not None]
+    if _is_one_pass(model, parts):
+        levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
+        row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
+        return forward(row, [PrefixLevels(levels) for _ in model.layers]).squeeze(0)
 
-    groups, offset = prefix.shape[:2]
-    if root is not None:
-        offset += root.shape[1]
-    copies = suffixes.shape[0] // groups
+    caches = [prefix_cache(cache) for cache in make_prompt_cache(model)]
+    states = []
+    offset = 0
+    for part, following in itertools.pairwise(parts):
+        states.append(forward(part, caches).flatten(0, 1))
+        offset += part.shape[1]
+        copies = following.shape[0] // part.shape[0]
+        is_last = following is suffixes
+        caches = [cache.after(offset, copies, is_last) for cache in caches]
 
-    following = [cache.after(offset, copies, is_last=True) for cache in caches]
-    of_suffixes = forward(suffixes, following)
-    return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
+    states.append(forward(suffixes, caches).flatten(0, 1))
+    return mx.concatenate(states)
 
 
 def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
@@ -278,52 +275,3 @@ def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
 
     taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
     return 0 < taking == len(model.layers)
-
-
-def keep_prefixes(
-    model: nn.Module, forward: Forward, prefixes: mx.array, root: mx.array | None = None
-) -> KeptArrays:
-    """Return all that suffixes read of prefixes, by name, in the graph; arguments as `tree_states`.
-
-    The states of root and prefixes are ``states`` [Q + G P, D]; layer 3 leaves ``3.0``, ``3.1`` and
-    so on, [G, ...] each.
-    """
-    caches = _prefix_caches(model)
-    states = []
-    if root is not None:
-        states = [forward(root, caches).flatten(0, 1)]
-        groups = prefixes.shape[0]
-        caches = [cache.after(root.shape[1], groups, is_last=False) for cache in caches]
-    states.append(forward(prefixes, caches).flatten(0, 1))
-
-    kept = {STATES: mx.concatenate(states)}
-    for layer, cache in enumerate(caches):
-        left = enumerate(cache.left())
-        kept |= {f"{layer}.{i}": array for i, array in left if array is not None}
-    return kept
-
-
-def names_with_gradient(model: nn.Module, kept: KeptArrays) -> list[str]:
-    """Return the names of arrays that may depend on trainable parameters, those above the first."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    layers = getattr(model, "layers", [])
-    counts = [len(tree_flatten(layer.trainable_parameters())) for layer in layers]
-
-    first = 0
-    has_a_cache_each = len(layers) == len(make_prompt_cache(model))
-    if has_a_cache_each and sum(counts) == len(tree_flatten(model.trainable_parameters())):
-        first = next((i for i, count in enumerate(counts) if count), 0)
-
-    return [
-        name
-        for name, array in kept.items()
-        if mx.issubdtype(array.dtype, mx.floating)  # some keep tokens, too
-        and (name == STATES or int(name.split(".")[0]) >= first)
-    ]
-
-
-def _prefix_caches(model: nn.Module) -> list[PrefixCache]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return [prefix_cache(cache) for cache in make_prompt_cache(model)]

@@ -17,7 +17,6 @@ from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.images import tree_of_images
-from ..nn.prefix import keep_prefixes as _keep_prefixes
 from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
@@ -146,7 +145,7 @@ def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
 
 def prefixes_in(inputs: Inputs) -> Inputs:
     """Return those inputs of a batch that `forward` takes for prefixes."""
-    return {name: inputs[name] for name in ("root", "prefix", "kept") if name in inputs}
+    return {name: inputs[name] for name in ("root", "prefix") if name in inputs}
 
 
 def forward(
@@ -168,9 +167,8 @@ def forward(
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
         prefixes: what B / G rows of tokens in turn follow, as `prefixes_in` has it: ``prefix``
-            [G, P] or float [G, P, D], and maybe ``root`` [1, Q] before all of them, or in place of
-            both what `keep_prefixes` ``kept`` of them. The output is [Q + G P + B T, D], in this
-            order (nn/prefix.py).
+            [G, P] or float [G, P, D], and maybe ``root`` [1, Q] before all of them. The output is
+            [Q + G P + B T, D], in this order (nn/prefix.py).
         unread: the tokens [B, T] of states, which are not embedded, but may be images.
     """
     if prefixes:
@@ -188,11 +186,6 @@ def forward(
         return part(tokens)
     with restarting(model, segments):
         return part(tokens, cache=segment_caches(model, segments, offset))
-
-
-def keep_prefixes(model: nn.Module, part: Callable[..., mx.array], prefix: mx.array) -> Inputs:
-    """Return what rows that follow prefixes [G, P] read of them, by name, in the graph."""
-    return _keep_prefixes(model, partial(_with_caches, model, part), prefix)
 
 
 def _with_caches(
@@ -230,8 +223,8 @@ def target_loss(
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
 
     ``inputs`` and ``layout`` are of a batch of tokens (data/batches.py); ``states`` replace tokens
-    (`forward`), ``kept`` the pass over ``prefix``, and ``target_states`` the whole pass. A frozen
-    head does not return which token ranks first where a gradient will be computed.
+    (`forward`), and ``target_states`` the whole pass. A frozen head does not return which token
+    ranks first where a gradient will be computed.
     """
     z_loss = options.z_loss
     smoothing = options.label_smoothing
@@ -325,9 +318,6 @@ class CausalLM(Objective):
 
     def close(self) -> None:
         self._preparation.close()
-
-    def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         loss, _ = target_loss(self.model, self.head, inputs, layout, self._options)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..data.dataset import Batch, Dataset, Layout
 
 Inputs = Mapping[str, mx.array]
-KeepPrefixes = Callable[[mx.array], Inputs]  # as `Objective.keep_prefixes`
 Loss = Callable[..., tuple[mx.array, mx.array]]  # of `Inputs` and a `Layout`
 
 _TOKENS = ("tokens", "prefix", "root")  # inputs that are tokens
@@ -65,10 +64,6 @@ class Objective(Protocol):
         Both are scalars. Sums and counts of the batches of one update are added before the
         division, so that N small batches equal one large one.
         """
-
-    def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        """Return what rows read of prefixes [G, P]; ``loss`` takes it as the input ``kept``."""
-        raise NotImplementedError
 
     def begin(self, fresh: bool) -> None:
         """Prepare for the steps of a phase.

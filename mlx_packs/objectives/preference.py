@@ -21,7 +21,7 @@ from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, PairLoss, Preference
 from ..data.dataset import Batch, Layout
 from ..distributed.group import group
 from ..runtime import mx
-from .causal_lm import Head, keep_prefixes, part_of, target_loss
+from .causal_lm import Head, target_loss
 from .objective import Inputs, ScoredObjective
 from .reference import Reference
 from .score import Score
@@ -249,9 +249,6 @@ class PreferenceObjective(ScoredObjective):
         if self.reference is None:
             return batch
         return batch.having(reference=self.reference.of(batch))
-
-    def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the rows, and how many rows there are.

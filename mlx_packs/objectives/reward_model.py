@@ -12,7 +12,7 @@ from ..adapters.trainable import trainable_modules
 from ..data.dataset import Layout
 from ..errors import PackError
 from ..runtime import mx
-from .causal_lm import forward, keep_prefixes, prefixes_in, segments_of, split_head
+from .causal_lm import forward, prefixes_in, segments_of, split_head
 from .objective import Inputs, ScoredObjective
 from .score import Score
 
@@ -102,9 +102,6 @@ class RewardModel(ScoredObjective):
             return reward_losses(rewards, self.centering), rewards
 
         self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
-
-    def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        return keep_prefixes(self.model, self.states, prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         rewards, is_row = self._rewards(inputs, layout)

@@ -67,8 +67,6 @@ def passes_of(
         of_all = trees.of_all
     if trees.together:
         groups = of_all.batch_size // trees.together
-    elif of_all.steps is not None and of_all.steps.are_several:
-        return (computed,)  # the prefix is computed once for all batches of an update
 
     of_prefixes = int(groups * (trees.to_json(examples)["tokens"] - trees.root))
     following = max(computed - of_prefixes - trees.root, 1)

@@ -357,8 +357,7 @@ class Fit:
         if (own := objective.make_stepper(*arguments)) is not None:
             return own, objective
 
-        keep = getattr(objective, "keep_prefixes", None)  # of a plugin there may be none
-        stepper = Stepper(self.trainable.model, objective.loss, *arguments, keep)
+        stepper = Stepper(self.trainable.model, objective.loss, *arguments)
         if self.state.batches == 0:
             stepper.on_first_loss = partial(show_first_loss, self.run.display)
         return stepper, objective

@@ -17,10 +17,9 @@ from mlx.utils import tree_map
 from .. import runtime
 from ..data.dataset import Batch, Collate, Layout
 from ..distributed.group import group, summed_over_ranks
-from ..objectives.objective import Inputs, KeepPrefixes, Loss, Objective, arrays_of
+from ..objectives.objective import Inputs, Loss, Objective, arrays_of
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
-from .update_prefix import UpdatePrefix
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Stepper:
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
         skips: whether an update that is not finite changes nothing (update.py).
         exchange_dtype: in which ranks exchange gradients.
-        keep_prefixes: as `Objective.keep_prefixes`; without it each batch computes its prefix.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Stepper:
         max_grad_norm: float | None,
         skips: bool = False,
         exchange_dtype: mx.Dtype = mx.float32,
-        keep_prefixes: KeepPrefixes | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -101,12 +98,6 @@ class Stepper:
         self._add = self._compiled(add)
         self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
 
-        self._prefix: UpdatePrefix | None = None
-        if keep_prefixes is not None:
-            self._prefix = UpdatePrefix(
-                model, self.loss, self.scaled, keep_prefixes, self._compiled
-            )
-
     def _compiled(self, step: Callable) -> Callable:
         def counted(*args: object) -> tuple:
             self.traces += is_traced(mx.random.state[0])
@@ -131,10 +122,7 @@ class Stepper:
             self._evaluate(self.state, loss, norm)
             return StartedStep(loss, 1, norm)
 
-        sums: list[mx.array] = []  # of gradients that go through a prefix with the update
-        if self._prefix is not None and self._prefix.serves(batch, last and not self.waiting):
-            total, *pending, sums = self._after_prefix(self._prefix, batch, inputs)
-        elif self.waiting:
+        if self.waiting:
             total, *pending = self._add(self._pending, inputs, batch.layout)
         else:
             total, *pending = self._gather(inputs, batch.layout)
@@ -143,23 +131,10 @@ class Stepper:
         self.waiting += 1
         self._pending = tuple(pending)
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
-            self._evaluate(self._pending, sums, total, mx.random.state)
+            self._evaluate(self._pending, total, mx.random.state)
 
         norm = self._update_waiting() if last else None
         return StartedStep(total, batch.denominator, norm)
-
-    def _after_prefix(
-        self, prefix: "UpdatePrefix", batch: Batch, inputs: Inputs
-    ) -> tuple[mx.array, mx.array, dict, list[mx.array]]:
-        """Return loss, pending count and gradients, and sums to evaluate, of a tree's rows."""
-        if prefix.is_open and not prefix.has(batch):
-            self._pending = prefix.close(self._pending)
-            self._evaluate(self._pending)
-        if not prefix.is_open:
-            self._evaluate(prefix.begin(batch, inputs), mx.random.state)
-
-        total, pending, sums = prefix.step(self._pending, inputs, batch.layout)
-        return total, *pending, sums
 
     def arrays(self, batch: Batch) -> dict[str, mx.array]:
         """Return the arrays of a batch, whose shapes are noted."""
@@ -220,9 +195,6 @@ class Stepper:
         return self._update_waiting().item()
 
     def _update_waiting(self) -> mx.array:
-        if self._prefix is not None and self._prefix.is_open:
-            self._pending = self._prefix.close(self._pending)
-
         count, grads = self._pending
         grads, count = summed_over_ranks(grads, count, self._exchange_dtype)
         norm = self._update(grads, count)

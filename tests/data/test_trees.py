@@ -11,7 +11,6 @@ from mlx_packs.data.prompts import Prompts, SharedPrompts
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import TreeShape
 from mlx_packs.data.trees import (
-    Steps,
     TreeCollate,
     TreePlan,
     common_inputs,
@@ -109,41 +108,22 @@ def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
         assert sorted(found) == sorted((path, target) for path, target, _ in inputs_of(tree))
 
 
-def test_pieces_that_compute_their_prefix_once_are_all_trees():
+def test_pieces_of_groups_are_trees():
     examples = examples_of(50, 61, 44, 55)
-    collate = TreeCollate(TokenCollate(4, 96, prefix=32), steps=Steps(1, 1))
-    tree = collate(examples, range(4))
-    assert tree.layout == Tree(1, 32)  # it may be the only step of its update
-    for piece in collate.split(tree, 4):
-        assert piece.layout == Tree(1, 32, True) and piece.inputs["tokens"].shape[0] == 1
-
-    groups = TreeCollate(TokenCollate(4, 96), np.array([35, 35]), 2, steps=Steps(2, 1))
+    groups = TreeCollate(TokenCollate(4, 96), np.array([35, 35]), 2)
     batch = groups(examples, np.arange(4))
     assert batch.layout == Tree(2, 32)
     assert [piece.layout for piece in groups.split(batch, 2)] == [Tree(1, 32)] * 2
 
 
-@pytest.mark.parametrize(
-    ("steps", "rows", "saved"),
-    [
-        (None, 4, 3 / 4),
-        (Steps(1, 1), 4, 3 / 4),
-        (Steps(1, 2), 4, 2.5 / 4),  # its keys first, and then as a step
-        (Steps(3, 1), 4, 10.5 / 12),
-        (Steps(4, 1), 1, 2.5 / 4),
-        (Steps(1, 1), 1, 0),
-    ],
-)
-def test_the_prefix_of_an_update_counts_once(steps, rows, saved):
+@pytest.mark.parametrize(("rows", "saved"), [(4, 3 / 4), (1, 0)])
+def test_the_prefix_of_a_batch_counts_once(rows, saved):
     examples = examples_of(50, 61, 44, 55)
-    plan = TreePlan.of(examples, np.arange(4), rows, 0, 0.0, steps)
+    plan = TreePlan.of(examples, np.arange(4), rows, 0, 0.0)
     inputs = examples.lengths.mean() - 1
     assert plan.saved(examples) == pytest.approx(saved * 32 / inputs)
     collate = plan.collate(examples, Sampler(examples.lengths, rows, 96))
-    recurs = steps is not None and steps.are_several
-    assert collate(examples, np.arange(rows)).layout == (
-        Tree(1, 32, recurs) if recurs or rows > 1 else ()
-    )
+    assert collate(examples, np.arange(rows)).layout == (Tree(1, 32) if rows > 1 else ())
     held_out = plan.held_out(examples, 96, np.arange(4))
     assert {batch.layout for batch in held_out.once()} == {Tree(1, 32) if rows > 1 else ()}
 
@@ -175,23 +155,19 @@ def test_groups_share_what_each_of_them_begins_with():
 
 
 @pytest.mark.parametrize("lengths", [(50, 61, 44, 55), (61,)])
-@pytest.mark.parametrize("steps", [None, Steps(2, 1)])
-def test_the_shape_of_a_tree_is_known_before_it_is_laid_out(lengths, steps):
-    """A single row saves nothing, unless other batches of its update have the same prefix."""
+def test_the_shape_of_a_tree_is_known_before_it_is_laid_out(lengths):
+    """A single row saves nothing."""
     rows = len(lengths)
-    collate = TreeCollate(TokenCollate(rows, 96, prefix=32), steps=steps)
+    collate = TreeCollate(TokenCollate(rows, 96, prefix=32))
     examples = examples_of(*lengths)
     order = np.arange(rows)
     (shape,) = collate.shapes(examples, iter([order]))
     batch = collate(examples, order)
 
-    assert (
-        isinstance(shape, TreeShape) == isinstance(batch.layout, Tree) == (rows > 1 or bool(steps))
-    )
+    assert isinstance(shape, TreeShape) == isinstance(batch.layout, Tree) == (rows > 1)
     assert shape[1] == len(batch.inputs["targets"])
 
     if isinstance(shape, TreeShape):
-        assert shape.recurs == batch.layout.recurs == bool(steps)
         assert batch.inputs["prefix"].shape == (shape.groups(rows), shape.prefix)
         computed = sum(batch.inputs[name].size for name in ("prefix", "tokens"))
         assert shape.computed(rows) == computed

@@ -186,15 +186,6 @@ def test_a_tree_is_counted_by_what_it_computes_and_by_the_keys_that_it_repeats(r
         assert activations(train, tree) == one_row + 2 * 2 * repeated
 
 
-def test_the_prefix_of_an_update_is_in_memory_apart_from_its_rows():
-    headers, train = read_headers("tiny"), replace(DENSE, batch_size=4, recompute="none")
-    plans = [
-        estimate(headers, LoRAConfig(), train, [TreeShape(256, 64, 192, recurs=recurs)])
-        for recurs in (False, True)
-    ]
-    assert plans[1].peak_bytes < 0.8 * plans[0].peak_bytes
-
-
 def test_a_smaller_batch_is_a_smaller_tree():
     before, less = TrainConfig(batch_size=8), TrainConfig(batch_size=4)
     tree = TreeShape(512, 800, 256, together=2)
