@@ -8,7 +8,7 @@ in a way that a pack cannot store is rejected by name.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mlx.utils import tree_flatten
@@ -39,7 +39,6 @@ from .external import (
     low_rank_delta,
     save_folder,
 )
-from .tied_head import HEAD, TIED, drop_head, table_of, with_head
 
 _PREFIX = "base_model.model."
 _README = """\
@@ -69,6 +68,7 @@ _UNSUPPORTED = {
     "arrow_config": "routes between adapters",
     "megatron_config": "is split over devices by Megatron",
     "lora_bias": "trains a bias beside B",
+    "ensure_weight_tying": "changes one table that is both embedding and head",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Families whose modules mlx-lm calls as transformers does; of GPT-2 the one difference is known.
@@ -165,15 +165,27 @@ class Peft:
                 path = path_here(bare, model_type)
                 adapter.full_tensors[path] = _transposed(bare, tensor, model_type)
 
-        if stored.config.get(TIED):
-            drop_head(adapter, where)
         check_complete(adapter, bool(stored.config.get("use_dora")), where)
         return adapter
 
     def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
-        """Drop full tensors that are the base's own, and a tied head that equals the embedding."""
-        _drop_copies(adapter, base)
-        _drop_tied_head(adapter, base, where)
+        """Drop full tensors that are the base's own: PEFT saves embeddings that it left alone."""
+        own = dict(tree_flatten(base.model.parameters()))
+        is_tied = "lm_head.weight" not in own
+        for name, tensor in list(adapter.full_tensors.items()):
+            is_head = name == "lm_head.weight"
+            ours = own.get(_table_of(own) if is_tied and is_head else name)
+            if ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype:
+                if mx.array_equal(ours, tensor).item():
+                    del adapter.full_tensors[name]
+
+        table = _table_of(adapter.full_tensors)
+        if is_tied and (table or "lm_head.weight" in adapter.full_tensors):
+            raise PackError(
+                f"{where}: {base.name} ties its head to the embedding, and the adapter stores "
+                f"{table or 'lm_head.weight'} in full. That cannot be converted.",
+                "unsupported",
+            )
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
         model_type = pack.manifest["base"]["model_type"]
@@ -186,10 +198,7 @@ class Peft:
             )
         _check_specs(pack, model_type, specs)
 
-        heads = head_tables_of(pack.manifest)
-        is_tied = bool(heads) or any(spec.head for spec in specs.values())
-        specs, ours = with_head(specs, pack.load_tensors())
-
+        ours = pack.load_tensors()
         tensors: Tensors = {}
         for path, spec in specs.items():
             name = _PREFIX + path_there(path, model_type)
@@ -206,9 +215,6 @@ class Peft:
                 tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
 
         config = _config(pack, model_type, specs)
-        if is_tied:
-            config[TIED] = True
-
         full_modules = set()
         for name in replaced_of(pack.manifest):
             tensor = _transposed(name, ours[name], model_type)
@@ -219,9 +225,6 @@ class Peft:
             else:
                 full_modules.add(there)
             tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
-            if name in heads:
-                full_modules.add(HEAD)
-                tensors[f"{_PREFIX}{HEAD}.{parameter}"] = tensor
 
         config["modules_to_save"] = sorted(full_modules) or None
         notes = _notes(specs, config) + _head_notes(pack)
@@ -308,40 +311,8 @@ def _read_part(
         adapter.tensors[f"{path}.lora_b"] = mx.contiguous(tensor.T)
 
 
-def _drop_copies(adapter: ExternalAdapter, base: BaseModel) -> None:
-    """Drop full tensors that are the base's own: PEFT saves embeddings that it left alone."""
-    own = dict(tree_flatten(base.model.parameters()))
-    for name, tensor in list(adapter.full_tensors.items()):
-        tied = "lm_head.weight" not in own and name == "lm_head.weight"
-        ours = own.get(table_of(own) if tied else name)
-        if ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype:
-            if mx.array_equal(ours, tensor).item():
-                del adapter.full_tensors[name]
-
-
-def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
-    """A base that ties its head to the embedding has one table: it replaces both, or neither."""
-    full = adapter.full_tensors
-    if "lm_head" in dict(base.model.named_modules()) or not full:
-        return
-
-    table = table_of(full)
-    head = full.get("lm_head.weight")
-    if head is None and (table is None or adapter.head):
-        return
-    if table is None or head is None or not mx.array_equal(head, full[table]).item():
-        reason = "the two differ"
-        if table is None:
-            reason = "it stores lm_head alone"
-        elif head is None:
-            reason = "it stores the embedding alone"
-        raise PackError(
-            f"{where}: {base.name} ties its head to the embedding, but {reason}. One "
-            "table cannot be both.",
-            "mismatch",
-        )
-
-    del full["lm_head.weight"]
+def _table_of(names: Collection[str]) -> str | None:
+    return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
 
 
 def _transposed(name: str, tensor: mx.array, model_type: str) -> mx.array:
@@ -362,6 +333,12 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
         raise unsupported(
             f"what transformers calls the modules of {model_type} is not known here. PEFT export "
             f"knows {', '.join((*_SAME_NAMES, *VISION_FAMILIES))}."
+        )
+
+    if head_tables_of(pack.manifest) or any(spec.head for spec in specs.values()):
+        raise unsupported(
+            "changes an embedding that is also the head, and PEFT's adapters act on the input "
+            "only. Merge it, or train it without embed_tokens."
         )
 
     for path, spec in specs.items():
@@ -478,11 +455,6 @@ def readme_of_gguf(pack: Pack, folder: str) -> str | None:
 
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     notes = []
-    if config.get(TIED) and HEAD in specs:
-        notes.append(
-            "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it "
-            "once"
-        )
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
 
