@@ -93,7 +93,6 @@ class PackFacts:
     command: str = ""  # that uses it, in its folder; ``{base}`` stands for the base model
     hub: str = ""  # its pipeline tag on the Hub, if it generates no text
     activates: bool = True  # whether a base can have it until another one, not for one call each
-    merges_head: bool = False  # whether a merged checkpoint has a place for its head
     # An `Evaluator` of the base, rows and settings, if not that of the base's architecture.
     evaluator: str | None = None
     worker: str | None = None  # of ``packs serve``, other than what generates text
@@ -414,7 +413,6 @@ TASKS = Table(
                 instead="Use packs eval, packs serve (/v1/rerank) or base.rerank().",
                 command=_EVAL_COMMAND,
                 hub="text-ranking",
-                merges_head=True,
                 evaluator="mlx_packs.evaluation.rankings:RerankEvaluator",
                 worker="mlx_packs.serving.embedding:Reranker",
                 merged_files="mlx_packs.convert.sentence_transformers:reranker_files",

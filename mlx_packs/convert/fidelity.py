@@ -1,8 +1,7 @@
 """Merge fidelity: how far one way of computing a model is from another, in KL and perplexity.
 
 A delta smaller than the quantization step of a weight is lost in rounding. How much of it remains
-cannot be read off the weights; it is measured on examples: of a decoder as KL of the next token, of
-an encoder as the angle between embeddings.
+cannot be read off the weights; it is measured on examples, as KL of the next token.
 """
 
 import dataclasses
@@ -13,20 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.nn as nn
-import numpy as np
 
 from ..adapters.imported import full_tensor_modules
-from ..adapters.spec import SCORE_WEIGHT
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
-from ..data.formats import PREFERENCE, TOKEN_FORMATS, format_of
-from ..data.pair_formats import PAIR_FORMATS
+from ..data.formats import PREFERENCE, format_of
 from ..data.preferences import both_completions
-from ..data.ranking_formats import RANKING_FORMATS
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import perplexity
@@ -51,9 +46,6 @@ ROWS = 32
 # What is tried where a merge is too far off, the cheapest first: after any other format both.
 _FINER = {"none": (), "affine8": ("none",)}
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
-TEXTS_AT_ONCE = 32
-LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
-ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
 
 Modules = list[tuple[str, nn.Module]]
 Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
@@ -278,17 +270,11 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         return meter.compare(attached, meter.with_modules(dense_modules(base, changes, pack)))
 
     fidelity = fidelity_of(planned.changes)
-    others = finer_settings(request, planned.changes, lambda c: fidelity_of(c).kl_mean)
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
+    others = finer_settings(request, planned.changes, lambda c: fidelity_of(c).kl_mean)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
-
-    return Outcome(
-        scores=dataclasses.asdict(fidelity),
-        recorded=("kl_mean", "ppl_ratio"),
-        limit=limit,
-        tried=tried,
-        passes=passes,
-    )
+    scores = dataclasses.asdict(fidelity)
+    return Outcome(scores, ("kl_mean", "ppl_ratio"), limit, tried, passes)
 
 
 def finer_settings(
@@ -330,8 +316,7 @@ def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = No
 
     if pack is not None:
         paths = {path for path, _ in replaced}
-        full = [name for name in replaced_of(pack.manifest) if name != SCORE_WEIGHT]
-        names = [name for name in full if name.rpartition(".")[0] not in paths]
+        names = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in paths]
         if names:
             tensors = pack.load_tensors()
             replaced += full_tensor_modules(base.model, names, tensors, str(pack.path))
@@ -344,27 +329,3 @@ def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
         return change.weight.astype(dtype)
     tensors = change.weight_format.quantize(f"{change.path}.weight", change.weight)
     return change.weight_format.dequantize(tensors, dtype)
-
-
-def texts_of(request: MergeRequest) -> list[str]:
-    """Return the texts of at most ``request.rows`` examples, of pairs or of anything else."""
-    columns = request.columns
-    formats = (*PAIR_FORMATS, *RANKING_FORMATS, *TOKEN_FORMATS)
-    texts = [
-        text
-        for row in evaluation_rows(columns, "test", request.rows)
-        for text in format_of(row, columns, formats).texts(row, columns)
-        if text
-    ]
-
-    if not texts:
-        raise PackError(f"--data {columns.data}: has no text to compare on.", "data")
-    return texts
-
-
-def angle_between(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean of 1 - cosine of rows."""
-    one, other = (x.astype(np.float64) for x in (one, other))
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    cosines = (one * other).sum(axis=1) / np.maximum(norms, 1e-24)
-    return float(max(0.0, 1 - cosines.mean()))

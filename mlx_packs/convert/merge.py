@@ -29,13 +29,11 @@ from ..packs.manifest import (
     architecture_facts,
     chat_template_of,
     has_score_head,
-    pack_facts,
     task_code,
 )
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
-from .sequence_classification import check_mergeable, with_head
 
 
 @checked_arguments
@@ -140,26 +138,20 @@ def _check(request: MergeRequest) -> None:
     check_max_drift(request.max_drift)
 
     if has_score_head(request.pack.manifest):
-        if not pack_facts(request.pack.manifest).merges_head:
-            raise PackError(
-                f"{request.pack.name}: is a reward model or classifier, and a merged checkpoint "
-                "has no place for its head. Use packs export --to peft.",
-                "unsupported",
-            )
-        check_mergeable(request)
+        raise PackError(
+            f"{request.pack.name}: has a score head, and a merged checkpoint has no place for it. "
+            "Use packs export --to peft.",
+            "unsupported",
+        )
 
 
 def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePlan:
-    """Add what the tokenizer and the task of a pack need beside the weights, and its head."""
+    """Add what the tokenizer and the task of a pack need beside the weights."""
     pack = request.pack
     ends = _ends(pack, source, request.trust_remote_code)
     files = _task_files(pack, source, request.trust_remote_code)
     if template := chat_template_of(pack.manifest):
         files[base_files.CHAT_TEMPLATE] = template
-    if has_score_head(pack.manifest):
-        tokenizer = load_tokenizer(source, plan.config, request.trust_remote_code)
-        plan = with_head(plan, pack, tokenizer, request.max_shard_gb)
-
     return replace(plan, ends=ends, texts=files)
 
 

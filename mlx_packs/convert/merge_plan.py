@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..adapters.spec import SCORE_WEIGHT, ModuleSpec
+from ..adapters.spec import ModuleSpec
 from ..adapters.targets import open_projector
 from ..adapters.tensors import delta_of
 from ..bases import compressed_tensors
@@ -119,8 +119,7 @@ class _Planner:
     def replace_full_tensors(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Take tensors that the pack stores in full; return those that are not such weights."""
         others = {}
-        of_base = [n for n in replaced_of(self.request.pack.manifest) if n != SCORE_WEIGHT]
-        for name in of_base:
+        for name in replaced_of(self.request.pack.manifest):
             path, _, parameter = name.rpartition(".")
             if parameter == "weight" and isinstance(self.modules.get(path), _MATRICES):
                 self.weights[path] = tensors[name]

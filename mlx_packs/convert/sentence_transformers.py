@@ -10,14 +10,12 @@ from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
 from ..objectives.decoder_embedding import with_eos
 from ..packs.compatibility import text_limit
-from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..reading import read_json
 
 _POOLING = "1_Pooling"
 _SCORE = "1_LogitScore"
 _TRANSFORMER = "base.modules.transformer.Transformer"
-_TOKENIZER = "tokenizer_config.json"
 _SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _TEMPLATE = """{{%- if messages | selectattr("role", "equalto", "query") | list %}}
 {{%- set query = (messages | selectattr("role", "equalto", "query") | first).content %}}
@@ -69,51 +67,24 @@ def reranker_files(pack: Pack, source: Path, config: dict, tokenizer: Any) -> di
         after=json.dumps(after, ensure_ascii=False),
         other=own or "",
     )
-    files = {
-        PROMPTS: to_json({"model_type": "CrossEncoder", "activation_fn": _SIGMOID}),
-        "chat_template.jinja": template,
-    }
-    limit = text_limit(pack.manifest, config)
-    if has_score_head(pack.manifest):
-        return files | _by_score_head(source, tokenizer, limit)
-    return files | _by_logits(tokenizer, limit)
-
-
-def _by_logits(tokenizer: Any, limit: int) -> dict[str, str]:
     yes, no = answer_tokens(tokenizer)
     scores = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
     modules = {_TRANSFORMER: "", "cross_encoder.modules.logit_score.LogitScore": _SCORE}
+    method = {"method": "forward", "method_output_name": "logits"}
+    settings = {
+        "max_seq_length": text_limit(pack.manifest, config),
+        "transformer_task": "text-generation",
+        "modality_config": {"text": method, "message": {**method, "format": "flat"}},
+        "module_output_name": "causal_logits",
+    }
 
     return {
+        PROMPTS: to_json({"model_type": "CrossEncoder", "activation_fn": _SIGMOID}),
+        "chat_template.jinja": template,
         MODULES: _modules(modules),
-        SETTINGS: _settings("text-generation", "causal_logits", limit),
+        SETTINGS: to_json(settings),
         f"{_SCORE}/config.json": to_json(scores),
     }
-
-
-def _by_score_head(source: Path, tokenizer: Any, limit: int) -> dict[str, str]:
-    """The module of a classifier, and a token for padding, which the classifier needs."""
-    files = {
-        MODULES: _modules({_TRANSFORMER: ""}),
-        SETTINGS: _settings("sequence-classification", "scores", limit),
-    }
-
-    if tokenizer.pad_token_id is None:
-        stored = read_json(source / _TOKENIZER)
-        files[_TOKENIZER] = to_json({**stored, "pad_token": tokenizer.eos_token})
-    return files
-
-
-def _settings(task: str, output: str, limit: int) -> str:
-    method = {"method": "forward", "method_output_name": "logits"}
-    return to_json(
-        {
-            "max_seq_length": limit,
-            "transformer_task": task,
-            "modality_config": {"text": method, "message": {**method, "format": "flat"}},
-            "module_output_name": output,
-        }
-    )
 
 
 def _modules(kinds: dict[str, str]) -> str:

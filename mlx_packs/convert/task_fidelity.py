@@ -1,18 +1,13 @@
 """Merge fidelity of what embeds or reranks: by its vectors, or by its scores.
 
-Logits say nothing of either: an embedder has none, and a reranker reads two of them, or a head of
-its own.
+Logits say nothing of either: an embedder has none, and a reranker reads two of them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import mlx.nn as nn
 import numpy as np
 
-from ..adapters.score_head import score_head
-from ..adapters.spec import SCORE_WEIGHT
-from ..data.formats import TOKEN_FORMATS, format_of
+from ..data.formats import TOKEN_FORMATS, RowFormat, format_of
 from ..data.pair_formats import PAIR_FORMATS
 from ..data.ranking_formats import RANKING_FORMATS, RankingFormat
 from ..errors import PackError
@@ -21,49 +16,44 @@ from ..memory.matmul_path import generation_path
 from ..objectives.rerank import rerank_rows, scorer_of
 from ..packs.base import Base, activated, load_base_for
 from ..packs.compatibility import text_limit
-from ..packs.manifest import has_score_head
 from .fidelity import (
-    ANGLE_NOISE,
     KL_NOISE,
-    LARGEST_ANGLE,
     MAX_KL,
-    TEXTS_AT_ONCE,
     Outcome,
-    angle_between,
     dense_modules,
     drift_limit,
     finer_settings,
     first_that_passes,
     replaced,
-    texts_of,
 )
 from .merge_plan import Change, MergeRequest, plan_changes
 
+_LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
+_ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
+_TEXTS_AT_ONCE = 32
+_DOCUMENTS_AT_ONCE = 8
 _DOCUMENTS = 8  # of a query, of rows that have no rankings
-_AT_ONCE = 8  # documents
 
-
-@dataclass(frozen=True)
-class _Measure:
-    # Computes what is compared with the modules that a base has, and with a head.
-    results: Callable[[nn.Linear | None], np.ndarray]
-    distance: Callable[[np.ndarray, np.ndarray], float]
-    largest: float  # limit of a distance
-    noise: float  # distance by rounding itself
+Distance = Callable[[np.ndarray, np.ndarray], float]
 
 
 def compare_vectors(request: MergeRequest) -> Outcome:
     """Return the mean of 1 - cosine of embeddings, and the cheapest setting within the limit."""
-    texts = texts_of(request)
+    formats = (*PAIR_FORMATS, *RANKING_FORMATS, *TOKEN_FORMATS)
+    texts = [text for _, row_texts in _texts(request, formats) for text in row_texts if text]
+    if not texts:
+        raise PackError(f"--data {request.columns.data}: has no text to compare on.", "data")
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
     longest = text_limit(request.pack.manifest, base.config)
 
-    def vectors(_: nn.Linear | None) -> np.ndarray:
-        return base.embedder.encode(texts, TEXTS_AT_ONCE, longest)
+    def vectors() -> np.ndarray:
+        return base.embedder.encode(texts, _TEXTS_AT_ONCE, longest)
 
-    measure = _Measure(vectors, angle_between, LARGEST_ANGLE, ANGLE_NOISE)
+    counts = {"texts": len(texts)}
     with request.display.working("drift", f"{len(texts)} texts"):
-        return _compared(request, base, measure, {"texts": len(texts)})
+        return _compared(
+            request, base, vectors, angle_between, counts, _LARGEST_ANGLE, _ANGLE_NOISE
+        )
 
 
 def compare_scores(request: MergeRequest) -> Outcome:
@@ -81,12 +71,19 @@ def compare_scores(request: MergeRequest) -> Outcome:
         for tokens in rerank_rows(base, query, documents, instruction, limit)
     ]
 
-    def scores(head: nn.Linear | None) -> np.ndarray:
-        return scorer_of(base, head).of_rows(rows, _AT_ONCE).astype(np.float64)
+    def scores() -> np.ndarray:
+        return scorer_of(base, None).of_rows(rows, _DOCUMENTS_AT_ONCE).astype(np.float64)
 
-    measure = _Measure(scores, score_divergence, MAX_KL, KL_NOISE)
     with request.display.working("drift", f"{len(rows)} documents"):
-        return _compared(request, base, measure, {"documents": len(rows)})
+        return _compared(request, base, scores, score_divergence, {"documents": len(rows)})
+
+
+def angle_between(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the mean of 1 - cosine of rows."""
+    one, other = (x.astype(np.float64) for x in (one, other))
+    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    cosines = (one * other).sum(axis=1) / np.maximum(norms, 1e-24)
+    return float(max(0.0, 1 - cosines.mean()))
 
 
 def score_divergence(one: np.ndarray, other: np.ndarray) -> float:
@@ -99,17 +96,12 @@ def score_divergence(one: np.ndarray, other: np.ndarray) -> float:
 
 def _queries(request: MergeRequest) -> list[tuple[str, list[str]]]:
     """Return queries with documents: of rankings, or of any texts as they follow each other."""
-    columns = request.columns
     formats = (*RANKING_FORMATS, *PAIR_FORMATS, *TOKEN_FORMATS)
-
     queries = []
     others = []
-
-    for row in evaluation_rows(columns, "test", request.rows):
-        row_format = format_of(row, columns, formats)
-        texts = [text for text in row_format.texts(row, columns) if text.strip()]
-
-        if isinstance(row_format, RankingFormat) and len(texts) > 1:
+    for is_ranking, row_texts in _texts(request, formats):
+        texts = [text for text in row_texts if text.strip()]
+        if is_ranking and len(texts) > 1:
             queries.append((texts[0], texts[1:]))
         else:
             others += texts
@@ -120,41 +112,45 @@ def _queries(request: MergeRequest) -> list[tuple[str, list[str]]]:
             queries.append((query, documents))
 
     if not queries:
-        raise PackError(f"--data {columns.data}: has no texts to compare on.", "data")
+        raise PackError(f"--data {request.columns.data}: has no texts to compare on.", "data")
     return queries
 
 
+def _texts(request: MergeRequest, formats: Sequence[RowFormat]) -> Iterator[tuple[bool, list[str]]]:
+    """Yield whether an example is a ranking, and its texts, by the first format that it has."""
+    columns = request.columns
+    for row in evaluation_rows(columns, "test", request.rows):
+        row_format = format_of(row, columns, formats)
+        yield isinstance(row_format, RankingFormat), row_format.texts(row, columns)
+
+
 def _compared(
-    request: MergeRequest, base: Base, measure: _Measure, counts: Mapping[str, int]
+    request: MergeRequest,
+    base: Base,
+    results: Callable[[], np.ndarray],
+    distance: Distance,
+    counts: Mapping[str, int],
+    largest: float = MAX_KL,
+    noise: float = KL_NOISE,
 ) -> Outcome:
+    """Compare results of the modules that a base has: attached, merged, and without the pack."""
     pack = request.pack
     path = generation_path(base.model)
-    weight = None
-    head = None
-    if has_score_head(pack.manifest):
-        weight = pack.load_tensors()[SCORE_WEIGHT]
-        head = score_head(weight)
-
     base.model.eval()
     with activated(base, None, path):
-        plain = measure.results(head)
+        plain = results()
     with activated(base, pack, path):
-        attached = measure.results(head)
+        attached = results()
 
     def distance_of(changes: list[Change]) -> float:
-        written = score_head(weight.astype(changes[0].weight.dtype)) if weight is not None else None
-
         with replaced(base.model, dense_modules(base, changes, pack)):
-            return measure.distance(attached, measure.results(written))
+            return distance(attached, results())
 
     planned = plan_changes(request)
-    moved = measure.distance(attached, plain)
+    moved = distance(attached, plain)
     drift = distance_of(planned.changes)
-
+    limit = drift_limit(request.max_drift, moved, largest, noise)
     others = finer_settings(request, planned.changes, distance_of)
-    if head is not None:  # which is written dense
-        others = {name: each for name, each in others.items() if name.startswith("none")}
-    limit = drift_limit(request.max_drift, moved, measure.largest, measure.noise)
     tried, passes = first_that_passes(request.requantize, drift, limit, others)
 
     scores = {"drift_mean": drift, "drift_of_pack": moved, **counts}

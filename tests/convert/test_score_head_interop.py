@@ -1,4 +1,4 @@
-"""Rerankers with a score head against transformers, PEFT and sentence-transformers on torch."""
+"""Rerankers with a score head against transformers and PEFT on torch."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, import_adapter, load_base, train_pack
 from mlx_packs.convert.interop import export_pack
-from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.rankings import RerankPrompt
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
@@ -39,27 +38,6 @@ def scores_of(folder: Path, pack: Pack) -> np.ndarray:
     base = load_base(folder)
     with base.applied(pack):
         return base.rerank(QUERY, DOCUMENTS, batch_size=3)
-
-
-def test_merge_opens_as_a_cross_encoder(trained, tmp_path):
-    from sentence_transformers import CrossEncoder
-    from transformers import AutoModelForSequenceClassification
-
-    folder, pack = trained
-    expected = scores_of(folder, pack)
-    report = merge_pack(pack, folder, tmp_path / "merged")
-    assert report["passed"] and report["drift_mean"] < 1e-6 < report["drift_of_pack"]
-
-    model = CrossEncoder(str(tmp_path / "merged"), device="cpu")
-    theirs = model.predict(PAIRS, batch_size=3)
-    assert np.abs(theirs - expected).max() < 1e-5 and np.ptp(theirs) > 1e-3
-    ranked = [each["corpus_id"] for each in model.rank(QUERY, DOCUMENTS)]
-    assert ranked == np.argsort(-expected).tolist()
-
-    _, loaded = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "merged", output_loading_info=True
-    )
-    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
 
 
 def peft_model(folder: Path, adapter: Path):

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
-from mlx_packs.convert.sequence_classification import FAMILIES
 from mlx_packs.convert.task_fidelity import score_divergence
 from mlx_packs.packs.pack import Pack
-from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import write_decoder
 from tests.helpers.encoders import all_pairs, write_pairs
 from tests.helpers.errors import raises
@@ -20,7 +18,6 @@ PLAIN = {"iters": 4, "batch_size": 4, "learning_rate": 1e-2, "val_batches": 0}
 KINDS = {
     "embedding": TrainConfig(task="embedding", **PLAIN),
     "lm head": TrainConfig(task="rerank", **PLAIN),
-    "score head": TrainConfig(task="rerank", head="score", **PLAIN),
 }
 
 
@@ -34,7 +31,7 @@ def data(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("data")
     rankings = str(write_pairs(folder / "rankings", all_rankings(2)[:48], 16))
     pairs = str(write_pairs(folder / "pairs", all_pairs()[:48], 16))
-    return {"embedding": pairs, "lm head": rankings, "score head": rankings}
+    return {"embedding": pairs, "lm head": rankings}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,7 @@ def test_merge_reports_the_drift_of_what_the_pack_is_for(packs, folder, data, tm
     assert code == 0 and "drift" in out and unit in out
 
 
-@pytest.mark.parametrize("kind", ["embedding", "lm head"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_merge_that_moves_results_is_rejected(packs, folder, data, tmp_path, kind):
     settings = {"requantize": "affine4", "data": data[kind], "rows": 4}
     report = merge_pack(packs[kind], folder, tmp_path / "merged", max_drift=1e-7, **settings)
@@ -78,25 +75,10 @@ def test_merged_embedder_has_the_vectors_of_the_pack(packs, folder, tmp_path):
     assert np.abs(load_base(tmp_path / "merged").encode(texts) - expected).max() < 1e-5
 
 
-def test_head_is_written_as_transformers_names_it(packs, folder, tmp_path):
-    merge_pack(packs["score head"], folder, tmp_path / "merged", dtype="bfloat16", max_drift=1.0)
-    tensors = mx.load(str(tmp_path / "merged" / "model.safetensors"))
-    assert tensors["score.weight"].shape == (1, 64) and "lm_head.weight" not in tensors
-
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
-    assert config["id2label"] == {"0": "LABEL_0"} and config["pad_token_id"] == 4089
-
-    with raises("unsupported", None, "ForSequenceClassification", "--pack"):
-        load_base(tmp_path / "merged")
-
-
-def test_head_that_transformers_would_not_open_is_rejected(packs, folder, tmp_path, monkeypatch):
-    pack = packs["score head"]
-    with raises("unsupported", None, "--requantize affine4"):
-        merge_pack(pack, folder, tmp_path / "merged", requantize="affine4")
-    monkeypatch.setattr("mlx_packs.convert.sequence_classification.FAMILIES", FAMILIES[:1])
-    with raises("unsupported", None, "qwen3"):
+def test_a_pack_with_a_score_head_is_rejected(folder, data, tmp_path):
+    train = TrainConfig(task="rerank", head="score", **PLAIN)
+    pack = train_pack(folder, data["lm head"], LoRAConfig(rank=4), train, tmp_path / "p").pack
+    with raises("unsupported", None, "score head", "--to peft"):
         merge_pack(pack, folder, tmp_path / "merged")
 
 
