@@ -11,7 +11,6 @@ import json
 import os
 import re
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -27,13 +26,14 @@ from .sources import RowList
 
 TEXT_SUFFIXES = (".txt", ".md")
 ROWS = Cache("rows", days=30, is_needed=True)
-_VERSION = 4  # of the copies
+_VERSION = 5  # of the copies
 _MOST_GROWTH = 200  # times the size of a file, which gzip may unpack
 _ALWAYS = 64 << 20  # bytes that it may unpack in addition
 _BLOCK_BYTES = 1 << 20
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
 _MOST_TEXT_BYTES = 1 << 30
-_MOST_QUOTED_LINES = 1000  # of a row of .tsv
+_ONE_LINE = "A cell of .tsv has neither tabs nor line breaks in it. Save the table as .csv."
+_IN_QUOTES = "Cells with commas or line breaks in them must be in quotes."
 _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
 
 
@@ -69,12 +69,9 @@ def gzip_rows(file: Path) -> CopiedLines:
 
 def table_rows(file: Path) -> CopiedLines:
     """Read .csv or .tsv, also compressed; the first line names the columns."""
-    kind = "csv"
-    rows_of = _csv_rows
     if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
-        kind = "tsv"
-        rows_of = _tsv_rows
-    return _copied(file, kind, lambda out: _tabulate(file, rows_of(file), out))
+        return _copied(file, "tsv", lambda out: _tabulate(file, _tsv_rows(file), _ONE_LINE, out))
+    return _copied(file, "csv", lambda out: _tabulate(file, _csv_rows(file), _IN_QUOTES, out))
 
 
 def text_rows(file: Path) -> RowList:
@@ -134,10 +131,11 @@ def _blocks(file: Path) -> Iterator[bytes]:
 _Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begins in
 
 
-def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
+def _tabulate(file: Path, rows: Iterator[_Cells], advice: str, out: BinaryIO) -> None:
     """Write each row of a table as a JSON object of texts; the first one names the columns.
 
-    Blank lines put it into the line of the table that it begins in.
+    Blank lines put it into the line of the table that it begins in. ``advice`` ends the error of a
+    row that has more cells than the header, or fewer.
     """
     _, names = next(rows, (1, []))
     header = [name.strip() for name in names]
@@ -152,8 +150,8 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
             continue
         if len(cells) != len(header):
             raise PackError(
-                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells "
-                "with commas, tabs or line breaks in them must be in quotes.",
+                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. "
+                f"{advice}",
                 "data",
             )
 
@@ -185,108 +183,17 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
 
 
 def _tsv_rows(file: Path) -> Iterator[_Cells]:
-    """Yield the rows of a .tsv file; a cell that is quoted as a whole is unquoted.
+    """Yield the rows of a .tsv file, each a line; a cell that is quoted as a whole is unquoted.
 
-    Other quotes are a part of the text: most programs that write .tsv quote nothing. So a line that
-    has the cells of the header is a row, and a quote goes on past its tab or line only where that
-    gives a row of as many cells as the header.
+    Other quotes are a part of the text: most programs that write .tsv quote nothing.
     """
-    lines = _Lookahead(_lines(file))
-    columns = 0
-    for number, line in lines:
+    for number, line in enumerate(_lines(file), 1):
         cells = line.rstrip("\r\n").split("\t")
-        columns = columns or len(cells)
-        if len(cells) != columns or _opens(cells[-1]):
-            if quoted := _quoted_row(line, lines, columns):
-                yield number, quoted
-                continue
-
+        if len(cells) == 1 and line.startswith('"') and line.count('"') % 2 == 1:
+            raise PackError(f"{file}:{number}: a quote is not closed. {_ONE_LINE}", "data")
         if cells == [""]:
             cells = []
         yield number, [_unquoted(cell) for cell in cells]
-
-
-def _quoted_row(line: str, lines: "_Lookahead", columns: int) -> list[str] | None:
-    """Return a row with tabs or line breaks in quotes, and take its lines from ``lines``.
-
-    None if no such row ends before the next row that is one line.
-    """
-    text = line
-    for taken in range(_MOST_QUOTED_LINES):
-        cells = _quoted_cells(text.rstrip("\r\n"))
-        if cells is not None:
-            if len(cells) != columns:
-                return None
-            lines.take(taken)
-            return cells
-
-        following = lines.peek(taken)
-        if following is None or len(text) > MOST_LINE_BYTES:
-            return None
-        if columns > 1 and following.count("\t") == columns - 1 and not _closes(following):
-            return None
-        text += following
-    return None
-
-
-def _quoted_cells(text: str) -> list[str] | None:
-    """Return the cells of a whole row; None if a quote is open at its end, or it has two lines."""
-    cells = []
-    start = 0
-    while start <= len(text):
-        quoted = _QUOTED.match(text, start)
-        if quoted and text[quoted.end() : quoted.end() + 1] in ("", "\t"):
-            cells.append(quoted[1].replace('""', '"'))
-            start = quoted.end() + 1
-            continue
-
-        cell = text[start:].partition("\t")[0]
-        if "\n" in cell or _opens(cell):
-            return None
-        cells.append(cell)
-        start += len(cell) + 1
-
-    return cells
-
-
-def _opens(cell: str) -> bool:
-    """Return whether a cell begins with a quote that it does not close."""
-    return cell.startswith('"') and cell.count('"') % 2 == 1
-
-
-def _closes(line: str) -> bool:
-    """Return whether the first cell of a line ends a quote that an earlier line opened."""
-    cell = line.rstrip("\r\n").partition("\t")[0]
-    return cell.endswith('"') and cell.count('"') % 2 == 1
-
-
-class _Lookahead:
-    """Numbered lines; the next ones can be read before they are taken."""
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
-        self._ahead: deque[str] = deque()
-        self._number = 0
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        while self.peek(0) is not None:
-            line = self._ahead.popleft()
-            self._number += 1
-            yield self._number, line
-
-    def peek(self, after: int) -> str | None:
-        """Return the line ``after`` the next ones; None at the end of the file."""
-        while len(self._ahead) <= after:
-            line = next(self._lines, None)
-            if line is None:
-                return None
-            self._ahead.append(line)
-        return self._ahead[after]
-
-    def take(self, count: int) -> None:
-        for _ in range(count):
-            self._ahead.popleft()
-        self._number += count
 
 
 def _unquoted(cell: str) -> str:
