@@ -4,8 +4,7 @@ A row of a batch is an example; packed, it contains as many examples as fit, one
 its *segments*. The arrays of B rows of T inputs, with room for M targets:
 
     tokens     int32 [B, T]
-    positions  int32 [M], which of the B x T inputs predicts each target; several targets of
-               merged examples may have one
+    positions  int32 [M], which of the B x T inputs predicts each target
     targets    int32 [M]
     owners     int32 [M], which of the batch's examples a target is of, -1 where it is padding
     segments   int32 [B, T], number of the segment in its packed row, from 0 and rising; what is
@@ -177,7 +176,7 @@ def _laid_out(
 
     for owner, (example, start) in enumerate(zip(chosen, starts, strict=True)):
         tokens[start : start + len(example.tokens) - 1] = example.tokens[:-1]
-        at = np.repeat(np.arange(len(example.target)), example.target)
+        at = np.flatnonzero(example.target)
         positions.append(start + at - 1)
         targets.append(example.tokens[at])
         owners.append(np.full(len(at), owner, dtype=np.int32))
@@ -283,11 +282,10 @@ def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozens
     orders = zip(range(batches), sampler.batches(), strict=False)
     counts = Counter(collate.shape(examples, order) for _, order in orders)
 
-    # a later epoch may put any examples together; merged ones have more targets than inputs
+    # a later epoch may put any examples together
     longest, _ = collate.shape_of(int(lengths.max()) - 1, 0)
-    of_examples = examples.target_counts[first : draw.stop]
-    most = max(batch_size * longest, int(np.sort(of_examples)[-batch_size:].sum()))
-    counts[longest, padded_targets(most, batch_size * longest)] += 0
+    slots = batch_size * longest
+    counts[longest, padded_targets(slots, slots)] += 0
 
     return joined_shapes(counts, batch_size)
 

@@ -60,8 +60,6 @@ class Examples:
     dropped: int = 0  # rows that lost every target by that
     bad: BadRows = field(default_factory=BadRows)  # rows that were left out
     fingerprint: str | None = None  # of the rows that were rendered
-    merged: int = 0  # examples that begin others, and are part of these (data/chains.py)
-    merged_inputs: int = 0  # inputs that these would be apart
     labels: np.ndarray | None = None  # of each row [N, ...], if rows have labels
     per_row: int = 1  # examples of a row, one after the other
 
@@ -78,8 +76,6 @@ class Examples:
         joined = cls(items, " + ".join(formats), " + ".join(losses), per_row=parts[0].per_row)
         if parts[0].labels is not None:
             joined.labels = np.concatenate([part.labels for part in parts])
-        joined.merged = sum(part.merged for part in parts)
-        joined.merged_inputs = sum(part.merged_inputs for part in parts)
         joined.lengths = np.concatenate([part.lengths for part in parts])
         joined.target_counts = np.concatenate([part.target_counts for part in parts])
         return joined
@@ -112,8 +108,8 @@ class Examples:
 
     @property
     def count(self) -> int:
-        """How many rows there are, with those that are part of others."""
-        return len(self) // self.per_row + self.merged
+        """How many rows there are."""
+        return len(self) // self.per_row
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
         return [self.items[i].where for i in indices]

@@ -15,11 +15,11 @@ import numpy as np
 
 from .. import runtime
 from .batches import TokenCollate
-from .chains import TokenOrder, token_order
 from .dataset import Batch, Dataset, FixedOrder, Tree
 from .encoding import Examples
 from .sampler import Sampler
 from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
+from .token_order import TokenOrder, token_order
 from .trees import (
     LEAST,
     ROOT_WORTHWHILE,
@@ -393,8 +393,7 @@ def _few_shapes(
             own = np.concatenate([part for part, prefix in parts if prefix >= key])
         if len(own):
             longest, _ = collate.shape_of(int(examples.lengths[own].max()) - 1, 0)
-            most = int(np.sort(examples.target_counts[own])[-size:].sum())
-            slots = padded_targets(max(most, size * longest), size * longest)
+            slots = padded_targets(size * longest, size * longest)
             counts[key][longest, slots] += 0
 
     return {key: joined_shapes(own, size) for key, own in counts.items() if own}

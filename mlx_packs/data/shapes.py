@@ -106,10 +106,7 @@ def padded_suffix(longest: int, limit: int, rows: int) -> int:
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """Return M: as many 32nds of the ``slots`` = B x T positions as needed, but at least one.
-
-    Merged examples may need more than all positions.
-    """
+    """Return M: as many 32nds of the ``slots`` = B x T positions as needed, but at least one."""
     return next(m for k in itertools.count(1) if (m := slots * k // 32) >= max(count, 1))
 
 

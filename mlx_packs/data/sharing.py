@@ -7,23 +7,11 @@ import numpy as np
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from .batches import training_set
-from .chains import merged, merged_share
 from .dataset import Dataset
 from .encoding import Example, Examples
 from .groups import GroupPlan, with_groups
 from .sampler import Sampler
 from .trees import WORTHWHILE, TreePlan
-
-
-def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> Examples:
-    """Merge the examples that begin others, if that saves enough."""
-    if not may_share(train, lora):
-        return examples
-
-    whole = merged(examples)
-    saved = merged_share(whole)
-    is_enough = saved > 0 and saved >= least_saved(train)
-    return whole if is_enough else examples
 
 
 def training_batches(
@@ -89,37 +77,27 @@ def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
 @dataclass(frozen=True)
 class Repeats:
     batch_size: int  # of the batches that save it
-    merged: int  # examples that begin others
-    merged_share: float  # of all inputs, saved if these are merged
     tokens: float  # that the others begin with, or the examples of a group on average
     groups: int  # 0 if all begin alike
-    saved: float  # share of all inputs that `--share-prefix on` saves, with merging
+    saved: float  # share of all inputs that `--share-prefix on` saves
 
     def to_json(self) -> dict:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        lines = []
-        if self.merged:
-            lines.append(
-                f"{self.merged:,} examples begin others: --share-prefix merges them, which saves "
-                f"{self.merged_share:.0%} of all inputs"
-            )
-
         tokens = f"{self.tokens:,.0f} tokens"
+        saved = f"saves {self.saved:.0%} of all inputs at --batch-size {self.batch_size}"
         if self.groups:
-            lines.append(
+            return [
                 f"{tokens}, on average, begin the examples of each of {self.groups:,} groups: "
-                f"--share-prefix on puts these together and saves {self.saved:.0%} of all inputs "
-                f"at --batch-size {self.batch_size}"
-            )
-        elif self.tokens:
-            lines.append(
+                f"--share-prefix on puts these together and {saved}"
+            ]
+        if self.tokens:
+            return [
                 f"{tokens} begin every example: --share-prefix computes them once a batch and "
-                f"saves {self.saved:.0%} of all inputs at --batch-size {self.batch_size}"
-            )
-
-        return lines
+                f"{saved}"
+            ]
+        return []
 
 
 def cut_to(examples: Examples, limit: int) -> Examples:
@@ -138,18 +116,7 @@ def repeats_of(examples: Examples, batch_size: int, limit: int) -> Repeats | Non
     if not len(examples):
         return None
 
-    whole = merged(examples)
-    chosen = np.arange(len(whole))
-    of_all = TreePlan.of(whole, chosen, batch_size, 0, 0.0)
-    plan = with_groups(whole, chosen, of_all)
-    of_chains = merged_share(whole)
-    facts = plan.to_json(whole)
-
-    return Repeats(
-        batch_size,
-        whole.merged,
-        of_chains,
-        facts["tokens"],
-        facts.get("groups", 0),
-        1 - (1 - of_chains) * (1 - facts["saved"]),
-    )
+    chosen = np.arange(len(examples))
+    of_all = TreePlan.of(examples, chosen, batch_size, 0, 0.0)
+    facts = with_groups(examples, chosen, of_all).to_json(examples)
+    return Repeats(batch_size, facts["tokens"], facts.get("groups", 0), facts["saved"])

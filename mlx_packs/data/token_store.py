@@ -30,8 +30,7 @@ class Example:
     """Tokens of one row, or of a piece of it, and which of them are targets."""
 
     tokens: np.ndarray  # int32 [L]
-    # bool [L], True where the token is to be predicted; of merged examples int32 [L], by how many
-    target: np.ndarray
+    target: np.ndarray  # bool [L], True where the token is to be predicted
     where: str  # the row that messages name
 
 

@@ -27,7 +27,6 @@ from ..data.sharing import (
     plan_trees,
     repeats_of,
     training_batches,
-    with_chains_merged,
 )
 from ..data.token_cache import encode_cached
 from ..display import size
@@ -102,13 +101,10 @@ def row_shapes(
 
 def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> set[Shape]:
     """Return the shapes of a run's batches by its --share-prefix."""
-    whole = with_chains_merged(train, lora, examples)
-    chosen = np.arange(len(whole))
-    trees = plan_trees(train, lora, whole, chosen)
-
+    trees = plan_trees(train, lora, examples, np.arange(len(examples)))
     inputs = sequence_inputs(train.max_seq_length)
-    sampler = Sampler(whole.lengths, train.batch_size, inputs, train.seed, train.packing)
-    return training_batches(trees, whole, sampler).shapes(train.iters)
+    sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
+    return training_batches(trees, examples, sampler).shapes(train.iters)
 
 
 # The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.

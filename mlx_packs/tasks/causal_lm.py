@@ -37,7 +37,7 @@ from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
 from ..vision.pictures import thumbnails
 from .phases import PhaseData, RunPhase
-from .shared_prefix import merge_chains, shared_report
+from .shared_prefix import shared_report
 from .task import Binding, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
@@ -97,7 +97,7 @@ class CausalLMTask(TokenTask):
     validated = (*VALIDATED, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     completes_text: ClassVar[bool] = True  # whether this process has all of the base
-    shares_prefixes: ClassVar[bool] = True  # whether examples may be merged, and batches be trees
+    shares_prefixes: ClassVar[bool] = True  # whether batches may be trees
 
     base: Base
     sample: SamplePrompt
@@ -116,9 +116,6 @@ class CausalLMTask(TokenTask):
     ) -> list[PhaseData]:
         encoded = encode_phases(phases, splits, base, self.train, self.display)
         self.masks = self._masked(encoded[-1]["train"], base)
-        for phase, own in zip(phases, encoded, strict=True):
-            if self.shares_prefixes:
-                own["train"] = merge_chains(phase.train, self.lora, own["train"], self.display)
         data = self._phase_data(phases, encoded)
 
         split = data[-1].held_out_split

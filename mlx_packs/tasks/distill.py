@@ -53,7 +53,7 @@ class DistillTask(CausalLMTask):
 
     validated = (*VALIDATED, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
-    shares_prefixes = False  # merged examples would not be those of the cache
+    shares_prefixes = False
 
     cache: TeacherCache | None = None
     live: LiveTeacher | None = None  # in the place of a cache

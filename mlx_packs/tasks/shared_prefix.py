@@ -8,11 +8,9 @@ from ..bases.turns import why_no_trees
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.chains import merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan
 from ..data.shapes import sequence_inputs
-from ..data.sharing import with_chains_merged
 from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
@@ -23,28 +21,9 @@ from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
 
 
-def merge_chains(
-    train: TrainConfig, lora: LoRAConfig, examples: Examples, display: Display
-) -> Examples:
-    """Return the examples with those that begin others merged, if that saves enough."""
-    whole = with_chains_merged(train, lora, examples)
-    if whole is not examples:
-        display.line(
-            "prefix",
-            f"{whole.merged:,} of {len(examples):,} examples begin others and are merged into "
-            f"them: {merged_share(whole):.0%} of all inputs saved",
-        )
-    return whole
-
-
 def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dict | None:
     """Return the part of a run's report on what is shared; None if nothing is."""
-    if trees is None and not examples.merged:
-        return None
-
-    report = trees.to_json(examples) if trees is not None else {"tokens": 0, "saved": 0.0}
-    report["saved"] = 1 - (1 - report["saved"]) * (1 - merged_share(examples))
-    return report | {"merged": examples.merged}
+    return None if trees is None else trees.to_json(examples)
 
 
 def passes_of(

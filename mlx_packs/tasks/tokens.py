@@ -93,8 +93,7 @@ class TokenTask(Task):
         drawn = np.arange(len(examples))[first : draw.stop]
         trees = plan_trees(train, self.lora, examples, drawn, together, groups=not draw.replay)
         if trees is None:
-            if not examples.merged:
-                say_nothing_shared(train, self.display)
+            say_nothing_shared(train, self.display)
             return None
         if not computes_trees(train, self.base, self.display):
             return None

@@ -65,29 +65,24 @@ def test_what_every_example_begins_with_is_shown(here, run, report_of):
     report = report_of("d")["splits"]["train"]
     repeats = report["repeats"]
     assert report["common"] >= repeats["tokens"] >= 16 and 0.3 < repeats["saved"] < 0.75
-    assert (repeats["merged"], repeats["groups"], repeats["batch_size"]) == (0, 0, 4)
+    assert (repeats["groups"], repeats["batch_size"]) == (0, 4)
     shown = run("data", "d", "--samples", 0)[1]
     assert f"{repeats['tokens']} tokens begin every example: --share-prefix computes" in shown
     assert f"saves {repeats['saved']:.0%} of all inputs at --batch-size 4" in shown
     assert f"{report['common']} tokens begin every example" in shown.split("valid")[1]
 
 
-def test_chats_that_begin_others_and_groups_are_shown(here, run, report_of):
-    """The first answer of each chat begins its second; questions on two texts are two groups."""
-    turns = [(f"{i} or {i * i}?", "red", "And then?", f"blue {i}") for i in range(8)]
-    chats = [chat(*each[:stop]) for each in turns for stop in (2, 4)]
+def test_groups_are_shown(here, run, report_of):
+    """Questions on two texts are two groups."""
     texts = [" ".join(f"{word} {i}" for i in range(20)) for word in ("tide", "price")]
     questions = [
         {"prompt": f"{each} Day {i}?", "completion": str(i)} for each in texts for i in range(8)
     ]
 
-    write_rows(here / "c", train=chats, valid=chats[:2])
     write_rows(here / "q", train=questions, valid=questions[:2])
-    chains, groups = (report_of(each)["splits"]["train"]["repeats"] for each in "cq")
-    assert chains["merged"] == 8 and 0.15 < chains["merged_share"] <= chains["saved"] < 0.75
+    groups = report_of("q")["splits"]["train"]["repeats"]
     assert groups["groups"] == 2 and groups["tokens"] >= 40 and groups["saved"] > 0.3
 
-    assert "8 examples begin others: --share-prefix merges them, which saves" in run("data", "c")[1]
     assert "begin the examples of each of 2 groups: --share-prefix on puts" in run("data", "q")[1]
 
     cut = report_of("q", "--samples", 0, "--max-seq-length", 8)["splits"]["train"]

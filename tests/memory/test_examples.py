@@ -98,7 +98,7 @@ def test_plan_says_what_examples_repeat(here, run):
 
 
 def test_plan_counts_what_share_prefix_computes(here, run):
-    """Rows of which most is common, and rows that begin others."""
+    """Rows of which most is common."""
     text = " ".join(f"tide {i}" for i in range(40))
     rows = [{"text": f"{text} {i} {'and on ' * (i % 3)}"} for i in range(24)]
     write_rows(here / "d", train=rows)

@@ -57,15 +57,6 @@ def chat(number: int) -> dict:
     }
 
 
-def turns_of(number: int) -> list[dict]:
-    """A chat of three answers, as a row for each of them."""
-    turns = []
-    for turn in range(3):
-        user = {"role": "user", "content": f"{number} times {turn + number % 3}"}
-        turns += [user, {"role": "assistant", "content": f"It is {number * turn}."}]
-    return [{"messages": turns[:stop]} for stop in (2, 4, 6)]
-
-
 def question(number: int) -> dict:
     """One of eight questions on each of three documents."""
     name, day = ("river", "price", "tide")[number % 3], number // 3
@@ -82,13 +73,12 @@ def data(tmp_path_factory):
     """A folder of rows by the name of what they have in common."""
     rows = {
         "system": [chat(i) for i in range(20)],
-        "chats": [row for i in range(6) for row in turns_of(i)],
         "documents": [question(i) for i in range(24)],
         "nothing": [{"text": f"{i} is the number of this text."} for i in range(20)],
         "prompts": [begun(preference(i)) for i in range(20)],
         "rated": [begun(rated(i)) for i in range(20)],
     }
-    held_out = {"chats": 6, "documents": 9}
+    held_out = {"documents": 9}
 
     folder = tmp_path_factory.mktemp("data")
     folders = {}
@@ -170,30 +160,6 @@ def test_the_completions_that_are_generated_share_their_prompt(data):
         each.task.typical_rows(each.data[0]) for each in (task, sharing_task)
     )
     assert sum(passes) < 0.8 * whole and targets == same
-
-
-def test_rows_that_begin_others_are_merged_into_them(data):
-    """Both batches have all twelve rows."""
-    rows = first_step(encoded(data["chats"], loss_on="assistant", batch_size=12))
-    task = encoded(data["chats"], loss_on="assistant", share_prefix="auto")
-    merged = first_step(task)
-    assert "8 of 12 examples begin others and are merged into them: " in task.lines
-    assert merged[1] == pytest.approx(rows[1], rel=1e-5)
-    assert_same(merged[2], rows[2])
-    assert merged[3] == pytest.approx(rows[3], rel=1e-5)
-
-    shared = shared_prefix.shared_report(None, task.data[0].train.examples)
-    assert shared["merged"] == 8 and 0.3 < shared["saved"] < 0.9
-    assert task.data[0].counts() == {"train": 12, "valid": 6}
-
-
-def test_auto_leaves_apart_what_saves_too_little(tmp_path):
-    """One row of 17 begins another."""
-    rows = [turns_of(i)[2] for i in range(16)]
-    data = write_rows(tmp_path / "d", train=[*rows, turns_of(3)[0]], valid=rows[:2])
-    for share, count in (("auto", 0), ("on", 1)):
-        (own,) = encoded(data, share_prefix=share).data
-        assert own.train.examples.merged == count
 
 
 @pytest.mark.parametrize(
