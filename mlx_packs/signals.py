@@ -8,8 +8,9 @@ ends the process.
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -49,9 +50,23 @@ def _takes_over(number: int) -> bool:
     return now in default or (number == signal.SIGINT and callable(now) and now is not _handle)
 
 
+def handled() -> AbstractContextManager[None]:
+    """Raise `Signalled` for the signals that end a command."""
+    return _handled_by(_handle, [number for number in NUMBERS if _takes_over(number)])
+
+
+def forwarded(send: Callable[[int], object]) -> AbstractContextManager[None]:
+    """Call ``send`` with each signal that ends a command, while another process does the work.
+
+    An ignored SIGHUP and a caller's own handlers stay, as in `handled`.
+    """
+    ours = [n for n in NUMBERS if signal.getsignal(n) is _handle or _takes_over(n)]
+    return _handled_by(lambda number, _: send(number), ours)
+
+
 @contextmanager
-def handled() -> Iterator[None]:
-    """Raise `Signalled` for the signals that end a command; earlier handlers are restored.
+def _handled_by(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Handle signals in a ``with`` block; earlier handlers are restored.
 
     Outside the main thread, where Python delivers no signals, nothing changes.
     """
@@ -59,14 +74,14 @@ def handled() -> Iterator[None]:
         yield
         return
 
-    before = {number: signal.getsignal(number) for number in NUMBERS if _takes_over(number)}
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         for number in before:
-            signal.signal(number, _handle)
+            signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
@@ -133,28 +148,3 @@ def announced(say: Callable[[], object]) -> Iterator[None]:
         writer.close()
         thread.join()
         reader.close()
-
-
-@contextmanager
-def forwarded(send: Callable[[int], object]) -> Iterator[None]:
-    """Call ``send`` with each signal that ends a command, while another process does the work.
-
-    An ignored SIGHUP and a caller's own handlers stay, as in `handled`.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    before = {
-        number: signal.getsignal(number)
-        for number in NUMBERS
-        if signal.getsignal(number) is _handle or _takes_over(number)
-    }
-
-    try:
-        for number in before:
-            signal.signal(number, lambda number, _: send(number))
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

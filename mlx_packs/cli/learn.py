@@ -54,7 +54,6 @@ _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use ha
 @option(
     "--use",
     type=int,
-    metavar="N",
     help="Serve version N from now on, and exit; 0 is the pack or base model that it started from.",
 )
 @options.execution

@@ -81,26 +81,26 @@ def _size(flag: str, text: str) -> int:
     return count
 
 
+_memory = partial(option, section="Memory and speed")
+
+
 @click.command(cls=TopicCommand)
-@option(
+@_memory(
     "--memory",
-    section="Memory and speed",
     common="Memory of the machine (24, 24GB).",
     metavar="SIZE",
     help="Memory of the machine (24, 24GB). On a Mac, MLX uses what Metal recommends: two thirds "
     "if it is less than 36 GB, otherwise three quarters.",
     default_text="this machine's",
 )
-@option(
+@_memory(
     "--budget",
-    section="Memory and speed",
     common="Memory that the run itself must fit into (18GB).",
     metavar="SIZE",
     help="Memory that the run itself must fit into (18GB), in place of --memory.",
 )
-@option(
+@_memory(
     "--device",
-    section="Memory and speed",
     common="Device to plan for.",
     type=click.Choice(["cpu", "gpu"]),
     help="Device to plan for; needs --memory or --budget.",
@@ -113,12 +113,10 @@ def _size(flag: str, text: str) -> int:
     help="Estimate with the lengths of these training examples, and count their memory too: a "
     "folder, a file, or 'tiny' (bundled).",
 )
-@option(
+@_memory(
     "--machines",
-    section="Memory and speed",
     common="Also show the plan for N such machines.",
     type=click.IntRange(min=1),
-    metavar="N",
     help="Also show the simplest way that fits on N such machines with these settings: one "
     "machine, data-parallel training, a pipeline, which splits the base, or none.",
     default_text="not counted",

@@ -5,6 +5,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,14 +39,17 @@ _LEARNED = "learned"  # what versions of the base are served as
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
+_server = partial(option, section="Server")
+_memory = partial(option, section="Memory and speed")
+
+
 @click.command(cls=options.SectionedCommand)
 @options.model_of_pack
 @options.packs("Pack to serve, under the name of its folder or as NAME=PACK.", "[NAME=]PACK")
-@option(
+@_server(
     "--task",
     default="auto",
     type=click.Choice(("auto", _TEXT, *_SERVED)),
-    section="Server",
     help="Answers of the server: generated text (lm), embeddings (/v1/embeddings) or ranks of "
     "documents (/v1/rerank). auto follows the task of the packs, and without packs the base.",
 )
@@ -56,81 +60,67 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     metavar="DIR",
     help="Serve every pack below this folder, and follow it: new, changed and removed packs.",
 )
-@option(
+@_server(
     "--host",
-    section="Server",
     default="127.0.0.1",
     metavar="ADDRESS",
     help="Address to listen on. Any other than 127.0.0.1 exposes the server to the network.",
 )
-@option(
+@_server(
     "--port",
-    section="Server",
     default=8080,
     type=click.IntRange(0, 65535),
-    metavar="N",
     help="Port to listen on; 0 chooses one that is free.",
 )
-@option(
+@_server(
     "--api-key",
-    section="Server",
     envvar="MLX_PACKS_API_KEY",
     metavar="KEY",
     help="Key that clients must send; better set as MLX_PACKS_API_KEY, which other users cannot "
     "see.",
 )
-@option(
+@_server(
     "--no-key",
-    section="Server",
     is_flag=True,
     help="Ask for no token. Without it and without --api-key, requests that change the server "
     "(packs, feedback, training) must send the token that is printed at the start.",
 )
-@option(
+@_memory(
     "--batch-size",
-    section="Memory and speed",
     default=32,
     type=click.IntRange(1, 1024),
-    metavar="N",
     help="Requests that are computed at once.",
 )
-@option(
+@_server(
     "--queue",
-    section="Server",
     default=256,
     type=click.IntRange(1),
-    metavar="N",
     help="Maximum queue length; more requests are rejected with status 429.",
 )
-@option(
+@_memory(
     "--matmul-path",
-    section="Memory and speed",
     default="auto",
     type=click.Choice(["auto", "quantized", "dense"]),
     help="How frozen weights are used: quantized, or dequantized once (dense). On CPUs auto is "
     "dense where a quarter of the free memory is enough.",
 )
-@option(
+@_memory(
     "--kv-memory",
-    section="Memory and speed",
     metavar="SIZE",
     help="Memory for keys and values, such as 4GB.",
     default_text="half of the memory that the base leaves",
 )
-@option(
+@_memory(
     "--kv-bits",
-    section="Memory and speed",
     type=click.Choice(["4", "8"]),
     help="Quantize keys and values, so that longer requests fit; answers may change. It needs "
     "--batch-size 1.",
     default_text="not quantized",
 )
-@option(
+@_memory(
     "--prefill-chunk",
-    section="Memory and speed",
     default=512,
     type=click.IntRange(16),
-    metavar="N",
     help="Tokens of a long prompt that are computed between two tokens of other answers.",
 )
 @option(
@@ -138,24 +128,21 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     section="Sampling",
     default=512,
     type=click.IntRange(1),
-    metavar="N",
     help="Default maximum length of an answer, in tokens.",
 )
 @options.template_kwargs(
     "Variables of the chat template, such as '{\"enable_thinking\": false}', for requests without "
     "chat_template_kwargs of their own."
 )
-@option(
+@_server(
     "--timeout",
-    section="Server",
     default=600.0,
     type=click.FloatRange(1),
     metavar="SECONDS",
     help="Time that a request may take.",
 )
-@option(
+@_server(
     "--grace",
-    section="Server",
     default=10.0,
     type=click.FloatRange(0),
     metavar="SECONDS",
@@ -164,34 +151,29 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 @options.setting(
     "max_pixels", "as all packs of --pack were trained, else 1003520", type=click.IntRange(0)
 )
-@option(
+@_server(
     "--allow-urls",
-    section="Server",
     is_flag=True,
     help="Fetch the images that a request names by an HTTP URL, at most 20 MB each. Clients can "
     "then make this machine fetch any URL that it reaches. By default such a URL is an error.",
 )
-@option(
+@_server(
     "--train",
-    section="Server",
     metavar="DIR",
     help="Let clients of the Tinker SDK train models on the base, and sample from them. Saved "
     "models are packs below this folder, which is made if it is missing.",
 )
-@option(
+@_server(
     "--learn",
-    section="Server",
     metavar="DIR",
     help="Keep chat answers that somebody rates or corrects in this folder, which is made if it is "
     "missing, and serve the version of the first pack that packs learn DIR chose. Without a pack, "
     "the versions of the base are served as learned. README.txt in the folder lists the data.",
 )
-@option(
+@_server(
     "--ratings-per-hour",
-    section="Server",
     default=60,
     type=click.IntRange(1),
-    metavar="N",
     help="With --learn: maximum number of ratings and corrections per hour from one address.",
 )
 @options.trust_remote_code

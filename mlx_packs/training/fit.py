@@ -16,7 +16,7 @@ from ..config.choices import TASKS
 from ..data.bad_rows import write_quarantine
 from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
-from ..errors import BackOff, Float16Overflow, PackError
+from ..errors import BackOff, Float16Overflow, PackError, RunStopped
 from ..files import make_folder
 from ..objectives.objective import Objective
 from ..objectives.reference import PhaseReference
@@ -28,7 +28,7 @@ from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .guards import Guarded, make_guards
+from .guards import DiskSpace, FolderGuard, Memory
 from .loop import Loop
 from .observer import Observer
 from .observers import ObservedRun, make_observers
@@ -38,7 +38,7 @@ from .reports import Reports
 from .settings import Run
 from .state import TrainingState
 from .step import BatchStep, Stepper
-from .stopping import interrupted, stopped, write_checkpoint
+from .stopping import interrupted, write_checkpoint
 from .update import add_scale, scale_facts
 from .update_guard import UpdateGuard
 from .watch import EarlyStop, Ending, Guard, Watch, better_earlier
@@ -312,7 +312,8 @@ class Fit:
         if ending.signal:
             raise interrupted(run, run.files.latest_checkpoint(), ending.signal)
         if ending.fault:
-            raise stopped(run, run.files.latest_checkpoint(), ending.fault, "memory")
+            checkpoint = run.files.latest_checkpoint()
+            raise RunStopped(ending.fault, checkpoint, run.pack, "memory")
         if self.state.batches < phase.stop:
             self.end["stopped"] = ending.reason
             text = f"batch {self.state.batches} of {phase.stop}: {ending.reason}"
@@ -451,7 +452,11 @@ def start_fit(
     if run.columns.on_bad_row == "quarantine":
         write_quarantine(run.folder, prepared.left_out.values())
 
-    guarded = Guarded(run, prepared.identity, observed.curve, observers)
+    guards = [
+        FolderGuard(run, prepared.identity, observed.curve),
+        DiskSpace(run),
+        Memory(run.display, observers),
+    ]
     return Fit(
         run=run,
         trainable=trainable,
@@ -462,6 +467,6 @@ def start_fit(
         float16=float16,
         on_nan=OnNan(run, observers),
         origin=origin,
-        guards=make_guards(guarded),
+        guards=guards,
         before=before,
     )

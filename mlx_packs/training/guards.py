@@ -2,12 +2,12 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..display import size
+from ..display import Display, size
 from ..errors import PackError
 from ..files import write_errors
 from ..leftovers import discard
@@ -25,39 +25,29 @@ _WORTHWHILE = 32 << 20  # bytes of freed buffers that are released before batche
 
 
 @dataclass(frozen=True)
-class Guarded:
-    """The arguments from which guards are created."""
-
-    run: Run
-    identity: dict  # of the run, as config.json has it
-    curve: list[dict]  # the lines of metrics.jsonl so far
-    observers: Sequence[Observer] = ()
-
-
 class FolderGuard(Guard):
     """Writes the folder again: its identity and metrics at once, checkpoints from now on."""
 
-    def __init__(self, guarded: Guarded) -> None:
-        self._run = guarded.run
-        self._identity = guarded.identity
-        self._curve = guarded.curve
+    run: Run
+    identity: dict  # as config.json has it
+    curve: list[dict]  # the lines of metrics.jsonl so far
 
     def between_batches(self, step: object, batch: object, number: int) -> None:
         self.before_checkpoint(0)
 
     def before_checkpoint(self, nbytes: int) -> None:
         """Write what is gone."""
-        files = self._run.files
+        files = self.run.files
         if files.has_identity:
             return
 
         text = "was removed or moved; it is written again, without its checkpoints"
-        self._run.display.line("note", f"{files.path}: {text}")
-        files.restore(self._identity, self._curve)
+        self.run.display.line("note", f"{files.path}: {text}")
+        files.restore(self.identity, self.curve)
 
     def at_end(self) -> None:
         """Check that the run could be resumed."""
-        run = self._run
+        run = self.run
         try:
             run.files.check_resumable()
         except (PackError, OSError):
@@ -68,14 +58,14 @@ class FolderGuard(Guard):
             ) from None
 
 
+@dataclass(frozen=True)
 class DiskSpace(Guard):
     """Removes old checkpoints to make room for the next, or ends the run before it is written."""
 
-    def __init__(self, guarded: Guarded) -> None:
-        self._run = guarded.run
+    run: Run
 
     def before_checkpoint(self, nbytes: int) -> None:
-        run = self._run
+        run = self.run
         needed = nbytes + _SPARE
         while (free := shutil.disk_usage(run.folder).free) < needed:
             older = self._removable()
@@ -91,7 +81,7 @@ class DiskSpace(Guard):
 
     def _removable(self) -> list[Path]:
         """Return the checkpoints that may be removed, the oldest first."""
-        run = self._run
+        run = self.run
         if run.train.keep_last == -1:  # all are to be kept
             return []
         best = run.files.best_checkpoint(best_by=run.train.best)
@@ -106,8 +96,9 @@ class Memory(Guard):
     system swaps, once the pressure is critical.
     """
 
-    def __init__(self, guarded: Guarded) -> None:
-        self._guarded = guarded
+    def __init__(self, display: Display, observers: Sequence[Observer]) -> None:
+        self._display = display
+        self._observers = observers
         self._next = time.monotonic() + _EVERY
 
     def between_batches(self, step: BatchStep, batch: Any, number: int) -> str | None:
@@ -131,22 +122,9 @@ class Memory(Guard):
         return None
 
     def _announce(self, number: int, parts: int, reason: str) -> None:
-        guarded = self._guarded
-        guarded.run.display.line(
+        self._display.line(
             "memory", f"{reason}: from batch {number + 1} on each is taken in {parts} micro-batches"
         )
         line = {"batch": number, "micro_batches": parts, "memory_pressure": reason}
-        for observer in guarded.observers:
+        for observer in self._observers:
             observer.on_event(line)
-
-
-# By name: makes the guard of a run.
-GUARDS: dict[str, Callable[[Guarded], Guard]] = {
-    "folder": FolderGuard,
-    "disk": DiskSpace,
-    "memory": Memory,
-}
-
-
-def make_guards(guarded: Guarded) -> list[Guard]:
-    return [make(guarded) for make in GUARDS.values()]

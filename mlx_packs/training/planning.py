@@ -4,8 +4,7 @@ A dtype is kept when the run is resumed, and changed after an overflow.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +12,18 @@ from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..bases.tokenizer import images_of
-from ..config.choices import MATMUL_PATHS, TASKS
+from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..late import load
-from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
-from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
+from ..memory.estimate import Estimate, check_least, estimate, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
 from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
-from ..memory.plan import ERROR, MemoryPlan, Shape, verdict
+from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
@@ -33,8 +31,6 @@ from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
 from .run_folder import RunFolder
 from .settings import Place, Run, RunSettings
-
-_OF_STAGES = "extras.pipeline.memory:of_stages"
 
 
 def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:
@@ -45,8 +41,7 @@ def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None
     train = settings.train
     try:
         headers = read_headers(name)
-        with suggesting_pipeline(headers, settings):
-            least = check_least(headers, settings.lora, train, _estimate_of(train))
+        least = check_least(headers, settings.lora, train, _estimate_of(train))
     except PackError as error:
         if error.code == "memory":
             raise
@@ -57,36 +52,8 @@ def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None
 
 def _estimate_of(train: TrainConfig) -> Estimate:
     if train.pipeline:
-        return load(_OF_STAGES)(group().size)
+        return load("extras.pipeline.memory:of_stages")(group().size)
     return estimate
-
-
-@contextmanager
-def suggesting_pipeline(
-    headers: Headers, settings: RunSettings, shapes: Iterable[Shape] | None = None
-) -> Iterator[None]:
-    """Let the error of a run that is too large for its ranks name ``--pipeline`` if that fits."""
-    try:
-        yield
-    except PackError as error:
-        ranks = group().size
-        train = settings.train
-        in_stages = all(TASKS[task].pipelined for task in train.tasks)
-        is_known = headers.config.get("model_type") in FAMILIES and in_stages
-        if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
-            raise
-
-        shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
-        cheapest = load("extras.pipeline.memory:cheapest")
-        plan = cheapest(headers, settings.lora, train, load(_OF_STAGES)(ranks), shapes)
-        if verdict(plan, runtime.total_memory()) == "no":
-            raise
-
-        raise PackError(
-            f"{error.message} With --pipeline each of the {ranks} ranks would take "
-            f"{size(plan.peak_bytes)}.",
-            "memory",
-        ) from None
 
 
 def _check_disk(run: Path, disk: DiskPlan) -> None:
@@ -108,14 +75,12 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
     headers = replace(Headers.of(base), **task.planned_facts())
     if images := images_of(base.tokenizer):
         headers = replace(headers, image_tokens=images.counts()["tokens"])
-    estimate_of = _estimate_of(run.train)
     force = run.request.force
 
     plans = {}
     shapes = {shape for each in data for shape in each.shapes()}
     try:
-        with suggesting_pipeline(headers, run, shapes):
-            plans = plan_run(headers, run.lora, planned, shapes, force, estimate_of)
+        plans = plan_run(headers, run.lora, planned, shapes, force, _estimate_of(run.train))
     except PackError as error:
         if error.code == "memory":
             raise

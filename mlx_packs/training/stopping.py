@@ -10,15 +10,11 @@ from mlx.utils import tree_flatten
 
 from .. import signals
 from ..adapters.trainable import Trainable
-from ..errors import Code, PackError, RunStopped
+from ..errors import PackError, RunStopped
 from .checkpoint import save_checkpoint
 from .settings import Run
 from .state import TrainingState
 from .watch import Guard
-
-
-def stopped(run: Run, checkpoint: Path, reason: str, code: Code, exit_code: int = 2) -> RunStopped:
-    return RunStopped(reason, checkpoint, run.pack, code, exit_code)
 
 
 def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
@@ -26,7 +22,7 @@ def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
     reason = "interrupted"
     if number != signal.SIGINT:
         reason += f" ({signal.Signals(number).name})"
-    return stopped(run, checkpoint, reason, "interrupted", 128 + number)
+    return RunStopped(reason, checkpoint, run.pack, exit_code=128 + number)
 
 
 @contextmanager
@@ -45,7 +41,8 @@ def resumable(run: Run) -> Iterator[None]:
         checkpoint = run.files.latest_checkpoint()
         if isinstance(error, RunStopped) or error.code != "unwritable" or checkpoint is None:
             raise
-        raise stopped(run, checkpoint, error.message.rstrip("."), "unwritable") from None
+        reason = error.message.rstrip(".")
+        raise RunStopped(reason, checkpoint, run.pack, "unwritable") from None
 
 
 def write_checkpoint(

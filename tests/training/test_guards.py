@@ -289,7 +289,7 @@ def test_the_system_is_asked_once_a_second(monkeypatch):
     monkeypatch.setattr(
         guards, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
     )
-    guard = guards.Memory(None)
+    guard = guards.Memory(None, ())
     for now[0] in (0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7):
         assert guard.between_batches(None, None, 1) is None
     assert asked == [1.2, 2.4]
