@@ -14,7 +14,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.gguf_file import HEADS, KV_HEADS, WIDTH, write_tiny
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 LINEAR, YARN = gguf.RopeScalingType.LINEAR, gguf.RopeScalingType.YARN
 
 
@@ -108,11 +108,16 @@ def test_every_architecture_loads_with_its_weights(tmp_path, architecture, kind)
     assert np.array_equal(weights["model.embed_tokens"], stored["token_embd"])
     assert np.array_equal(weights["model.layers.1.mlp.down_proj"], stored["blk.1.ffn_down"])
 
+    shift = 1 if architecture.startswith("gemma") else 0
     norm = np.array(weights["model.layers.1.input_layernorm"])
-    np.testing.assert_allclose(norm, stored["blk.1.attn_norm"], rtol=2e-3)
-    assert ("model.layers.0.self_attn.q_norm" in weights) == (architecture == "qwen3")
+    np.testing.assert_allclose(norm + shift, stored["blk.1.attn_norm"], rtol=2e-3)
+    assert ("model.layers.0.self_attn.q_norm" in weights) == (architecture in ("qwen3", "gemma3"))
 
     attention = "model.layers.1.self_attn"
+    if architecture == "phi3":
+        assert np.array_equal(weights[f"{attention}.qkv_proj"], stored["blk.1.attn_qkv"])
+        return
+
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         expected = stored[f"blk.1.attn_{name}"]
         if architecture == "llama":  # the halves of a head instead of pairs
@@ -246,13 +251,15 @@ def test_a_tensor_of_an_unknown_type_or_place(tmp_path, cache):
         rejected(tmp_path / "m.gguf", cache, "blk.1.ffn_up.weight")
 
 
-def scaled(kind):
+def scaled(kind, **more):
     """Return what adds keys of a rope scaling to a writer."""
 
     def change(writer):
         writer.add_rope_scaling_type(kind)
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(64)
+        for name, value in more.items():
+            writer.add_float32(f"{writer.arch}.rope.scaling.{name}", value)
 
     return change
 
@@ -276,16 +283,14 @@ REJECTED = {  # architecture, settings of `write_tiny`, words
     "3 blocks": ("llama", {"change": with_key("block_count", 3)}, []),
     "3 heads": ("llama", {"change": with_key("attention.head_count", 3)}, []),
     "many blocks": ("llama", {"change": with_key("block_count", 1 << 30)}, []),
-    **{
-        name: (name, {}, [f"'{name}'", "llama, qwen2, qwen3", "safetensors"])
-        for name in ("gemma2", "gemma3", "phi3")
-    },
-    "linear": ("llama", {"change": scaled(LINEAR)}, ["'linear'", "safetensors"]),
-    "yarn": ("qwen3", {"change": scaled(YARN)}, ["'yarn'", "safetensors"]),
+    "gemma2 linear": ("gemma2", {"change": scaled(LINEAR)}, ["'linear'", "gemma2"]),
+    "phi3 yarn": ("phi3", {"change": scaled(YARN)}, ["'yarn'", "linear, longrope"]),
     "longrope": ("llama", {"change": scaled(gguf.RopeScalingType.LONGROPE)}, ["'longrope'"]),
+    "attn_factor": ("qwen2", {"change": scaled(YARN, attn_factor=0.7)}, ["attn_factor"]),
     "qwen3 freqs": ("qwen3", {"change": with_tensor("rope_freqs")}, ["rope_freqs"]),
     "other freqs": ("llama", {"change": with_tensor("rope_freqs")}, ["rope_freqs", "Llama 3"]),
     "long factors": ("llama", {"change": with_tensor("rope_factors_long")}, ["rope_factors_long"]),
+    "one of two": ("phi3", {"change": with_tensor("rope_factors_long")}, ["one of two"]),
 }
 
 
@@ -310,13 +315,32 @@ def test_parts_a_pipe_and_a_folder_of_files(tmp_path, cache):
     assert f"--model {tmp_path / 'f' / 'm.gguf'}" in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("llama", LINEAR), ("llama", YARN), ("qwen2", YARN), ("qwen3", LINEAR), ("gemma3", YARN)],
+)
+def test_rope_scaling_reaches_the_model(tmp_path, architecture, kind):
+    write_tiny(tmp_path / "plain.gguf", architecture)
+    write_tiny(tmp_path / "m.gguf", architecture, change=scaled(kind, yarn_beta_fast=16.0))
+    tokens = mx.array([list(range(5, 45))])
+
+    plain = load_base(tmp_path / "plain.gguf").model(tokens)
+    base = load_base(tmp_path / "m.gguf")
+
+    assert not np.allclose(np.array(base.model(tokens)), np.array(plain), atol=1e-4)
+    scaling = base.config["rope_scaling"]
+    assert scaling["rope_type"] == kind.value and scaling["factor"] == 4
+    if kind == YARN:
+        assert scaling["original_max_position_embeddings"] == 64 and scaling["beta_fast"] == 16
+
+
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
-def test_a_rope_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path, cache, key):
-    file = tmp_path / "m.gguf"
-    write_tiny(file, change=lambda w: w.add_float32(f"llama.{key}", 4.0))
-    rejected(file, cache, "'linear'")
-    write_tiny(file, change=lambda w: w.add_float32(f"llama.{key}", 1.0))
-    assert load_base(file).config.get("rope_scaling") is None
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_a_rope_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path, key, factor):
+    write_tiny(tmp_path / "m.gguf", change=lambda w: w.add_float32(f"llama.{key}", factor))
+    scaling = load_base(tmp_path / "m.gguf").config.get("rope_scaling")
+    linear = {"type": "linear", "rope_type": "linear", "factor": 4}
+    assert scaling == (linear if factor == 4 else None)
 
 
 def test_the_factors_of_llama_3_are_its_scaling(tmp_path):

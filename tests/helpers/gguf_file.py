@@ -12,6 +12,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HIDDEN, HEADS, KV_HEADS, WIDTH, FFN, BLOCKS = 64, 2, 1, 32, 96, 2
+_NORMS = {
+    "gemma2": ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+    "gemma3": ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+}
+_HEAD_NORMS = ("qwen3", "gemma3")
 
 
 def byte_tokens() -> list[str]:
@@ -56,14 +61,17 @@ def shapes_of(architecture: str, vocab: int) -> dict[str, tuple[int, ...]]:
 
     for i in range(BLOCKS):
         block = {"attn_output": (HIDDEN, q), "ffn_down": (HIDDEN, FFN)}
-        block |= dict.fromkeys(("attn_norm", "ffn_norm"), (HIDDEN,))
+        block |= dict.fromkeys(_NORMS.get(architecture, ("attn_norm", "ffn_norm")), (HIDDEN,))
 
-        block |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
-        block |= {"ffn_gate": (FFN, HIDDEN), "ffn_up": (FFN, HIDDEN)}
+        if architecture == "phi3":
+            block |= {"attn_qkv": (q + 2 * kv, HIDDEN), "ffn_up": (2 * FFN, HIDDEN)}
+        else:
+            block |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
+            block |= {"ffn_gate": (FFN, HIDDEN), "ffn_up": (FFN, HIDDEN)}
 
         if architecture == "qwen2":
             biases |= {f"blk.{i}.attn_{n}.bias": (w,) for n, w in (("q", q), ("k", kv), ("v", kv))}
-        if architecture == "qwen3":
+        if architecture in _HEAD_NORMS:
             block |= {"attn_q_norm": (WIDTH,), "attn_k_norm": (WIDTH,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
 
@@ -111,6 +119,8 @@ def write_tiny(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
 
+    if architecture == "gemma3":
+        writer.add_sliding_window_pattern(2)
     change(writer)
 
     rng, stored = np.random.default_rng(7), {}

@@ -1,11 +1,11 @@
 """How the metadata of a GGUF of llama.cpp become a config.json, and what its tensors are called.
 
-To add an architecture: an entry in `ARCHITECTURES`.
+To add an architecture: an entry in `ARCHITECTURES`, with a function for what only its config has.
 """
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import pi
 from typing import Any
@@ -28,9 +28,16 @@ _ATTENTION = {
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# The factors of rotary embeddings of Llama 3; the config has what they say.
-_ROPE_FACTORS = "rope_freqs.weight"
+# Tensors that describe rotary embeddings; the config has what they say.
+_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+_ROPE_TENSORS = ("rope_freqs.weight", *_FACTORS)
 # Prefixes of the vision model that Ollama puts into the same file.
 VISION = ("v.", "mm.")
 
@@ -76,10 +83,19 @@ class Architecture:
 
     model_type: str  # in config.json
     names: Mapping[str, str]  # modules of a block by the name of their tensors
+    extend: Callable[[Config, Metadata], None]  # adds to a config what only this one has
     permuted: bool = False  # rows of q and k are in the order of interleaved rotary embeddings
+    norm_offset: float = 0.0  # what llama.cpp has added to the weights of norms
+    needs_bfloat16: bool = False  # whether its activations overflow float16
+    scalings: tuple[str, ...] = ("linear", "yarn")  # kinds of rope scaling that mlx-lm has for it
+    rope_tensors: tuple[str, ...] = ()  # the ones of `_ROPE_TENSORS` that are read
 
 
-def _extend_llama(config: Config, metadata: Metadata) -> None:
+def _nothing(config: Config, metadata: Metadata) -> None:
+    """Add nothing."""
+
+
+def _llama(config: Config, metadata: Metadata) -> None:
     rope_dims = metadata.size("%.rope.dimension_count", config["head_dim"])
     if rope_dims != config["head_dim"]:
         raise metadata.file.fault(
@@ -89,7 +105,7 @@ def _extend_llama(config: Config, metadata: Metadata) -> None:
         )
 
     config |= {"attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors, "mlp_bias": False}
-    if (factors := metadata.file.tensors.get(_ROPE_FACTORS)) is not None:
+    if (factors := metadata.file.tensors.get("rope_freqs.weight")) is not None:
         config["rope_scaling"] = _llama3_scaling(config, metadata.file, factors)
 
 
@@ -122,11 +138,113 @@ def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Confi
     }
 
 
-_BLOCK = {**_ATTENTION, **_MLP, **_NORMS}
+def _gemma2(config: Config, metadata: Metadata) -> None:
+    config |= {
+        "attn_logit_softcapping": metadata.get("%.attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": metadata.get("%.final_logit_softcapping", float, 30.0),
+        "query_pre_attn_scalar": _attention_scalar(config, blocks_of_largest=46),
+        "sliding_window": metadata.size("%.attention.sliding_window", 4096),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma3(config: Config, metadata: Metadata) -> None:
+    config |= {
+        "query_pre_attn_scalar": _attention_scalar(config, blocks_of_largest=62),
+        "sliding_window": metadata.size("%.attention.sliding_window", 512),
+        "sliding_window_pattern": _window_pattern(metadata),
+        "rope_local_base_freq": metadata.get("%.rope.freq_base_swa", float, 10_000.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+    if metadata.get("%.final_logit_softcapping", float, 0.0):
+        raise metadata.file.fault(
+            "caps its logits, which gemma3 in mlx-lm does not.", "unsupported"
+        )
+
+
+def _window_pattern(metadata: Metadata) -> int:
+    """N if each N-th block attends to everything; it may be written as flags of the blocks."""
+    flags = metadata.file.metadata.get("gemma3.attention.sliding_window_pattern")
+    if not isinstance(flags, (list, np.ndarray)):
+        return metadata.size("%.attention.sliding_window_pattern", 6)
+
+    slides = [bool(flag) for flag in flags]
+    pattern = slides.index(False) + 1 if False in slides else 0
+    if not pattern or any(s == ((i + 1) % pattern == 0) for i, s in enumerate(slides)):
+        raise metadata.file.fault("has sliding windows in no regular pattern.", "unsupported")
+    return pattern
+
+
+def _attention_scalar(config: Config, blocks_of_largest: int) -> int:
+    """The number whose root divides attention scores; as in llama.cpp, 27B has its own."""
+    if config["num_hidden_layers"] == blocks_of_largest:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def _phi3(config: Config, metadata: Metadata) -> None:
+    tensors = metadata.file.tensors
+    original = metadata.size(
+        "%.rope.scaling.original_context_length", config["max_position_embeddings"]
+    )
+
+    rope_dims = metadata.size("%.rope.dimension_count", config["head_dim"])
+    config |= {
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": rope_dims / config["head_dim"],
+    }
+
+    if any(name in tensors for name in _FACTORS):
+        if not all(name in tensors for name in _FACTORS):
+            raise metadata.file.fault("has one of two lists of rope factors. Get it again.")
+        long, short = (read_dense(metadata.file, tensors[name]).reshape(-1) for name in _FACTORS)
+
+        config["rope_scaling"] = {
+            "type": "longrope",
+            "long_factor": long.tolist(),
+            "short_factor": short.tolist(),
+        }
+
+
 ARCHITECTURES = {
-    "llama": Architecture("llama", _BLOCK, permuted=True),
-    "qwen2": Architecture("qwen2", _BLOCK),
-    "qwen3": Architecture("qwen3", {**_BLOCK, **_HEAD_NORMS}),
+    "llama": Architecture(
+        "llama",
+        {**_ATTENTION, **_MLP, **_NORMS},
+        _llama,
+        permuted=True,
+        rope_tensors=("rope_freqs.weight",),
+    ),
+    "qwen2": Architecture("qwen2", {**_ATTENTION, **_MLP, **_NORMS}, _nothing),
+    "qwen3": Architecture("qwen3", {**_ATTENTION, **_MLP, **_NORMS, **_HEAD_NORMS}, _nothing),
+    "gemma2": Architecture(
+        "gemma2",
+        {**_ATTENTION, **_MLP, **_GEMMA_NORMS},
+        _gemma2,
+        norm_offset=1.0,
+        needs_bfloat16=True,
+        scalings=(),
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        {**_ATTENTION, **_MLP, **_GEMMA_NORMS, **_HEAD_NORMS},
+        _gemma3,
+        norm_offset=1.0,
+        needs_bfloat16=True,
+    ),
+    "phi3": Architecture(
+        "phi3",
+        {
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+            **_NORMS,
+        },
+        _phi3,
+        scalings=("linear", "longrope"),
+        rope_tensors=_FACTORS,
+    ),
 }
 
 
@@ -195,26 +313,65 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
             f"claims {config['num_hidden_layers']} blocks, but has {len(file.tensors)} tensors."
         )
 
-    _check_scaling(metadata)
-    if architecture.model_type == "llama":
-        _extend_llama(config, metadata)
+    _add_scaling(config, metadata, architecture)
+    architecture.extend(config, metadata)
     return config
 
 
-def _check_scaling(metadata: Metadata) -> None:
-    """Raise a PackError if a file scales its rotary embeddings in another way than Llama 3."""
+def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture) -> None:
+    """Add linear or yarn scaling; raises PackError if mlx-lm would leave out what the file says."""
     file = metadata.file
-    older_key = metadata.get("%.rope.scale_linear", float, None)
-    factor = metadata.get("%.rope.scaling.factor", float, older_key)
-    # a factor without a type is linear, as in llama.cpp
-    without_type = "none" if factor in (None, 0, 1) else "linear"
-    kind = metadata.get("%.rope.scaling.type", str, without_type)
-    if kind != "none":
+    unread = [n for n in _ROPE_TENSORS if n in file.tensors and n not in architecture.rope_tensors]
+    if unread:
         raise file.fault(
-            f"has the rope scaling {kind[:40]!r}, which is not read from GGUF. Take the "
-            "safetensors of the same model.",
+            f"has {unread[0]}, and {file.architecture} in mlx-lm has no such rope scaling. Take "
+            "another model.",
             "unsupported",
         )
+
+    older_key = metadata.get("%.rope.scale_linear", float, None)
+    factor = metadata.get("%.rope.scaling.factor", float, older_key)
+    is_scaled = factor not in (None, 0, 1)
+    without_type = "linear" if is_scaled else "none"  # as in llama.cpp
+    kind = metadata.get("%.rope.scaling.type", str, without_type)
+    if kind == "none":
+        return
+
+    if kind not in architecture.scalings:
+        raise file.fault(
+            f"has the rope scaling {kind[:40]!r}, which {file.architecture} in mlx-lm does not "
+            f"have; it has {', '.join(architecture.scalings) or 'none'}. Take another model.",
+            "unsupported",
+        )
+    if kind == "longrope":  # by tensors
+        return
+
+    if factor is None or factor <= 0:
+        raise file.fault(f"has a rope scaling by {factor}. Copy or download it again.")
+    config["rope_scaling"] = {"type": kind, "rope_type": kind, "factor": factor}
+
+    if kind == "yarn":
+        config["rope_scaling"] |= _yarn(metadata)
+
+
+def _yarn(metadata: Metadata) -> Config:
+    settings: Config = {
+        "original_max_position_embeddings": metadata.size("%.rope.scaling.original_context_length")
+    }
+
+    for name in ("beta_fast", "beta_slow"):
+        value = metadata.get(f"%.rope.scaling.yarn_{name}", float, None)
+        if value is not None:
+            settings[name] = value
+
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if metadata.get(f"%.rope.scaling.{name}", float, 1.0) != 1:
+            raise metadata.file.fault(
+                f"changes yarn by rope.scaling.{name}, which mlx-lm does not. Take another model.",
+                "unsupported",
+            )
+
+    return settings
 
 
 def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[str, str]:
@@ -226,8 +383,7 @@ def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[st
         _log.warning("%s: tensors of its vision model are left out (%d).", file.path, len(left_out))
 
     for tensor in file.tensors:
-        has_factors = tensor == _ROPE_FACTORS and architecture.model_type == "llama"
-        if has_factors or tensor.startswith(VISION):
+        if tensor in _ROPE_TENSORS or tensor.startswith(VISION):
             continue
 
         stem, _, kind = tensor.rpartition(".")

@@ -42,7 +42,7 @@ class Conversion:
         _check_shapes(file, architecture, config, names)
         text, tokenizer_config, ends = tokenizer_files(file, config["vocab_size"])
 
-        dtype = _main_dtype(file)
+        dtype = _main_dtype(file, architecture)
         config["torch_dtype"] = next(name for name, value in _DTYPES.items() if value == dtype)
         config["eos_token_id"] = ends
         bos = file.metadata.get("tokenizer.ggml.bos_token_id")
@@ -113,6 +113,9 @@ class Conversion:
             if order is not None:
                 array = array[order]
 
+            if name.endswith("norm.weight") and self.architecture.norm_offset:
+                array = array - np.float32(self.architecture.norm_offset)
+
             tensor = mx.array(array).astype(self._dense_dtype(info))
             if not mx.isfinite(tensor).all().item():
                 raise self.file.fault(f"{info.name} has weights beyond {tensor.dtype}.")
@@ -181,10 +184,11 @@ def _check_shapes(
             )
 
 
-def _main_dtype(file: GgufFile) -> mx.Dtype:
+def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     """The dtype of norms, biases and dequantized weights, in which a GPU also computes.
 
-    It is the dtype of most weights of a dense file, else float16, in which the scales are.
+    It is the dtype of most weights of a dense file, else float16, in which the scales are. Gemma
+    overflows float16: it computes in bfloat16, or in float32 where scales are exact.
     """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
@@ -195,7 +199,12 @@ def _main_dtype(file: GgufFile) -> mx.Dtype:
             kind = tensor.type
         sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
 
-    return _STORED.get(max(sizes, key=sizes.__getitem__), mx.float16)
+    most = max(sizes, key=lambda kind: sizes[kind])
+    if architecture.needs_bfloat16:
+        is_exact = "exact" in sizes or most == "F32"
+        return mx.float32 if is_exact else mx.bfloat16
+
+    return _STORED.get(most, mx.float16)
 
 
 def _quantization(file: GgufFile, names: dict[str, str]) -> dict[str, Any]:
