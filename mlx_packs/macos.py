@@ -10,15 +10,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 # Darwin's notification com.apple.system.thermalpressurelevel
 THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 THERMAL_NOTIFICATION = "com.apple.system.thermalpressurelevel"
 _ANSWER_TIMEOUT_S = 10.0
-
-Read = Callable[[Sequence[str]], str | None]
 
 
 def is_macos() -> bool:
@@ -42,21 +40,21 @@ def number(pattern: str, text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def low_power_mode(read: Read = output) -> bool | None:
+def low_power_mode() -> bool | None:
     """Return whether macOS saves energy; None where it does not say."""
-    mode = number(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", read(["pmset", "-g"]) or "")
+    mode = number(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", output(["pmset", "-g"]) or "")
     return None if mode is None else mode == 1
 
 
-def thermal_pressure(read: Read = output) -> str | None:
+def thermal_pressure() -> str | None:
     """Return one of `THERMAL`, by the notification or else `pmset -g therm`; None where unknown."""
     level = number(
-        r"thermalpressurelevel\s+(\d+)", read(["notifyutil", "-g", THERMAL_NOTIFICATION]) or ""
+        r"thermalpressurelevel\s+(\d+)", output(["notifyutil", "-g", THERMAL_NOTIFICATION]) or ""
     )
 
     if level is not None and level < len(THERMAL):
         return THERMAL[level]
-    therm = read(["pmset", "-g", "therm"]) or ""
+    therm = output(["pmset", "-g", "therm"]) or ""
     level = number(r"(?i)thermal warning level\s*[:=]\s*(\d+)", therm)
     if level is None:  # on Apple silicon, a missing warning means nothing
         return None

@@ -6,7 +6,6 @@ the load is known.
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 
 from .. import macos
@@ -39,21 +38,21 @@ class Conditions:
     load: float | None = None
 
 
-def read_conditions(read: macos.Read | None = None, system: str = sys.platform) -> Conditions:
-    """Return the state of this machine; ``read`` returns what a command prints, or None."""
+def read_conditions() -> Conditions:
+    """Return the state of this machine."""
     load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
-    if system != "darwin":
+    if not macos.is_macos():
         return Conditions(load=load)
 
-    read = read or macos.output
-    therm = read(["pmset", "-g", "therm"]) or ""
-    gpu = read(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"]) or ""
-    power = re.search(r"Now drawing from '(AC|Battery) Power'", read(["pmset", "-g", "batt"]) or "")
+    therm = macos.output(["pmset", "-g", "therm"]) or ""
+    gpu = macos.output(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"]) or ""
+    battery = macos.output(["pmset", "-g", "batt"]) or ""
+    power = re.search(r"Now drawing from '(AC|Battery) Power'", battery)
 
     return Conditions(
         power=power and {"AC": "AC", "Battery": "battery"}[power[1]],
-        low_power_mode=macos.low_power_mode(read),
-        thermal=macos.thermal_pressure(read),
+        low_power_mode=macos.low_power_mode(),
+        thermal=macos.thermal_pressure(),
         cpu_speed_limit=macos.number(r"CPU_Speed_Limit\s*=\s*(\d+)", therm),
         gpu_utilization=macos.number(r'"Device Utilization %"\s*=\s*(\d+)', gpu),
         gpu_cores=macos.number(r'"gpu-core-count"\s*=\s*(\d+)', gpu),

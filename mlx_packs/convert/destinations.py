@@ -16,7 +16,7 @@ from ..files import atomic_folder
 from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
 from ..terminal import printable
-from .external import verify_numerically
+from .external import save_folder, verify_numerically
 from .gguf import Gguf
 from .merge import merge_pack
 from .mlx_lm import MlxLm
@@ -134,7 +134,7 @@ class Swift:
         readme = _README.format(name=name, base=base, **quoted)
 
         with atomic_folder(out) as partial:
-            form.save(stored, partial)
+            save_folder(stored, partial, form.convention)
             (partial / "README.md").write_text(readme, encoding="utf-8")
         return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
 

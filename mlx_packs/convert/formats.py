@@ -20,9 +20,13 @@ from .peft import Peft
 
 
 class AdapterFormat(Protocol):
-    """The storage format of another tool's adapters."""
+    """The storage format of another tool's adapters.
+
+    ``convention`` is what the metadata of its safetensors files call their framework.
+    """
 
     tensor_file: str
+    convention: str
 
     def recognises(self, config: dict) -> bool:
         """Return whether an adapter_config.json is of this format."""
@@ -50,9 +54,6 @@ class AdapterFormat(Protocol):
         Raises:
             PackError: the format has no place for something in the pack.
         """
-
-    def save(self, stored: StoredAdapter, folder: Path) -> None:
-        """Write the files of a converted pack into a folder."""
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return the other tool's delta of each module of a pack, from its own tensors."""

@@ -38,11 +38,11 @@ from .external import (
     Tensors,
     check_no_pickle,
     plain_file,
+    save_folder,
     specs_for,
     verify_numerically,
 )
 from .formats import DESTINATIONS, FORMATS, format_of
-from .peft import readme_of_gguf
 
 # Parts of an exported pack's manifest that say how it is used, which no other tool stores.
 _PARTS = ("objective", "classifier", "recipe")
@@ -107,19 +107,15 @@ def _export_adapter(pack: Pack, to: str, out: Path) -> dict:
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
 
-    notes = list(stored.notes)
     with atomic_folder(out) as partial:
-        form.save(stored, partial)
+        save_folder(stored, partial, form.convention)
         if template := chat_template_of(pack.manifest):
             (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        if to == "peft" and (readme := readme_of_gguf(pack, out.name)):
-            (partial / "README.md").write_text(readme, encoding="utf-8")
-            notes.append(f"transformers opens the base by gguf_file: code is in {out}/README.md")
         manifest = {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")}
         sidecar = {"format_version": FORMAT_VERSION, "pack": manifest}
         (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
 
-    return {"tensors": len(stored.tensors), "notes": notes}
+    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
 
 
 @checked_arguments

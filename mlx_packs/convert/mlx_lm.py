@@ -26,7 +26,6 @@ from .external import (
     folded,
     is_positive,
     low_rank_delta,
-    save_folder,
 )
 
 _LEAVES = ("lora_a", "lora_b", "m")
@@ -34,6 +33,7 @@ _LEAVES = ("lora_a", "lora_b", "m")
 
 class MlxLm:
     tensor_file = "adapters.safetensors"
+    convention = "mlx"
 
     def recognises(self, config: dict) -> bool:
         return "lora_parameters" in config or "fine_tune_type" in config
@@ -119,9 +119,6 @@ class MlxLm:
             notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)
         converted = StoredAdapter(padded(specs, tensors, rank), config, file, notes)
         return _renamed(converted, base["model_type"], path_in_mlx_vlm)
-
-    def save(self, stored: StoredAdapter, folder: Path) -> None:
-        save_folder(stored, folder, "mlx")
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scale * (x lora_a) lora_b of each module."""

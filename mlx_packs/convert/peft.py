@@ -25,7 +25,6 @@ from ..errors import PackError
 from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from ..terminal import printable
 from .external import (
     SIDECAR,
     Delta,
@@ -37,26 +36,9 @@ from .external import (
     folded,
     is_positive,
     low_rank_delta,
-    save_folder,
 )
 
 _PREFIX = "base_model.model."
-_README = """\
-# {name}
-
-A LoRA adapter of the GGUF file {base} for PEFT. transformers opens the file by `gguf_file`
-(`pip install gguf`), with its weights dequantized:
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder, file = ".", {file}  # the folder of the base model, and its file there
-model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
-tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-model = PeftModel.from_pretrained(model, {folder})
-```
-"""
 # Options of a config that are no low-rank product on a weight, and why they are not supported.
 _UNSUPPORTED = {
     "trainable_token_indices": "trains single rows of the embedding",
@@ -102,6 +84,7 @@ def path_there(ours: str, model_type: str) -> str:
 
 class Peft:
     tensor_file = "adapter_model.safetensors"
+    convention = "pt"
 
     def recognises(self, config: dict) -> bool:
         return "peft_type" in config
@@ -227,11 +210,11 @@ class Peft:
             tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
 
         config["modules_to_save"] = sorted(full_modules) or None
-        notes = _notes(specs, config) + _head_notes(pack)
+        notes = _head_notes(pack)
+        base = pack.manifest["base"]["id"]
+        if base.lower().endswith(".gguf") or is_local_model(base):
+            notes = (*notes, "transformers opens the base by gguf_file, dequantized")
         return StoredAdapter(tensors, dict(sorted(config.items())), file, notes)
-
-    def save(self, stored: StoredAdapter, folder: Path) -> None:
-        save_folder(stored, folder, "pt")
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scaling * B (A x) of each module."""
@@ -436,35 +419,6 @@ def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list
 
 def _commonest(values: Mapping[str, float]) -> float:
     return Counter(values.values()).most_common(1)[0][0]
-
-
-def readme_of_gguf(pack: Pack, folder: str) -> str | None:
-    """Return code that opens a GGUF file with the adapter in ``folder``; None for other bases.
-
-    PEFT finds no base by the name of a file.
-    """
-    base = pack.manifest["base"]["id"]
-    is_file = base.lower().endswith(".gguf")
-    if not (is_file or is_local_model(base)) or has_score_head(pack.manifest):
-        return None
-
-    file = base if is_file else "BASE.gguf"
-    names = {"name": printable(folder), "base": printable(base)}
-    return _README.format(**names, file=repr(printable(file)), folder=repr(printable(folder)))
-
-
-def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
-    notes = []
-    if config["alpha_pattern"]:
-        notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
-
-    unread = sorted({spec.kind for spec in specs.values()} - {"lora"})
-    if config["modules_to_save"]:
-        unread.append("modules_to_save")
-    if unread:
-        notes.append(f"llama.cpp's converter does not read {', '.join(unread)}")
-
-    return tuple(notes)
 
 
 def _head_notes(pack: Pack) -> tuple[str, ...]:

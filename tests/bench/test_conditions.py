@@ -37,7 +37,14 @@ INTEL += "\tCPU_Available_CPUs \t= 8\n\tCPU_Speed_Limit \t= 62\n"
 
 def conditions(**changes) -> Conditions:
     printed = IDLE | {globals()[name]: text for name, text in changes.items()}
-    return read_conditions(lambda command: printed[" ".join(command)], "darwin")
+    return read(lambda command: printed[" ".join(command)], True)
+
+
+def read(output, is_macos: bool) -> Conditions:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(macos, "output", output)
+        patch.setattr(macos, "is_macos", lambda: is_macos)
+        return read_conditions()
 
 
 def test_an_idle_mac_has_no_disturbance(monkeypatch):
@@ -78,9 +85,9 @@ def test_a_desktop_and_high_power_mode_are_no_disturbance(monkeypatch):
 
 
 def test_what_a_mac_does_not_say_is_unknown():
-    nothing = read_conditions(lambda command: None, "darwin")
+    nothing = read(lambda command: None, True)
     assert unknown(nothing) == ["power", "low power mode", "heat", "use of the GPU"]
-    garbage = read_conditions(lambda command: "permission denied 12\n", "darwin")
+    garbage = read(lambda command: "permission denied 12\n", True)
     assert unknown(garbage) == unknown(nothing)
     # that no warning was recorded is no reading
     assert conditions(PRESSURE="").thermal is None
@@ -89,10 +96,10 @@ def test_what_a_mac_does_not_say_is_unknown():
 
 
 def test_elsewhere_only_the_load_is_known():
-    def read(command):
+    def output(command):
         raise AssertionError("nothing is run")
 
-    found = read_conditions(read, "linux")
+    found = read(output, False)
     assert found == Conditions(load=found.load) and len(unknown(found)) == 4
 
 

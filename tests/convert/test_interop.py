@@ -101,8 +101,7 @@ def test_what_peft_reads_is_what_peft_expects(bases, exported, tmp_path):
     assert not report["notes"] and not list((tmp_path / "out").glob("*.bin"))
 
     ragged, _, _ = exported("ragged", "peft")
-    report = export_pack(ragged, "peft", tmp_path / "several")
-    assert "llama.cpp's converter knows one lora_alpha" in report["notes"][0]
+    export_pack(ragged, "peft", tmp_path / "several")
     config = read_json(tmp_path / "several" / CONFIG)
     assert config["rank_pattern"][r"^model\.layers\.0\.self_attn\.q_proj"] == 2
     assert config["alpha_pattern"][r"^model\.layers\.0\.self_attn\.v_proj"] == 1.7
