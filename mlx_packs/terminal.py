@@ -157,3 +157,16 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, absent, or a pipe unread
             stream.flush()
+
+
+def short(value: float) -> str:
+    """Return a number with two or three digits: 0.03, 0.85, 3.14, 16.4, 1622."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def with_error(value: float, error: float | None, form: str) -> str:
+    """Return a number with its standard error, if it has one, both in a format: ``0.81 ± 0.02``."""
+    shown = f"{value:{form}}"
+    return shown if error is None else f"{shown} ± {error:{form}}"

@@ -21,6 +21,7 @@ import numpy as np
 from .. import runtime
 from ..bases.files import public_name
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED
+from ..terminal import short
 from .conditions import unknown
 from .implementations import LEARNING_RATE
 from .run import BenchResult
@@ -169,13 +170,13 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
         path = step["matmul_path"]
         if step["recompute"] == "block":
             path += "*"
-        planned = _short(ours["predicted_step_s"]) if ours["predicted_step_s"] is not None else "-"
+        planned = short(ours["predicted_step_s"]) if ours["predicted_step_s"] is not None else "-"
 
-        times = f"{_short(ratio['p50'])} ({_short(ratio['p20'])}-{_short(ratio['p80'])})"
+        times = f"{short(ratio['p50'])} ({short(ratio['p20'])}-{short(ratio['p80'])})"
         lines.append(
-            f"{shape:<10}{_short(theirs['tokens_per_s']):>7}{_short(theirs['peak_gb']):>5} |"
-            f"{_short(ours['tokens_per_s']):>8}{_short(ours['peak_gb']):>5} {path:<11}|"
-            f"{times:>17} |{_short(ours['step_s']['p50']):>6}{planned:>5}"
+            f"{shape:<10}{short(theirs['tokens_per_s']):>7}{short(theirs['peak_gb']):>5} |"
+            f"{short(ours['tokens_per_s']):>8}{short(ours['peak_gb']):>5} {path:<11}|"
+            f"{times:>17} |{short(ours['step_s']['p50']):>6}{planned:>5}"
         )
 
     return lines
@@ -316,12 +317,3 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _short(value: float) -> str:
-    """Return a number with two or three digits: 0.03, 0.85, 3.14, 16.4, 1622."""
-    if value >= 99.95:
-        return f"{value:.0f}"
-    if value >= 9.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}"

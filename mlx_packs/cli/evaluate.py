@@ -11,6 +11,7 @@ from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..display import NORMAL, QUIET, Display
 from ..distributed.launched import launched
 from ..errors import PackError
+from ..terminal import with_error
 from . import options
 from .hosts import launch
 from .options import arguments_without, option
@@ -150,19 +151,12 @@ def _task_lines(report: dict) -> list[str]:
     for task, metrics in report.items():
         for metric, values in metrics.items():
             results = " → ".join(
-                _with_error(values[name], values.get(f"{name}_se"))
+                with_error(values[name], values.get(f"{name}_se"), ".4f")
                 for name in ("base", "pack")
                 if name in values
             )
             lines.append(f"{task} · {metric}  {results}")
     return lines
-
-
-def _with_error(value: float, se: float | None) -> str:
-    text = f"{value:.4f}"
-    if isinstance(se, float):
-        text += f" ± {se:.4f}"
-    return text
 
 
 @click.command("eval-batch", cls=options.RepeatableCommand)

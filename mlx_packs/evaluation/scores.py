@@ -19,6 +19,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_commonest
+from ..terminal import with_error
 from .metrics import NO_METRIC
 from .rows import EvalSettings
 
@@ -121,9 +122,8 @@ def format_with_errors(metrics: Metrics) -> str:
     texts = []
     for name, value in metrics.items():
         if name in _LABELS:
-            error = metrics.get(f"{name}_se")
-            spread = "" if error is None else f" ± {error:.4f}"
-            texts.append(f"{_LABELS[name]} {value:.4f}{spread}")
+            shown = with_error(value, metrics.get(f"{name}_se"), ".4f")
+            texts.append(f"{_LABELS[name]} {shown}")
     return ", ".join(texts)
 
 

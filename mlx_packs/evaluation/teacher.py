@@ -39,6 +39,10 @@ class StudentScore(PerplexityScore):
         values = (self.value, self.ppl, self.accuracy, self.divergence)
         return dict(zip(VALIDATED, values, strict=True))
 
+    @property
+    def reported(self) -> dict[str, float | None]:
+        return {**super().reported, "teacher_loss": self.divergence}
+
 
 @dataclass(frozen=True)
 class StudentScores(ExampleScores):

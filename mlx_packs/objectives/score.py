@@ -50,6 +50,11 @@ class Score(ABC):
         return None
 
     @property
+    def reported(self) -> Mapping[str, float | None]:
+        """The numbers that a run's report has before and after it; ``x_se`` is the error of x."""
+        return self.perplexity or {}
+
+    @property
     def higher_is_better(self) -> bool:
         """Whether a score is better if its value is higher."""
         return not self.measure.endswith(_LOWER_IS_BETTER)

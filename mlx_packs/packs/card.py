@@ -11,7 +11,7 @@ from ..bases.readers import is_local_model, names_file
 from ..config.choices import METRICS, package_of
 from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
-from ..terminal import printable_text
+from ..terminal import printable_text, with_error
 from .adapter_config import adapter_config
 from .manifest import (
     HUB_ID,
@@ -227,10 +227,6 @@ def graph_lines(objective: Mapping) -> list[str]:
     ]
 
 
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{METRICS[name].described} {value:.4f}" for name, value in metrics.items())
-
-
 def format_change(result: Mapping) -> str:
     """Perplexity or metrics of embeddings before and after; empty without any."""
     ppl_before, ppl_after = (format_result(result, when) for when in ("before", "after"))
@@ -238,11 +234,11 @@ def format_change(result: Mapping) -> str:
         return f"PPL {ppl_before} → {ppl_after}"
 
     names = [n for n in METRICS if f"{n}_before" in result and f"{n}_after" in result]
-    if not names:
-        return ""
-    before = {n: result[f"{n}_before"] for n in names}
-    after = {n: result[f"{n}_after"] for n in names}
-    return f"{format_metrics(before)} → {format_metrics(after)}{format_commonest(result)}"
+    before, after = (
+        ", ".join(f"{METRICS[n].described} {result[f'{n}_{when}']:.4f}" for n in names)
+        for when in ("before", "after")
+    )
+    return f"{before} → {after}{format_commonest(result)}" if names else ""
 
 
 def format_commonest(result: Mapping) -> str:
@@ -256,11 +252,7 @@ def format_commonest(result: Mapping) -> str:
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    form = ".3g" if ppl >= _MANY else f".{digits}f"
-    text = f"{ppl:{form}}"
-    if se is not None:
-        text += f" ± {se:{form}}"
-    return text
+    return with_error(ppl, se, ".3g" if ppl >= _MANY else f".{digits}f")
 
 
 def format_answers(answers: Mapping, examples: str = "examples") -> str:
@@ -269,13 +261,7 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
     ``answers`` has metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
     """
     scores = [score for when in ("before", "after") if (score := answers[when])]
-    shares = []
-    for score in scores:
-        share = f"{100 * score['share']:.1f}"
-        if score["se"]:
-            share += f" ± {100 * score['se']:.1f}"
-        shares.append(f"{share} %")
-
+    shares = [f"{with_error(100 * s['share'], 100 * s['se'] or None, '.1f')} %" for s in scores]
     text = f"{answers['metric']} {' → '.join(shares)} of {answers['rows']:,} {examples}"
     valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
     if valid:

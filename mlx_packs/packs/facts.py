@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..adapters.spec import by_number, leaf_names, ranks_of
 from ..bases.files import quantization_name
 from ..config.choices import METRICS, TASKS, is_lower_better
+from ..display import size
 from ..report.facts import (
     Change,
     Facts,
@@ -175,11 +176,7 @@ def _base_line(manifest: Mapping) -> str:
 
 def _size(manifest: Mapping) -> list[tuple[str, str]]:
     total = sum(facts["bytes"] for facts in (manifest.get("files") or {}).values())
-    if not total:
-        return []
-
-    shown = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total / 1e3:,.0f} kB"
-    return [("Size", shown)]
+    return [("Size", size(total))] if total else []
 
 
 def _origins(manifest: Mapping) -> list[tuple[str, str]]:
@@ -225,9 +222,7 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def delta_norms(pack: Pack) -> Norms:

@@ -9,6 +9,7 @@ from ..config.arguments import checked_arguments
 from ..config.choices import METRICS
 from ..errors import PackError
 from ..leftovers import recovered
+from ..terminal import short
 from .folder import check_sizes
 from .manifest import MANIFEST, check_pin, read_manifest, specs_of
 
@@ -177,7 +178,7 @@ def _cells(entry: dict) -> list[str]:
     before = entry["ppl_before"]
     after = entry["ppl_after"]
     if before is not None and after is not None:
-        change = f"{_short(before)}→{_short(after)}"
+        change = f"{short(before)}→{short(after)}"
     if (name := entry["metric"]) and entry["metric_before"] is not None:
         change = (
             f"{METRICS[name].described} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
@@ -186,15 +187,6 @@ def _cells(entry: dict) -> list[str]:
     base = entry["base"].rsplit("/", 1)[-1]
     created = (entry["created"] or "-")[:10]
     return [entry["name"], base, f"{entry['pack_mb']:.1f}", rank, change, created]
-
-
-def _short(value: float) -> str:
-    """A perplexity in at most five characters, where possible."""
-    if value < 10:
-        return f"{value:.2f}"
-    if value < 100:
-        return f"{value:.1f}"
-    return f"{value:.0f}"
 
 
 def _cut(text: str, width: int) -> str:

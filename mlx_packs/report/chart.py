@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import display
+from ..terminal import with_error
 from .facts import Change, Points, thinned
 
 _LABEL = 7.2  # width of a character of a label
@@ -207,10 +208,9 @@ def change_bars(change: Change) -> list[Bar]:
 
     bars = []
     for name, value, error in values:
-        label = f"{value:.{digits}f}"
+        label = with_error(value, error, f".{digits}f")
         ends = None
         if error is not None:
-            label += f" ± {error:.{digits}f}"
             ends = (max(0.0, value - error) / most, (value + error) / most)
         bars.append(Bar(name, name, max(0.0, value) / most, label, ends))
     return bars

@@ -23,6 +23,7 @@ from ..errors import PackError
 from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
+from ..evaluation.scores import before_and_after
 from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ..inference.generate import complete
 from ..nn.blocks import attends_by_spans
@@ -271,7 +272,10 @@ class CausalLMTask(TokenTask):
             "raw_prompt": self.sample.is_raw,
         }
 
-        metrics = _changes(outcome.before, outcome.after)
+        before = outcome.before
+        after = outcome.after
+        metrics = {"rows": after.rows, "targets": after.targets}
+        metrics |= before_and_after(before.reported, after.reported)
         if self.exam is not None:
             metrics["answers"] = self.exam.report(*outcome.answers).to_json()
             samples = self.exam.samples(*outcome.answers)
@@ -374,16 +378,3 @@ def _shortened(text: str) -> str:
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return text[: _SHOWN_CHARACTERS - 1] + "…"
-
-
-def _changes(before: PerplexityScore, after: PerplexityScore) -> dict:
-    return {
-        "rows": after.rows,
-        "targets": after.targets,
-        "ppl_before": before.ppl,
-        "ppl_after": after.ppl,
-        "ppl_before_se": before.ppl_se,
-        "ppl_after_se": after.ppl_se,
-        "accuracy_before": before.accuracy,
-        "accuracy_after": after.accuracy,
-    }

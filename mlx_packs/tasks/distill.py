@@ -208,12 +208,6 @@ class DistillTask(CausalLMTask):
     def summary(self, trained: Trained) -> Summary:
         summary = super().summary(trained)
 
-        before, after = trained.ends()
-        changes = {
-            "teacher_loss_before": before.divergence,
-            "teacher_loss_after": after.divergence,
-        }
-
         teacher = {
             **self._known,
             "loss": self.distillation.loss,
@@ -222,7 +216,6 @@ class DistillTask(CausalLMTask):
 
         return dataclasses.replace(
             summary,
-            eval=summary.eval | changes,
             objective=summary.objective | {"task": "distill"} | teacher,
             report=summary.report | {"teacher": teacher},
         )

@@ -28,6 +28,7 @@ from ..data.sharing import least_saved, may_share
 from ..errors import PackError
 from ..evaluation.answers import answer_of
 from ..evaluation.images import advance_of
+from ..evaluation.scores import before_and_after
 from ..inference.generate import text_of
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
@@ -69,6 +70,10 @@ class MeanReward(Score):
     @property
     def text(self) -> str:
         return f"reward {self.value:.3f}"
+
+    @property
+    def reported(self) -> dict[str, float | None]:
+        return {REWARD: self.value}
 
 
 class GRPOTask(Task):
@@ -249,11 +254,7 @@ class GRPOTask(Task):
         last = trained.last
         before, after = trained.ends()
         sample = self.sample.report(trained.initial, self.base)
-        metrics = {
-            "rows": after.rows,
-            "reward_before": before.value,
-            "reward_after": after.value,
-        }
+        metrics = {"rows": after.rows, **before_and_after(before.reported, after.reported)}
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
         report = {
             "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
