@@ -13,7 +13,7 @@ from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
-from ..objectives.reward_model import RewardModel, hidden_states
+from ..objectives.reward_model import HeadReader, RewardModel
 from ..packs.base import Base
 from ..runtime import mx
 from .images import encoding_progress
@@ -124,8 +124,7 @@ class RewardEvaluator:
 
     def score(self) -> MetricScore:
         base = self._base
-        states = hidden_states(base.model, base.name)
-        model = RewardModel(base.model, states, base.active.attached.score)
+        model = RewardModel(HeadReader(base.model, base.active.attached.score, base.name))
         with self._display.task("score", len(self._batches), "batches") as bar:
             return score_pairs(model, self._batches, bar.advance)
 

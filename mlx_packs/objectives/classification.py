@@ -15,7 +15,7 @@ from ..data.dataset import Batch, Layout
 from ..data.labels import MULTI, ORDINAL, REGRESSION
 from ..runtime import mx
 from .objective import Inputs, ScoredObjective, arrays_of
-from .reward_model import States, read_states
+from .reward_model import HeadReader
 from .score import Score
 
 Scoring = Callable[..., Score]  # of a `ScoreHead`, a dataset and what counts its batches
@@ -50,27 +50,23 @@ def scale_logits(steps: mx.array) -> mx.array:
 
 
 class ScoreHead(ScoredObjective):
-    """Logits by a linear head, [M, D] to [M, head rows], at the last token of each example.
+    """Logits by a head at the last token of each example.
 
-    ``states`` makes the hidden states. ``class_weights`` [classes] weigh the examples in the loss.
-    ``score`` scores batches; an objective that only trains, or only classifies, needs none.
+    ``class_weights`` [classes] weigh the examples in the loss. ``score`` scores batches; an
+    objective that only trains, or only classifies, needs none.
     """
 
     unit = "tokens"
-    model: nn.Module
 
     def __init__(
         self,
-        model: nn.Module,
-        states: States,
-        head: nn.Module,
+        reader: HeadReader,
         problem: str,
         class_weights: np.ndarray | None = None,
         score: Scoring | None = None,
     ) -> None:
-        self.model = model
-        self.states = states
-        self.head = head
+        self.model = reader.model
+        self.reader = reader
         self.problem = problem
         self._weights = None
         if class_weights is not None:
@@ -93,9 +89,7 @@ class ScoreHead(ScoredObjective):
         return np.array(logits, np.float64)[: len(batch.examples)]
 
     def _logits(self, inputs: Inputs, layout: Layout) -> mx.array:
-        last = read_states(self.model, self.states, inputs, layout)
-        logits = self.head(last).astype(mx.float32)
-
+        logits = self.reader(inputs, layout)
         if self.problem == ORDINAL:
             return scale_logits(logits)
         return logits

@@ -35,28 +35,35 @@ def hidden_states(model: nn.Module, name: str, task: str = "reward") -> States:
     return head.hidden
 
 
-def read_states(model: nn.Module, states: States, inputs: Inputs, layout: Layout) -> mx.array:
-    """Return the state that each target of a batch is predicted from, [M, D]."""
-    segments = segments_of(inputs, layout)
-    hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))
-    return hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
+class HeadReader:
+    """A linear head, [M, D] to [M, rows], on the states of a model; errors are of `hidden_states`.
+
+    ``name`` is the base's.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module, name: str, task: str = "reward") -> None:
+        self.model = model
+        self.head = head
+        self.states = hidden_states(model, name, task)
+
+    def __call__(self, inputs: Inputs, layout: Layout = ()) -> mx.array:
+        """Return what the head gives for the state of each target of a batch, [M, rows] float32."""
+        segments = segments_of(inputs, layout)
+        prefixes = prefixes_in(inputs)
+        hidden = forward(self.model, self.states, inputs["tokens"], segments, prefixes=prefixes)
+        last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
+        return self.head(last).astype(mx.float32)
 
 
 def completion_scores(
-    model: nn.Module,
-    states: States,
-    score: nn.Module,
-    rows: int,
-    inputs: Inputs,
-    layout: Layout = (),
+    reader: HeadReader, rows: int, inputs: Inputs, layout: Layout = ()
 ) -> mx.array:
     """Return the score of the last token of each completion, [rows, 2] float32; 0 for padding.
 
-    ``states`` makes the hidden states, ``score`` maps [M, D] to [M, 1]. ``inputs`` and ``layout``
-    are those of a batch of tokens (data/preferences.py) with two completions in each row.
+    ``inputs`` and ``layout`` are those of a batch of tokens (data/preferences.py) with two
+    completions in each row.
     """
-    last = read_states(model, states, inputs, layout)
-    scores = score(last)[:, 0].astype(mx.float32)
+    scores = reader(inputs, layout)[:, 0]
     # sums in a fixed order, which a scatter on a GPU does not have
     owned = inputs["owners"][None] == mx.arange(2 * rows)[:, None]
     return mx.where(owned, scores[None], 0).sum(axis=1).reshape(-1, 2)
@@ -74,34 +81,30 @@ def reward_losses(rewards: mx.array, centering: float) -> mx.array:
 
 
 class RewardModel(ScoredObjective):
-    """The loss of rewards on batches of pairs.
+    """The loss of rewards, read by a head of one row, on batches of pairs.
 
-    ``states`` makes hidden states, ``score`` is the head, [M, D] to [M, 1]. ``score_batches``
-    scores batches; an objective that only trains needs none.
+    ``score`` scores batches; an objective that only trains needs none.
     """
 
     unit = "tokens"
 
     def __init__(
         self,
-        model: nn.Module,
-        states: States,
-        score: nn.Module,
+        reader: HeadReader,
         centering: float = 0.0,
-        score_batches: Callable[..., Score] | None = None,
+        score: Callable[..., Score] | None = None,
     ) -> None:
-        self.model = model
-        self.states = states
-        self.head = score
+        self.model = reader.model
+        self.reader = reader
         self.centering = centering
-        self._score = score_batches
+        self._score = score
 
         def outcome(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
             """Losses [P] and rewards [P, 2] of all rows, padding among them."""
             rewards, _ = self._rewards(inputs, layout)
             return reward_losses(rewards, self.centering), rewards
 
-        self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
+        self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(self.model)])
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         rewards, is_row = self._rewards(inputs, layout)
@@ -111,6 +114,6 @@ class RewardModel(ScoredObjective):
     def _rewards(self, inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
         """Return the rewards [P, 2], and which rows are no padding [P]."""
         rows = len(inputs["labels"])
-        rewards = completion_scores(self.model, self.states, self.head, rows, inputs, layout)
+        rewards = completion_scores(self.reader, rows, inputs, layout)
         is_row = (inputs["owners"][None] == 2 * mx.arange(rows)[:, None]).any(axis=1)
         return rewards, is_row

@@ -18,7 +18,7 @@ from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted
 from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
 from ..objectives.classification import ScoreHead
-from ..objectives.reward_model import hidden_states
+from ..objectives.reward_model import HeadReader
 from .compatibility import text_limit
 from .pack import Pack
 
@@ -161,6 +161,6 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
-    states = hidden_states(base.model, base.name, "classify")
-    objective = ScoreHead(base.model, states, head, classes.problem)
+    reader = HeadReader(base.model, head, base.name, "classify")
+    objective = ScoreHead(reader, classes.problem)
     return OpenClassifier(base, classes, names, limit, objective)

@@ -12,7 +12,7 @@ from ..data.in_memory import Data, source_of
 from ..data.preferences import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of
-from ..objectives.reward_model import completion_scores, hidden_states
+from ..objectives.reward_model import HeadReader, completion_scores
 from .compatibility import text_limit
 from .manifest import template_kwargs_of
 from .pack import Pack
@@ -47,12 +47,12 @@ def rewards(
 
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
-    states = hidden_states(base.model, base.name)
+    reader = HeadReader(base.model, head, base.name)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         slots = batch_size + batch_size % 2  # in pairs
         inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
-        scores = completion_scores(base.model, states, head, slots // 2, inputs)
+        scores = completion_scores(reader, slots // 2, inputs)
         result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
 
     return result

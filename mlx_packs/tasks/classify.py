@@ -35,7 +35,7 @@ from ..evaluation.scores import MetricScore, before_and_after
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import ScoreHead
 from ..objectives.objective import Objective
-from ..objectives.reward_model import hidden_states
+from ..objectives.reward_model import HeadReader
 from ..objectives.score import check_best
 from ..packs.base import Base
 from ..packs.card import format_change
@@ -182,9 +182,9 @@ class ClassifyTask(TokenTask):
         return [self._objective(model, self._class_weights(own)) for own in binding.data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
-        states = hidden_states(model, self.base.name, self.train.task)
+        reader = HeadReader(model, model[SCORE], self.base.name, self.train.task)
         problem = self.classes.problem
-        return ScoreHead(model, states, model[SCORE], problem, weights, self._score)
+        return ScoreHead(reader, problem, weights, self._score)
 
     def _class_weights(self, data: PhaseData) -> np.ndarray | None:
         """Return examples / (classes x examples of the class), [classes]; None without weights."""

@@ -14,7 +14,7 @@ from ..data.rows import Splits
 from ..evaluation.preferences import score_pairs
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Objective
-from ..objectives.reward_model import RewardModel, hidden_states
+from ..objectives.reward_model import HeadReader, RewardModel
 from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData
@@ -60,9 +60,9 @@ class RewardTask(PreferenceTask):
         model = binding.trainable.model
         self.prepare_rows(binding.trainable, split_head(model))
 
-        states = hidden_states(model, self.base.name)
+        reader = HeadReader(model, model[SCORE], self.base.name)
         centering = self.train.center_rewards_coefficient
-        objective = RewardModel(model, states, model[SCORE], centering, score_pairs)
+        objective = RewardModel(reader, centering, score_pairs)
         return [objective] * len(binding.data)
 
     def summary(self, trained: Trained) -> Summary:

@@ -14,7 +14,7 @@ from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_pairs
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
+from mlx_packs.objectives.reward_model import HeadReader, RewardModel, hidden_states, reward_losses
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -36,9 +36,10 @@ class Small:
         self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
         self.sampler = GroupedSampler(self.examples.lengths, 8, length - 1, 1)
 
-        self.states = hidden_states(self.base.model, "small")
         self.score = fresh_score_head(self.base, 0)
-        self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)
+        reader = HeadReader(self.base.model, self.score, "small")
+        self.states = reader.states
+        self.objective = RewardModel(reader, 0.1)
 
         self.data = preference_set(self.examples, self.sampler, is_scored=True)
 

@@ -31,7 +31,7 @@ from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
 from mlx_packs.objectives.reference import PhaseReference, Reference
 from mlx_packs.objectives.rerank import Reranking, scorer_of
-from mlx_packs.objectives.reward_model import RewardModel, hidden_states
+from mlx_packs.objectives.reward_model import HeadReader, RewardModel
 from mlx_packs.runtime import mx
 from tests.helpers.steps import make_batch
 
@@ -366,8 +366,7 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
     train = TrainConfig(task="reward", batch_size=half)
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    states = hidden_states(base.model, base.name)
-    objective = RewardModel(base.model, states, base.model["score"], centering)
+    objective = RewardModel(HeadReader(base.model, base.model["score"], base.name), centering)
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
@@ -422,8 +421,8 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     base = replace(base, model=with_score_head(base.model, head))
     train = TrainConfig(task="classify", batch_size=len(TEXTS))
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    states = hidden_states(base.model, base.name)
-    objective = ScoreHead(base.model, states, base.model["score"], problem, weights)
+    reader = HeadReader(base.model, base.model["score"], base.name)
+    objective = ScoreHead(reader, problem, weights)
 
     column = COLUMNS[problem]
     rows = [
