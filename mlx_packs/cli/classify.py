@@ -7,7 +7,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -89,13 +88,12 @@ def classify(
         classifier = classifier_of(base, pack, head)
         rows = _rows(data, classifier.names)
         while chunk := list(itertools.islice(rows, _CHUNK * batch_size)):
-            predictions = classifier.classify([row for row, _ in chunk], batch_size)
+            predictions = classifier.classify(chunk, batch_size)
             if target is None:
                 for prediction in predictions:
                     echo(json.dumps(prediction.to_json(top), ensure_ascii=True))
             else:
-                values = (value for _, value in chunk)
-                labelled += zip(values, predictions, strict=True)
+                labelled += zip((row.value for row in chunk), predictions, strict=True)
 
     if target is not None:
         _write(target, labelled, top)
@@ -114,23 +112,17 @@ def _output(out: str | None, data: str | None) -> Path | None:
     return target
 
 
-def _rows(data: str | None, names: "DataConfig") -> "Iterator[tuple[Row, dict]]":
-    """Yield rows with the pack's names of columns, and their values as they are."""
+def _rows(data: str | None, names: "DataConfig") -> "Iterator[Row]":
     from ..data.rows import read_rows, suffix_of
-    from ..evaluation.rows import renamed
     from ..reading import open_regular
 
-    rows: Iterable[Row]
-    with ExitStack() as closes:
-        if data is None:
-            rows = _lines(sys.stdin.buffer, "stdin", names)
-        elif suffix_of(file := Path(data).expanduser()) == ".txt":
-            rows = _lines(closes.enter_context(open_regular(file)), data, names)
-        else:
-            rows = read_rows(file)
-
-        for row in rows:
-            yield renamed(row, names), dict(row.value)
+    if data is None:
+        yield from _lines(sys.stdin.buffer, "stdin", names)
+    elif suffix_of(file := Path(data).expanduser()) == ".txt":
+        with open_regular(file) as stream:
+            yield from _lines(stream, data, names)
+    else:
+        yield from read_rows(file)
 
 
 def _lines(stream: IO[bytes], name: str, names: "DataConfig") -> "Iterator[Row]":

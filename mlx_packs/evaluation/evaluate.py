@@ -79,7 +79,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         limit: Maximum number of examples; -1 uses all.
         matmul_path: How frozen weights are used; ``"auto"`` measures and uses the fastest.
         columns: Names of the columns, as in `train_pack`, and, in place of ``data``, the source of
-            the examples; None is as the pack was trained. Standard names are always read.
+            the examples; None is as the pack was trained.
         metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
             ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"``, else ``"none"``.
         share_prefix: Whether the common prefix of examples is computed once for each batch:

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..bases.files import CONFIG, public_name
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..data.bad_rows import RowError
 from ..data.formats import PROMPT, Row
 from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
-from ..data.sources import Rows
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import is_hub_id
@@ -137,27 +135,8 @@ def _recipe_of_run(pack: Pack) -> Any:
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
     """Return the rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
 
-    ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none. Rows may
-    have the standard names of columns instead of those of ``columns``, which they then get.
+    ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none.
     """
-    rows = _rows_of(columns, split, limit)
-    if not columns.changed(COLUMN_SETTINGS):
-        return rows
-    return [renamed(row, columns) for row in rows]
-
-
-def renamed(row: Row, columns: DataConfig) -> Row:
-    """Return a row whose columns have the names of ``columns``, if they have standard names."""
-    names = {getattr(DataConfig, name): getattr(columns, name) for name in COLUMN_SETTINGS}
-    with suppress(RowError):  # who uses a bad row names it
-        if isinstance(row.value, Mapping):
-            new = {old: name for old, name in names.items() if name not in row.value}
-            return row.with_value({new.get(key, key): value for key, value in row.value.items()})
-
-    return row
-
-
-def _rows_of(columns: DataConfig, split: str, limit: int) -> list[Row]:
     first = slice(limit) if limit >= 0 else slice(None)
     if isinstance(columns.data, InMemoryRows):
         splits = columns.data.splits
@@ -169,27 +148,12 @@ def _rows_of(columns: DataConfig, split: str, limit: int) -> list[Row]:
     if Path(columns.data).is_file():
         return read_rows(Path(columns.data))[first]
 
-    rows = _loaded(columns)
+    rows = load_rows(columns).rows
     if split == "test" and not rows["test"]:
         split = "valid"
     if not rows.get(split):
         raise PackError(f"--data {columns.data}: has no {split} examples.", "data", "split")
     return rows[split][first]
-
-
-def _loaded(columns: DataConfig) -> Mapping[str, Rows]:
-    """Return the rows of each split, in which columns may have their standard names."""
-    try:
-        return load_rows(columns).rows
-    except RowError as error:
-        standard = {name: getattr(DataConfig, name) for name in COLUMN_SETTINGS}
-        if error.reason != "missing columns" or not columns.changed(COLUMN_SETTINGS):
-            raise
-
-        try:
-            return load_rows(replace(columns, **standard)).rows
-        except PackError:
-            raise error from None
 
 
 def check_limit(limit: int) -> None:
