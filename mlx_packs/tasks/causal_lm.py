@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from ..config.choices import ANSWER_METRICS, answer_metric_of
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..data.batches import evaluation_set
+from ..data.conversations import Content
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
 from ..data.formats import TEXT, TOKEN_FORMATS, format_of
@@ -59,6 +60,14 @@ class SamplePrompt:
     is_raw: bool = False  # whether it is the beginning of a text, rather than a question
     images: tuple[str, ...] = ()  # of the prompt, as `thumbnails`
     thoughts: int = 0  # tokens of the thoughts before the answer
+
+    @classmethod
+    def of(cls, content: Content, base: Base, columns: DataConfig, is_raw: bool = False) -> Self:
+        """Return the prompt of an example with the answer that it has."""
+        text, tokens = content.prompt()
+        wanted, thoughts = expected_answer(content, base, tokens)
+        images = thumbnails(content.images, columns.allow_urls)
+        return cls(text, tokens, wanted, is_raw, images, thoughts)
 
     def complete(self, base: Base) -> str:
         """Return the base's answer as it is now: greedy, as `packs generate` gives it."""
@@ -124,16 +133,8 @@ class CausalLMTask(TokenTask):
         columns = phases[-1].sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
         content = row_format.read(row, columns, base.tokenizer)
-        text, tokens = content.prompt()
-        wanted, thoughts = expected_answer(content, base, tokens)
-        self.sample = SamplePrompt(
-            text,
-            tokens,
-            wanted,
-            thoughts=thoughts,
-            is_raw=row_format is TEXT or not base.tokenizer.has_chat_template,
-            images=thumbnails(content.images, columns.allow_urls),
-        )
+        is_raw = row_format is TEXT or not base.tokenizer.has_chat_template
+        self.sample = SamplePrompt.of(content, base, columns, is_raw)
 
         metric = metric_of(self.train.metric, columns)
         if metric and self.completes_text:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..bases.turns import takes_images
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
@@ -18,7 +17,6 @@ from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
 from ..data.task_formats import RATED
 from ..display import VERBOSE
-from ..evaluation.answers import expected_answer
 from ..evaluation.preferences import VALIDATED, score_preferences
 from ..evaluation.scores import MetricScore, before_and_after
 from ..objectives.causal_lm import split_head
@@ -28,7 +26,6 @@ from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change
 from ..runtime import mx
-from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, sample_lines, stored_sample
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_notes, show_phase
@@ -64,21 +61,15 @@ class PreferenceTask(TokenTask):
 
     def _encoded_splits(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
         columns = phase.sources[0]
-        tokenizer = self.base.tokenizer
-        has_images = takes_images(tokenizer)
         length = phase.train.max_seq_length
         options = EncodingOptions(max_seq_length=length, vocab_size=self.base.vocab_size)
 
         def encode(split: str, advance: Callable[[], None]) -> Examples:
-            counts = advance if has_images else None
-            return self._encoded(read.rows[split], columns, options, counts)
-
-        if not has_images:
-            return encode_each(read, encode, self.display)
+            return self._encoded(read.rows[split], columns, options, advance)
 
         completions = 1 if self._row_format() is RATED else 2
         steps = {split: completions * len(read.rows[split]) for split in read.present()}
-        return encode_each(read, encode, self.display, steps, "completions", tokenizer)
+        return encode_each(read, encode, self.display, steps, "completions", self.base.tokenizer)
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train
@@ -161,10 +152,7 @@ class PreferenceTask(TokenTask):
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         content = COMPLETION.read(row, columns, self.base.tokenizer)
-        text, tokens = content.prompt()
-        images = thumbnails(content.images, columns.allow_urls)
-        wanted, thoughts = expected_answer(content, self.base, tokens)
-        self.sample = SamplePrompt(text, tokens, wanted, images=images, thoughts=thoughts)
+        self.sample = SamplePrompt.of(content, self.base, columns)
 
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
