@@ -1,4 +1,4 @@
-"""Estimate the peak memory of training a decoder of the Llama family.
+"""Estimate the peak memory of training a decoder: of the Llama family, or a hybrid.
 
 `memory.step` follows a step by hand. On a GPU the same formula is used with the dtype of the
 checkpoint. It was **not measured there**.
@@ -11,6 +11,7 @@ from dataclasses import replace
 from .. import runtime
 from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.vision_families import is_of_projector
 from ..bases.weight_formats import named_format
 from ..config.choices import MATMUL_PATHS, OPTIMIZERS, POLICIES, TASKS
 from ..config.lora import LoRAConfig
@@ -25,8 +26,16 @@ from ..data.shapes import (
 )
 from ..errors import PackError
 from ..ops.profile import profile
-from .decoder_sizes import Sizes, sizes_of
+from .decoder_sizes import (
+    HYBRID_FAMILIES,
+    TEXT_FAMILIES,
+    Sizes,
+    language_model,
+    sizes_of,
+    text_config,
+)
 from .headers import Headers, Tensors, dense_tensors, tensor_bytes
+from .hybrid import HybridSizes, HybridStep, adapted_sizes, hybrid_sizes
 from .plan import (
     MemoryPlan,
     Shape,
@@ -38,14 +47,27 @@ from .plan import (
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
 from .step import WHOLE_LOGITS, Level, Pass, Step, passes_of
+from .vision import feature_bytes, projector_tensors
 
-ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 
 
+def assumed(config: Mapping) -> str:
+    if config.get("model_type") in TEXT_FAMILIES:
+        return "Every token is taken as a target, and as one of an image."
+    return "Every token is taken as a target."
+
+
 def describe(config: Mapping) -> Tensors:
-    sizes_of(config, {})  # none is missing
-    return dense_tensors(config)
+    text = text_config(config)
+    _sizes(text, {})  # none is missing
+    return dense_tensors(text)
+
+
+def _sizes(config: Mapping, tensors: Tensors) -> Sizes:
+    if config.get("model_type") in HYBRID_FAMILIES:
+        return hybrid_sizes(config, tensors)
+    return sizes_of(config, tensors)
 
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
@@ -92,12 +114,30 @@ def estimate(
 
     Raises a PackError for a family or an objective that the formula does not know.
     """
-    check_objective(train)
-    headers.check_formats()
-    return plan_step(headers, lora, train, shape, sizes_of(headers.config, headers.tensors), Step)
+    _check_objective(train)
+    text = language_model(headers)
+    has_images = headers.config.get("model_type") in TEXT_FAMILIES
+    if has_images and any(map(is_of_projector, lora.target_modules)):
+        text = replace(text, tensors={**projector_tensors(headers), **text.tensors})
+    text.check_formats()
+
+    if text.config.get("model_type") in HYBRID_FAMILIES:
+        sizes: Sizes = adapted_sizes(text, lora, train)
+    else:
+        sizes = sizes_of(text.config, text.tensors)
+    plan = _plan_step(text, lora, train, shape, sizes)
+    if not has_images:
+        return plan
+
+    features = feature_bytes(text, headers, train.sequences * (shape or largest_shape(train))[0])
+    moments = {
+        name: {**parts, "activations": parts["activations"] + features}
+        for name, parts in plan.moments.items()
+    }
+    return replace(plan, moments=moments)
 
 
-def check_objective(train: TrainConfig) -> None:
+def _check_objective(train: TrainConfig) -> None:
     if train.objective != "transformer" and not train.trains_base:
         raise PackError(
             f"no plan for the objective {train.objective}. Known is transformer.",
@@ -106,17 +146,12 @@ def check_objective(train: TrainConfig) -> None:
         )
 
 
-def plan_step(
-    headers: Headers,
-    lora: LoRAConfig,
-    train: TrainConfig,
-    shape: Shape | None,
-    sizes: Sizes,
-    step_class: type[Step],
+def _plan_step(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None, sizes: Sizes
 ) -> MemoryPlan:
-    """Return the peak memory of training a base of these sizes; `estimate` has the rest."""
+    """Return the peak memory of training a language model of these sizes."""
     if train.trains_base:
-        return _plan_full(headers, lora, train, shape, sizes, step_class)
+        return _plan_full(headers, lora, train, shape, sizes)
 
     itemsize = activation_bytes(headers.config, train.compute_dtype)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
@@ -134,6 +169,7 @@ def plan_step(
     evaluated = Level(train.batch_size, shape[0]) if _by_parts(train) else None
 
     is_tree = isinstance(shape, TreeShape)
+    step_class = HybridStep if isinstance(sizes, HybridSizes) else Step
     at_once = step_class.trees_at_once
     if is_tree and shape.computed(sequences) > profile().tree_inputs:
         at_once = False
@@ -245,12 +281,7 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
 
 
 def _plan_full(
-    headers: Headers,
-    lora: LoRAConfig,
-    train: TrainConfig,
-    shape: Shape | None,
-    sizes: Sizes,
-    step_class: type[Step],
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None, sizes: Sizes
 ) -> MemoryPlan:
     """Return the peak memory of full fine-tuning.
 
@@ -268,7 +299,7 @@ def _plan_full(
         compute_dtype="float32",
     )
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
-    plan = plan_step(headers.without_scales(), smallest, of_adapters, shape, sizes, step_class)
+    plan = _plan_step(headers.without_scales(), smallest, of_adapters, shape, sizes)
 
     paths = dict(sizes.modules)
     if lora.num_layers > 0:

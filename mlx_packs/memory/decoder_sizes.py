@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ..bases.shapes import Heads
-from ..bases.vision_families import VISION_FAMILIES, is_of_projector
+from ..bases.vision_families import PROJECTOR, VISION_FAMILIES, is_of_projector
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
-from .headers import Tensors
+from .headers import Headers, Tensors
 from .planned_adapters import Places
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
@@ -18,9 +18,49 @@ HYBRID_FAMILIES = (
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
-)  # memory/hybrid.py
-# The language model of families with a vision tower, as a base without images: memory/vision.py.
+)
+# The language model of families with a vision tower, as a base without images.
 TEXT_FAMILIES = {name: f.widths for name, f in VISION_FAMILIES.items() if f.widths is not None}
+_OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
+# How names of tensors of a language model begin, in files and in memory, and in one of mlx-lm.
+_TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "text_model.": "model.",
+    "lm_head.": "lm_head.",
+    "model.embed_tokens.": "model.embed_tokens.",
+    "model.layers.": "model.layers.",
+    "model.norm.": "model.norm.",
+    f"{PROJECTOR}.": f"{PROJECTOR}.",
+}
+
+
+def text_config(config: Mapping) -> dict:
+    """Return the config of the language model of a checkpoint that may have more."""
+    family = config.get("model_type")
+    if family not in (*HYBRID_FAMILIES, *TEXT_FAMILIES):
+        return dict(config)
+
+    text = config.get("text_config") or {}
+    family = TEXT_FAMILIES.get(family, family)
+    if text.get("model_type") in _OTHER_TEXTS:
+        family = text["model_type"]
+    return {"dtype": config.get("dtype"), **config, **text, "model_type": family}
+
+
+def language_model(headers: Headers) -> Headers:
+    """Return the headers of the language model of a base, by the names of one without images."""
+    if headers.config.get("model_type") not in (*HYBRID_FAMILIES, *TEXT_FAMILIES):
+        return headers
+
+    tensors = {}
+    for name, tensor in headers.tensors.items():
+        stored = next((prefix for prefix in _TEXT_NAMES if name.startswith(prefix)), None)
+        if stored is not None:
+            tensors[_TEXT_NAMES[stored] + name.removeprefix(stored)] = tensor
+    return replace(headers, config=text_config(headers.config), tensors=tensors)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from .headers import Headers, Tensors, tensors_of
 from .plan import MemoryPlan, Shape, accumulates, embedding_loss, moment_parts, recompute_policies
 from .planned_adapters import Places, optimizer_bytes, plan_adapters
 
-ASSUMED = "Every text is taken as long as it may be."
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
 # Arrays that a block keeps for the backward pass, of the hidden and of the feed-forward size.
 _KEPT = {
@@ -41,6 +40,10 @@ _FLYING_FFN = 21
 _FLYING_SCORES = 6.6
 _FLYING_STATES = 3
 _AHEAD = 2  # recomputed blocks that are in memory together: MLX allocates ahead
+
+
+def assumed(config: Mapping) -> str:
+    return "Every text is taken as long as it may be."
 
 
 def describe(config: Mapping) -> Tensors:

@@ -12,7 +12,6 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
-from .decoder_sizes import HYBRID_FAMILIES, TEXT_FAMILIES
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, recompute_policies, verdict
 
@@ -25,13 +24,10 @@ _HELPS = 0.98  # a remedy takes less than this share
 
 
 class Estimator(Protocol):
-    """The memory estimate of one architecture: a module.
+    """The memory estimate of one architecture: a module."""
 
-    Attributes:
-        ASSUMED: what is assumed of the examples, a sentence.
-    """
-
-    ASSUMED: str
+    def assumed(self, config: Mapping) -> str:
+        """Return what is assumed of the examples, a sentence."""
 
     def describe(self, config: Mapping) -> Tensors:
         """Return the headers of the dense checkpoint that a config describes."""
@@ -55,16 +51,11 @@ class Estimator(Protocol):
 
 
 def estimator_of(config: Mapping) -> Estimator:
-    from . import decoder, encoder, hybrid, vision  # of which a run needs one
+    from . import decoder, encoder  # of which a run needs one
 
     check_supported(config)
-
-    family = config.get("model_type")
-    if family in HYBRID_FAMILIES:
-        return hybrid
-    if family in TEXT_FAMILIES:
-        return vision
-    return {"decoder": decoder, "encoder": encoder}[architecture_of(family)]
+    estimators = {"decoder": decoder, "encoder": encoder}
+    return estimators[architecture_of(config.get("model_type"))]
 
 
 # The peak memory of a run, or of a rank of it, by headers, lora, train and shapes: `estimate`.

@@ -5,7 +5,6 @@ block keeps was read off measured peaks of small models on a CPU, one size chang
 all that autodiff keeps, since the families' own blocks recompute nothing by themselves.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,25 +15,11 @@ from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..kinds import check_keys
 from ..ops import gated_delta
-from .decoder import (
-    ASSUMED,
-    check_objective,
-    plan_step,
-    resized,
-    run_settings,
-    smallest_shape,
-    why_not_quantized,
-)
 from .decoder_sizes import Sizes
-from .headers import Headers, Tensors, dense_tensors
-from .plan import MemoryPlan, Shape
+from .headers import Headers, Tensors
 from .step import Level, Pass, Step
 
-__all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
-
-_LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|mtp)\.")  # parts that mlx-lm does not load
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-_HEAD_PREFIX = "language_model."
 _HEAD_KEYS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -53,48 +38,6 @@ _MIXTURE_KEYS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-_PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.)")
-
-
-def describe(config: Mapping) -> Tensors:
-    _sizes(_text_config(config), {})  # none is missing
-    return dense_tensors(config)
-
-
-def estimate(
-    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
-) -> MemoryPlan:
-    """Return the peak memory; raise a PackError for adapters on experts or unknown objectives."""
-    check_objective(train)
-    headers = _language_model(headers)
-    headers.check_formats()
-
-    sizes = _sizes(headers.config, headers.tensors)
-    if sizes.experts and (train.trains_base or set(lora.target_modules) & _OF_EXPERTS):
-        raise PackError("no plan for training the experts of a mixture.", "unsupported")
-    if not (lora.target_modules or train.trains_base):  # as `targets.without_narrow`
-        wide = {p: s for p, s in sizes.modules.items() if min(s) >= lora.rank}
-        sizes = replace(sizes, modules=wide)
-
-    return plan_step(headers, lora, train, shape, sizes, HybridStep)
-
-
-def _text_config(config: Mapping) -> dict:
-    """Return the config of the language model of a checkpoint that may have more."""
-    text = config.get("text_config") or {}
-    return {"dtype": config.get("dtype"), **config, **text, "model_type": config.get("model_type")}
-
-
-def _language_model(headers: Headers) -> Headers:
-    """Return the headers of the language model alone, with the names of a text-only checkpoint."""
-    tensors = {}
-    for name, tensor in headers.tensors.items():
-        if _LEFT_OUT.search(name):
-            continue
-        if "lm_head" in name:
-            name = name.removeprefix(_HEAD_PREFIX)
-        tensors[_PREFIX.sub("model.", name)] = tensor
-    return replace(headers, config=_text_config(headers.config), tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -135,7 +78,23 @@ class HybridSizes(Sizes):
         return self.value_heads * self.value_width
 
 
-def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
+def adapted_sizes(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> HybridSizes:
+    """Return the sizes of a base with the modules that a run may train.
+
+    Raises a PackError for adapters on the experts of a mixture, and their full fine-tuning.
+    """
+    sizes = hybrid_sizes(headers.config, headers.tensors)
+    if sizes.experts and (train.trains_base or set(lora.target_modules) & _OF_EXPERTS):
+        raise PackError("no plan for training the experts of a mixture.", "unsupported")
+    if lora.target_modules or train.trains_base:
+        return sizes
+    # as `targets.without_narrow`
+    wide = {p: s for p, s in sizes.modules.items() if min(s) >= lora.rank}
+    return replace(sizes, modules=wide)
+
+
+def hybrid_sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
+    """Return the sizes; raise a PackError where a config lacks one."""
     mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
 
     try:

@@ -492,7 +492,7 @@ def _size_or_0(count: int) -> str:
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     assumed = ""
     if best.longest is None and has_logits(best.train):
-        assumed = estimator_of(headers.config).ASSUMED
+        assumed = estimator_of(headers.config).assumed(headers.config)
 
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),

@@ -7,7 +7,8 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
-from mlx_packs.memory import hybrid
+from mlx_packs.memory.decoder import describe
+from mlx_packs.memory.decoder_sizes import language_model
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
@@ -96,10 +97,10 @@ def test_described_headers_are_those_of_the_model(family):
     config = config_of(family, *SHAPES["narrow"])
     base = base_of_config(config)
     own = {name: a.shape for name, a in tree_flatten(base.model.parameters())}
-    assert {n: tuple(t["shape"]) for n, t in hybrid.describe(config).items()} == own
-    described = Headers("described", config, hybrid.describe(config))
-    names = hybrid._language_model(Headers.of(base)).tensors.keys()
-    assert names == hybrid._language_model(described).tensors.keys()
+    assert {n: tuple(t["shape"]) for n, t in describe(config).items()} == own
+    described = Headers("described", config, describe(config))
+    names = language_model(Headers.of(base)).tensors.keys()
+    assert names == language_model(described).tensors.keys()
     attached = attach(base, LoRAConfig(rank=8))
     plan = estimate(described, LoRAConfig(rank=8), TrainConfig(matmul_path="dense"))
     assert plan.adapter_weights == attached.parameter_count()
@@ -114,7 +115,7 @@ def test_a_wide_vocabulary_is_never_whole():
 
 def test_parts_that_are_not_loaded_do_not_count():
     config = config_of("qwen3_5", *SHAPES["narrow"])
-    tensors = hybrid.describe(config)
+    tensors = describe(config)
     on_disk = {
         n.replace("language_model.model.", "model.language_model."): t for n, t in tensors.items()
     }
@@ -129,7 +130,7 @@ def test_parts_that_are_not_loaded_do_not_count():
 
 def test_a_gpu_keeps_no_scores_and_half_as_much():
     config = config_of("qwen3_5", *SHAPES["wide"])
-    headers = Headers("base", config, hybrid.describe(config))
+    headers = Headers("base", config, describe(config))
     settings = headers, LoRAConfig(rank=4), TrainConfig(batch_size=1), [(4096, 4096)]
     on_cpu = estimate(*settings)
     with assumed_device("gpu"):
@@ -139,7 +140,7 @@ def test_a_gpu_keeps_no_scores_and_half_as_much():
 
 def test_full_fine_tuning_of_a_dense_base_has_a_plan():
     config = config_of("qwen3_5", *SHAPES["narrow"])
-    headers = Headers("base", config, hybrid.describe(config))
+    headers = Headers("base", config, describe(config))
     full = estimate(headers, LoRAConfig(), TrainConfig(method="full", matmul_path="dense"))
     assert full.adapters == 4 * full.base_weights
 
