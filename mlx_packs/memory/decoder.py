@@ -154,7 +154,7 @@ def _plan_step(
         return _plan_full(headers, lora, train, shape, sizes)
 
     itemsize = activation_bytes(headers.config, train.compute_dtype)
-    adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
+    adapters = plan_adapters(sizes.modules, sizes.blocks, lora, train.method, headers.tensors)
     if has_score_head(train):
         adapters = adapters.beside((headers.outputs, sizes.hidden))
 

@@ -9,7 +9,6 @@ from ..bases.vision_families import PROJECTOR, VISION_FAMILIES, is_of_projector
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Headers, Tensors
-from .planned_adapters import Places
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 HYBRID_FAMILIES = (
@@ -87,10 +86,6 @@ class Sizes:
     def projections(self) -> dict[str, tuple[int, int]]:
         """Those of ``modules`` that are in blocks."""
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
-
-    def places(self, tensors: Tensors) -> Places:
-        """Return where the base can be trained; ``tensors`` has its norms and biases too."""
-        return Places.of(self.projections, self.modules, self.blocks, tensors)
 
     @property
     def weights(self) -> int:

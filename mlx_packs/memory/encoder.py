@@ -6,6 +6,7 @@ loss, and what their backward pass needs is there then. The numbers of arrays we
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
 from .plan import MemoryPlan, Shape, accumulates, embedding_loss, moment_parts, recompute_policies
-from .planned_adapters import Places, optimizer_bytes, plan_adapters
+from .planned_adapters import optimizer_bytes, plan_adapters
 
+_IN_BLOCK = re.compile(r"\blayers?\.\d+\.")
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
 # Arrays that a block keeps for the backward pass, of the hidden and of the feed-forward size.
 _KEPT = {
@@ -66,24 +68,13 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
     return replace(train, max_seq_length=min(limit for limit in limits if limit))
 
 
-def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
-    d = config["hidden_size"]
-    f = config["intermediate_size"]
-    if config.get("model_type") == "modernbert":
-        return {
-            "attn.Wqkv": (3 * d, d),
-            "attn.Wo": (d, d),
-            "mlp.Wi": (2 * f, d),
-            "mlp.Wo": (d, f),
-        }
-
+def _projections(headers: Headers) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of the linear layers of all blocks."""
+    named = {tensor_name(name): tuple(t["shape"]) for name, t in headers.tensors.items()}
     return {
-        "attention.self.query": (d, d),
-        "attention.self.key": (d, d),
-        "attention.self.value": (d, d),
-        "attention.output.dense": (d, d),
-        "intermediate.dense": (f, d),
-        "output.dense": (d, f),
+        name.removesuffix(".weight"): shape
+        for name, shape in named.items()
+        if name and _IN_BLOCK.search(name) and len(shape) == 2
     }
 
 
@@ -142,18 +133,12 @@ def estimate(
         )
 
     hidden, ffn, heads, blocks = (config[key] for key in keys)
-    projections = {
-        f"encoder.layer.{i}.{name}": shape
-        for i in range(blocks)
-        for name, shape in _block_shapes(config).items()
-    }
-
     method = train.method
     if train.trains_base:  # all blocks, with the activations of adapters
         lora = replace(lora, num_layers=-1)
         method = "lora"
 
-    adapters = plan_adapters(Places(projections, blocks), lora, method)
+    adapters = plan_adapters(_projections(headers), blocks, lora, method)
     loss = embedding_loss(train)
     longest = config.get("max_position_embeddings") or train.max_seq_length
     columns = widths_of(shape or (train.max_seq_length, loss.texts))
@@ -219,8 +204,7 @@ def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
 
 def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
     """Return the reason why QLoRA is not for this encoder, with what it would save."""
-    block = sum(out * width for out, width in _block_shapes(headers.config).values())
-    quantizable = headers.config["num_hidden_layers"] * block
+    quantizable = sum(map(math.prod, _projections(headers).values()))
     saved = quantizable * (4 - _QUANTIZED_BITS / 8)
 
     return (

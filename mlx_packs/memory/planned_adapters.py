@@ -1,9 +1,10 @@
 """The adapters that a run would attach to a base, planned from the shapes of its weights."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mlx.utils import tree_flatten
 
@@ -21,6 +22,7 @@ from .headers import Tensors
 from .plan import MemoryPlan, accumulates, moment_parts, recompute_policies
 
 UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
+_BLOCK = re.compile(r"(?:^|\.)layers?\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -78,71 +80,45 @@ class PlannedAdapters:
         )
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a base can be trained, by path."""
-
-    # (out, in) of the linear layers in blocks, in the order of the model. The third name of a path
-    # is the number of its block.
-    projections: Mapping[str, tuple[int, int]]
-    blocks: int  # how many the base has
-    # (rows, width) of the table, if an adapter on it can be planned
-    embedding: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # the same of a head of its own; without one the table is the head
-    head: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # (out, in) of the linear layers of a projector of images that is part of the model
-    projector: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # shapes of the weights of every module that can be saved in full
-    modules: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        projections: Mapping[str, tuple[int, int]],
-        modules: Mapping[str, tuple[int, int]],
-        blocks: int,
-        tensors: Tensors,
-    ) -> "Places":
-        """Return the places of a decoder; ``tensors`` has the shapes of its norms and biases."""
-        weights: dict[str, list[tuple[int, ...]]] = {p: [s] for p, s in modules.items()}
-        for name, tensor in tensors.items():
-            path, _, parameter = name.rpartition(".")
-            shape = tensor["shape"]
-            if len(shape) == 1 and parameter in ("weight", "bias"):
-                weights.setdefault(path, []).append(tuple(shape))
-
-        projector = {p: s for p, s in modules.items() if is_of_projector(p)}
-        outside = {p: s for p, s in modules.items() if p not in {**projections, **projector}}
-        head = {p: s for p, s in outside.items() if p.rpartition(".")[2] == "lm_head"}
-        embedding = {p: s for p, s in outside.items() if p not in head}
-        return cls(projections, blocks, embedding, head, projector, weights)
-
-
-def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> PlannedAdapters:
+def plan_adapters(
+    modules: Mapping[str, tuple[int, int]],
+    blocks: int,
+    lora: LoRAConfig,
+    method: str = "lora",
+    tensors: Tensors | None = None,
+) -> PlannedAdapters:
     """Return the adapters of a base, by the rules of `geometry.select_targets`.
 
-    Raises a PackError where there is no such projection, or not so many blocks.
+    ``modules`` are (out, in) of linear layers and (rows, width) of embeddings by path, ``blocks``
+    how many the base has, ``tensors`` the headers of its norms and biases, without which no module
+    is saved in full. Raises a PackError where there is no such projection, or not so many blocks.
     """
-    blocks = places.blocks
-    projections = places.projections
     check_num_layers(lora.num_layers, blocks)
     first = blocks - lora.num_layers if lora.num_layers > 0 else 0
-    inside = [path for path in projections if _block_of(path) >= first]
-    everywhere = {**projections, **places.head, **places.embedding, **places.projector}
+    projections = {path: place for path in modules if (place := _BLOCK.search(path))}
+    inside = [path for path, place in projections.items() if int(place[1]) >= first]
 
-    saved = _named(places.modules, lora.modules_to_save, "--modules-to-save")
+    outside = [path for path in modules if path not in projections]
+    projector = {path for path in outside if is_of_projector(path)}
+    heads = {path for path in outside if path.rpartition(".")[2] == "lm_head"}
+    tables = set(outside) - projector - heads
+
+    weights = _weights_of(modules, tensors)
+    saved = _named(weights, lora.modules_to_save, "--modules-to-save")
     selected = set(inside) - saved if not lora.target_modules else set()
     for target in lora.target_modules:
         matched = {p for p in inside if is_named(p, target)}
         if target == PROJECTOR:
-            matched = set(places.projector)
+            matched = projector
         if not matched:
-            rest = [p for p in everywhere if p not in projections or p == target]
-            matched = _named(rest, [target], "--target-modules", everywhere)
+            rest = [p for p in modules if p not in projections or p == target]
+            matched = _named(rest, [target], "--target-modules", modules)
         selected |= matched
 
     groups = [
-        _group(p, *shape, p in places.embedding) for p, shape in everywhere.items() if p in selected
+        _group(path, *shape, embeds=path in tables)
+        for path, shape in sorted(modules.items(), key=lambda item: item[0] in tables)
+        if path in selected
     ]
     specs = plan_specs(groups, lora)
     of_method = find_method(method)
@@ -150,31 +126,43 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     ranks: list[dict[str, int]] = [{} for _ in range(blocks)]
     kept: list[dict[str, int]] = [{} for _ in range(blocks)]
     trained = {*saved, *(path for path, spec in specs.items() if spec.rank)}
-    for path in projections:
+    for path, place in projections.items():
         if path not in trained:
             continue
-        block = _block_of(path)
-        name = path.split(".", 3)[3]
+        block = int(place[1])
         spec = specs.get(path)
-        if spec is None:  # saved in full
-            ranks[block][name] = kept[block][name] = 0
-        else:
-            ranks[block][name] = spec.rank
-            kept[block][name] = of_method.kept_numbers(spec)
+        # a module that is saved in full has no adapter
+        ranks[block][place[2]] = spec.rank if spec else 0
+        kept[block][place[2]] = of_method.kept_numbers(spec) if spec else 0
 
-    in_block = [_block_of(path) for path in trained if ".layers." in path or ".layer." in path]
-    lowest = min(in_block, default=blocks - 1)
-    if trained & {*places.embedding, *places.projector}:
+    places = (_BLOCK.search(path) for path in trained)
+    lowest = min((int(place[1]) for place in places if place), default=blocks - 1)
+    if trained & (tables | projector):
         lowest = 0
-    shapes = tuple(shape for path in saved for shape in places.modules[path])
+    shapes = tuple(shape for path in saved for shape in weights[path])
 
     return PlannedAdapters(
         ranks[lowest:],
         kept[lowest:],
         [*of_method.adapter_shapes(specs), *shapes],
         saved=shapes,
-        head=bool(trained & set(places.head or places.embedding)),
+        head=bool(trained & (heads or tables)),
     )
+
+
+def _weights_of(
+    modules: Mapping[str, tuple[int, int]], tensors: Tensors | None
+) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes of the weights of every module that can be saved in full."""
+    if not tensors:
+        return {}
+
+    weights: dict[str, list[tuple[int, ...]]] = {p: [s] for p, s in modules.items()}
+    for name, tensor in tensors.items():
+        path, _, parameter = name.rpartition(".")
+        if len(tensor["shape"]) == 1 and parameter in ("weight", "bias"):
+            weights.setdefault(path, []).append(tuple(tensor["shape"]))
+    return weights
 
 
 def _named(
@@ -183,7 +171,6 @@ def _named(
     """Return the paths that have one of these names; each name must have one."""
     paths = list(paths)
     chosen = set()
-
     for name in names:
         matched = {path for path in paths if is_named(path, name)}
         if not matched:
@@ -192,32 +179,15 @@ def _named(
             kind = "projection" if known else "module"
             raise PackError(f"{flag} {name}: no such {kind} in a plan. {hint}", "unknown")
         chosen |= matched
-
     return chosen
 
 
-def _block_of(path: str) -> int:
-    return int(path.split(".")[2])
-
-
-def _group(path: str, out: int, width: int, embeds: bool = False) -> Group:
+def _group(path: str, out: int, width: int, embeds: bool) -> Group:
     """Return a projection group of one dense linear layer or embedding; a table is transposed."""
-    name = path.rpartition(".")[2]
     if embeds:
         out, width = width, out
-
-    geometry = Geometry(
-        path,
-        in_features=width,
-        out_features=out,
-        bits=None,
-        group_size=None,
-        mode=None,
-        stored_width=width,
-        bias=False,
-        slices=((name, out),),
-        embeds=embeds,
-    )
+    slices = ((path.rpartition(".")[2], out),)
+    geometry = Geometry(path, width, out, None, None, None, width, False, slices, embeds=embeds)
     return Group(None, (geometry,))
 
 

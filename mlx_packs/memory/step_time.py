@@ -97,10 +97,12 @@ def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
 
     try:
         sizes = sizes_of(headers.config, headers.tensors)
-        ranks = plan_adapters(sizes.places(headers.tensors), lora, train.method).ranks
+        adapters = plan_adapters(sizes.modules, sizes.blocks, lora, train.method, headers.tensors)
     except PackError:  # a family without a formula
         return None
-    return _work(sizes, ranks, train, activation_bytes(headers.config, train.compute_dtype))
+    return _work(
+        sizes, adapters.ranks, train, activation_bytes(headers.config, train.compute_dtype)
+    )
 
 
 def _work(
