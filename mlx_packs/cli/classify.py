@@ -36,12 +36,14 @@ _JSON_LINES = ".jsonl"
     metavar="FILE",
     help="File with the texts: a table or rows as for training, or .txt with a text in each line.",
     default_text="standard input",
+    section="Model and data",
 )
 @option(
     "--out",
     metavar="FILE",
     help="File to write: .csv or .tsv with the columns of the data and the prediction, or .jsonl.",
     default_text="standard output, as .jsonl",
+    section="Output",
 )
 @options.setting("batch_size", default=8, type=click.IntRange(1))
 @option(

@@ -22,6 +22,7 @@ from .recipe import RecipeFiles, recipe_of
     "-c",
     "--config",
     "file",
+    section="Model and data",
     metavar="FILE",
     required=True,
     help="YAML or JSON file: a recipe of packs train with a section sweep.",
@@ -34,6 +35,7 @@ from .recipe import RecipeFiles, recipe_of
 )
 @option(
     "--search",
+    section="Optimization",
     type=click.Choice(tuple(SEARCHES)),
     help="How values are chosen: all combinations (grid), at random (random), at random with "
     "successive halving (halving), or from the results of earlier trials (tpe).",
