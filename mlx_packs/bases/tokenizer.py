@@ -17,7 +17,7 @@ from ..sandbox.process import IMAGES
 from ..terminal import guarded_native
 from .sandboxed_tokenizer import confine, read_ahead
 from .templated import adds_bos, tool_parser_of
-from .turns import stop_at_answer_end
+from .turns import images_of, stop_at_answer_end
 from .unsupported import unreadable_tokenizer
 from .vision_families import has_vision_tower
 
@@ -73,11 +73,6 @@ def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any 
         IMAGES.start()
         open_images = late.load("vision.images:Images")
         tokenizer._images = open_images(name, path, config, model)
-
-
-def images_of(tokenizer: Any) -> Any:
-    """The `vision.images.Images` of a tokenizer; None if its base takes none."""
-    return getattr(tokenizer, "_images", None)
 
 
 def _parser_of_named_template(tokenizer: Any) -> str | None:

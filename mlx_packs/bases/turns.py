@@ -164,15 +164,12 @@ def render_conversation(
     Contents have the form that the template reads. A prompt ends with the header of the answer,
     even if the template ignores ``add_generation_prompt``. A variable that is None is left out.
     """
-    style = turn_style(tokenizer)
-    options = given_variables(options)
-    options["template_date"] = template_date
-    turns = _turns(messages, style)
-    if style.needs_header and options.get("add_generation_prompt"):
-        prompt = _before_answer(tokenizer, turns, style, options)
-        if prompt is not None:
-            return prompt
-    return render_chat(tokenizer, turns, **options)
+    asked = bool(options.pop("add_generation_prompt", False))
+    whole = Beginnings(messages, [(len(messages), asked)], template_date, options)
+    [[text]] = render_prefixes(tokenizer, [whole])
+    if isinstance(text, PackError):
+        raise text
+    return text
 
 
 def encode_conversation(
@@ -214,14 +211,14 @@ def render_prefixes(
     return results
 
 
-def takes_images(tokenizer: Any) -> bool:
-    """Return whether the base of a tokenizer takes images."""
-    return getattr(tokenizer, "_images", None) is not None
+def images_of(tokenizer: Any) -> Any:
+    """Return the `vision.images.Images` of a tokenizer; None if its base takes none."""
+    return getattr(tokenizer, "_images", None)
 
 
 def why_no_trees(tokenizer: Any) -> str | None:
     """Return why rows with images that begin alike are no trees, in a line; None if they are."""
-    images = getattr(tokenizer, "_images", None)
+    images = images_of(tokenizer)
     return None if images is None else images.why_no_trees
 
 
@@ -232,7 +229,7 @@ def image_sources(messages: Sequence[Mapping]) -> list[Any]:
 
 def _prompt_with_images(tokenizer: Any, text: str, sources: Sequence[Any]) -> list[int]:
     """Return the tokens of a rendered prompt; a fault of an image is an error of the prompt."""
-    images = getattr(tokenizer, "_images", None)
+    images = images_of(tokenizer)
     if images is None:
         raise PackError(f"{tokenizer.name_or_path}: {NO_IMAGES}", "unsupported")
     try:

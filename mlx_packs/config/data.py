@@ -17,11 +17,12 @@ data chat_feature prompt_feature completion_feature text_feature on_bad_row on_l
 chat_template template_kwargs template_date max_pixels allow_urls hf_dataset
 """.split()
 
-# Arguments of transformers' apply_chat_template.
+# Arguments of transformers' apply_chat_template, and of the functions here that render.
 _RENDERER = frozenset(
-    "tools documents add_generation_prompt continue_final_message conversation chat_template "
+    "self tools documents add_generation_prompt continue_final_message conversation chat_template "
     "tokenize padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs messages template_date".split()
+    "return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens messages template_date "
+    "base tokenizer".split()
 )
 
 

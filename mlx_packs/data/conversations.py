@@ -20,9 +20,9 @@ from ..bases.turns import (
     answer_end,
     encode_conversation,
     image_sources,
+    images_of,
     render_conversation,
     render_prefixes,
-    takes_images,
     turn_style,
 )
 from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
@@ -143,7 +143,7 @@ class Conversation(Content):
         return [call["function"]["arguments"] for call in calls]
 
     def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Conversation":
-        if self.images and not takes_images(tokenizer):
+        if self.images and images_of(tokenizer) is None:
             fault = f"has images, and {NO_IMAGES}"
             if column := self.unplaced_images:
                 fault += (

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..bases.sandboxed_tokenizer import with_offsets
-from ..bases.tokenizer import images_of, starts_twice, tokenizer_errors
+from ..bases.tokenizer import starts_twice, tokenizer_errors
+from ..bases.turns import images_of
 from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..bases.chat_template import reads_clock
 from ..bases.templated import with_template
-from ..bases.turns import takes_images
+from ..bases.turns import images_of
 from ..cache import json_array
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from .bad_rows import BadRows
@@ -54,7 +54,7 @@ def encode_cached(
         key = cache_key(rows, tokenizer, columns, options, row_format)
 
     if key is None:
-        if not takes_images(tokenizer):
+        if images_of(tokenizer) is None:
             advance = None
         return encode(rows, tokenizer, columns, options, row_format, advance), None
 
@@ -81,7 +81,7 @@ def encode_cached(
 
 def steps_of(rows: Sequence[Row], tokenizer: Any) -> tuple[int, str]:
     """Return the steps of `encode_cached` for a bar, and what they are."""
-    if takes_images(tokenizer):
+    if images_of(tokenizer) is not None:
         return len(rows), "examples"
     return part_count(as_rows(rows)), "parts"
 
@@ -99,7 +99,7 @@ def cache_key(
     backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):
         return None  # a slow tokenizer, or one with its own code
-    if takes_images(tokenizer):
+    if images_of(tokenizer) is not None:
         return None  # tokens of images are numbers of this process
 
     today = columns.template_date

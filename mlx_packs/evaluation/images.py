@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..bases.tokenizer import images_of
-from ..bases.turns import takes_images
+from ..bases.turns import images_of
 from ..config.data import DataConfig
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import Row
@@ -61,7 +60,7 @@ def encoding_progress(
     count: int, base: Base, display: Display | None
 ) -> Iterator[Callable[[], None] | None]:
     """Yield what counts a text that is encoded, None without images; release the tower at last."""
-    if not takes_images(base.tokenizer):
+    if images_of(base.tokenizer) is None:
         yield None
         return
 

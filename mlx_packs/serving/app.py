@@ -21,7 +21,7 @@ from starlette.routing import Route
 from ..adapters.spec import ranks_of
 from ..bases.templated import with_template
 from ..bases.tokenizer import tokens_of
-from ..bases.turns import takes_images
+from ..bases.turns import images_of
 from ..errors import PackError
 from ..objectives.rerank import rerank_prompt
 from ..packs.classify import Prediction, input_row
@@ -340,7 +340,7 @@ class Server:
             "base": base.public_name,
             "architecture": base.architecture,
             "answers": self.worker.route,
-            "images": takes_images(base.tokenizer),
+            "images": images_of(base.tokenizer) is not None,
             "learns": None,
         }
         if self.learning is not None:

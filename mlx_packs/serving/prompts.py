@@ -1,13 +1,13 @@
 """Bodies of requests as tokens, and as what the generator computes."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..bases.model import BaseModel
-from ..bases.turns import given_variables, render_conversation
+from ..bases.turns import given_variables
+from ..config.data import renderer_argument
 from ..errors import PackError
 from ..inference.generate import (
     PENALIZED_TOKENS,
@@ -40,10 +40,6 @@ class Prompts:
         self._max_tokens = max_tokens
         self._context = context
         self._grammars = Grammars(base.tokenizer, base.vocab_size)
-        # what renders a template takes these itself
-        template = base.tokenizer._tokenizer.apply_chat_template
-        functions = (template, chat_prompt, render_conversation)
-        self._own = {"self"}.union(*(inspect.signature(f).parameters for f in functions))
 
     def of_chat(
         self,
@@ -60,9 +56,9 @@ class Prompts:
         """
         tokenizer = tokenizer or self._base.tokenizer
         variables = body.chat_template_kwargs or {}
-        if taken := [name for name in variables if name in self._own]:
+        if taken := renderer_argument(variables):
             raise PackError(
-                f"chat_template_kwargs: {taken[0]} is not a variable of the template.",
+                f"chat_template_kwargs: {taken} is not a variable of the template.",
                 flag="chat_template_kwargs",
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..bases.turns import takes_images
+from ..bases.turns import images_of
 from ..config.choices import architecture_of
 from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Collate, Dataset
@@ -64,7 +64,7 @@ class LiveTeacher:
 
         if architecture_of(base.config.get("model_type")) != "decoder":
             raise PackError(f"{flag}: is an encoder, which predicts no next token.", "unsupported")
-        if takes_images(base.tokenizer):
+        if images_of(base.tokenizer) is not None:
             text = f"{flag}: takes images. Name a model of texts."
             raise PackError(text, "unsupported")
         if tokenizer_key(base.tokenizer) != tokenizer_key(student.tokenizer):

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import runtime
 from ..bases.chat_template import reads_clock
-from ..bases.turns import takes_images
+from ..bases.turns import images_of
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_set
@@ -76,7 +76,7 @@ class Teacher:
                 f"which has {vocab_size:,} tokens. Name a number up to that.",
             )
 
-        if takes_images(self.base.tokenizer):
+        if images_of(self.base.tokenizer) is not None:
             raise PackError(
                 f"--model {self.base.name}: takes images, which teachers are not cached for. Name "
                 "a model of texts.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.precision import ComputeDtype, choose_compute_dtype
-from ..bases.tokenizer import images_of
+from ..bases.turns import images_of
 from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size

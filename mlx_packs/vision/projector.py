@@ -12,7 +12,7 @@ from .. import runtime
 from ..bases.files import weight_files
 from ..bases.model import BaseModel
 from ..bases.shapes import is_named
-from ..bases.tokenizer import images_of
+from ..bases.turns import images_of
 from ..bases.vision_families import PROJECTOR, has_vision_tower, projector_paths
 from ..errors import PackError
 from ..nn.projector import Projector

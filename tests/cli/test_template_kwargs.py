@@ -77,6 +77,7 @@ def test_an_evaluation_takes_the_variables(pack):
         ("eval pack", '{"tools": []}', "tools is not a variable"),
         ("data .", '{"tools": []}', "tools is not a variable"),
         ("train --data x.jsonl", '{"tools": []}', "tools is not a variable of the template"),
+        ("train --data x.jsonl", '{"tokenizer": 1}', "tokenizer is not a variable of the template"),
     ],
 )
 def test_bad_variables_are_rejected_before_anything_is_loaded(command, value, fault):
