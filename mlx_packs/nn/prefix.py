@@ -12,7 +12,7 @@ A CPU takes a pass for each level where there are many inputs.
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,40 +154,6 @@ class PrefixLevels(PrefixCache):
         """Forget nothing: nothing is left."""
 
 
-class PrefixList(PrefixCache):
-    """Several caches of a layer."""
-
-    def __init__(self, caches: Sequence[PrefixCache]) -> None:
-        self.caches = list(caches)
-
-    def __getitem__(self, index: int) -> PrefixCache:
-        return self.caches[index]
-
-    def left(self) -> Arrays:
-        return [array for cache in self.caches for array in cache.left()]
-
-    def take(self, left: Arrays) -> None:
-        for cache, own in zip(self.caches, self._by_cache(left), strict=True):
-            cache.take(own)
-
-    def start(self) -> None:
-        parts: Iterable[Arrays | None] = [None] * len(self.caches)
-        if self.kept is not None:
-            parts = self._by_cache(self.kept)
-        self.caches = [c.keeping(own) for c, own in zip(self.caches, parts, strict=True)]
-
-    def after(self, offset: int, copies: int, is_last: bool) -> PrefixCache:
-        other = copy.copy(self)
-        other.caches = [cache.after(offset, copies, is_last) for cache in self.caches]
-        other.is_last = is_last
-        return other.keeping(self.left())
-
-    def _by_cache(self, arrays: Arrays) -> Iterator[Arrays]:
-        remaining = iter(arrays)
-        for cache in self.caches:
-            yield [next(remaining) for _ in cache.left()]
-
-
 @functools.cache
 def _states_class() -> type[PrefixCache]:
     """Return the cache of recurrent layers, some of which ask for an `ArraysCache`."""
@@ -215,14 +181,12 @@ def _states_class() -> type[PrefixCache]:
 
 def prefix_cache(cache: object) -> PrefixCache:
     """Return an empty cache in the place of mlx-lm's, or raise a ValueError for an unknown kind."""
-    from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+    from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
     if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache):
         return PrefixKeys()
     if type(cache) is ArraysCache:
         return _states_class()(len(cache.cache))
-    if type(cache) is CacheList:
-        return PrefixList([prefix_cache(each) for each in cache.caches])
     raise ValueError(f"it keeps more than keys, values and states: {type(cache).__name__}")
 
 

@@ -328,6 +328,10 @@ OF_MLX_VLM: dict[str, dict] = {
 }
 
 
+# Families whose blocks have several caches each, so that no prefix is shared.
+SEVERAL_CACHES = (
+    "baichuan_m1 deepseek_v32 falcon_h1 glm_moe_dsa longcat_flash longcat_flash_ngram minimax_m3_vl"
+).split()
 # Families of which a common prefix that is computed once gives something else, and why.
 NOT_SHARED = {
     "gear": "its attention gets the cache of a convolution, in mlx-lm too",
@@ -556,6 +560,7 @@ def table() -> str:
             "none and generation uses one; a run says so.",
             "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())
+            + f"; {', '.join(SEVERAL_CACHES)} (a block has several caches)"
             + ". With `--recompute block` also not in "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED_RECOMPUTED.items())
             + ".",

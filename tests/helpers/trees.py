@@ -14,6 +14,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.families import (
     NOT_SHARED,
     NOT_SHARED_RECOMPUTED,
+    SEVERAL_CACHES,
     family_base,
     randomized,
     targets_of,
@@ -29,6 +30,7 @@ assert (set(FALLS_BACK), set(FALLS_BACK_RECOMPUTED)) == (
     set(NOT_SHARED),
     set(NOT_SHARED_RECOMPUTED),
 )
+FALLS_BACK |= dict.fromkeys(SEVERAL_CACHES, "CacheList")
 
 
 def examples_with_prefixes(
