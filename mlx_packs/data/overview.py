@@ -17,7 +17,7 @@ from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
 from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat, check_format
-from .images import stored_text, with_whole_paths
+from .images import images_key, stored_text
 from .labelled import NO_LIMIT, encode_labelled, prompt_lengths
 from .labels import REGRESSION, Classes
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
@@ -280,7 +280,14 @@ def _lines(rows: Rows) -> Iterator[bytes]:
     """Leave out rows that cannot be read."""
     for row in rows:
         with suppress(RowError):
-            value = with_whole_paths(row)
+            value = row.value
+            if isinstance(value, Mapping) and images_key(row):
+                raise PackError(
+                    f"--out: rows with images are not written ({row.where}). Leave it out, and "
+                    "write them beside their images yourself.",
+                    "unsupported",
+                    "out",
+                )
             try:
                 yield (json.dumps(value, ensure_ascii=False, default=stored_text) + "\n").encode()
             except UnicodeEncodeError:  # half a surrogate pair
