@@ -259,7 +259,7 @@ class Encoder:
             )
 
         return Examples(
-            self.store.examples(self.rows.places()),
+            self.store.examples(self.rows.where),
             self.format.name,
             self.loss_on,
             self.cut + self.pieces.cut,

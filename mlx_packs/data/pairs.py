@@ -109,7 +109,7 @@ def encode_pairs(
             "conflict",
         )
 
-    where = as_rows(rows).places()
+    where = as_rows(rows).where
     bad = BadRows(on_bad_row == "stop")
     fingerprint = hashlib.sha256()
     texts = _Texts(tokenizer, limit)

@@ -61,10 +61,6 @@ class Source(ABC):
         """Return whether another process can read the rows, since they are not in memory here."""
         return False
 
-    def places(self) -> Callable[[int], str]:
-        """Return `where` as a function that keeps in memory only what it needs."""
-        return self.where
-
 
 class Rows(Sequence[Row]):
     """The rows of a split or of a part of it, each read when it is needed.
@@ -124,17 +120,6 @@ class Rows(Sequence[Row]):
     def where(self, i: int) -> str:
         source, number = _located(self._edges, self.indices[i])
         return self.sources[source].where(number)
-
-    def places(self) -> Callable[[int], str]:
-        edges = self._edges
-        indices = self.indices
-        places = [source.places() for source in self.sources]
-
-        def where(i: int) -> str:
-            source, number = _located(edges, indices[i])
-            return places[source](number)
-
-        return where
 
     def nbytes(self) -> int:
         if isinstance(self.indices, range):
@@ -226,9 +211,6 @@ class RowList(Source):
     def nbytes(self, start: int, stop: int) -> int:
         return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
-    def places(self) -> Callable[[int], str]:
-        return [row.where for row in self.rows].__getitem__
-
 
 class ConvertedRows(Source):
     """Rows that are made of others, ``per_row`` of each; messages name the row they are made of.
@@ -273,10 +255,6 @@ class ConvertedRows(Source):
     def is_in_files(self) -> bool:
         return self.rows.is_in_files()
 
-    def places(self) -> Callable[[int], str]:
-        where = self.rows.places()
-        return lambda i: where(i // self.per_row)
-
 
 class ValueList(Source):
     """The values of a list or data set as rows; messages call a row ``name[number]``.
@@ -314,10 +292,6 @@ class ValueList(Source):
 
     def nbytes(self, start: int, stop: int) -> int:
         return _sampled_bytes(self.values.__getitem__, start, stop)
-
-    def places(self) -> Callable[[int], str]:
-        name = self.name
-        return lambda i: f"{name}[{i}]"
 
 
 def _sampled_bytes(value_of: Callable[[int], Any], start: int, stop: int) -> int:

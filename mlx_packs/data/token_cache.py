@@ -158,5 +158,5 @@ def _read(
     fingerprint = parts["fingerprint"].tobytes().hex()
 
     parts = {name: part if name in _MAPPED else np.array(part) for name, part in parts.items()}
-    items = StoredExamples(parts, rows.places())
+    items = StoredExamples(parts, rows.where)
     return Examples(items, token_format.name, loss_on, cut, dropped, bad, fingerprint)

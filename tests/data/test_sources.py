@@ -44,7 +44,6 @@ def test_rows_are_those_of_one_source_after_another(sources):
     ]
 
     assert [rows[i].where for i in range(1000)] == [rows.where(i) for i in range(1000)]
-    assert [row.where for row in rows] == [rows.places()(i) for i in range(1000)]
     assert rows[-1].value == {"text": "999"} and numbers(rows[398:402]) == [398, 399, 400, 401]
 
     with pytest.raises(IndexError):
@@ -60,7 +59,7 @@ def test_selected_rows_are_read_in_any_part(sources, indices):
     selected = rows.select(np.array(indices, int))
     for part in (slice(None), slice(1, 3), slice(2, 100), slice(-2, None), slice(5, 2)):
         assert numbers(selected[part]) == indices[part]
-    places = [selected.places()(i) for i in range(len(selected))]
+    places = [selected.where(i) for i in range(len(selected))]
     assert places == [row.where for row in selected] == [rows.where(i) for i in indices]
     assert 0 < selected.nbytes() <= rows.nbytes() or not indices
     if indices:
