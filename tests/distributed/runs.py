@@ -34,9 +34,6 @@ RUNS = {
     "cached": {"data": "chats", "cache_frozen": "on", "iters": 4},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
     "dpo": {**PREFERENCES, "task": "dpo"},
-    "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
-    # all rows are in the sequences of the first rank
-    "half-packed-dpo": {"data": "two", "task": "dpo", "packing": True, "max_seq_length": 192},
     "kto": {"data": "rated", "task": "kto"},
     "reward": {"data": "preferences", "task": "reward"},
     "phases": {
@@ -85,7 +82,6 @@ def write_data(folder: Path) -> None:
 
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
-    write_rows(folder / "two", train=rows[:2], valid=rows[12:])
     rows = [rated(i) for i in range(16)]
     write_rows(folder / "rated", train=rows[:12], valid=rows[12:])
 
