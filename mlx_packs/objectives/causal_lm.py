@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
-from ..nn.images import tree_of_images
 from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
@@ -173,8 +172,7 @@ def forward(
     """
     if prefixes:
         run = partial(_with_caches, model, part)
-        with tree_of_images(model, tokens, prefixes):
-            return tree_states(model, run, tokens, **prefixes)
+        return tree_states(model, run, tokens, **prefixes)
 
     if tokens.ndim == 3:
         if unread is None:
