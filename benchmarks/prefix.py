@@ -83,7 +83,6 @@ class Implementation:
             head,
             self.train,
             self.examples,
-            self.train.matmul_path,
             None,
             Display(QUIET),
         )
@@ -105,7 +104,7 @@ class Implementation:
         self.optimizer.learning_rate = LEARNING_RATE
         mx.eval(self.base.model.parameters(), self.optimizer.state)
         if self.cache is not None:
-            self.cache.store.forget()
+            self.cache.close()
         mx.clear_cache()
         mx.reset_peak_memory()
         start = time.perf_counter()
@@ -165,7 +164,7 @@ def _records(
     without, ours = f"without the cache, {path}", f"mlx_packs {path}"
     whole = f"{EPOCHS} epochs"
     times = [a / b for a, b in zip(plain.seconds, cached.seconds, strict=True)]
-    states = cached.cache.store.total_bytes / 1e6
+    states = cached.cache.total_bytes / 1e6
     note = f"states of all rows: {states:.1f} MB; computing them is part of the time"
     new_records = []
     for name, implementation in ((without, plain), (ours, cached)):

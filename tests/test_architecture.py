@@ -148,7 +148,7 @@ OWN_READERS = {
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),
     "cache.py": "files that it makes, and verifies",
-    **dict.fromkeys(("objectives/state_store.py", "vision/store.py"), "a file that it makes"),
+    "vision/store.py": "a file that it makes",
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
     "distributed/link.py": "messages of other ranks, bounded",

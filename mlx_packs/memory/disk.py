@@ -1,16 +1,12 @@
-"""Estimate the disk space of a run: checkpoints, the pack, cached frozen activations."""
+"""Estimate the disk space of a run: checkpoints and the pack."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bases.precision import activation_bytes
-from ..config.choices import TASKS
-from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError
 from ..files import free_bytes
-from .headers import Headers
 from .plan import MemoryPlan
 
 # Measured, by tensor: an entry in the header of safetensors, and one of a manifest.
@@ -76,35 +72,6 @@ def _most_checkpoints(train: TrainConfig) -> int:
         return written
     scored = train.val_batches != 0 and train.steps_per_eval < max(lengths)
     return min(written, train.keep_last + scored + 1)
-
-
-def disk_note(headers: Headers, plan: MemoryPlan, lora: LoRAConfig, train: TrainConfig) -> str:
-    """Return the disk space of a run, and of cached frozen activations per 1,000 tokens."""
-    text = plan_disk(plan, train).summary()
-    if cached := _cached_bytes_per_token(headers, lora, train):
-        text += (
-            f"; cached frozen activations: {size(1000 * cached)} for 1,000 tokens of the examples, "
-            "in a quarter of the free disk at most"
-        )
-    return text
-
-
-def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> int:
-    """Return the bytes of a token in the cache of frozen activations; 0 where there is no cache.
-
-    There is one where blocks are below the adapters.
-    """
-    config = headers.config
-    hidden = config.get("hidden_size")
-    blocks = config.get("num_hidden_layers")
-    if not isinstance(hidden, int) or not isinstance(blocks, int):
-        return 0
-
-    has_cache = TASKS[train.task].caches and not train.trains_base
-    cached = has_cache and train.cache_frozen != "off"
-    if not (cached and 0 < lora.num_layers < blocks):
-        return 0
-    return hidden * activation_bytes(config, train.compute_dtype)
 
 
 def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:

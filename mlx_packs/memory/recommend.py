@@ -26,7 +26,7 @@ from ..data.sharing import Repeats, may_share
 from ..data.trees import WORTHWHILE
 from ..display import shown_count, size
 from ..errors import PackError, any_of
-from .disk import disk_note, plan_disk
+from .disk import plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
@@ -495,7 +495,7 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
         assumed = estimator_of(headers.config).assumed(headers.config)
 
     notes = {
-        "disk": disk_note(headers, best.plan, best.lora, best.train),
+        "disk": plan_disk(best.plan, best.train).summary(),
         "why": f"{best.kind}: {best.why}",
         "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py), ± 20 % on an "
         f"NVIDIA GPU; not measured on a Mac. {assumed}".strip(),

@@ -2,15 +2,11 @@
 
 Below the adapters all is frozen, so these states are a function of the base and the example. Each
 example is computed in the batch that has it in the first epoch, which costs what a run without a
-cache costs; whenever and wherever its states are computed again, the batch and so the bits are the
-same.
+cache costs; whenever its states are computed again, as in a resumed run, the batch and so the bits
+are the same. The states of all examples must fit into memory.
 """
 
-import hashlib
-import json
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
@@ -20,7 +16,6 @@ from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
 from ..bases.geometry import is_embedding
 from ..bases.vision_families import is_of_projector
-from ..cache import Cache
 from ..config.schema import TrainConfig
 from ..data.batches import token_collate
 from ..data.dataset import Batch
@@ -29,23 +24,15 @@ from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
-from ..files import free_bytes
-from ..nn.image_tokens import names_images
 from ..nn.surgery import block_prefixes, replace_modules
 from ..nn.wrapped import FrozenBlock, Injection, frozen_output, trained_module
-from ..ops.profile import profile
 from ..runtime import mx
-from ..vision.images import keys_in
 from .causal_lm import Head, Preparation, forward, segments_of
 from .objective import arrays_of
 from .sequence_packing import TOLERANCE, relative_error
-from .state_store import StateStore
 
-STATES = Cache("prefix", days=7)
-_FORMAT = 2
 _WORTHWHILE = 0.1  # least share of a step's time to save, counting blocks
 _MEMORY_SHARE = 0.5  # of what the plan leaves
-_DISK_SHARE = 0.25  # of what is free
 _PROBE = (2, 16)
 _PROBE_PADDING = 8
 _PROBE_STD = 0.02  # of the adapters' B
@@ -67,11 +54,9 @@ class FrozenActivations(Preparation):
         examples: Examples,
         sampler: Sampler,
         example_states: mx.array,
-        store: StateStore,
     ) -> None:
-        self.store = store
         self.rows_computed = 0
-        self.rows_found = len(store.stored())  # by an earlier run
+        self._states: dict[int, np.ndarray] = {}  # uint8 [inputs, bytes] of each computed row
 
         self._blocks = frozen_blocks(attached)
         self._model = attached.model
@@ -89,34 +74,28 @@ class FrozenActivations(Preparation):
             self._batch_of[rows.examples if sampler.packing else rows] = number
 
     def ahead(self, batch: Batch) -> Batch:
-        """Add the states of a batch as bytes, where all of them are stored already."""
-        states = {row: self.store.get(row) for row in batch.examples}
-        if any(row_states is None for row_states in states.values()):
+        """Add the states of a batch as bytes, where all of them are computed already."""
+        if not all(row in self._states for row in batch.examples):
             return batch
-        return batch.having(states=self._lay_out(batch, states))
+        return batch.having(states=self._lay_out(batch))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the states [B, T, D] of a batch; without room for them it stays as it is.
+        """Add the states [B, T, D] of a batch.
 
         Missing ones are computed with the batch that has them in the first epoch: stored and
         computed states are equal.
         """
         laid_out = batch.inputs.get("states")
         if laid_out is None:
-            states = {row: self.store.get(row) for row in batch.examples}
-            missing = [row for row, row_states in states.items() if row_states is None]
-            if not self.store.has_room(missing):
-                return batch
+            missing = [row for row in batch.examples if row not in self._states]
             for number in sorted({int(self._batch_of[row]) for row in missing}):
-                computed = self.compute(number)
-                for row, row_states in computed.items():
-                    self.store.put(row, row_states)
-                states |= {row: computed[row] for row in missing if row in computed}
-            laid_out = self._lay_out(batch, states)
+                for row, states in self.compute(number).items():
+                    self._states.setdefault(row, states)
+            laid_out = self._lay_out(batch)
         return batch.having(states=mx.array(laid_out).view(self._dtype))
 
     def compute(self, number: int) -> dict[int, np.ndarray]:
-        """Return the bytes of the states of each example in a batch of the first epoch."""
+        """Return the states [inputs, bytes] of each example in a batch of the first epoch."""
         batch = self._collate(self._examples, self._batches[number])
         inputs = arrays_of(batch)
         segments = segments_of(inputs, batch.layout)
@@ -127,73 +106,47 @@ class FrozenActivations(Preparation):
 
         self.rows_computed += len(batch.examples)
         return {
-            row: flat[start : start + self._inputs[row]].reshape(-1)
+            row: flat[start : start + self._inputs[row]].copy()  # without the padding
             for row, start in zip(batch.examples, batch.starts, strict=True)
         }
 
     def to_json(self) -> dict:
         return {
             "blocks": self._blocks,
-            "gb": self.store.total_bytes / 1e9,
-            "memory_gb": self.store.memory_bytes / 1e9,
-            "on_disk": self.store.is_on_disk,
+            "gb": self.total_bytes / 1e9,
             "rows_computed": self.rows_computed,
-            "rows_found": self.rows_found,
         }
 
     def summary(self) -> str:
-        store = self.store
-        memory = store.most_memory_bytes
-        in_memory = "all" if memory == store.total_bytes else size(memory)
-        place = ""
-        if store.is_on_disk:
-            place = ", kept on disk"
-        elif store.note:
-            place = f", {store.note}"
-        if self.rows_found:
-            place += f", {self.rows_found:,} from an earlier run"
-
         return (
             f"{self._blocks} of {len(self._model.layers)} blocks are below the adapters: computed "
-            f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}"
+            f"once for each example · {size(self.total_bytes)} in memory"
         )
 
+    def check_fits(self, memory: int) -> None:
+        """Raise `_Impossible` if the states of all examples take more than ``memory`` bytes."""
+        if self.total_bytes > memory:
+            raise _Impossible(
+                f"the states of all examples take {size(self.total_bytes)}, but there is room for "
+                f"{size(memory)} in memory",
+                "memory",
+            )
+
     def close(self) -> None:
-        self.store.close()
+        self._states.clear()
 
-    def drop_if_foreign(self) -> None:
-        """Compute some examples of an earlier run again; forget all if one differs."""
-        rows = self.store.stored().tolist()
-        intact = next((row for row in rows if self.store.get(row) is not None), None)
-        if intact is None:
-            self.rows_found = 0
-            return
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the states of all examples."""
+        return int(self._inputs.sum()) * self._token_bytes
 
-        for row, computed in self.compute(int(self._batch_of[intact])).items():
-            stored = self.store.get(row)
-            if stored is not None and not self._is_same(computed, stored):
-                self.store.forget()
-                self.rows_found = 0
-                break
-
-        self.rows_computed = 0
-
-    def _is_same(self, computed: np.ndarray, stored: np.ndarray) -> bool:
-        """Return whether the states of an example equal the stored ones, to float error."""
-
-        def as_array(states: np.ndarray) -> mx.array:
-            by_token = np.ascontiguousarray(states).reshape(-1, self._token_bytes)
-            return mx.array(by_token).view(self._dtype)
-
-        return relative_error(as_array(computed), as_array(stored)) <= TOLERANCE[self._dtype]
-
-    def _lay_out(self, batch: Batch, states: dict[int, np.ndarray]) -> np.ndarray:
+    def _lay_out(self, batch: Batch) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it has no example."""
         tokens = batch.inputs["tokens"]
         laid_out = np.zeros((tokens.size, self._token_bytes), np.uint8)
         for row, start in zip(batch.examples, batch.starts, strict=True):
             place = slice(start, start + self._inputs[row])
-            laid_out[place] = states[row].reshape(-1, self._token_bytes)
+            laid_out[place] = self._states[row]
         return laid_out.reshape(*tokens.shape, -1)
 
 
@@ -202,15 +155,13 @@ def open_frozen_activations(
     head: Head | None,
     train: TrainConfig,
     examples: Examples,
-    matmul_path: str,
     plan_bytes: int | None,
     display: Display,
-    disk_bytes: int = 0,
 ) -> FrozenActivations | None:
     """Return the cache for ``train.cache_frozen``; None if there is none.
 
-    ``plan_bytes`` is the peak of the memory plan; ``disk_bytes`` stay free for the run's own files.
-    Raises a PackError if the cache is requested and impossible.
+    ``plan_bytes`` is the peak of the memory plan. Raises a PackError if the cache is requested and
+    impossible.
     """
     if train.cache_frozen == "off" or train.trains_base:
         return None
@@ -225,9 +176,8 @@ def open_frozen_activations(
         _check_worthwhile(frozen, len(model.layers), train, sampler)
         stand_ins = _stand_ins(model, frozen)
         states = _example_states(attached, part, stand_ins)
-        key = _key(attached, train, examples, matmul_path, frozen, states)
-        row_bytes = (examples.lengths - 1) * states.shape[-1] * states.dtype.size
-        store = _open_store(row_bytes, memory_budget(plan_bytes), key, display, disk_bytes)
+        cache = FrozenActivations(attached, part, examples, sampler, states)
+        cache.check_fits(memory_budget(plan_bytes))
     except _Impossible as reason:
         if train.cache_frozen == "on":
             raise PackError(
@@ -236,15 +186,8 @@ def open_frozen_activations(
         display.line("cache", f"frozen activations are not cached: {reason}", VERBOSE)
         return None
 
-    try:
-        cache = FrozenActivations(attached, part, examples, sampler, states, store)
-        attached.swap(stand_ins)
-        model.train(model.training)  # new modules join the mode of the rest
-        cache.drop_if_foreign()
-    except BaseException:  # an interruption too: the file must be free for the next run
-        store.close()
-        raise
-
+    attached.swap(stand_ins)
+    model.train(model.training)  # new modules join the mode of the rest
     display.line("cache", cache.summary())
     return cache
 
@@ -307,41 +250,6 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
         raise _Impossible(f"{train.iters} batches take no example twice (an epoch has {batches})")
 
 
-def _open_store(
-    row_bytes: np.ndarray, memory: int, key: str, display: Display, disk_bytes: int
-) -> StateStore:
-    needed = int(row_bytes.sum())
-    STATES.remove_unused()
-    folder = STATES.path
-    file = None
-    room = 0
-    if folder is not None:
-        file = folder / f"{key}.states"
-        room = _disk_budget(file, disk_bytes)
-
-    if needed > max(memory, room):
-        raise _Impossible(
-            f"the states of all examples take {size(needed)}, but there is room for "
-            f"{size(memory)} in memory and {size(room)} on disk",
-            "memory",
-        )
-
-    store = StateStore(
-        row_bytes,
-        memory,
-        None if needed > room else file,
-        key,
-        lambda note: display.line("cache", f"states are {note}"),
-    )
-
-    if needed > memory and not store.is_on_disk:
-        store.close()
-        raise _Impossible(
-            f"the states of all examples take {size(needed)} and are {store.note}", "memory"
-        )
-    return store
-
-
 def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
     injection = Injection()
     paths = block_prefixes(model)[:frozen]
@@ -392,52 +300,3 @@ def _probe(attached: Attached | WithSavedModules, part: Callable[..., mx.array])
             f"with these states injected, the model computes something else (off by {error:.1e})"
         )
     return states
-
-
-def _disk_budget(file: Path, reserved: int) -> int:
-    """Return the bytes that a file may have: what it has already, and a share of what is free."""
-    free = free_bytes(file) or 0
-    own = file.stat().st_blocks * 512 if file.is_file() else 0
-    return own + max(0, min(int(_DISK_SHARE * free), free - reserved))
-
-
-def _key(
-    attached: Attached | WithSavedModules,
-    train: TrainConfig,
-    examples: Examples,
-    matmul_path: str,
-    frozen: int,
-    states: mx.array,
-) -> str:
-    base = attached.base
-    weights = [
-        base.fingerprint,
-        base.config,
-        base.quantization,
-        train.quantize,
-        train.double_quant,
-        train.keep,
-    ]
-
-    dependencies = {
-        "format": _FORMAT,
-        "base": weights,
-        "blocks": frozen,
-        "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],
-        "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],
-        "device": [
-            runtime.device_name(),
-            runtime.BLAS.name,
-            runtime.BLAS.threads,
-            profile().streams,
-        ],
-        "versions": [version(name) for name in ("mlx", "mlx-lm")],
-    }
-
-    digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode())
-    digest.update(examples.lengths.astype(np.int64).tobytes())
-    for example in examples.items:
-        digest.update(np.ascontiguousarray(example.tokens).data)
-        if names_images(example.tokens):  # by numbers of this process
-            digest.update(keys_in(example.tokens).encode())
-    return digest.hexdigest()

@@ -217,10 +217,8 @@ class CausalLMTask(TokenTask):
             head,
             replace(last.phase.train, iters=last.phase.stop),
             last.train.examples,
-            memory.choice.matmul_path,
             memory.plan.peak_bytes if memory.plan else None,
             self.display,
-            memory.disk.total_bytes if memory.disk else 0,
         )
 
     def scorer_of(self, trainable: Trainable, head: Head | None) -> Scorer:

@@ -449,11 +449,6 @@ def images_in(tokens: np.ndarray) -> list[Image]:
     return images
 
 
-def keys_in(tokens: np.ndarray) -> str:
-    """Return the keys of the images that tokens name."""
-    return " ".join(image.key for image in images_in(tokens))
-
-
 def _is_of(token: int, image: Image) -> bool:
     return image.start <= FIRST_IMAGE - token < image.start + image.count
 

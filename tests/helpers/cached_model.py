@@ -63,7 +63,7 @@ class CachedModel:
         display.line = lambda label, text, level=NORMAL: self.lines.append((text, level))
         self.train, self._examples = train, examples()
         self.cache = open_frozen_activations(
-            self.attached, self.head, train, self._examples, "quantized", None, display
+            self.attached, self.head, train, self._examples, None, display
         )
 
     def batches(self, count: int, start: int = 0) -> list[Batch]:
@@ -76,11 +76,3 @@ class CachedModel:
     def states(self, batch: Batch) -> np.ndarray:
         """The states [B, T, D] that a step gets of a batch."""
         return np.array(self.cache.prepare(batch).inputs["states"])
-
-    def fill(self) -> "CachedModel":
-        """Compute the states of every example, and release cache and base."""
-        for batch in self.batches(4):
-            self.cache.prepare(batch)
-        self.cache.close()
-        self.attached.detach()
-        return self

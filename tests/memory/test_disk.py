@@ -124,7 +124,4 @@ def test_packs_plan_has_the_disk_space(tmp_path, run):
     assert "--keep-last 1" in best["command"]
 
     text = run(*arguments)[1]
-    assert "disk    " in text and "3 checkpoints of" in text and "cached frozen" not in text
-    assert "16.4 MB for 1,000 tokens" in run(*arguments, "--num-layers", 8)[1].replace(
-        "\n        ", " "
-    )
+    assert "disk    " in text and "3 checkpoints of" in text

@@ -1,7 +1,6 @@
-"""Cached frozen activations: they are those that would be computed; stored ones are verified."""
+"""Cached frozen activations: they are those that would be computed."""
 
 import json
-import os
 import shutil
 
 import mlx.nn as nn
@@ -23,7 +22,6 @@ from mlx_packs.objectives.frozen_activations import (
     memory_budget,
     open_frozen_activations,
 )
-from mlx_packs.objectives.state_store import StateStore
 from mlx_packs.optim import make_optimizer
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
@@ -49,13 +47,6 @@ UNSUPPORTED = (
     "afm7 gear gemma3n gemma4 gemma4_text hunyuan iquestloopcoder kimi_k3 phi3small phixtral rwkv7 "
     "talkie"
 ).split()
-
-
-@pytest.fixture
-def states_folder(tmp_path, monkeypatch):
-    """The folder of stored states, on disk in these tests alone."""
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "prefix"
 
 
 RECOMPUTE = ("none", "selective", "block")
@@ -223,164 +214,6 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("memory", [0, 20_000, 10**9], ids=["disk", "both", "memory"])
-def test_states_beyond_the_memory_limit_come_from_disk(states_folder, monkeypatch, memory):
-    monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: memory)
-    opened = CachedModel()
-    batches = opened.batches(9)
-    actual = [opened.cache.prepare(batch) for batch in batches]
-    assert opened.cache.store.is_on_disk
-    assert opened.cache.store.memory_bytes <= memory
-    assert (opened.cache.store.memory_bytes > 0) == (memory > 0)
-    assert opened.cache.rows_computed == len(LENGTHS)
-    for pair in zip(actual, batches, strict=True):
-        losses = [loss_sum(opened.model, opened.head, batch).item() for batch in pair]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def filled(base, **changes) -> CachedModel:
-    return CachedModel(base, changed(TRAIN, **changes)).fill()
-
-
-def test_another_run_finds_what_one_has_kept(states_folder):
-    base = base_of_blocks()
-    assert filled(base).cache.rows_found == 0
-    last = filled(base, learning_rate=1.0, iters=90)  # neither changes a state
-    assert (last.cache.rows_found, last.cache.rows_computed) == (len(LENGTHS), 0)
-    other = filled(base, seed=4)
-    assert other.cache.rows_found == 0
-    assert len(list(states_folder.glob("*.states"))) == 2
-
-
-def test_whatever_changes_the_states_is_in_the_key_of_their_file():
-    attached = CachedModel().attached
-    same, other = examples(), examples()
-    other.items[2].tokens[1] += 1
-
-    def key(rows=same, path="quantized", blocks=3, **changes):
-        states = mx.zeros((1, 1, 64))
-        train = changed(TRAIN, **changes)
-        return frozen_activations._key(attached, train, rows, path, blocks, states)
-
-    keys = [key(), key(other), key(path="dense"), key(blocks=2)]
-    keys += [key(seed=4), key(batch_size=3), key(packing=True), key(max_seq_length=64)]
-    keys += [key(compute_dtype="float32")]
-    attached.base.config["rms_norm_eps"] *= 2
-    keys.append(key())
-    attached.base.fingerprint = "sha256:" + "0" * 64
-    keys.append(key())
-    assert len(set(keys)) == len(keys) and key(learning_rate=1.0, iters=90) == keys[-1]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: whole[:-9] + bytes(b ^ 1 for b in whole[-9:]),  # the states
-        lambda whole: bytes(b ^ 1 for b in whole[:20]) + whole[20:],  # the digests
-        lambda whole: whole[:-1],
-        lambda whole: whole + b"x",
-        lambda whole: b"",
-    ],
-    ids=["states", "digests", "short", "long", "empty"],
-)
-def test_damaged_files_are_made_again(states_folder, damage):
-    base = base_of_blocks()
-    filled(base)
-    (file,) = states_folder.glob("*.states")
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole))
-    assert filled(base).cache.rows_computed > 0
-    assert file.read_bytes() == whole
-
-
-def test_states_of_another_base_of_the_name_are_computed_again(states_folder):
-    base = base_of_blocks()
-    filled(base)
-    base.model.layers[0].mlp.up_proj.weight *= 1.5  # its fingerprint stays as it was
-    again = CachedModel(base=base)
-    assert again.cache.rows_found == 0
-    batches = again.batches(4)
-    expected, _ = loss_and_gradients(again.model, again.head, batches)
-    actual, _ = loss_and_gradients(again.model, again.head, map(again.cache.prepare, batches))
-    assert actual == pytest.approx(expected, rel=1e-6)
-
-
-def test_one_foreign_row_among_those_computed_again_is_enough(states_folder):
-    base = base_of_blocks()
-    opened = CachedModel(base=base)
-    for batch in opened.batches(4):
-        opened.cache.prepare(batch)
-    last = max(opened.cache.compute(int(opened.cache._batch_of[0])))
-    opened.cache.store.put(last, np.zeros_like(opened.cache.store.get(last)))
-    opened.cache.close()
-    opened.attached.detach()
-    assert last > 0 and CachedModel(base=base).cache.rows_found == 0
-
-
-def test_a_file_in_use_is_left_to_the_other_run(states_folder):
-    base = base_of_blocks()
-    first = CachedModel(base=base)
-    first.attached.detach()
-    second = CachedModel(base=base)
-    assert first.cache.store.is_on_disk and not second.cache.store.is_on_disk
-    assert any("another run uses it" in text for text, _ in second.lines)
-    assert second.states(second.batches(1)[0]).any()
-
-
-def test_full_disk_keeps_and_reads_what_is_there(states_folder, monkeypatch):
-    monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 0)
-    opened = CachedModel()
-    batches = opened.batches(4)
-    expected = [opened.states(b) for b in batches[:2]]
-    opened.cache.store.forget()
-    opened.cache.rows_computed = 0
-    opened.states(batches[0])
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    assert np.array_equal(opened.states(batches[1]), expected[1])
-    computed = opened.cache.rows_computed
-    assert np.array_equal(opened.states(batches[0]), expected[0])
-    for batch in batches[1:]:
-        assert opened.cache.prepare(batch) is batch
-    assert opened.cache.rows_computed == computed == sum(len(b.examples) for b in batches[:2])
-    assert [t for t, _ in opened.lines[1:]] == [
-        "states are no longer kept on disk (No space left on device)"
-    ]
-    assert not opened.cache.store.is_on_disk
-    opened.cache.close()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(states_folder, monkeypatch, error):
-    def fail(_):
-        raise error
-
-    base = base_of_blocks()
-    with monkeypatch.context() as patch, pytest.raises(error) as raised:
-        patch.setattr(frozen_activations.FrozenActivations, "drop_if_foreign", fail)
-        CachedModel(base=base)
-    assert not list(states_folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
-
-
-def test_existing_file_needs_no_room_on_the_disk(states_folder, monkeypatch):
-    base = base_of_blocks()
-    filled(base)
-    monkeypatch.setattr(frozen_activations, "free_bytes", lambda _: 0)
-    assert filled(base).cache.rows_found == len(LENGTHS)
-
-
-def test_files_that_no_run_has_used_for_long_are_removed(states_folder):
-    base = base_of_blocks()
-    filled(base)
-    (old,) = states_folder.glob("*.states")
-    os.utime(old, (0, 0))
-    filled(base, seed=9)
-    assert not old.exists() and len(list(states_folder.glob("*.states"))) == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "num_layers"), [({}, -1), ({"neftune_noise_alpha": 5.0}, 1)], ids=str
 )
@@ -405,9 +238,7 @@ def test_adapters_on_the_head_alone_have_every_block_cached():
     base = base_of_blocks()
     attached = attach(base, LoRAConfig(rank=2, target_modules=("lm_head",)))
     head = split_head(base.model)
-    cache = open_frozen_activations(
-        attached, head, TRAIN, examples(), "quantized", None, Display(QUIET)
-    )
+    cache = open_frozen_activations(attached, head, TRAIN, examples(), None, Display(QUIET))
     assert cache.to_json()["blocks"] == BLOCKS
     batch = next(training_set(examples(), Sampler(examples().lengths, 2, 47, 3)).batches())
     pair = batch, cache.prepare(batch)
@@ -464,9 +295,7 @@ def test_an_adapter_below_the_blocks_is_seen():
     attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
     assert frozen_blocks(attached) == BLOCKS - 1
     with raises("unsupported", "cache_frozen"):
-        open_frozen_activations(
-            attached, None, TRAIN, examples(), "quantized", None, Display(QUIET)
-        )
+        open_frozen_activations(attached, None, TRAIN, examples(), None, Display(QUIET))
 
 
 def test_too_large_states_are_rejected_or_left(monkeypatch):
@@ -509,11 +338,7 @@ def test_auto_does_not_cache_a_block_among_many():
     assert opened.cache is None and "only 1 of 12 blocks" in opened.lines[0][0]
 
 
-def test_states_in_memory_are_those_of_all_rows_within_the_budget():
-    inputs = sum(n - 1 for n in LENGTHS)
-    for state_bytes, expected in ((256, inputs * 256), (10**12, memory_budget(0))):
-        store = StateStore((examples().lengths - 1) * state_bytes, memory_budget(0))
-        assert store.most_memory_bytes == expected
+def test_the_memory_of_a_cache_is_what_a_plan_leaves():
     assert memory_budget(10**15) == 0
     assert 0 < memory_budget(None) < memory_budget(0)
 
