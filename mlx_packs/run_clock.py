@@ -21,10 +21,8 @@ class _Part:
     cost: float = 1.0  # of a unit, in training batches, until one is measured
     limit: float | None = None  # of its seconds
     done: float = 0
-    work: float = 0.0  # of what is done, in usual units
     seconds: float = 0.0
-    next_work: float = 1.0  # of the next unit, in usual ones
-    first: tuple[float, float] = (0, 0.0)  # work and seconds of the first measurement
+    first: tuple[float, float] = (0, 0.0)  # units and seconds of the first measurement
 
 
 class RunClock:
@@ -60,11 +58,6 @@ class RunClock:
         """Count the time since the last unit for no part."""
         self._mark = self._now()
 
-    def weigh(self, name: str, work: float) -> None:
-        """Note how much work the next unit of a part is, relative to a usual one."""
-        if name in self._parts:
-            self._parts[name].next_work = work
-
     def tick(self, name: str, units: float = 1) -> None:
         """Count the time since the last unit for a part, of which ``units`` are done."""
         now = self._now()
@@ -74,18 +67,10 @@ class RunClock:
         if part is None:
             return
 
-        work = units * part.next_work
-        part.next_work = 1.0
         if not part.done:
-            part.first = work, seconds
+            part.first = units, seconds
         part.done += units
-        part.work += work
         part.seconds += seconds
-
-    def end(self, name: str) -> None:
-        """Note that no more units of a part are to come."""
-        if name in self._parts:
-            self._parts[name].units = self._parts[name].done
 
     def count(self, names: Iterable[str]) -> tuple[int, int]:
         """Return how many units of some parts are done, and how many there are."""
@@ -111,17 +96,17 @@ class RunClock:
         return max(0.0, seconds - (self._now() - self._mark))
 
     def _pace(self, name: str) -> float | None:
-        """Return the seconds of a usual unit.
+        """Return the seconds of a unit.
 
         The first unit of training, which compiles, does not count once there is another.
         """
         part = self._parts.get(name)
-        if part is None or not part.work:
+        if part is None or not part.done:
             return None
 
-        work, seconds = part.first
-        if name == TRAIN and part.work > work:
-            return (part.seconds - seconds) / (part.work - work)
+        units, seconds = part.first
+        if name == TRAIN and part.done > units:
+            return (part.seconds - seconds) / (part.done - units)
         if name == TRAIN and self._compiles and part.done < part.units:
             return None
-        return part.seconds / part.work
+        return part.seconds / part.done

@@ -57,20 +57,6 @@ def test_a_run_of_one_batch_that_compiles_has_an_end():
     assert run.clock.left() == pytest.approx(20.0)
 
 
-def test_a_long_batch_says_how_long_a_usual_one_takes():
-    run = Simulated()
-    run.clock.plan("train", 10)
-    run.clock.weigh("train", 3.0)
-    run.work("train", 30.0)
-    assert run.clock.left() == pytest.approx(9 * 10)
-    for work in (0.5, 1.5):
-        run.clock.weigh("train", work)
-        run.work("train", 8.0 * work)
-    assert run.clock.left() == pytest.approx(7 * 8)
-    run.work("train", 8.0)
-    assert run.clock.left() == pytest.approx(6 * 8), "a weight is for one batch"
-
-
 def test_time_that_passes_within_a_unit_is_subtracted():
     run = Simulated()
     run.clock.plan("train", 10)
@@ -92,14 +78,12 @@ def test_time_outside_all_parts_is_of_none():
     assert run.clock.left() == pytest.approx(3)
 
 
-def test_a_limit_ends_training_early_and_an_end_drops_what_is_left():
+def test_a_limit_ends_training_early():
     run = Simulated()
     run.clock.plan("train", 100, limit=10)
     run.clock.plan("evaluate", 3, cost=1)
     run.work("train", 2.0)
     assert run.clock.left() == pytest.approx(8 + 3 * 2)
-    run.clock.end("train")
-    assert run.clock.left() == pytest.approx(3 * 2)
 
 
 @pytest.mark.parametrize(("seed", "forward"), [(0, 0.3), (1, 0.4), (2, 0.5)])

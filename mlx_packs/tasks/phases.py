@@ -232,10 +232,6 @@ class PhaseTask:
         """Return what memory depends on besides settings and shapes: fields of `memory.Headers`."""
         return {}
 
-    def mean_inputs(self, data: "PhaseData") -> float | None:
-        """Return the mean of `Batch.computed`; None if it is not known, or batches are alike."""
-        return None
-
 
 @dataclass(frozen=True)
 class PhaseData:

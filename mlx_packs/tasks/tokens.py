@@ -68,17 +68,6 @@ class TokenTask(Task):
         trees = self.trees.get(data.phase.name)
         return passes_of(self.base.model, trees, examples, rows), targets
 
-    def mean_inputs(self, data: PhaseData) -> float | None:
-        """Return the mean of the tokens of a training batch; None if batches are packed."""
-        t = data.phase.train
-        if t.packing:
-            return None
-
-        inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
-        trees = self.trees.get(data.phase.name)
-        rows = trees.rows if isinstance(trees, GroupPlan) else t.sequences
-        return rows * float(inputs.mean())
-
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         """Return the training batches of a phase, whose examples are drawn from all."""
         raise NotImplementedError

@@ -324,8 +324,7 @@ class Fit:
         phase = data.phase
         stepper, objective = self._stepper_of(phase, optimizer)
         step = BatchStep(stepper, objective, data.train.collate, self.parts)
-        mean_inputs = data.task.mean_inputs(data)
-        reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
+        reports = Reports(self.observers, step, phase.name, run.display.clock)
         save = partial(self._save, optimizer, reports)
         if self.on_nan.policy == "back-off" and run.files.latest_checkpoint() is None:
             save(self.state)

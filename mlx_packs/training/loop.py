@@ -163,7 +163,7 @@ class Loop:
             limit = train.clear_cache_threshold
             if limit is not None and mx.get_cache_memory() > limit:
                 mx.clear_cache()
-            self.reports.batch_done(started.batch, loss, self.state)
+            self.reports.batch_done(loss, self.state)
 
     def _count(self, started: _StartedBatch, loss: float, norm: float, seconds: float) -> None:
         batch = started.batch

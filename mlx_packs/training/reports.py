@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..data.dataset import Batch
 from ..objectives.score import Score
-from ..run_clock import TRAIN, RunClock
+from ..run_clock import RunClock
 from ..runtime import mx
 from .observer import Observer
 from .state import TrainingState, Window
@@ -25,7 +24,6 @@ class Reports:
     step: "BatchStep"
     phase: str = ""
     clock: RunClock | None = None
-    mean_inputs: float | None = None  # of a usual batch, if batches differ
 
     def phase_starts(self, batches: int, done: int) -> None:
         """Announce a phase, which goes on after its first ``done`` batches."""
@@ -39,11 +37,7 @@ class Reports:
         for observer in self.observers:
             observer.on_phase_end()
 
-    def batch_done(self, batch: Batch, loss: float, state: TrainingState) -> None:
-        if self.clock is not None and self.mean_inputs and batch.computed:
-            # lengths of batches may differ by factors
-            self.clock.weigh(TRAIN, batch.computed / self.mean_inputs)
-
+    def batch_done(self, loss: float, state: TrainingState) -> None:
         unit = self.step.objective.unit
         window = state.window
         entries = {
