@@ -67,7 +67,7 @@ class MixedLoad(Soak):
         drawn = random.Random(number)
         rows = [[[drawn.randrange(5, 4000) for _ in range(20 + 8 * number)], 8] for _ in range(2)]
         lora = {"rank": 4 + 4 * number, "seed": number}
-        settings = {"lora": lora, "adam": {"learning_rate": 1e-3}, "kept_s": 60}
+        settings = {"lora": lora, "adam": {"learning_rate": 1e-3}}
         url = f"http://127.0.0.1:{self.port}"
         result = client("repeated", url, seconds=seconds, batches=[rows] * 4, **settings)
         return result["results"]

@@ -73,6 +73,7 @@ def reinforce(url: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def repeated(url: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train, sample, save and leave for some seconds; return the losses of each time."""
+    rest = tinker.RestClient(base_url=url, api_key="tml-benchmark")
     until = time.monotonic() + settings["seconds"]
     results = []
     while not results or time.monotonic() < until:
@@ -88,7 +89,8 @@ def repeated(url: str, settings: dict[str, Any]) -> dict[str, Any]:
         params = types.SamplingParams(max_tokens=8, temperature=0, stop=[])
         request = types.ModelInput.from_ints(settings["batches"][0][0][0])
         (sample,) = sampler.sample(request, 1, params).result().sequences
-        client.save_state("repeated", ttl_seconds=settings["kept_s"]).result()
+        path = client.save_state("repeated").result().path
+        rest.delete_checkpoint_from_tinker_path(path).result()
         own.close("success").result()
         results.append({"losses": losses, "sample": list(sample.tokens)})
     return {"results": results}

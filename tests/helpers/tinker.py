@@ -28,7 +28,6 @@ def forward_request(
     loss: str = "cross_entropy",
     seq_id: int = 0,
     forward_only: bool = False,
-    **settings: float,
 ) -> bytes:
     """Return the bytes of a request; a datum is its tokens and its arrays by name."""
     request = MESSAGES["ForwardBackwardRequest"](
@@ -39,8 +38,6 @@ def forward_request(
         datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
         for name, values in inputs.items():
             tensor(values, datum.loss_fn_inputs.add(key=name).value)
-    for name, value in settings.items():
-        request.loss_fn_config.add(key=name, value=value)
     return request.SerializeToString()
 
 

@@ -20,17 +20,16 @@ class Row:
 
     Attributes:
         tokens: [T] int32.
-        targets: [T] or [T, K] int32, K for each token.
-        inputs: of the loss, [T * K] float32 by name; a number where all targets have the same.
+        targets: [T] int32.
+        inputs: of the loss, [T] float32 by name.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
-    inputs: Mapping[str, np.ndarray | float]
+    inputs: Mapping[str, np.ndarray]
 
     @property
     def size(self) -> int:
-        """Inputs of a forward pass; further targets of a token cost little."""
         return len(self.tokens)
 
 
@@ -40,9 +39,7 @@ class RowLimits:
     vocab_size: int
 
 
-def checked_row(
-    i: int, datum: RawDatum, loss: Loss, settings: Mapping[str, float | None], limits: RowLimits
-) -> Row:
+def checked_row(i: int, datum: RawDatum, loss: Loss, limits: RowLimits) -> Row:
     """Return a datum with the inputs of a loss; a PackError says what is wrong with it."""
     where = f"data[{i}]"
     length = len(datum.tokens)
@@ -56,14 +53,14 @@ def checked_row(
     targets = datum.inputs.get("target_tokens")
     if targets is None:
         raise PackError(f"{where}.loss_fn_inputs.target_tokens: is required.")
-    if targets.ndim not in (1, 2) or len(targets) != length or targets.size == 0:
+    if len(targets) != length:
         raise PackError(
             f"{where}.loss_fn_inputs.target_tokens: has the shape {list(targets.shape)}, but there "
             f"are {length} tokens. Send a target for each of them."
         )
     _check_tokens(targets, limits.vocab_size, f"{where}.loss_fn_inputs.target_tokens")
 
-    inputs = _loss_inputs(datum, loss, settings, targets.shape, where)
+    inputs = _loss_inputs(datum, loss, length, where)
     return Row(datum.tokens, targets.astype(np.int32), inputs)
 
 
@@ -77,52 +74,47 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
         )
 
 
-def _loss_inputs(
-    datum: RawDatum,
-    loss: Loss,
-    settings: Mapping[str, float | None],
-    shape: tuple[int, ...],
-    where: str,
-) -> dict[str, np.ndarray | float]:
-    known = {"target_tokens", *loss.inputs, *loss.optional, *loss.settings}
+def _loss_inputs(datum: RawDatum, loss: Loss, length: int, where: str) -> dict[str, np.ndarray]:
+    known = {"target_tokens", *loss.inputs, *loss.optional}
     if unknown := sorted(set(datum.inputs) - known):
         raise PackError(f"{where}.loss_fn_inputs.{unknown[0]:.40}: this loss does not read it.")
 
-    inputs: dict[str, np.ndarray | float] = dict.fromkeys(loss.optional, 1.0)
-    inputs |= {name: value for name, value in settings.items() if value is not None}
+    inputs = {name: np.ones(length, np.float32) for name in loss.optional}
     for name, values in datum.inputs.items():
         if name == "target_tokens":
             continue
-        if values.shape != shape:
+        if len(values) != length:
             raise PackError(
                 f"{where}.loss_fn_inputs.{name}: has the shape {list(values.shape)}, but "
-                f"target_tokens {list(shape)}."
+                f"target_tokens [{length}]."
             )
         if not np.isfinite(values).all():
             raise PackError(f"{where}.loss_fn_inputs.{name}: has NaN or infinite values.")
-        inputs[name] = values.reshape(-1).astype(np.float32)
+        inputs[name] = values.astype(np.float32)
 
-    for name in (*loss.inputs, *loss.settings):
+    for name in loss.inputs:
         if name not in inputs:
-            hint = " Name it in loss_fn_config." if name in loss.settings else ""
-            raise PackError(f"{where}.loss_fn_inputs.{name}: is required.{hint}")
+            raise PackError(f"{where}.loss_fn_inputs.{name}: is required.")
     return inputs
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of a forward pass.
+    """Rows of a forward pass, whose targets are one after the other.
 
     Attributes:
-        arrays: ``tokens`` [B, T] int32, padded with 0; ``positions`` [N], of those that are no
-            padding, in the flattened tokens; ``owners`` [M], the row of each target.
-        targets: of each row, [T] or [T, K] int32; M in all.
-        inputs: of the loss, [M] float32 by name.
+        tokens: [B, T] int32, padded with 0.
+        positions: [N] int32, of those that are no padding, in the flattened tokens.
+        targets: [N] int32.
+        inputs: of the loss, [N] float32 by name.
+        sizes: the targets of each row; N in all.
     """
 
-    arrays: dict[str, np.ndarray]
-    targets: tuple[np.ndarray, ...]
-    inputs: dict[str, np.ndarray]
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+    sizes: Sequence[int]
 
 
 def split_passes(rows: Sequence[Row], most: int) -> list[list[int]]:
@@ -155,16 +147,10 @@ def batch_of(rows: Sequence[Row]) -> RowBatch:
         tokens[i, : row.size] = row.tokens
         positions.append(i * width + np.arange(row.size))
 
-    sizes = [row.targets.size for row in rows]
-    arrays = {
-        "tokens": tokens,
-        "positions": np.concatenate(positions).astype(np.int32),
-        "owners": np.repeat(np.arange(len(rows), dtype=np.int32), sizes),
-    }
-    inputs = {
-        name: np.concatenate(
-            [np.full(row.targets.size, row.inputs[name], np.float32) for row in rows]
-        )
-        for name in rows[0].inputs
-    }
-    return RowBatch(arrays, tuple(row.targets for row in rows), inputs)
+    return RowBatch(
+        tokens,
+        np.concatenate(positions).astype(np.int32),
+        np.concatenate([row.targets for row in rows]),
+        {name: np.concatenate([row.inputs[name] for row in rows]) for name in rows[0].inputs},
+        [row.size for row in rows],
+    )

@@ -4,47 +4,19 @@ Each is a sum of one term for each target of each datum; p is the probability th
 the target, q the one that it had when it was sampled (the input ``logprobs``), A its advantage.
 Definitions: https://tinker-docs.thinkingmachines.ai/tinker/losses
 Thresholds of ppo and cispo: tutorials/202_loss_functions.py of
-https://github.com/thinking-machines-lab/tinker-cookbook, at 9dfcc3a. No default of ``beta``, or of
-the thresholds of gspo, is published; 0.05 is that of the example for dro.
+https://github.com/thinking-machines-lab/tinker-cookbook, at 9dfcc3a.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from ...errors import PackError, did_you_mean
-from .protocol import MOST_NUMBER
 
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_CLIP_ABOVE = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The targets of a batch of datums.
-
-    Attributes:
-        logprobs: [M], log p.
-        inputs: arrays [M] by name, and numbers where all targets have the same.
-        owners: [M], number of the datum in the batch.
-        count: datums of the batch.
-    """
-
-    logprobs: mx.array
-    inputs: Mapping[str, mx.array | float]
-    owners: mx.array
-    count: int
-
-    def ratio(self) -> mx.array:
-        """Return p / q of each target."""
-        return mx.exp(self.logprobs - self.inputs["logprobs"])
-
-    def clipped(self, ratio: mx.array) -> mx.array:
-        low = self.inputs["clip_low_threshold"]
-        high = self.inputs["clip_high_threshold"]
-        return mx.minimum(mx.maximum(ratio, low), high)
+Inputs = Mapping[str, mx.array]  # [M] by name, one number for each target
+_PPO_CLIP = (0.8, 1.2)
+_CISPO_MAX = 4.0
 
 
 @dataclass(frozen=True)
@@ -52,76 +24,51 @@ class Loss:
     """A loss.
 
     Attributes:
-        terms: the term [M] of each target.
-        inputs: arrays that a datum must have, beside ``target_tokens``.
-        settings: numbers of ``loss_fn_config`` with their defaults; without one (None) it must be
-            given. A datum may have an array of the same name in its place.
+        terms: maps log p [M] and the inputs to the term [M] of each target.
+        inputs: arrays that a datum must have, in addition to ``target_tokens``.
         optional: arrays that are ones unless a datum has them.
     """
 
-    terms: Callable[[Targets], mx.array]
-    inputs: tuple[str, ...]
-    settings: Mapping[str, float | None]
+    terms: Callable[[mx.array, Inputs], mx.array]
+    inputs: tuple[str, ...] = ("logprobs", "advantages")
     optional: tuple[str, ...] = ()
 
 
-def cross_entropy(targets: Targets) -> mx.array:
+def cross_entropy(logprobs: mx.array, inputs: Inputs) -> mx.array:
     """Return -w log p."""
-    return -targets.logprobs * targets.inputs["weights"]
+    return -logprobs * inputs["weights"]
 
 
-def importance_sampling(targets: Targets) -> mx.array:
+def importance_sampling(logprobs: mx.array, inputs: Inputs) -> mx.array:
     """Return -(p / q) A."""
-    return -targets.ratio() * targets.inputs["advantages"]
+    return -_ratio(logprobs, inputs) * inputs["advantages"]
 
 
-def _smaller_gain(targets: Targets, ratio: mx.array) -> mx.array:
-    advantages = targets.inputs["advantages"]
-    return -mx.minimum(ratio * advantages, targets.clipped(ratio) * advantages)
-
-
-def ppo(targets: Targets) -> mx.array:
+def ppo(logprobs: mx.array, inputs: Inputs) -> mx.array:
     """Return -min(r A, clip(r) A) with r = p / q, as PPO: https://arxiv.org/abs/1707.06347."""
-    return _smaller_gain(targets, targets.ratio())
+    low, high = _PPO_CLIP
+    advantages = inputs["advantages"]
+    ratio = _ratio(logprobs, inputs)
+    clipped = mx.minimum(mx.maximum(ratio, low), high)
+    return -mx.minimum(ratio * advantages, clipped * advantages)
 
 
-def cispo(targets: Targets) -> mx.array:
-    """Return -sg(clip(p / q)) A log p, as CISPO: https://arxiv.org/abs/2506.13585."""
-    ratio = mx.stop_gradient(targets.clipped(targets.ratio()))
-    return -ratio * targets.logprobs * targets.inputs["advantages"]
+def cispo(logprobs: mx.array, inputs: Inputs) -> mx.array:
+    """Return -sg(min(p / q, 4)) A log p, as CISPO: https://arxiv.org/abs/2506.13585."""
+    ratio = mx.stop_gradient(mx.minimum(_ratio(logprobs, inputs), _CISPO_MAX))
+    return -ratio * logprobs * inputs["advantages"]
 
 
-def dro(targets: Targets) -> mx.array:
-    """Return -(A log p - beta / 2 (log p - log q)^2), as DRO: https://arxiv.org/abs/2405.19107."""
-    distance = mx.square(targets.logprobs - targets.inputs["logprobs"])
-    gain = targets.logprobs * targets.inputs["advantages"]
-    return -(gain - 0.5 * targets.inputs["beta"] * distance)
+def _ratio(logprobs: mx.array, inputs: Inputs) -> mx.array:
+    """Return p / q of each target."""
+    return mx.exp(logprobs - inputs["logprobs"])
 
 
-def gspo(targets: Targets) -> mx.array:
-    """Return as `ppo`, with r = s p / sg(p); s is the geometric mean of p / q over a datum's mask.
-
-    GSPO-token: https://arxiv.org/abs/2507.18071
-    """
-    fixed = mx.stop_gradient(targets.logprobs)
-    mask = mx.array(targets.inputs["sequence_ratio_mask"] != 0, mx.float32)
-
-    distances = (fixed - targets.inputs["logprobs"]) * mask
-    sums = mx.zeros(targets.count).at[targets.owners].add(distances)
-    counts = mx.zeros(targets.count).at[targets.owners].add(mask)
-    means = sums / mx.maximum(counts, 1)
-
-    return _smaller_gain(targets, mx.exp(means[targets.owners] + targets.logprobs - fixed))
-
-
-_SAMPLED = ("logprobs", "advantages")
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, (), {}, ("weights",)),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED, {}),
-    "ppo": Loss(ppo, _SAMPLED, _CLIP),
-    "cispo": Loss(cispo, _SAMPLED, _CLIP_ABOVE),
-    "dro": Loss(dro, _SAMPLED, {"beta": 0.05}),
-    "gspo": Loss(gspo, (*_SAMPLED, "sequence_ratio_mask"), dict.fromkeys(_CLIP)),
+    "cross_entropy": Loss(cross_entropy, (), ("weights",)),
+    "importance_sampling": Loss(importance_sampling),
+    "ppo": Loss(ppo),
+    "cispo": Loss(cispo),
 }
 
 
@@ -134,17 +81,3 @@ def find_loss(name: str) -> Loss:
         "unknown",
         "loss_fn",
     )
-
-
-def settings_of(loss: Loss, given: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return the numbers of a loss: as given in ``loss_fn_config``, else its defaults."""
-    for name, value in given.items():
-        where = f"loss_fn_config.{name:.40}"
-        if name not in loss.settings:
-            raise PackError(f"{where}: is not a setting of this loss.", flag="loss_fn_config")
-
-        if not isinstance(value, float) or not abs(value) <= MOST_NUMBER:
-            text = f"{where}: must be a finite number of at most {MOST_NUMBER:g}."
-            raise PackError(text, flag="loss_fn_config")
-
-    return {**loss.settings, **given}

@@ -18,7 +18,7 @@ from ...errors import PackError
 from ...packs.pack import Pack
 from ..generation import Generator
 from .batches import Row, RowLimits, checked_row, split_passes
-from .losses import Loss, find_loss, settings_of
+from .losses import Loss, find_loss
 from .passes import Grads, Pass, TrainedModel
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
@@ -124,12 +124,11 @@ class Models:
         The gradient is added to those that wait, of all datums or of none.
         """
         loss = find_loss(request.loss)
-        settings = settings_of(loss, request.settings)
         limits = RowLimits(self._generator.limits.context, self._generator.base.vocab_size)
 
         def checked() -> list[Row]:
             data = enumerate(request.data)
-            return [checked_row(i, each, loss, settings, limits) for i, each in data]
+            return [checked_row(i, each, loss, limits) for i, each in data]
 
         if not request.data:
             raise PackError("data: has no datum.", flag="data")

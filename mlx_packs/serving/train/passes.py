@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 from ...adapters.lora import Attached
 from ...errors import PackError
 from ...objectives.causal_lm import Head, forward, part_of
+from ...ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 from .batches import RowBatch
-from .logprobs import target_logprobs
-from .losses import Loss, Targets
+from .losses import Loss
 
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
 _MOST_WITH_LOGITS = 512
@@ -66,13 +66,11 @@ def compute(
     """
     before = base.trainable_parameters()
     inputs = {name: mx.array(array) for name, array in batch.inputs.items()}
-    owners = mx.array(batch.arrays["owners"])
 
     def total(parameters: dict) -> tuple[mx.array, mx.array]:
         base.update(parameters)
         logprobs = _logprobs(base, head, batch, backward)
-        targets = Targets(logprobs, inputs, owners, len(batch.targets))
-        return loss.terms(targets).sum(), logprobs
+        return loss.terms(logprobs, inputs).sum(), logprobs
 
     grads = None
     try:
@@ -87,20 +85,34 @@ def compute(
     mx.eval(value, logprobs, grads)
     _check_finite(value, grads)
 
-    ends = np.cumsum([row.size for row in batch.targets])[:-1]
-    by_row = [
-        values.reshape(row.shape)
-        for values, row in zip(np.split(np.array(logprobs), ends), batch.targets, strict=True)
-    ]
+    by_row = np.split(np.array(logprobs), np.cumsum(batch.sizes)[:-1])
     return Pass(float(value.item()), by_row, grads)
 
 
 def _logprobs(base: nn.Module, head: Head | None, batch: RowBatch, backward: bool) -> mx.array:
-    """Return log p [M] of the targets of a batch."""
-    states = forward(base, part_of(base, head), mx.array(batch.arrays["tokens"]))
-    positions = mx.array(batch.arrays["positions"])
-    known = states.reshape(-1, states.shape[-1])[positions]
-    return target_logprobs(head, known, batch.targets, backward)
+    """Return log p [N] of the targets of a batch."""
+    states = forward(base, part_of(base, head), mx.array(batch.tokens))
+    known = states.reshape(-1, states.shape[-1])[mx.array(batch.positions)]
+    return target_logprobs(head, known, mx.array(batch.targets), backward)
+
+
+def target_logprobs(
+    head: Head | None, states: mx.array, targets: mx.array, backward: bool
+) -> mx.array:
+    """Return log p [N] float32 of targets [N].
+
+    Args:
+        head: reads the states; None if they are logits.
+        states: [N, D]; without a head [N, V].
+        targets: one for each state.
+        backward: whether the gradient of ``states`` will be asked for.
+    """
+    if head is not None and head.frozen is not None:
+        nll, _ = linear_cross_entropy(states, targets, head.frozen, gradient=backward)
+        return -nll
+
+    logits = states if head is None else head.logits(states)
+    return -cross_entropy(logits, targets)
 
 
 def _check_finite(loss: mx.array, grads: Grads | None) -> None:

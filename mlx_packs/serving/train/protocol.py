@@ -13,9 +13,8 @@ from ..protocol import MAX_STOPS, Stops, Tokens
 
 MAX_SAMPLES = 256
 _MOST = 10_000  # chunks of a prompt, tags of a session
-_MOST_TTL = 10 * 365 * 24 * 3600  # seconds
-MOST_NUMBER = 1e30  # float32 has no more than 3.4e38
-_Positive = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+_MOST_NUMBER = 1e30  # float32 has no more than 3.4e38
+_Positive = Annotated[float, Field(ge=0, le=_MOST_NUMBER)]
 _StopTokens = Annotated[list[Integer], Field(max_length=MAX_STOPS)]
 
 
@@ -72,7 +71,7 @@ class AdamBody(Object):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: _Positive = 1e-12
     weight_decay: _Positive = 0.0
-    grad_clip_norm: float = Field(0.0, ge=-MOST_NUMBER, le=MOST_NUMBER)
+    grad_clip_norm: float = Field(0.0, ge=-_MOST_NUMBER, le=_MOST_NUMBER)
 
 
 class OptimStepBody(Object):
@@ -86,7 +85,6 @@ class SaveWeightsBody(Object):
     model_id: Name
     path: Name | None = None
     seq_id: Integer | None = None
-    ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
     overwrite: bool = False
     user_metadata: Metadata = Field(default_factory=dict)
     type: Literal["save_weights"] = "save_weights"
@@ -96,9 +94,8 @@ class SaveForSamplerBody(Object):
     model_id: Name
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
+    kind: Literal["snapshot"] = "snapshot"
     seq_id: Integer | None = None
-    ttl_seconds: int | None = Field(None, ge=1, le=_MOST_TTL)
     user_metadata: Metadata = Field(default_factory=dict)
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -164,9 +161,8 @@ class SampleBody(Object):
     num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     seq_id: Integer | None = None
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = Field(0, ge=0, le=100)
-    topk_sample_logprobs: int = Field(0, ge=0, le=100)
-    prompt_logprobs_last_n: Number | None = Field(None, ge=1)
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] = False
     type: Literal["sample"] = "sample"

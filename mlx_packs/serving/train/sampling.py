@@ -5,7 +5,7 @@ A sequence has the token that ended it, so that a model can be trained to end.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import PackError
 from ...runtime import mx
 from ..answers import Texts
-from ..generation import Generator, likeliest
+from ..generation import Generator
 from ..http import ServerSettings
 from ..request import Event, Progress, Request, sampler_of
 from .protocol import SampleBody
@@ -22,7 +22,6 @@ from .wire import Sample, sample_output
 
 _CONTEXT_TOKENS = 4  # of a prompt: a character has at most so many
 _BUSY_SECONDS = 0.2
-Top = list[Sequence[tuple[int, float]]]  # the likeliest tokens in each place, with their scores
 
 
 class SampleRunner:
@@ -54,20 +53,12 @@ class SampleRunner:
                 flag="num_samples",
             )
 
-        last = body.prompt_logprobs_last_n
-        if last is not None and last >= len(prompt):
-            raise PackError(
-                f"prompt_logprobs_last_n: must be less than {len(prompt)}, the tokens of prompt.",
-                flag="prompt_logprobs_last_n",
-            )
-
     async def sample(self, body: SampleBody, model: str) -> bytes:
         """Return the message with the sequences that ``model`` of the registry continues with."""
         logprobs = None
-        top: Top = []
-        if body.prompt_logprobs or body.topk_prompt_logprobs:
-            compute = partial(prompt_scores, self._generator, model, body)
-            logprobs, top = await self._generator.result_of(compute)
+        if body.prompt_logprobs:
+            compute = partial(prompt_logprobs, self._generator, model, body.prompt.tokens)
+            logprobs = await self._generator.result_of(compute)
 
         deadline = time.monotonic() + self._settings.request_seconds
         while True:
@@ -78,26 +69,27 @@ class SampleRunner:
                     raise
                 await asyncio.sleep(_BUSY_SECONDS)
             else:
-                return sample_output(sequences, logprobs, top)
+                return sample_output(sequences, logprobs)
 
     async def _sequences(self, body: SampleBody, model: str, deadline: float) -> list[Sample]:
         make = partial(self._request, body, model, deadline)
         texts = Texts(self._generator, body.num_samples, make)
-        samples = [Sample([], [], False, []) for _ in range(body.num_samples)]
         try:
             await texts.start()
             async for i, event in texts.events():
-                if isinstance(event, Progress) and (logprob := event.logprob) is not None:
-                    samples[i].tokens.append(logprob.token)
-                    samples[i].logprobs.append(logprob.logprob)
-                    samples[i].top.append(logprob.top)
+                if isinstance(event, Progress) and event.logprob is not None:
+                    texts.choices[i].logprobs.append(event.logprob)
         except BaseException:
             texts.cancel()
             raise
 
         return [
-            Sample(sample.tokens, sample.logprobs, choice.reason == "stop", sample.top)
-            for sample, choice in zip(samples, texts.choices, strict=True)
+            Sample(
+                [each.token for each in choice.logprobs],
+                [each.logprob for each in choice.logprobs],
+                choice.reason == "stop",
+            )
+            for choice in texts.choices
         ]
 
     def _request(
@@ -126,7 +118,7 @@ class SampleRunner:
             lambda: sampler_of(params.temperature, params.top_p, top_k, 0.0, seed),
             stop=stop,
             after=prompt[-_CONTEXT_TOKENS:],
-            top_logprobs=body.topk_sample_logprobs,
+            top_logprobs=0,
             stop_tokens=stop_tokens,
             deadline=deadline,
         )
@@ -143,17 +135,9 @@ class SampleRunner:
         return texts, tokens + [each for each in stop or () if isinstance(each, int)]
 
 
-def prompt_scores(
-    generator: Generator, model: str, body: SampleBody
-) -> tuple[np.ndarray | None, Top]:
-    """Return what was asked for of log-probabilities [T] of a prompt, and of the likeliest tokens.
-
-    The first token has none (NaN), and with ``prompt_logprobs_last_n`` those before the last n.
-    """
-    prompt = body.prompt.tokens
-    first = len(prompt) - (body.prompt_logprobs_last_n or len(prompt) - 1)
-    logprobs = np.full(len(prompt), np.nan, np.float32)
-    top: Top = [()] * len(prompt)
+def prompt_logprobs(generator: Generator, model: str, prompt: list[int]) -> np.ndarray:
+    """Return the log-probabilities [T] of the tokens of a prompt; the first has none (NaN)."""
+    parts = [np.array([np.nan], np.float32)]
     registry = generator.registry
     entry = registry.lease(model)
 
@@ -161,18 +145,15 @@ def prompt_scores(
         caches = make_prompt_cache(generator.base.model)
         step = generator.limits.prefill_chunk
         for start in range(0, len(prompt) - 1, step):
-            inputs = prompt[start : start + step]
+            targets = mx.array(prompt[start + 1 : start + 1 + step])
+            inputs = mx.array([prompt[start : start + targets.size]])
             registry.slots.selection.set([entry.slot])
-            logits = generator.base.model(mx.array([inputs]), cache=caches)[0].astype(mx.float32)
+            logits = generator.base.model(inputs, cache=caches)[0].astype(mx.float32)
             scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            mx.eval(scores, [cache.state for cache in caches])
-
-            positions = range(max(start + 1, first), min(start + step, len(prompt) - 1) + 1)
-            for position in positions:
-                row = scores[position - start - 1]
-                logprobs[position] = row[prompt[position]].item()
-                top[position] = likeliest(row, body.topk_prompt_logprobs)
+            logprobs = mx.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
+            mx.eval(logprobs, [cache.state for cache in caches])
+            parts.append(np.array(logprobs))
     finally:
         registry.release(entry)
 
-    return logprobs if body.prompt_logprobs else None, top if body.topk_prompt_logprobs else []
+    return np.concatenate(parts)

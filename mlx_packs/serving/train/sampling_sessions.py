@@ -60,18 +60,9 @@ class SamplingSessions:
         async with self.loaded(session):
             return self._new(session)
 
-    async def of_step(self, model_id: str, pack: Pack, number: int | None) -> str:
-        """Return the id of a new session on a model as it is now.
-
-        Args:
-            model_id: the model.
-            pack: its weights.
-            number: of the step; without one (None) the sessions of all such steps have the newest
-                weights.
-        """
-        name = f"{_PREFIX}/{run_of(model_id)}/inflight"
-        if number is not None:
-            name = f"{_PREFIX}/{run_of(model_id)}/step-{number}"
+    async def of_step(self, model_id: str, pack: Pack, number: int) -> str:
+        """Return the id of a new session on a model as it is now, whose weights ``pack`` has."""
+        name = f"{_PREFIX}/{run_of(model_id)}/step-{number}"
 
         def serve() -> None:
             self._forget(name)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from functools import wraps
 from typing import Any
 
@@ -264,7 +264,7 @@ class TrainingService:
     async def save_weights(self, _: Request, body: SaveWeightsBody) -> Response:
         model = self._models.find(body.model_id)
         name = body.path or time.strftime("%Y%m%d-%H%M%S")
-        facts = _facts(body.ttl_seconds, body.user_metadata)
+        facts = {"user_metadata": body.user_metadata}
 
         async def save() -> Result:
             saved = await self._models.save(model, "weights", name, facts, body.overwrite)
@@ -276,15 +276,14 @@ class TrainingService:
         """Save a model for sampling; without a name it stays in memory."""
         model = self._models.find(body.model_id)
         name = body.path
-        facts = _facts(body.ttl_seconds, body.user_metadata)
+        facts = {"user_metadata": body.user_metadata}
 
         async def save() -> Result:
             if name is not None:
                 saved = await self._models.save(model, "sampler_weights", name, facts)
                 return {"type": "save_weights_for_sampler", "path": saved.uri}
 
-            number = (body.sampling_session_seq_id or 0) if body.kind == "snapshot" else None
-
+            number = body.sampling_session_seq_id or 0
             async with model.lock:  # an unload finds the step
                 pack = await self._models.pack(model)
                 session_id = await self._samplers.of_step(model.id, pack, number)
@@ -477,28 +476,13 @@ def _protocol(handler: Handler) -> Handler:
     return answered
 
 
-def _facts(ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is kept beside a saved model."""
-    facts: dict[str, Any] = {"user_metadata": dict(user_metadata)}
-    if ttl_seconds is not None:
-        facts["expires"] = time.time() + ttl_seconds
-    return facts
-
-
 def _checkpoint(saved: Saved) -> dict[str, Any]:
     kind = {"weights": "training", "sampler_weights": "sampler"}[saved.kind]
     facts = {"checkpoint_id": f"{saved.kind}/{saved.name}", "checkpoint_type": kind}
     return {
         **facts,
-        "time": _time(saved.folder.stat().st_mtime),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved.folder.stat().st_mtime)),
         "tinker_path": saved.uri,
         "size_bytes": saved.size,
         "user_metadata": saved.facts.get("user_metadata"),
-        "expires_at": _time(saved.facts.get("expires")),
     }
-
-
-def _time(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

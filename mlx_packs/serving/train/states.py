@@ -7,7 +7,6 @@
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ FACTS = "training.json"
 Kind = Literal["weights", "sampler_weights"]
 _KINDS = ("weights", "sampler_weights")
 _STEP = "step"  # of the optimizer; an integer, which a file of tensors has not
-_LAST_TIME = 1e11  # seconds, the year 5138
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
@@ -39,7 +37,7 @@ class Saved:
 
     Attributes:
         run: the id of the model that was saved; ``kind`` and ``name`` complete its path.
-        facts: ``training.json``: what a client said of it, and when it expires.
+        facts: ``training.json``: what a client said of it, empty for a pack from elsewhere.
     """
 
     run: str
@@ -56,11 +54,6 @@ class Saved:
     def size(self) -> int:
         return sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
 
-    @property
-    def has_expired(self) -> bool:
-        expires = self.facts.get("expires")
-        return expires is not None and expires < time.time()
-
 
 class States:
     """The saved models below a folder.
@@ -72,7 +65,6 @@ class States:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.on_change: Callable[[Saved], None] = lambda _: None
-        self.remove_expired()
 
     def save(
         self,
@@ -91,8 +83,6 @@ class States:
             optimizer: state of the optimizer; None keeps none.
             overwrite: whether an earlier model of that path is replaced.
         """
-        self.remove_expired()
-
         run, kind, name = _parts(uri)
         folder = self._folder_of(run, kind, name)
         if folder.exists() and not overwrite:
@@ -121,13 +111,10 @@ class States:
         run, kind, name = _parts(uri)
         folder = self._folder_of(run, kind, name)
 
-        saved = None
-        if (folder / MANIFEST).is_file() and self.folder.resolve() in folder.resolve().parents:
-            saved = Saved(run, kind, name, folder, _facts(folder))
-
-        if saved is None or saved.has_expired:
+        is_below = self.folder.resolve() in folder.resolve().parents
+        if not is_below or not (folder / MANIFEST).is_file():
             raise PackError(f"path '{uri:.200}': nothing is saved there.", "not-found", "path")
-        return saved
+        return Saved(run, kind, name, folder, _facts(folder))
 
     def optimizer_of(self, saved: Saved) -> dict[str, mx.array]:
         if "step" not in saved.facts:
@@ -164,15 +151,6 @@ class States:
         discard(saved.folder, saved.folder)
         self.on_change(saved)
 
-    def remove_expired(self) -> None:
-        for saved in list(self.all()):
-            if not saved.has_expired:
-                continue
-            try:
-                self.remove(saved)
-            except OSError as error:
-                log.warning("%s: has expired, but cannot be removed: %s", saved.folder, error)
-
     def _folder_of(self, run: str, kind: str, name: str) -> Path:
         return self.folder / run / kind / name
 
@@ -208,13 +186,6 @@ def _parts(uri: str) -> tuple[str, str, str]:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Return what is known of a model; a pack that was copied here has none."""
+    """Return what is known of a model; a pack that was copied here has no file of it."""
     file = folder / FACTS
-    if not file.is_file():
-        return {}
-
-    facts = read_json(file)
-    expires = facts.get("expires", 0)
-    if not (isinstance(expires, (int, float)) and 0 <= expires <= _LAST_TIME):
-        raise PackError(f"{file}: expires is no time in seconds.", "unreadable")
-    return facts
+    return read_json(file) if file.is_file() else {}

@@ -4,10 +4,9 @@ Only the fields that are read or written are declared; a parser skips all others
 protocol is declared as what it is on the wire, a repeated pair of key and value.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ _PACKAGE = "mlx_packs.tinker"
 _FLOAT32 = 1
 _INT64 = 2
 _DTYPES = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64), 3: np.dtype(np.int32)}
-_NAN_TOKEN = -99999.0  # log-probability of an empty cell
 _KIND = re.compile(r"(\w+)(?:([(\[])(\d*)[)\]])?")
 MOST_DATUMS = 1 << 16
 STOPPED = 0
@@ -30,14 +28,9 @@ TOO_LONG = 1
 # message -> field -> (number, kind); a kind with [] is repeated. Texts and lists of a request have
 # a bound: string(64), int64[2]. Bytes are bounded by the body, and by what is read of them.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
-    "SparseCsr": {
-        "values": (1, "bytes"),
-        "crow_indices": (2, "bytes"),
-        "col_indices": (3, "bytes"),
-    },
     "Tensor": {
         "dense": (1, "bytes"),
-        "sparse_csr": (2, "SparseCsr"),
+        "sparse_csr": (2, "bytes"),
         "dtype": (3, "int32"),
         "shape": (4, "int64[2]"),
     },
@@ -45,47 +38,36 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "EncodedText": {"tokens": (1, "bytes")},
     "Chunk": {"encoded_text": (1, "EncodedText")},
     "Datum": {"model_input": (1, "Chunk[10000]"), "loss_fn_inputs": (2, "NamedTensor[16]")},
-    "NamedNumber": {"key": (1, "string(64)"), "value": (2, "double")},
-    "Setting": {"number": (1, "double"), "text": (2, "string(64)")},
-    "NamedSetting": {"key": (1, "string(64)"), "value": (2, "Setting")},
     "ForwardBackwardRequest": {
         "model_id": (1, "string(1024)"),
         "seq_id": (2, "int32"),
         "data": (3, f"Datum[{MOST_DATUMS}]"),
         "loss_fn": (4, "string(64)"),
-        "loss_fn_config": (5, "NamedNumber[16]"),
+        "loss_fn_config": (5, "bytes[16]"),
         "forward_only": (6, "bool"),
-        "loss_fn_config_v2": (7, "NamedSetting[16]"),
+        "loss_fn_config_v2": (7, "bytes[16]"),
     },
     "BatchedTensor": {
         "data": (1, "bytes"),
         "offsets": (2, "bytes"),
         "dtype": (3, "int32"),
-        "trailing_shape": (4, "int64[]"),
     },
     "NamedBatchedTensor": {"key": (1, "string"), "value": (2, "BatchedTensor")},
     "ArrayRecord": {"fields": (2, "NamedBatchedTensor[]"), "num_datums": (3, "int64")},
+    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
     "ForwardBackwardOutput": {
         "loss_fn_output_type": (1, "string"),
         "loss_fn_outputs": (2, "ArrayRecord[]"),
         "metrics": (3, "NamedNumber[]"),
     },
-    "TopkLogprobs": {
-        "token_ids": (1, "bytes"),
-        "logprobs": (2, "bytes"),
-        "k": (3, "uint32"),
-        "length": (4, "uint32"),
-    },
     "SampledSequence": {
         "stop_reason": (1, "int32"),
         "tokens": (2, "bytes"),
         "logprobs": (3, "bytes"),
-        "topk_sampled_logprobs": (4, "TopkLogprobs"),
     },
     "SampleResponse": {
         "sequences": (1, "SampledSequence[]"),
         "prompt_logprobs": (2, "bytes"),
-        "topk_prompt_logprobs": (3, "TopkLogprobs"),
     },
 }
 
@@ -143,14 +125,12 @@ class ForwardRequest:
 
     Attributes:
         seq_id: number of the request among those of its model.
-        settings: of the loss.
     """
 
     model_id: str
     seq_id: int
     data: Sequence[RawDatum]
     loss: str
-    settings: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
 
 
@@ -162,15 +142,16 @@ def read_forward_request(body: bytes) -> ForwardRequest:
     except DecodeError as error:
         raise PackError(f"body: is not a ForwardBackwardRequest ({error}).") from None
     _check_bounds(message, "")
-    _check_shapes(message)
-
-    settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
-    for each in message.loss_fn_config_v2:
-        settings[each.key] = each.value.text or each.value.number
+    if message.loss_fn_config or message.loss_fn_config_v2:
+        raise PackError(
+            "loss_fn_config: is not supported here. Leave it out: every loss has the thresholds "
+            "of docs/tinker.md.",
+            flag="loss_fn_config",
+        )
 
     data = [_datum(i, each) for i, each in enumerate(message.data)]
     return ForwardRequest(
-        message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only
+        message.model_id, message.seq_id, data, message.loss_fn, message.forward_only
     )
 
 
@@ -192,29 +173,6 @@ def _check_bounds(message: Any, where: str) -> None:
             _check_bounds(value, f"{where}{name}.")
 
 
-def _check_shapes(message: Any) -> None:
-    """Raise a PackError for tensors that are too large, before any of them is laid out."""
-    numbers = 0
-    for i, datum in enumerate(message.data):
-        for each in datum.loss_fn_inputs:
-            shape = each.value.shape
-            where = f"data[{i}].loss_fn_inputs.{each.key:.40}"
-            if any(size < 0 for size in shape):
-                raise PackError(f"{where}: has the shape {list(shape)}.")
-            if len(shape) == 2 and shape[1] > _MOST_TARGETS:
-                raise PackError(
-                    f"{where}: has {shape[1]} numbers for each token, and {_MOST_TARGETS} is the "
-                    "most."
-                )
-            numbers += math.prod(shape)
-
-    if numbers > _MOST_NUMBERS:
-        raise PackError(
-            f"data: has {numbers} numbers for the loss, zeros of sparse tensors included, and "
-            f"{_MOST_NUMBERS} is the most. Send several requests."
-        )
-
-
 def _datum(i: int, message: Any) -> RawDatum:
     where = f"data[{i}]"
     tokens = [np.zeros(0, np.int32)]
@@ -231,41 +189,21 @@ def _datum(i: int, message: Any) -> RawDatum:
 
 
 def _tensor(message: Any, where: str) -> np.ndarray:
-    """Return a tensor, dense; what a sparse one does not list is zero."""
+    """Return the numbers [T] of a tensor; it must be dense, with one number for each token."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise PackError(f"{where}: must be float32 or int64.")
-    shape = tuple(message.shape)
-
-    if message.HasField("sparse_csr"):
-        return _sparse(message.sparse_csr, dtype, shape, where)
+    if message.sparse_csr or len(message.shape) > 1:
+        raise PackError(
+            f"{where}: sparse tensors, and several numbers for each token, are not supported here. "
+            "Send one number for each token."
+        )
 
     values = _array(message.dense, dtype, where)
-    if not shape:
-        return values
-    if math.prod(shape) != values.size:
-        raise PackError(f"{where}: has {values.size} numbers, but the shape {list(shape)}.")
-    return values.reshape(shape)
-
-
-def _sparse(message: Any, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
-    integers = np.dtype(np.int64)
-    values = _array(message.values, dtype, where)
-    starts = _array(message.crow_indices, integers, where)
-    columns = _array(message.col_indices, integers, where)
-
-    fault = PackError(f"{where}: is not a sparse tensor of the shape {list(shape)}.")
-    if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
-        raise fault
-    counts = np.diff(starts)
-    if starts[0] != 0 or starts[-1] != len(values) or (counts < 0).any():
-        raise fault
-    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
-        raise fault
-
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return dense
+    shape = list(message.shape) or [values.size]
+    if shape != [values.size]:
+        raise PackError(f"{where}: has {values.size} numbers, but the shape {shape}.")
+    return values
 
 
 def _array(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
@@ -275,7 +213,7 @@ def _array(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def forward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Return the output of a forward pass: log-probabilities of each datum, [T] or [T, K]."""
+    """Return the output of a forward pass: log-probabilities [T] of each datum."""
     message = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for values in logprobs:
         record = message.loss_fn_outputs.add(num_datums=1)
@@ -283,7 +221,6 @@ def forward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float])
         value.data = values.astype(np.float32).tobytes()
         value.offsets = np.array([0, 4 * values.size], np.int64).tobytes()
         value.dtype = _FLOAT32
-        value.trailing_shape.extend(values.shape[1:])
 
     for name, number in metrics.items():
         message.metrics.add(key=name, value=number)
@@ -292,52 +229,21 @@ def forward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float])
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled sequence with the log-probability of each token, and the likeliest in its place."""
+    """A sampled sequence with the log-probability of each token."""
 
     tokens: list[int]
     logprobs: list[float]
     stopped: bool
-    top: list[Sequence[tuple[int, float]]]
 
 
-def sample_output(
-    sequences: Sequence[Sample],
-    prompt_logprobs: np.ndarray | None,
-    prompt_top: Sequence[Sequence[tuple[int, float]]],
-) -> bytes:
-    """Return sampled sequences, and what was asked for of the prompt's tokens."""
+def sample_output(sequences: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> bytes:
+    """Return sampled sequences, and log-probabilities of the prompt's tokens if asked for."""
     message = MESSAGES["SampleResponse"]()
     for each in sequences:
         sequence = message.sequences.add(stop_reason=STOPPED if each.stopped else TOO_LONG)
         sequence.tokens = np.array(each.tokens, np.int32).tobytes()
         sequence.logprobs = np.array(each.logprobs, np.float32).tobytes()
-        _write_top(sequence, "topk_sampled_logprobs", each.top)
 
     if prompt_logprobs is not None:
         message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
-    _write_top(message, "topk_prompt_logprobs", prompt_top)
     return message.SerializeToString()
-
-
-def _write_top(message: Any, name: str, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
-    """Write the likeliest tokens of each position, if there are any."""
-    width = max(map(len, rows), default=0)
-    if not width:
-        return
-
-    tokens = np.zeros((len(rows), width), np.int32)
-    logprobs = np.full((len(rows), width), _NAN_TOKEN, np.float32)
-    for i, row in enumerate(rows):
-        for j, (token, logprob) in enumerate(row):
-            tokens[i, j] = token
-            logprobs[i, j] = logprob
-
-    top = getattr(message, name)
-    top.token_ids = tokens.tobytes()
-    top.logprobs = logprobs.tobytes()
-    top.k = width
-    top.length = len(rows)
-
-
-_MOST_NUMBERS = 1 << 24  # of the tensors of one request
-_MOST_TARGETS = 1024  # of one token

@@ -96,8 +96,8 @@ def formulas(url: str, given: dict) -> dict:
     """Return the loss and the log-probabilities that some losses have of one datum."""
     client = service(url).create_lora_training_client("base", rank=4, seed=1).result()
     results = {}
-    for loss, settings in given["settings"].items():
-        output = client.forward([datum(**given["row"])], loss, settings).result()
+    for loss in given["losses"]:
+        output = client.forward([datum(**given["row"])], loss).result()
         values = output.loss_fn_outputs[0]["logprobs"].tolist()
         results[loss] = {"sum": output.metrics["loss:sum"], "logprobs": values}
     return results
@@ -110,14 +110,12 @@ def everything(url: str, given: dict) -> dict:
     rows = [datum(**row) for row in given["rows"]]
     losses(training, 2, rows, {"learning_rate": 1e-3})
 
-    path = training.save_weights_for_sampler("final", ttl_seconds=3600).result().path
+    path = training.save_weights_for_sampler("final").result().path
     sampler = client.create_sampling_client(model_path=path).result()
     prompt = types.ModelInput.from_ints(given["rows"][0]["tokens"])
     scores = sampler.compute_logprobs(prompt).result()
     params = types.SamplingParams(max_tokens=4, temperature=0)
-    sample = sampler.sample(prompt, 2, params, topk_sample_logprobs=2).result()
-    inflight = training.save_weights_and_get_sampling_client(kind="inflight").result()
-    newest = inflight.compute_logprobs(prompt, prompt_logprobs_last_n=2).result()
+    sample = sampler.sample(prompt, 2, params).result()
 
     rest = tinker.RestClient(base_url=url, api_key="tml-test")
     saved = rest.list_checkpoints(training.model_id).result().checkpoints
@@ -126,7 +124,9 @@ def everything(url: str, given: dict) -> dict:
 
     errors = {}
     for name, call in {
-        "loss": lambda: training.forward(rows, "dro", {"gamma": 1.0}),
+        "loss": lambda: training.forward(rows, "dro"),
+        "settings": lambda: training.forward(rows, "ppo", {"clip_low_threshold": 0.5}),
+        "top": lambda: sampler.sample(prompt, 1, params, topk_sample_logprobs=2),
         "update": lambda: training.optim_step(types.AdamParams()),
         "saved": lambda: client.create_training_client_from_state(path),
     }.items():
@@ -139,9 +139,7 @@ def everything(url: str, given: dict) -> dict:
     return {
         "scores": scores,
         "tokens": [each.tokens for each in sample.sequences],
-        "top": [len(each) for each in sample.sequences[0].topk_logprobs],
         "ids": len({each.sequence_id for each in sample.sequences}),
-        "inflight": newest,
         "saved": [each.tinker_path for each in saved],
         "rank": info.lora_rank,
         "errors": errors,

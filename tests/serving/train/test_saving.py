@@ -1,11 +1,10 @@
-"""Models that clients save, load and let expire."""
+"""Models that clients save and load."""
 
-import time
+import pytest
 
 from mlx_packs.packs.compatibility import check_base
 from mlx_packs.packs.pack import Pack
 from tests.helpers.packs import random_pack
-from tests.helpers.serving import until
 
 
 def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(client, datum):
@@ -38,7 +37,7 @@ def test_a_saved_model_is_a_pack(client, generator, datum):
     model = client.create()
     client.forward(model, [datum])
     client.step(model)
-    body = {"model_id": model, "path": "mine", "ttl_seconds": 3600, "user_metadata": {"a": "b"}}
+    body = {"model_id": model, "path": "mine", "user_metadata": {"a": "b"}}
     path = client.call("save_weights", body)["path"]
     client.call("save_weights_for_sampler", {"model_id": model, "path": "mine"})
     folders = sorted(client.server.folder.glob("*/*/mine"))
@@ -85,18 +84,8 @@ def test_a_pack_from_elsewhere_is_trained_further(client, generator, datum):
     assert info["lora_rank"] == 6 and "train_mlp" not in info
 
 
-def test_a_time_to_live_that_is_too_long(client):
-    body = {"model_id": client.create(), "path": "long", "ttl_seconds": 10**18}
-    for path in ("save_weights", "save_weights_for_sampler"):
-        assert client.post(path, body, 400)["error"]["param"] == "ttl_seconds"
-
-
-def test_an_expired_model_is_served_no_more(client, monkeypatch):
-    model = client.create()
-    body = {"model_id": model, "path": "soon", "ttl_seconds": 1}
-    client.session_on(client.call("save_weights_for_sampler", body)["path"])
-    assert len(client.server.worker.registry.names) == 2
-    later = time.time() + 1.1
-    monkeypatch.setattr(time, "time", lambda: later)
-    client.call("save_weights", {"model_id": model, "path": "other"})
-    until(lambda: client.server.worker.registry.names == ["base"])
+@pytest.mark.parametrize("field", [{"ttl_seconds": 3600}, {"kind": "inflight"}])
+def test_fields_of_saving_that_are_not_supported(client, field):
+    body = {"model_id": client.create(), **field}
+    error = client.post("save_weights_for_sampler", body, 400)["error"]
+    assert error["param"] == next(iter(field))

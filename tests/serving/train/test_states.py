@@ -1,4 +1,4 @@
-"""Saved models: paths that stay in their folder, expiry, and damage."""
+"""Saved models: paths that stay in their folder, and damage."""
 
 import json
 
@@ -85,15 +85,6 @@ def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
         states.find(saved.uri)
 
 
-def test_expired_ones_are_removed(states, pack):
-    kept = states.save(uri_of(MODEL, "weights", "kept"), pack, {"expires": 1e11})
-    gone = states.save(uri_of(MODEL, "weights", "gone"), pack, {"expires": 1.0})
-    with pytest.raises(PackError, match="nothing is saved"):
-        states.find(gone.uri)
-    States(states.folder)
-    assert [each.uri for each in states.all()] == [kept.uri]
-
-
 def test_damaged_ones(states, pack):
     saved = states.save(uri_of(MODEL, "weights", "one"), pack, {}, OPTIMIZER_STATE)
     file = saved.folder / OPTIMIZER
@@ -108,7 +99,7 @@ def test_damaged_ones(states, pack):
         states.find(saved.uri)
 
 
-@pytest.mark.parametrize("facts", ["{", "[]", '{"expires": "soon"}', '{"expires": 1e300}'])
+@pytest.mark.parametrize("facts", ["{", "[]"])
 def test_a_damaged_one_is_no_fault_of_others(states, pack, facts, caplog):
     damaged = states.save(uri_of(MODEL, "weights", "damaged"), pack, {})
     (damaged.folder / FACTS).write_text(facts)
@@ -117,19 +108,6 @@ def test_a_damaged_one_is_no_fault_of_others(states, pack, facts, caplog):
     assert str(damaged.folder) in caplog.text
     with pytest.raises(PackError):
         states.find(damaged.uri)
-
-
-def test_one_that_cannot_be_removed_is_no_fault_of_others(states, pack, monkeypatch, caplog):
-    gone = states.save(uri_of(MODEL, "weights", "gone"), pack, {"expires": 1.0})
-
-    def denied(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("mlx_packs.serving.train.states.discard", denied)
-    kept = States(states.folder).save(uri_of(MODEL, "weights", "kept"), pack, {})
-    assert states.find(kept.uri) and str(gone.folder) in caplog.text
-    with pytest.raises(PackError, match="nothing is saved"):
-        states.find(gone.uri)
 
 
 def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):

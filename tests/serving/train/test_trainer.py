@@ -14,7 +14,7 @@ from mlx_packs.serving.train.losses import LOSSES
 from mlx_packs.serving.train.protocol import AdamBody, LoraConfigBody
 from mlx_packs.serving.train.trainer import Trainer
 from mlx_packs.serving.train.wire import RawDatum
-from tests.helpers.bases import first_blocks, small_base
+from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
 from tests.helpers.packs import random_pack
@@ -30,11 +30,10 @@ def slots():
     slots.close()
 
 
-def row(tokens: list[int], targets: np.ndarray | None = None, vocab_size: int = 4096) -> Row:
-    if targets is None:
-        targets = np.array(tokens[::-1])
-    datum = RawDatum(np.array(tokens, np.int32), {"target_tokens": targets})
-    return checked_row(0, datum, LOSS, {}, RowLimits(16, vocab_size))
+def row(tokens: list[int], vocab_size: int = 4096) -> Row:
+    inputs = {"target_tokens": np.array(tokens[::-1])}
+    datum = RawDatum(np.array(tokens, np.int32), inputs)
+    return checked_row(0, datum, LOSS, RowLimits(16, vocab_size))
 
 
 def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
@@ -115,28 +114,6 @@ def test_each_update_has_its_own_settings(slots):
     kept, anew = (model.attached.tensors() for model in models)
     assert all(np.array_equal(np.array(kept[name]), np.array(anew[name])) for name in anew)
     assert len(models[0].updates) == 1
-
-
-@pytest.mark.parametrize("head", ["own", "table"])
-def test_several_targets_of_a_token_are_the_sum_of_one_by_one(slots, head):
-    if head == "table":
-        slots = PackSlots(first_blocks(2), "dense")
-    trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=4, seed=1))
-    trainer.add(model, run(trainer, model).grads)
-    trainer.update(model, STEP)
-
-    tokens = [5, 9, 7, 8, 4, 11]
-    columns = [np.roll(tokens, shift) for shift in (0, 2, 5)]
-    other = row([3, 4, 5])
-    many = run(trainer, model, rows=(row(tokens, np.stack(columns, axis=1)), other))
-    single = run(trainer, model, rows=(*(row(tokens, each) for each in columns), other))
-    assert many.logprobs[0].shape == (6, 3)
-    np.testing.assert_allclose(many.logprobs[0], np.stack(single.logprobs[:3], axis=1), rtol=1e-5)
-    assert many.loss == pytest.approx(single.loss, rel=1e-6)
-    difference = sum(np.square(many.grads[n] - grad).sum() for n, grad in single.grads.items())
-    norm = sum(np.square(grad).sum() for grad in single.grads.values())
-    assert 0 < norm and difference <= 1e-10 * norm
 
 
 def test_a_pass_that_is_not_finite_is_an_error(slots):
