@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import math
-from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -149,7 +148,7 @@ class ChatAnswer:
             deltas = self._deltas(event.pieces, choice.calls[before:], before)
             logprobs = None
             if event.logprob:
-                logprobs = self._logprobs(i, [event.logprob])
+                logprobs = self._logprobs([event.logprob])
                 deltas = deltas or [{}]
             for delta in deltas:
                 yield self._chunk(i, delta, logprobs=logprobs)
@@ -218,10 +217,10 @@ class ChatAnswer:
             "index": i,
             "message": message,
             "finish_reason": self._reason(choice),
-            "logprobs": self._logprobs(i, choice.logprobs) if choice.logprobs else None,
+            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
         }
 
-    def _logprobs(self, _: int, entries: Sequence[Logprob]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[Logprob]) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -238,57 +237,20 @@ class ChatAnswer:
 
 
 class CompletionAnswer(ChatAnswer):
-    """A text completion; ``echoes`` come before each text: its prompt, or nothing."""
-
     kind = stream_kind = "text_completion"
     prefix = "cmpl"
-
-    def __init__(
-        self, texts: Texts, model: str, prompt_tokens: int, tokenizer: Any, echoes: Sequence[str]
-    ) -> None:
-        super().__init__(texts, model, prompt_tokens, tokenizer, ())
-        self._echoes = echoes
-        self._offsets = list(map(len, echoes))  # where the next token of each text begins
-        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in echoes]
 
     def _chunk(
         self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
-        text = self._echoes[i] if "role" in delta else delta.get("content", "")
-        choice = {"index": i, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        choice = self._text_choice(i, delta.get("content", ""), reason)
         return {**self._head, "object": self.stream_kind, "choices": [choice]}
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": i,
-            "text": self._echoes[i] + "".join(choice.content),
-            "finish_reason": choice.reason,
-            "logprobs": self._logprobs(i, choice.logprobs) if choice.logprobs else None,
-        }
+        return self._text_choice(i, "".join(choice.content), choice.reason)
 
-    def _logprobs(self, i: int, entries: Sequence[Logprob]) -> dict[str, Any]:
-        written = [token_bytes(self._tokenizer, entry.token) for entry in entries]
-        offsets = []
-        for each in written:
-            offsets.append(self._offsets[i])
-            self._offsets[i] += len(self._decoders[i].decode(each))
-
-        return {
-            "tokens": [_text(each) for each in written],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._mapped(entry.top) for entry in entries],
-            "text_offset": offsets,
-        }
-
-    def _mapped(self, candidates: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return candidates by their text; one whose text another has is named by its number."""
-        mapping: dict[str, float] = {}
-        for token, score in candidates:
-            text = _text(token_bytes(self._tokenizer, token))
-            if text in mapping:
-                text = f"token_id:{token}"
-            mapping[text] = _finite(score)
-        return mapping
+    def _text_choice(self, i: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": i, "text": text, "finish_reason": reason, "logprobs": None}
 
 
 def _trained_message(choice: Choice) -> dict[str, Any]:

@@ -130,12 +130,8 @@ class Server:
         texts = _texts(generator, len(each), maker)
 
         def answer() -> CompletionAnswer:
-            tokenizer = generator.base.tokenizer
             tokens = sum(map(len, prompts))
-            echoes = [""] * len(each)
-            if body.echo:
-                echoes = [tokenizer.decode(prompt) for prompt in each]
-            return CompletionAnswer(texts, body.model, tokens, tokenizer, echoes)
+            return CompletionAnswer(texts, body.model, tokens, generator.base.tokenizer, ())
 
         return await self._answer(request, texts, answer, body)
 

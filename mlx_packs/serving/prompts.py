@@ -150,7 +150,6 @@ class Prompts:
                 **self._choosing(body, i),
                 processors=self._processors(body),
                 after=prompts[i][-_CHARACTER_TOKENS:],
-                top_logprobs=body.logprobs,
                 deadline=deadline,
             )
 

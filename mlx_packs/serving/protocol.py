@@ -372,7 +372,6 @@ class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""
 
     prompt: _Texts | Annotated[Tokens, Field(min_length=1)]
-    logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: Name | None = None
     best_of: Literal[1] | None = None
@@ -387,12 +386,12 @@ class CompletionBody(GenerationBody):
             raise ValueError("must be a text, a list of texts, or a list of tokens")
         return prompts
 
-    @field_validator("suffix")
+    @field_validator("echo", "suffix")
     @classmethod
-    def _check_suffix(cls, suffix: str | None) -> str | None:
-        if suffix:
+    def _check_supported(cls, value: bool | str | None) -> bool | str | None:
+        if value:
             raise ValueError(UNSUPPORTED)
-        return suffix
+        return value
 
 
 class EmbeddingBody(Object):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..adapters.attach import attach, check_bare
 from ..adapters.lora import Attached
-from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import SCORE_WEIGHT, SliceSpec, Specs
 from ..adapters.tensors import read_factors
 from ..bases.model import BaseModel
 from ..bases.vision_families import is_of_projector
@@ -66,7 +66,7 @@ class PackSlots:
         check_base(pack, self.base)
         if not pack.is_classifier:
             check_activates(pack)
-        if reason := _unservable(pack):
+        if reason := _unservable(pack, self._specs):
             raise PackError(
                 f"{pack.name}: {reason}, which `packs serve` does not mix with other packs. Merge "
                 "it (packs merge) and serve the result.",
@@ -123,8 +123,7 @@ class PackSlots:
 
         for served, places in self._groups:
             packs = [
-                None if loaded is None else _factors_at(loaded, places, self._specs)
-                for loaded in self._loaded
+                None if loaded is None else _factors_at(loaded, places) for loaded in self._loaded
             ]
             served.install(packs, self._dtype)
             for loaded, factors in zip(self._loaded, packs, strict=True):
@@ -162,8 +161,8 @@ class PackSlots:
         self.attached = attached
 
 
-def _unservable(pack: Pack) -> str:
-    """Return what of a pack cannot be mixed with others in a batch; empty if all can."""
+def _unservable(pack: Pack, served: Specs) -> str:
+    """Return what of a pack cannot be mixed with the served ones in a batch; empty if all can."""
     replaced = set(replaced_of(pack.manifest))
     is_head = replaced == {SCORE_WEIGHT}  # which requests have beside it
     if (reason := pack._beyond_lora) and not is_head:
@@ -176,6 +175,8 @@ def _unservable(pack: Pack) -> str:
             return f"{path} has an adapter for each expert"
         if is_of_projector(path):
             return "it has adapters on the projector of images"
+        if path in served and served[path].widths != spec.widths:
+            return f"it divides {path} into other parts than a pack that is served"
     return ""
 
 
@@ -200,23 +201,16 @@ def _slices(specs: Specs, tensors: Mapping[str, mx.array]) -> SlicesByPath:
 
 
 def _union(packs: Sequence[Specs]) -> Specs:
-    """Return where any of the packs has adapters, of the largest rank there.
-
-    A projection that they cut otherwise is uncut.
-    """
+    """Return where any of the packs has adapters, of the largest rank there."""
     union: Specs = {}
     for path in dict.fromkeys(path for specs in packs for path in specs):
         specs = [specs[path] for specs in packs if path in specs]
-        first = specs[0]
-        if any(spec.widths != first.widths for spec in specs):
-            specs = [_uncut(spec) for spec in specs]
-
         ranks = [max(s.slices[i].rank for s in specs) for i in range(len(specs[0].slices))]
         slices = [
             SliceSpec(s.name, s.width, rank, float(rank))
             for s, rank in zip(specs[0].slices, ranks, strict=True)
         ]
-        union[path] = replace(first, slices=tuple(slices))
+        union[path] = replace(specs[0], slices=tuple(slices))
     return union
 
 
@@ -225,28 +219,6 @@ def _places(specs: Specs) -> dict[str, list[tuple[int, bool]]]:
     return {path: [(s.width, s.rank > 0) for s in spec.slices] for path, spec in specs.items()}
 
 
-def _uncut(spec: ModuleSpec) -> ModuleSpec:
-    whole = SliceSpec(spec.path.rpartition(".")[2], spec.out_features, spec.rank, float(spec.rank))
-    return replace(spec, slices=(whole,))
-
-
-def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]], specs: Specs) -> list[Factors]:
-    """Return a pack's factors for slices of a projection group, cut as the group is."""
-    for path in dict.fromkeys(path for path, _ in places):
-        if path in loaded.specs and loaded.specs[path].widths != specs[path].widths:
-            loaded.factors[path] = [_joined(loaded.specs[path], loaded.factors[path])]
-            loaded.specs = {**loaded.specs, path: _uncut(loaded.specs[path])}
+def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]]) -> list[Factors]:
+    """Return a pack's factors for slices of a projection group."""
     return [loaded.factors[path][i] if path in loaded.factors else None for path, i in places]
-
-
-def _joined(spec: ModuleSpec, slices: Sequence[Factors]) -> Factors:
-    rows = []
-    column = 0
-    for s, factors in zip(spec.slices, slices, strict=True):
-        if factors is not None:
-            after = spec.out_features - column - s.width
-            rows.append(mx.pad(factors[1], ((0, 0), (column, after))))
-        column += s.width
-
-    a = mx.concatenate([factors[0] for factors in slices if factors is not None], axis=-1)
-    return a, mx.concatenate(rows)

@@ -140,7 +140,8 @@ WRONG = {
     "prompt": [5, [], [[5]], [10**30], [-1], ["a", 5], ["a"] * 65, ""],
     "suffix": ["x"],
     "best_of": [2],
-    "logprobs": [21, True],
+    "logprobs": [0, 5],
+    "echo": [True],
     "messages": [MESSAGES],
 }
 

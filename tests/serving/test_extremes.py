@@ -42,8 +42,3 @@ def test_logprobs_of_tokens_that_cannot_be_are_numbers(shared_server, options):
     messages = [{"role": "user", "content": "The list"}]
     body = {"model": "notes", "messages": messages, **more}
     assert list(shared_server.events("/v1/chat/completions", body))
-
-
-def test_logprobs_of_a_text_completion_are_numbers(shared_server):
-    body = {"model": "notes", "prompt": "The list", "repetition_penalty": 1e-40, "max_tokens": 4}
-    assert shared_server.json("POST", "/v1/completions", {**body, "logprobs": 20})[0] == 200

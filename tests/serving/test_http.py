@@ -107,22 +107,11 @@ def test_text_completions_of_several_prompts_and_choices(shared_server):
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
 
 
-def test_a_text_completion_echoes_its_prompt_before_its_tokens(shared_server):
-    (echoed,) = complete(shared_server, TEXT, echo=True, logprobs=2)
-    logprobs = echoed["logprobs"]
-    assert echoed["text"] == TEXT + "".join(logprobs["tokens"])
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 8
-    assert logprobs["token_logprobs"] == [
-        top[token] for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
-    ]
-    assert echoed["text"][logprobs["text_offset"][3] :].startswith(logprobs["tokens"][3])
-
-    body = completion_body(echo=True, logprobs=2)
-    parts = [chunk["choices"][0] for chunk in shared_server.events(COMPLETIONS, body)]
-    assert "".join(part["text"] for part in parts) == echoed["text"]
-    streamed = [part["logprobs"] for part in parts if part["logprobs"]]
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [item for part in streamed for item in part[name]] == logprobs[name]
+def test_a_stream_of_a_text_completion_is_the_whole_text(shared_server):
+    (whole,) = complete(shared_server, TEXT)
+    parts = [chunk["choices"][0] for chunk in shared_server.events(COMPLETIONS, completion_body())]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert parts[-1]["finish_reason"] == whole["finish_reason"]
 
 
 def test_stop_strings_and_lengths(shared_server):
@@ -198,8 +187,8 @@ def test_answers_have_the_layout_of_the_rows_of_the_pack(shared_server, model, e
 
 
 def test_biases_and_penalties_change_the_text(shared_server):
-    (forced,) = complete(shared_server, logit_bias={"5": 100}, logprobs=0)
-    assert len(set(forced["logprobs"]["tokens"])) == 1
+    (forced,) = shared_server.chat("notes", TEXT, logit_bias={"5": 100}, logprobs=True)["choices"]
+    assert len({entry["token"] for entry in forced["logprobs"]["content"]}) == 1
     plain = complete(shared_server, model="base")  # the same words again and again
     for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 10}):
         assert complete(shared_server, model="base", **penalty) != plain

@@ -92,16 +92,31 @@ def test_adapters_that_cannot_be_mixed_are_rejected(shelf, slots, change):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 def test_families_are_served_with_all_their_projections(family):
-    """Fused projections too, and packs that cut them in slices beside others that do not."""
+    """Fused projections too."""
     base = base_of(family, **SMALL_FAMILIES[family])
     packs = [random_pack(base, seed, rank, ()) for seed, rank in ((1, 2), (2, 3))]
-    packs.append(uncut(packs[0]))
     expected = [alone(base), *(alone(base, pack) for pack in packs)]
     slots = PackSlots(base)
     for pack in packs:
         slots.add(pack)
-    for row, logits_alone in zip(logits(slots, BASE, 0, 1, 2), expected, strict=True):
+    for row, logits_alone in zip(logits(slots, BASE, 0, 1), expected, strict=True):
         np.testing.assert_allclose(row, logits_alone, atol=2e-4)
+
+
+def test_packs_that_divide_a_projection_otherwise_are_rejected():
+    base = base_of("gpt2", **SMALL_FAMILIES["gpt2"])
+    pack = random_pack(base, 1, 2, ())
+    whole = uncut(pack)
+    slots = PackSlots(base)
+    first = slots.add(pack)
+    before = logits(slots, first)
+    with raises("unsupported", None, "into other parts than a pack that is served"):
+        slots.add(whole)
+    np.testing.assert_array_equal(logits(slots, first), before)
+    slots.remove(first)
+
+    expected = alone(base, whole)
+    np.testing.assert_allclose(logits(slots, slots.add(whole))[0], expected, atol=2e-4)
 
 
 def uncut(pack: Pack) -> Pack:

@@ -40,8 +40,8 @@ class LoraConfigBody(Object):
     rank: int = Field(32, ge=1, le=4096)
     seed: int | None = Field(None, ge=0, lt=2**32)
     train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
+    train_mlp: Literal[True] = True
+    train_attn: Literal[True] = True
 
 
 class OptimizerConfigBody(Object):

@@ -92,26 +92,12 @@ class Trainer:
         return TrainedModel(attached, modules, head, optimizer, max(ranks))
 
     def _targets(self, config: LoraConfigBody) -> tuple[str, ...]:
-        """Return the paths of the linears that get adapters; all but attention count as MLP."""
+        """Return the paths of the linears that get adapters."""
         groups, _ = find_groups(self._base.model, self._base.config, (), -1)
         groups, _ = without_narrow(groups, LoRAConfig(rank=config.rank))
-        linears = [geometry.path for group in groups for geometry in group.members]
-
-        paths = []
-        for path in linears:
-            is_attention = "attn" in path or "attention" in path
-            if config.train_attn if is_attention else config.train_mlp:
-                paths.append(path)
+        paths = [geometry.path for group in groups for geometry in group.members]
         if config.train_unembed and isinstance(self._base.model.get("lm_head"), nn.Module):
             paths.append("lm_head")
-
-        if not paths:
-            raise PackError(
-                "lora_config: no layer of this base is chosen; its head is the table of its "
-                "embeddings, which is not trained here. Set train_attn or train_mlp.",
-                "conflict",
-                "lora_config",
-            )
         return tuple(paths)
 
     @contextmanager
