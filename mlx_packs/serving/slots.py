@@ -30,6 +30,10 @@ class _Loaded:
     specs: Specs
     factors: SlicesByPath
 
+    def factors_at(self, places: Sequence[tuple[str, int]]) -> list[Factors]:
+        """Return the factors for slices of a projection group, None where the pack has none."""
+        return [self.factors[path][i] if path in self.factors else None for path, i in places]
+
 
 class PackSlots:
     """The adapters of several packs on one base, which computes each sequence with its own pack.
@@ -123,7 +127,7 @@ class PackSlots:
 
         for served, places in self._groups:
             packs = [
-                None if loaded is None else _factors_at(loaded, places) for loaded in self._loaded
+                None if loaded is None else loaded.factors_at(places) for loaded in self._loaded
             ]
             served.install(packs, self._dtype)
             for loaded, factors in zip(self._loaded, packs, strict=True):
@@ -167,10 +171,10 @@ def _unservable(pack: Pack, served: Specs) -> str:
     is_head = replaced == {SCORE_WEIGHT}  # which requests have beside it
     if (reason := pack._beyond_lora) and not is_head:
         return reason
+
     for path, spec in pack.specs.items():
         if spec.kind != "lora":
             return f"{path} is {spec.kind}"
-    for path, spec in pack.specs.items():
         if spec.experts is not None:
             return f"{path} has an adapter for each expert"
         if is_of_projector(path):
@@ -217,8 +221,3 @@ def _union(packs: Sequence[Specs]) -> Specs:
 def _places(specs: Specs) -> dict[str, list[tuple[int, bool]]]:
     """Return the width of each slice, and whether any pack adapts it."""
     return {path: [(s.width, s.rank > 0) for s in spec.slices] for path, spec in specs.items()}
-
-
-def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]]) -> list[Factors]:
-    """Return a pack's factors for slices of a projection group."""
-    return [loaded.factors[path][i] if path in loaded.factors else None for path, i in places]

@@ -65,11 +65,14 @@ def compute(
         PackError: if the loss or its gradient is not finite.
     """
     before = base.trainable_parameters()
+    tokens, positions, targets = map(mx.array, (batch.tokens, batch.positions, batch.targets))
     inputs = {name: mx.array(array) for name, array in batch.inputs.items()}
 
     def total(parameters: dict) -> tuple[mx.array, mx.array]:
         base.update(parameters)
-        logprobs = _logprobs(base, head, batch, backward)
+        states = forward(base, part_of(base, head), tokens)
+        known = states.reshape(-1, states.shape[-1])[positions]
+        logprobs = target_logprobs(head, known, targets, backward)
         return loss.terms(logprobs, inputs).sum(), logprobs
 
     grads = None
@@ -87,13 +90,6 @@ def compute(
 
     by_row = np.split(np.array(logprobs), np.cumsum(batch.sizes)[:-1])
     return Pass(float(value.item()), by_row, grads)
-
-
-def _logprobs(base: nn.Module, head: Head | None, batch: RowBatch, backward: bool) -> mx.array:
-    """Return log p [N] of the targets of a batch."""
-    states = forward(base, part_of(base, head), mx.array(batch.tokens))
-    known = states.reshape(-1, states.shape[-1])[mx.array(batch.positions)]
-    return target_logprobs(head, known, mx.array(batch.targets), backward)
 
 
 def target_logprobs(
