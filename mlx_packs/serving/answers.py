@@ -232,8 +232,11 @@ class ChatAnswer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token as OpenAI's; one that cannot be has the log-probability -9999."""
         written = token_bytes(self._tokenizer, token)
-        return {"token": _text(written), "logprob": _finite(logprob), "bytes": list(written)}
+        if not math.isfinite(logprob):
+            logprob = -9999.0
+        return {"token": _text(written), "logprob": logprob, "bytes": list(written)}
 
 
 class CompletionAnswer(ChatAnswer):
@@ -270,11 +273,6 @@ def _text(written: bytes) -> str:
         return written.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
-
-
-def _finite(logprob: float) -> float:
-    """Return a log-probability as JSON has it: OpenAI's -9999 for a token that cannot be."""
-    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def sse(data: dict[str, Any] | str) -> str:
