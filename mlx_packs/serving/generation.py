@@ -219,8 +219,13 @@ class Generator(Worker):
             prompt = request.prompt
             cache, known = self._recalled(entry, prompt)
             request.on_event(Started(known, entry.adapters))
+            size = self.limits.prefill_chunk
+            if reads_at_once(self.base, prompt):
+                size = len(prompt)
+            # the parts that are computed between two tokens of other requests
+            parts = [prompt[start : start + size] for start in range(known, len(prompt), size)]
             (uid,) = self._generator.insert_segments(
-                [self._parts(prompt, known)],
+                [parts],
                 [request.max_tokens],
                 caches=[[*cache, PackOfSequence([entry.slot])]],
                 all_tokens=[prompt[:known]],
@@ -251,11 +256,6 @@ class Generator(Worker):
         if cache is None:
             return self._model.new_cache(), 0
         return cache, len(prompt) - len(rest)
-
-    def _parts(self, prompt: list[int], known: int) -> list[list[int]]:
-        """Return what is left of a prompt in the parts that are computed between two tokens."""
-        size = len(prompt) if reads_at_once(self.base, prompt) else self.limits.prefill_chunk
-        return [prompt[start : start + size] for start in range(known, len(prompt), size)]
 
     def _take(self, response: Any, running: _Running) -> None:
         request = running.request

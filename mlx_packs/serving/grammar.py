@@ -169,7 +169,7 @@ class Grammars:
         if state == "reasoning" or layout.get("thoughts"):
             is_special = self._known().is_special_token
             lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
-        return self._checked(lark, _unusable)
+        return self._checked(lark, "response_format", "the schema")
 
     def check_tools(
         self, tools: Sequence[Tool], state: str, must_call: bool, layout: Mapping[str, Any]
@@ -178,15 +178,18 @@ class Grammars:
         for tool in tools:
             if tool.function.strict and tool.function.parameters is not None:
                 schema = _arguments(tool, layout)
-                self._checked(f"start: %json {json.dumps(schema)}", _unusable_tools)
+                self._checked(f"start: %json {json.dumps(schema)}", "tools", "a schema")
 
         is_special = self._known().is_special_token
         lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special, layout)
-        return self._checked(lark, _unusable_tools)
+        return self._checked(lark, "tools", "a schema")
 
-    def _checked(self, lark: str, to_error: Callable[[str], PackError]) -> str:
-        """Return a grammar that an answer can obey."""
+    def _checked(self, lark: str, field: str, what: str) -> str:
+        """Return a grammar that an answer can obey; errors name the ``field`` of the request."""
         from llguidance import LLMatcher
+
+        def to_error(reason: str) -> PackError:
+            return PackError(f"{field}: {what} cannot be used: {reason}.", flag=field)
 
         with library_errors(to_error):
             grammar = LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{lark}")
@@ -243,12 +246,3 @@ class Grammars:
             eos = sorted(self._tokenizer.eos_token_ids)
             self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
         return self._tokens
-
-
-def _unusable_tools(reason: str) -> PackError:
-    return PackError(f"tools: a schema cannot be used: {reason}.", flag="tools")
-
-
-def _unusable(reason: str) -> PackError:
-    message = f"response_format: the schema cannot be used: {reason}."
-    return PackError(message, flag="response_format")
