@@ -257,7 +257,7 @@ def _lines(compared: Sequence["BatchReport"]) -> list[str]:
     quality = [one for one in compared if one.batch_size == first.batch_size]
     return [
         f"data    {first.rows} examples of at most {first.sequence_length} tokens · "
-        f"{first.targets:,} targets · evaluated {first.scoring}, {first.scoring_path}",
+        f"{first.targets:,} targets · evaluated {first.scoring_path}",
         *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
         f"speed   prompts of {first.sequence_length} tokens, {first.generation_path} · "
         "first token in ms, peak in GB",

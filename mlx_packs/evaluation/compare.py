@@ -1,7 +1,7 @@
 """Compare a base with packs: quality on the same examples, speed at several batch sizes, gates.
 
-The base is loaded once; packs are swapped. Examples are scored once for each model, packed where
-that is exact, else by length; speeds are of answers to a whole batch of prompts (throughput.py).
+The base is loaded once; packs are swapped. Examples are scored once for each model; speeds are of
+answers to a whole batch of prompts (throughput.py).
 """
 
 import csv
@@ -12,24 +12,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..bases.files import context_of
 from ..config.arguments import checked_arguments
 from ..config.data import Columns
 from ..config.schema import TrainConfig
-from ..data.batches import PackedCollate, evaluation_batches
+from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
-from ..data.encoding import EncodingOptions, Examples
+from ..data.encoding import EncodingOptions
 from ..data.in_memory import Data
-from ..data.packing import Packed, first_fit
-from ..data.shapes import padded_length, sequence_inputs
 from ..display import Display, display_of
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
-from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.pack import OnePack, Pack, as_pack
@@ -67,7 +62,6 @@ class BatchReport:
         first_token_ms: Milliseconds until each prompt has its first token.
         peak_gb: MLX peak in GB, including the weights.
         pack_mb: Size of the pack in MB; 0 for the base model.
-        scoring: How examples were batched for scoring: ``packed`` or ``by length``.
         scoring_path: Matmul path of scoring.
         generation_path: Matmul path of generation.
         gates: Limit, value and result of each gate; empty for the base model.
@@ -91,7 +85,6 @@ class BatchReport:
     first_token_ms: float
     peak_gb: float
     pack_mb: float
-    scoring: str
     scoring_path: str
     generation_path: str
     gates: Gates
@@ -160,7 +153,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     loss_on = loss_on or (common and common._part("objective").get("loss_on"))
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode_shown(evaluation_rows(columns, split, limit), base, columns, options, display)
-    batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
+    batches = evaluation_batches(examples, max(batch_sizes), length)
     evaluations = len(models) * len(batches)
     scoring_path, generating_path = _matmul_paths(base, matmul_path, batches, evaluations)
 
@@ -176,7 +169,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         ]
 
     paths = {"scoring_path": scoring_path, "generation_path": generating_path}
-    conditions = {"sequence_length": length, "scoring": scoring, **paths}
+    conditions = {"sequence_length": length, **paths}
     return [
         _compared(name, pack, (scores[0], scores[i]), by_model[i], limits, conditions)
         for i, (name, pack) in enumerate(named)
@@ -277,20 +270,6 @@ def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_
             )
         length = max(2, positions - max_tokens)
     return length
-
-
-def _scoring_batches(
-    base: Base, examples: Examples, batch_size: int, length: int
-) -> tuple[list[Batch], str]:
-    """Batches with every example once, and how they were made: ``packed`` or ``by length``."""
-    width = padded_length(int(examples.lengths.max()) - 1, sequence_inputs(length))
-    if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
-        return evaluation_batches(examples, batch_size, length), "by length"
-
-    packed = first_fit(examples.lengths - 1, np.arange(len(examples)), width)
-    collate = PackedCollate(batch_size, width)
-    orders = (Packed(packed[i : i + batch_size]) for i in range(0, len(packed), batch_size))
-    return [collate(examples, order) for order in orders], "packed"
 
 
 def _score_all(

@@ -92,7 +92,7 @@ def test_eval_batch_on_base_and_three_packs(packs_here, run):
     for one in compared:
         for key in "ppl_se prompt_tps decode_tps first_token_ms peak_gb accuracy".split():
             assert one[key] >= 0 and math.isfinite(one[key]), key
-        assert one["scoring"] == "packed" and one["rows"] == 3
+        assert one["rows"] == 3
         assert one["ppl"] == pytest.approx(wanted[one["name"]], rel=1e-3)
         assert one["ppl_ratio"] == pytest.approx(one["ppl"] / compared[0]["ppl"], rel=1e-6)
 
@@ -150,16 +150,6 @@ def test_evaluate_batch_gives_the_perplexities_of_evaluate(packs_folder, base):
         assert one.accuracy == report.pack.accuracy
         assert one.ppl_ratio_se == pytest.approx(report.difference.ppl_ratio_se, rel=1e-3)
     assert base.active is None
-
-
-def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(packs_here, base, monkeypatch):
-    packed = evaluate_batch(base, ["a"], "rows", batch_sizes=[2], **SHORT)
-    monkeypatch.setattr(comparison, "why_not_packed", lambda *_: "it keeps a state")
-    by_length = evaluate_batch(base, ["a"], "rows", batch_sizes=[2], **SHORT)
-    assert {o.scoring for o in by_length} == {"by length"} and packed[0].scoring == "packed"
-    for one, other in zip(packed, by_length, strict=True):
-        assert one.ppl == pytest.approx(other.ppl, rel=1e-5)
-        assert one.ppl_se == pytest.approx(other.ppl_se, rel=1e-4)
 
 
 def test_difference_is_paired_by_row():
