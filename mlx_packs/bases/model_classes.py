@@ -11,18 +11,10 @@ from mlx.utils import tree_map
 
 from ..config.choices import package_of
 from ..runtime import mx
-from .vision_families import TEXT_MODELS
+from .vision_families import TEXT_MODELS, name_in_text_model
 
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")  # of a config.json, for mlx-vlm
 _KEPT = "language_model."
-# How names of a language model begin in the files of transformers and mlx-vlm, and in mlx-lm.
-_TEXT_NAMES = {
-    "model.text_model.": "model.",
-    "text_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "language_model.": "model.",
-    "lm_head.": "lm_head.",
-}
 
 
 def classes_of(config: Mapping) -> tuple[Callable[[Any], nn.Module], Any]:
@@ -56,12 +48,9 @@ def _classes_of_text_model(model_type: str) -> tuple[Callable[[Any], nn.Module],
         plain = model.sanitize
 
         def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            own = {}
-            for name, array in weights.items():
-                stored = next((p for p in _TEXT_NAMES if name.startswith(p)), None)
-                if stored is not None:
-                    own[_TEXT_NAMES[stored] + name.removeprefix(stored)] = array
-            return plain(own)
+            named = {name_in_text_model(stored): array for stored, array in weights.items()}
+            named.pop(None, None)
+            return plain(named)
 
         model.sanitize = sanitize
         return model

@@ -64,6 +64,17 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 # The language model of mlx-lm for a family that mlx-lm lacks, and where the weights of it are.
 TEXT_MODELS = {"idefics3": "llama", "smolvlm": "llama"}
 
+# How names of tensors of a language model begin, in files and in memory, and in one of mlx-lm.
+_TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "text_model.": "model.",
+    **{name: name for name in ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")},
+}
+
 # Where the last linears of a tower are in a base, if adapters on them are asked for.
 PROJECTOR = "projector"
 
@@ -82,6 +93,14 @@ def projector_paths(model_type: str) -> dict[str, str]:
     """Return the linears of a projector, as they are named here and in mlx-vlm."""
     paths = VISION_FAMILIES[model_type].projector
     return {f"{PROJECTOR}.linear_{i}": path for i, path in enumerate(paths, 1)}
+
+
+def name_in_text_model(stored: str) -> str | None:
+    """Return the name of a tensor in a language model without images; None for other tensors."""
+    if is_of_projector(stored):
+        return stored
+    begin = next((begin for begin in _TEXT_NAMES if stored.startswith(begin)), None)
+    return begin and _TEXT_NAMES[begin] + stored.removeprefix(begin)
 
 
 def path_in_transformers(path: str, model_type: str) -> str:

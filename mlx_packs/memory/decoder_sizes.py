@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
 from ..bases.shapes import Heads
-from ..bases.vision_families import PROJECTOR, VISION_FAMILIES, is_of_projector
+from ..bases.vision_families import VISION_FAMILIES, is_of_projector, name_in_text_model
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Headers, Tensors
@@ -21,19 +21,6 @@ HYBRID_FAMILIES = (
 # The language model of families with a vision tower, as a base without images.
 TEXT_FAMILIES = {name: f.widths for name, f in VISION_FAMILIES.items() if f.widths is not None}
 _OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
-# How names of tensors of a language model begin, in files and in memory, and in one of mlx-lm.
-_TEXT_NAMES = {
-    "model.language_model.": "model.",
-    "model.text_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "text_model.": "model.",
-    "lm_head.": "lm_head.",
-    "model.embed_tokens.": "model.embed_tokens.",
-    "model.layers.": "model.layers.",
-    "model.norm.": "model.norm.",
-    f"{PROJECTOR}.": f"{PROJECTOR}.",
-}
 
 
 def text_config(config: Mapping) -> dict:
@@ -54,11 +41,8 @@ def language_model(headers: Headers) -> Headers:
     if headers.config.get("model_type") not in (*HYBRID_FAMILIES, *TEXT_FAMILIES):
         return headers
 
-    tensors = {}
-    for name, tensor in headers.tensors.items():
-        stored = next((prefix for prefix in _TEXT_NAMES if name.startswith(prefix)), None)
-        if stored is not None:
-            tensors[_TEXT_NAMES[stored] + name.removeprefix(stored)] = tensor
+    named = {name_in_text_model(stored): tensor for stored, tensor in headers.tensors.items()}
+    tensors = {name: tensor for name, tensor in named.items() if name}
     return replace(headers, config=text_config(headers.config), tensors=tensors)
 
 
