@@ -143,7 +143,7 @@ def plan(
     order, until the run fits; the exit code is 1 if none does. The last line is its command.
     """
     from ..memory.read import read_headers
-    from ..memory.recommend import larger_batch, recommend, table
+    from ..memory.recommend import recommend, table
     from ..memory.row_shapes import example_memory, row_shapes
     from ..runtime import assumed_device
 
@@ -187,7 +187,6 @@ def plan(
 
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
-        lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
         if machines is not None:
             needed = _add_machines(report, lines, headers, limit - least, recipe, machines, width)
 

@@ -22,8 +22,6 @@ from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
-from ..data.sharing import Repeats, may_share
-from ..data.trees import WORTHWHILE
 from ..display import shown_count, size
 from ..errors import PackError, any_of
 from .disk import plan_disk
@@ -38,7 +36,7 @@ from .estimate import (
 )
 from .headers import Headers
 from .plan import ERROR, MemoryPlan, has_logits, has_score_head, recompute_policies, verdict
-from .row_shapes import RowShapes, ShapesOf
+from .row_shapes import ShapesOf
 from .step_time import StepTime, predict, slow_in_place
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
@@ -204,33 +202,6 @@ def recommend(
             longest=request.longest(option.train),
         )
         for option in options
-    ]
-
-
-def larger_batch(
-    headers: Headers, memory: int, option: Option, rows: RowShapes | None, now: Repeats | None
-) -> list[str]:
-    """Return a line on batches of twice as many rows, if they save 15 % of the inputs; else none.
-
-    ``--share-prefix`` makes batches short. The larger batch has to fit into ``memory`` bytes with
-    the error of the estimate to spare. ``now`` is what batches of the option save.
-    """
-    train = replace(option.train, batch_size=2 * option.train.batch_size)
-    if rows is None or now is None or not (option.fits and may_share(train, option.lora)):
-        return []
-    if now.groups and train.share_prefix == "auto":
-        return []
-
-    then = rows.repeats_of(train.batch_size)
-    fewer = 1 - (1 - then.saved) / (1 - now.saved)
-    plan = estimate(headers, option.lora, train, rows.shapes_of(train))
-    if fewer < WORTHWHILE or verdict(plan, memory) != "fits":
-        return []
-
-    times = plan.peak_bytes / option.plan.peak_bytes
-    return [
-        f"larger  --batch-size {train.batch_size} would need {times:.1f} times the memory and "
-        f"compute {fewer:.0%} fewer inputs for each example"
     ]
 
 

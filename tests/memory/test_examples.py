@@ -120,18 +120,6 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     assert whole["repeats"] and packed[1]["repeats"] is None
 
 
-def test_plan_says_what_a_larger_batch_of_trees_saves(here, run):
-    text = " ".join(f"tide {i}" for i in range(40))
-    write_rows(here / "d", train=[{"text": f"{text} {i} and on"} for i in range(64)])
-    data = ("plan", "--data", "d", "--batch-size", 8)
-    assert "larger  " not in run(*data, "--share-prefix", "off")[1], "rows are computed whole"
-    code, out, _ = run(*data)
-    (line,) = (line for line in out.splitlines() if line.startswith("larger"))
-    assert code == 0 and line.startswith("larger  --batch-size 16 would need 1.")
-    assert line.endswith("% fewer inputs for each example")
-    assert "larger  " not in run(*data, "--memory", "0.2")[1]
-
-
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):
     (here / "d.json").write_text(json.dumps([{"text": "a b c " * 200}] * 200))
     counted = example_memory(DataConfig(data="d.json"))
