@@ -12,17 +12,9 @@ from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
 from .model import BaseModel
-from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, format_of, named_format
 
 Formats = dict[str, WeightFormat | None]  # by path; None is dense
-
-
-def formats_of_dense(base: BaseModel, requantize: str) -> Formats:
-    """All of a dense base is quantized; nothing of another base."""
-    if base.quantization:
-        return {}
-    return dict(formats_for(base.model, QuantizeOptions(named_format(requantize)))[0])
 
 
 def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat | None:

@@ -9,6 +9,7 @@ that is right for all. mlx-swift-lm opens a folder by ``LoRAContainer.from(direc
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 from ..errors import PackError
@@ -17,7 +18,7 @@ from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
 from ..terminal import printable
 from .external import save_folder, verify_numerically
-from .gguf import Gguf
+from .gguf import write_gguf
 from .merge import merge_pack
 from .mlx_lm import MlxLm
 
@@ -49,94 +50,88 @@ It was not compiled where it was written: names are those of mlx-swift-lm in Aug
 """
 
 
-class LMStudio:
-    """The base with the pack in it, quantized as the base is if the merge gate lets that pass."""
+def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
+    """Merge a pack, quantized as its base is if the merge gate lets that pass.
 
-    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        """Write the model; ``start`` is the base, where it is not the one that the pack names."""
-        base = pack.manifest["base"]
-        requantize = "same" if base["quantization"] else "none"
-        report = merge_pack(pack, start or base["id"], out, requantize=requantize, progress=False)
-        notes = []
-        if not report["passed"] and report["passes"] in report["tried"]:
-            requantize = report["passes"]
-            notes.append(
-                f"merged with --requantize {requantize}: quantized as the base, it would lose too "
-                "much of the pack"
-            )
-            report = merge_pack(
-                pack, start or base["id"], out, requantize=requantize, progress=False
-            )
+    ``start`` is the base, where it is not the one that the pack names.
+    """
+    base = pack.manifest["base"]
+    requantize = "same" if base["quantization"] else "none"
+    merge = partial(merge_pack, pack, start or base["id"], out, progress=False)
+    report = merge(requantize=requantize)
+    notes = []
+    if not report["passed"] and report["passes"] in report["tried"]:
+        requantize = report["passes"]
+        notes.append(
+            f"merged with --requantize {requantize}: quantized as the base, it would lose too "
+            "much of the pack"
+        )
+        report = merge(requantize=requantize)
 
-        if not report["passed"]:
-            tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
+    if not report["passed"]:
+        tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
+        raise PackError(
+            f"{out}: not written: merged, the model would differ too much from the base with "
+            f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
+            "choices.",
+            "unsupported",
+        )
+
+    notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
+    return {"requantize": requantize, "notes": notes}
+
+
+def write_for_ollama(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write a GGUF adapter for the model ``start``, which `ollama pull` fetched."""
+    base = pack.manifest["base"]["id"]
+    if start is None and (of_ollama := _OF_OLLAMA.fullmatch(base)):
+        start = of_ollama[1]
+    if start is None:
+        raise PackError(
+            f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of {base}.",
+            flag="from",
+        )
+
+    report = write_gguf(pack, out, start)
+    name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
+    create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
+    if template_kwargs_of(pack.manifest).get("enable_thinking") is False:
+        create += " --think=false"
+    notes = [note for note in report["notes"] if note.startswith("Ollama")]
+    return {**report, "notes": [create, *notes]}
+
+
+def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write the adapter as mlx-lm has it, on linears in blocks only."""
+    form = MlxLm()
+    for path, spec in pack.specs.items():
+        if spec.kind == "embedding" or spec.experts is not None:
             raise PackError(
-                f"{out}: not written: merged, the model would differ too much from the base with "
-                f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
-                "choices.",
+                f"{pack.name}: {path}: is no linear, and mlx-swift-lm adapts linears alone. "
+                "Merge the pack.",
                 "unsupported",
             )
 
-        notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
-        return {"requantize": requantize, "notes": notes}
+    stored = form.convert(pack, out / form.tensor_file)
+    keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
+    if not pack.specs or keys & set(pack.specs):
+        raise PackError(
+            f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
+            "adapt. Merge the pack.",
+            "unsupported",
+        )
 
+    deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
+    verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+    name = printable(out.name)
+    base = printable(pack.manifest["base"]["id"])
+    quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
+    readme = _README.format(name=name, base=base, **quoted)
 
-class Ollama:
-    """`Gguf`, with the model that the Modelfile starts from."""
-
-    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        """Write the folder; ``start`` is the model that `ollama pull` fetched."""
-        base = pack.manifest["base"]["id"]
-        if start is None and (of_ollama := _OF_OLLAMA.fullmatch(base)):
-            start = of_ollama[1]
-        if start is None:
-            raise PackError(
-                f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of {base}.",
-                flag="from",
-            )
-
-        report = Gguf().write(pack, out, start)
-        name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
-        create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
-        if template_kwargs_of(pack.manifest).get("enable_thinking") is False:
-            create += " --think=false"
-        notes = [note for note in report["notes"] if note.startswith("Ollama")]
-        return {**report, "notes": [create, *notes]}
-
-
-class Swift:
-    """The adapter as mlx-lm has it, on linears in blocks alone."""
-
-    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        form = MlxLm()
-        for path, spec in pack.specs.items():
-            if spec.kind == "embedding" or spec.experts is not None:
-                raise PackError(
-                    f"{pack.name}: {path}: is no linear, and mlx-swift-lm adapts linears alone. "
-                    "Merge the pack.",
-                    "unsupported",
-                )
-
-        stored = form.convert(pack, out / form.tensor_file)
-        keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
-        if not pack.specs or keys & set(pack.specs):
-            raise PackError(
-                f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
-                "adapt. Merge the pack.",
-                "unsupported",
-            )
-
-        deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
-        verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
-        name = printable(out.name)
-        base = printable(pack.manifest["base"]["id"])
-        quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
-        readme = _README.format(name=name, base=base, **quoted)
-
-        with atomic_folder(out) as partial:
-            save_folder(stored, partial, form.convention)
-            (partial / "README.md").write_text(readme, encoding="utf-8")
-        return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
+    with atomic_folder(out) as folder:
+        save_folder(stored, folder, form.convention)
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+    return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
 
 
 def _literal(text: str) -> str:

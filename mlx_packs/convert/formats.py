@@ -1,9 +1,10 @@
 """Formats of other tools that packs are exported to and imported from, and programs that read them.
 
-A new format is a class in a file of its own, a new program one in `destinations`; each has an entry
-here, and its name in `config.choices`.
+A new format is a class in a file of its own, a new program a function in `destinations`; each has
+an entry here, and its name in `config.choices`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,9 +13,9 @@ from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
 from ..packs.pack import Pack
-from .destinations import LMStudio, Ollama, Swift
+from .destinations import write_for_lmstudio, write_for_ollama, write_for_swift
 from .external import CONFIG, Delta, ExternalAdapter, StoredAdapter
-from .gguf import Gguf
+from .gguf import write_gguf
 from .mlx_lm import MlxLm
 from .peft import Peft
 
@@ -69,21 +70,17 @@ def format_of(config: dict, where: Path) -> str:
     raise PackError(f"{where}: is not the {CONFIG} of any of {', '.join(FORMATS)}.", "unsupported")
 
 
-class Destination(Protocol):
-    """A program that opens a pack in a form of its own."""
+# Programs that open a pack in a form of their own. Each function writes the folder of a pack
+# atomically, for the base that the program names so (None: as the pack does). It returns ``notes``,
+# what the user does next, and figures; PackError where the program has no place for something.
+Writer = Callable[[Pack, Path, str | None], dict]
 
-    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        """Write the folder atomically; ``start`` is the program's own name of the base.
-
-        Returns:
-            ``notes``, what the user does next, and figures of the conversion.
-
-        Raises:
-            PackError: the program has no place for something in the pack.
-        """
-
-
-DESTINATIONS: dict[str, Destination] = registered(
+DESTINATIONS: dict[str, Writer] = registered(
     choices.DESTINATIONS,
-    {"gguf": Gguf(), "ollama": Ollama(), "lmstudio": LMStudio(), "swift": Swift()},
+    {
+        "gguf": write_gguf,
+        "ollama": write_for_ollama,
+        "lmstudio": write_for_lmstudio,
+        "swift": write_for_swift,
+    },
 )

@@ -80,24 +80,18 @@ LAYOUTS = {
 }
 
 
-class Gguf:
-    """One GGUF file, a Modelfile of Ollama, and the line that starts llama.cpp with them."""
+def write_gguf(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write a GGUF file and a Modelfile of Ollama; note the line that starts llama.cpp with it."""
+    layout = layout_of(pack)
+    name = f"{out.name}.gguf"
+    text, base, notes = modelfile(pack, name, start)
+    tensors, alpha = gguf_tensors(pack, layout)
 
-    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        layout = layout_of(pack)
-        name = f"{out.name}.gguf"
-        text, base, notes = modelfile(pack, name, start)
-        tensors, alpha = gguf_tensors(pack, layout)
-
-        with atomic_folder(out) as partial:
-            save_gguf(partial / name, tensors, layout.architecture, alpha)
-            verify_gguf(pack, partial / name, layout)
-            (partial / "Modelfile").write_text(text, encoding="utf-8")
-
-        return {
-            "tensors": len(tensors),
-            "notes": [*_commands(base, layout, out / name), *notes],
-        }
+    with atomic_folder(out) as partial:
+        save_gguf(partial / name, tensors, layout.architecture, alpha)
+        verify_gguf(pack, partial / name, layout)
+        (partial / "Modelfile").write_text(text, encoding="utf-8")
+    return {"tensors": len(tensors), "notes": [*_commands(base, layout, out / name), *notes]}
 
 
 def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:

@@ -85,7 +85,7 @@ def export_pack(
 
     out = Path(out).expanduser()
     if to in DESTINATIONS:
-        report = DESTINATIONS[to].write(pack, out, start)
+        report = DESTINATIONS[to](pack, out, start)
     else:
         report = _export_adapter(pack, to, out)
 

@@ -148,37 +148,24 @@ def _check(request: MergeRequest) -> None:
 def _with_files(plan: WritePlan, request: MergeRequest, source: Path) -> WritePlan:
     """Add what the tokenizer and the task of a pack need beside the weights."""
     pack = request.pack
-    ends = _ends(pack, source, request.trust_remote_code)
-    files = _task_files(pack, source, request.trust_remote_code)
-    if template := chat_template_of(pack.manifest):
+    config = base_files.read_config(source / base_files.CONFIG)
+    template = chat_template_of(pack.manifest)
+    tokenizer = None
+    ends: tuple[int, ...] = ()
+    if architecture_of(config["model_type"]) == "decoder":
+        from mlx_lm.utils import load_config
+
+        tokenizer = load_tokenizer(source, load_config(source), request.trust_remote_code)
+        # what ends an answer if the base does not name it: the pack writes it
+        if unnamed := unnamed_ends(with_template(tokenizer, template)):
+            ends = (tokenizer.eos_token_id, *unnamed)
+
+    files = {}
+    if files_of := task_code(pack.manifest, "merged_files"):
+        files = files_of(pack, source, config, tokenizer)
+    if template:
         files[base_files.CHAT_TEMPLATE] = template
     return replace(plan, ends=ends, texts=files)
-
-
-def _task_files(pack: Pack, source: Path, trust_remote_code: bool) -> dict[str, str]:
-    files_of = task_code(pack.manifest, "merged_files")
-    if files_of is None:
-        return {}
-
-    config = base_files.read_config(source / base_files.CONFIG)
-    tokenizer = None
-    if architecture_of(config["model_type"]) == "decoder":
-        tokenizer = load_tokenizer(source, config, trust_remote_code)
-    return files_of(pack, source, config, tokenizer)
-
-
-def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:
-    """Return what ends an answer if the base does not name it: the pack writes it."""
-    if architecture_of(pack.manifest["base"]["model_type"]) != "decoder":
-        return ()
-
-    from mlx_lm.utils import load_config
-
-    tokenizer = load_tokenizer(source, load_config(source), trust_remote_code)
-    tokenizer = with_template(tokenizer, chat_template_of(pack.manifest))
-    if not (ends := unnamed_ends(tokenizer)):
-        return ()
-    return (tokenizer.eos_token_id, *ends)
 
 
 def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:

@@ -21,7 +21,7 @@ from ..bases.bitsandbytes import METHOD
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
-from ..bases.requantize import format_after, formats_of_dense, smaller_formats
+from ..bases.requantize import format_after, smaller_formats
 from ..bases.weight_formats import WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
@@ -114,7 +114,7 @@ class _Planner:
 
         self.options = QuantizeOptions(named_format(self.request.requantize))
         if not self.base.quantization:
-            self.formats = formats_of_dense(self.base, self.request.requantize)
+            self.formats = dict(formats_for(self.base.model, self.options)[0])
 
     def replace_full_tensors(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Take tensors that the pack stores in full; return those that are not such weights."""

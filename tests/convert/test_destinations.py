@@ -12,7 +12,7 @@ from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.cli.main import packs
-from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
+from mlx_packs.convert.gguf import LAYOUTS, gguf_tensors, layout_of, verify_gguf, write_gguf
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs import making
@@ -148,7 +148,7 @@ def test_what_llama_cpp_has_no_place_for_is_rejected(family, targets, named, tmp
 
 
 def test_a_modelfile_names_base_and_adapter(pack, tmp_path):
-    Gguf().write(pack, tmp_path / "out", None)
+    write_gguf(pack, tmp_path / "out", None)
     lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
     assert lines[-2:] == ["FROM ./base.gguf", "ADAPTER ./out.gguf"]
     with raises("invalid", "from", "llama"):
