@@ -18,8 +18,7 @@ from ..errors import PackError, library_errors, older_version
 from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
 from ..reading import read_json, sealed, without_seal
-from .plan import Plan
-from .space import Space, Values, draws
+from .plan import Plan, Space, Values, draws
 from .trial import Result, Trial
 
 _FILE = "sweep.json"

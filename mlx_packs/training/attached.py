@@ -5,16 +5,42 @@ from contextlib import ExitStack, contextmanager
 
 from ..adapters.saved_modules import attach_method
 from ..adapters.trainable import Trainable
+from ..bases.geometry import is_embedding
 from ..display import VERBOSE, Display, shown_count
+from ..errors import PackError
 from ..late import load
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import bare_module
+from ..nn.wrapped import NoisyEmbedding, trained_module
 from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
 from ..tasks.task import Binding
 from .fit import Objectives
 from .initial_adapters import load_adapters
-from .noise import add_noise
 from .planning import matmul_paths_by_name
 from .prepare import PreparedRun
+
+
+def add_noise(trainable: Trainable, alpha: float) -> None:
+    """Put noise on the embeddings of the tokens, in training, until the trainable is detached.
+
+    NEFTune: https://arxiv.org/abs/2310.05914
+    """
+    vocab_size = trainable.base.vocab_size
+    noisy = {}
+    for path, module in trainable.model.named_modules():  # a module comes before those inside it
+        table = bare_module(trained_module(module))
+        is_inside = path.rpartition(".")[0] in noisy
+        if not is_inside and is_embedding(table) and frozen_weight(table).shape[0] == vocab_size:
+            noisy[path] = NoisyEmbedding(module, alpha)
+
+    if not noisy:
+        raise PackError(
+            f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added "
+            "to.",
+            "unsupported",
+        )
+    trainable.swap(list(noisy.items()))
 
 
 @contextmanager

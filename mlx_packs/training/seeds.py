@@ -27,7 +27,7 @@ from .observer import Observer
 from .result import TrainRun
 from .run import train_request
 from .run_folder import CONFIG, RunFolder, run_folder
-from .seeds_page import SUMMARY, notebook_html, write_seeds_page
+from .run_page import SUMMARY, notebook_html, write_seeds_page
 from .settings import Request, recipe_of
 
 

@@ -21,7 +21,7 @@ from mlx_packs.objectives.frozen_activations import frozen_blocks
 from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
-from mlx_packs.training.noise import add_noise
+from mlx_packs.training.attached import add_noise
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of

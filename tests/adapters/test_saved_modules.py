@@ -15,8 +15,8 @@ from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import frozen_blocks
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
+from mlx_packs.training.attached import add_noise
 from mlx_packs.training.checkpoint import ADAPTERS
-from mlx_packs.training.noise import add_noise
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of

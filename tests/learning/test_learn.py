@@ -12,7 +12,7 @@ import pytest
 from mlx_packs.config.data import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import ExampleScores
-from mlx_packs.learning import candidate, learn
+from mlx_packs.learning import learn
 from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.learning.rows import read_rows, rows_of, write_rows
@@ -69,7 +69,7 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
     assert folder.current == 0 and (folder.candidate / "data").exists()
 
     with monkeypatch.context() as patch:
-        patch.setattr(candidate, "train_request", stop)  # the pack is there already
+        patch.setattr(learn, "train_request", stop)  # the pack is there already
         patch.setattr(LearningFolder, "add_version", stop)
         assert run("learn", folder.path, *flags)[0] == 130
     assert folder.current == 0
@@ -110,7 +110,7 @@ def test_a_candidate_that_does_not_win_changes_nothing(folder, run, rejected, mo
 
     flags = ("--task", "dpo", "--iters", 1, "--learning-rate", "1e-12", "--max-seq-length", 64)
     with monkeypatch.context() as patch:
-        patch.setattr(candidate, "train_request", fail)
+        patch.setattr(learn, "train_request", fail)
         assert run("learn", folder.path, *flags)[0] == 2
 
     file = folder.path / "dpo.jsonl"  # a run that failed at its start reads the rows anew
@@ -268,8 +268,8 @@ def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(
     base = load_base_for(run.pack, model)
 
     folder = LearningFolder.begin(tmp_path / "d", "q", base, run.pack)
-    job = candidate.Job("lm", 0, 1, 1)
-    recipe = candidate._recipe(folder, job, {"model": folder.model, "out": "x"})
+    job = learn.Job("lm", 0, 1, 1)
+    recipe = learn._recipe(folder, job, {"model": folder.model, "out": "x"})
     assert (recipe.train.quantize, recipe.train.double_quant) == (quantize, True)
     assert recipe.lora.rank == 16
     assert recipe.data.template_kwargs == {"enable_thinking": False}

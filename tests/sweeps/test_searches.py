@@ -5,7 +5,7 @@ from optuna.trial import create_trial
 
 from mlx_packs.config.choices import SEARCHES
 from mlx_packs.errors import PackError
-from mlx_packs.sweeps.space import (
+from mlx_packs.sweeps.plan import (
     SweepConfig,
     corners,
     draws,

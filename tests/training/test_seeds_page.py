@@ -14,8 +14,8 @@ from mlx_packs.errors import PackError, RunStopped
 from mlx_packs.reading import sealed
 from mlx_packs.report.seeds import SeedsFacts
 from mlx_packs.training import seeds as training
+from mlx_packs.training.run_page import seeds_facts
 from mlx_packs.training.seeds import report_lines
-from mlx_packs.training.seeds_page import seeds_facts
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS

@@ -12,7 +12,7 @@ from mlx_packs.bases.chat_template import render_chat
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
-from mlx_packs.training import identity
+from mlx_packs.training import prepare
 from tests.helpers.rows import chat
 from tests.helpers.runs import LORA
 
@@ -43,7 +43,7 @@ def on(monkeypatch):
     def set_day(day):
         monkeypatch.setattr(Day, "now", day)
 
-    monkeypatch.setattr(identity, "date", Day)
+    monkeypatch.setattr(prepare, "date", Day)
     return set_day
 
 
