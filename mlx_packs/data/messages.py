@@ -31,7 +31,7 @@ ROLES = {
 _OWN_ROLES = ("system", "user", "assistant", "tool")  # of chat templates
 _CALLS = ("function_call", "tool_call")  # roles whose content is calls
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of an answer, one name each
-_JOINED = {"content", "tool_calls", *THOUGHTS}  # of messages that belong to one answer
+_JOINED = {"content", "tool_calls"}  # of messages that belong to one answer
 # Keys of an answer by which it is a target or not; their value is that of a target.
 _MARKS = {
     "weight": True,  # OpenAI, Mistral
@@ -107,30 +107,13 @@ def _joined(before: Turn, turn: Turn) -> Turn:
                 f"messages that belong to one answer differ in '{key}'. Remove it from the calls."
             )
 
-    message = {**second, **first}
-    message["content"] = _joined_content(first["content"], second["content"])
+    contents = [text for text in (first["content"], second["content"]) if text]
+    if len(contents) > 1 and WRITTEN_THOUGHTS.match(contents[1]):
+        raise ValueError("calls that follow an answer have thoughts. Write these into the answer.")
+
+    message = {**second, **first, "content": "\n".join(contents)}
     message["tool_calls"] = [*first.get("tool_calls", ()), *second["tool_calls"]]
-    thoughts = [each[THOUGHTS[0]] for each in (first, second) if each.get(THOUGHTS[0])]
-    if thoughts:
-        message.update(dict.fromkeys(THOUGHTS, "\n".join(thoughts)))
     return replace(before, message=message)
-
-
-def _joined_content(first: str, second: str) -> str:
-    """Join two contents; their thoughts between tags come first, in one pair of tags."""
-    later = WRITTEN_THOUGHTS.match(second)
-    if not first or later is None:
-        return "\n".join(text for text in (first, second) if text)
-
-    earlier = WRITTEN_THOUGHTS.match(first)
-    thoughts = [later[1].strip()]
-    texts = [first, second[later.end() :]]
-    if earlier:
-        thoughts.insert(0, earlier[1].strip())
-        texts[0] = first[earlier.end() :]
-    written = "\n".join(["<think>", *thoughts, "</think>"])
-    rest = "\n".join(text for text in texts if text)
-    return f"{written}\n\n{rest}".strip()
 
 
 def _turn(message: Any, folder: Path | None) -> Turn:

@@ -88,18 +88,7 @@ def normal_calls(calls: Any) -> list[dict[str, Any]]:
 
     A null outside such a text is padding; an object of nothing but nulls is no call.
     """
-    if isinstance(calls, str):
-        calls = _parsed(calls, "the calls of tools are") if calls.strip() else None
-    else:
-        calls = without_padding(calls)
-
-    if isinstance(calls, Mapping):
-        calls = [calls]
-    if calls is None:
-        return []
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise ValueError("'tool_calls' must be a list of calls.")
-
+    calls = _listed(calls, "the calls of tools are", "'tool_calls' must be a list of calls.")
     return [_normal_call(call) for call in calls if is_given(call)]
 
 
@@ -135,18 +124,7 @@ def normal_tools(tools: Any) -> list[Any] | None:
     They are a list or a single one, and each may be a JSON text. A null is padding, unless it is
     in such a text; an object that has only nulls is no tool.
     """
-    if isinstance(tools, str):
-        tools = _parsed(tools, "'tools' is") if tools.strip() else None
-    else:
-        tools = without_padding(tools)
-
-    if isinstance(tools, Mapping):
-        tools = [tools]
-    if not tools:
-        return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ValueError("'tools' must be a list of tools.")
-
+    tools = _listed(tools, "'tools' is", "'tools' must be a list of tools.")
     return [_normal_tool(tool) for tool in tools if is_given(tool)] or None
 
 
@@ -175,6 +153,25 @@ def _normal_tool(tool: Any) -> dict[str, Any]:
     # for who decodes the answer; a prompt with it would be another one than in training
     function = {key: value for key, value in function.items() if key != "strict"}
     return json_value({"type": "function", **tool, "function": function}, "a tool has")
+
+
+def _listed(value: Any, what: str, fault: str) -> Sequence[Any]:
+    """Return a list, of what may be one of its items, or the JSON text of either.
+
+    A null outside such a text is padding; ``what`` begins the error of a text that is no JSON.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, what) if value.strip() else None
+    else:
+        value = without_padding(value)
+
+    if isinstance(value, Mapping):
+        return [value]
+    if value is None:
+        return []
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(fault)
+    return value
 
 
 def is_given(value: Any) -> bool:

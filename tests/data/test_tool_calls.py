@@ -238,14 +238,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
         ({"content": "Look."}, {"reasoning": "Ask."}, {"content": "Look.", "thoughts": "Ask."}),
         ({"content": "Look.", "thinking": "Hm."}, {}, {"content": "Look.", "thoughts": "Hm."}),
         (
-            {"content": "Look."},
-            {"content": f"<think>Ask.</think>{TEXT}"},
-            {"content": "<think>\nAsk.\n</think>\n\nLook."},
-        ),
-        (
             {"content": "<think>Hm.</think>Look."},
-            {"content": f"<think>\nAsk.\n</think>\n\nWait.<tool_call>{TEXT}</tool_call>"},
-            {"content": "<think>\nHm.\nAsk.\n</think>\n\nLook.\nWait."},
+            {"content": f"Wait.<tool_call>{TEXT}</tool_call>"},
+            {"content": "<think>Hm.</think>Look.\nWait."},
         ),
     ],
 )
@@ -261,6 +256,26 @@ def test_messages_of_one_answer_that_contradict_each_other_are_a_fault():
     called = {"role": "function_call", "content": TEXT, "name": "b"}
     with pytest.raises(ValueError, match="differ in 'name'"):
         turns_of([{"role": "assistant", "content": "Look.", "name": "a"}, called])
+
+
+@pytest.mark.parametrize(
+    ("answer", "called", "fault"),
+    [
+        (
+            {},
+            {"content": f"<think>Ask.</think>{TEXT}"},
+            "have thoughts. Write these into the answer",
+        ),
+        ({"reasoning": "Hm."}, {"reasoning": "Ask."}, "differ in '(reasoning|thinking)"),
+    ],
+)
+def test_calls_that_follow_an_answer_have_no_thoughts_beside_its_own(answer, called, fault):
+    messages = [
+        {"role": "assistant", "content": "Look.", **answer},
+        {"role": "tool_call", "content": TEXT, **called},
+    ]
+    with pytest.raises(ValueError, match=fault):
+        turns_of(messages)
 
 
 @pytest.mark.parametrize("content", ["", "clear", "[]", None, "<think>Ask.</think>"])
