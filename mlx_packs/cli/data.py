@@ -153,7 +153,7 @@ def _readers(
     elif task is not None:
         first_format(rows, columns, own_formats(task))
 
-    if task is not None and isinstance(splits.format, PairFormat):
+    if isinstance(splits.format, PairFormat):
         tokenizer, longest = _text_tokenizer_of(model, trust_remote_code)
         train = replace(train, max_seq_length=min(train.max_seq_length, longest))
         vocab_size = len(tokenizer)
@@ -168,7 +168,6 @@ def _readers(
             tokenizer,
             encoding_options(train, split, splits.format, vocab_size),
             classes,
-            by_characters=task is None,
             scores_whole=is_scored,
         )
         for split in splits.present()
@@ -225,11 +224,10 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
 
     of = f" ({look.looked_at:,} of them looked at)" if look.looked_at != look.rows else ""
     read = look.facts
-    counted_by = f"tokens of {model}" if read.unit == "tokens" else "characters"
 
     q = look.quantiles()
     lines = [
-        f"{split:<8}{look.rows:,} examples{of} · {counted_by}: median {q['p50']:,}, 5 to 95 % "
+        f"{split:<8}{look.rows:,} examples{of} · tokens of {model}: median {q['p50']:,}, 5 to 95 % "
         f"{q['p5']:,} to {q['p95']:,}, longest {q['longest']:,}"
     ]
 

@@ -126,10 +126,10 @@ def label_names(features: Any) -> Callable[[Mapping], Mapping]:
     ``features`` is a data set of `datasets`, or the JSON of its features; else rows stay as is.
     """
     features = getattr(features, "features", features)
-    named = {}
+    named: dict[str, list[str]] = {}
     if isinstance(features, Mapping):
         features = getattr(features, "to_dict", lambda: features)()
-        named = {column: each for column, each in features.items() if _has_names(each)}
+        named = {column: names for column, each in features.items() if (names := _names_of(each))}
 
     def with_names(row: Mapping) -> Mapping:
         if not named:
@@ -148,35 +148,22 @@ def parquet_features(metadata: Mapping | None) -> Any:
     return None
 
 
-def _has_names(feature: Any) -> bool:
-    if isinstance(feature, Mapping):
-        return "names" in feature or any(map(_has_names, feature.values()))
-    return isinstance(feature, list) and any(map(_has_names, feature))
-
-
-def _named(feature: Any, value: Any) -> Any:
-    """A feature is a list of one, or has that of its items under a key, or those of its keys."""
+def _names_of(feature: Any) -> list[str] | None:
+    """Return the names of a ``ClassLabel``, or of a list of them; None for another feature."""
     if isinstance(feature, list):
         feature = next(iter(feature), None)
-    if not isinstance(feature, Mapping):
-        return value
+    if isinstance(feature, Mapping) and "feature" in feature:
+        feature = feature["feature"]
+    if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel":
+        return feature.get("names")
+    return None
 
-    inner = feature["feature"] if "_type" in feature and "feature" in feature else feature
 
+def _named(names: list[str], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_named(inner, each) for each in value]
-    if isinstance(value, Mapping):
-        if not isinstance(inner, Mapping):
-            return value
-
-        return {key: _named(inner.get(key), each) for key, each in value.items()}
-
-    names = feature.get("names")
-    if feature.get("_type") != "ClassLabel" or not isinstance(value, int):
+        return [_named(names, each) for each in value]
+    if not isinstance(value, int):
         return value
     if value < 0:
         return None
-
-    if isinstance(names, list) and value < len(names):
-        return names[value]
-    return value
+    return names[value] if value < len(names) else value

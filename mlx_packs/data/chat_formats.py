@@ -64,7 +64,7 @@ class ConversationFormat(TokenFormat):
         systems = {c: about[c] for c in SYSTEM_COLUMNS if c not in self.columns(names)}
         turns = _with_system_prompt(row, turns, systems)
         try:
-            messages, unplaced = with_column_images(
+            messages = with_column_images(
                 [turn.message for turn in turns], {c: about[c] for c in IMAGE_COLUMNS}, row.folder
             )
         except ValueError as error:
@@ -80,7 +80,6 @@ class ConversationFormat(TokenFormat):
             template_date=names.template_date,
             asked=self._asked(turns),
             is_plain=self._is_plain(row, names) and not any(about.values()),
-            unplaced_images=unplaced,
         )
         if tokenizer is None:
             return conversation

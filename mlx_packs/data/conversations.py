@@ -94,7 +94,6 @@ class Conversation(Content):
         template_date: at which the template's clock stands; None for the present.
         asked: number of the message that comes after the prompt.
         is_plain: whether it is one text and its continuation, which need no chat template.
-        unplaced_images: the column with images for which the messages have no place.
     """
 
     where: str
@@ -107,7 +106,6 @@ class Conversation(Content):
     template_date: str | None = None
     asked: int = 0
     is_plain: bool = False
-    unplaced_images: str | None = None
     # the renderings of its first N messages, by N and whether the header of an answer follows
     _prefixes: dict[tuple[int, bool], str | PackError] = field(
         default_factory=dict, init=False, repr=False
@@ -144,13 +142,12 @@ class Conversation(Content):
 
     def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Conversation":
         if self.images and images_of(tokenizer) is None:
-            fault = f"has images, and {NO_IMAGES}"
-            if column := self.unplaced_images:
-                fault += (
-                    f" If the text is not about them, remove the column '{column}'; of a data set "
-                    f"of the Hub in Python, by load_dataset(ID).remove_columns('{column}')."
-                )
-            raise PackError(f"{self.where}: {fault}", "unsupported", "model")
+            raise PackError(
+                f"{self.where}: has images, and {NO_IMAGES} If the text is not about the images, "
+                "remove their column.",
+                "unsupported",
+                "model",
+            )
 
         templated = with_template(tokenizer, chat_template)
         if not templated.has_chat_template:

@@ -116,8 +116,8 @@ def with_own_images(message: dict[str, Any], images: Images, folder: Path | None
 
 def with_column_images(
     messages: list[dict[str, Any]], columns: Mapping[str, Any], folder: Path | None
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return messages with the images of a row's columns, and a column that they have no place for.
+) -> list[dict[str, Any]]:
+    """Return messages with the images of a row's columns.
 
     A fault is a ValueError. Paths are relative to ``folder``.
     """
@@ -126,18 +126,17 @@ def with_column_images(
         first, second = given
         raise ValueError(f"has both '{first}' and '{second}'. Remove one of them.")
     if not given and not any("images" in message for message in messages):
-        return messages, None
+        return messages
 
     sources: list[ImageSource] = []
     where = "columns"
     for column, value in given.items():
         where = f"'{column}'"
         sources = _sources(value, folder, where)
-    has_place = any("images" in each or _MARKER in each["content"] for each in messages)
 
     messages = placed(messages, sources, where)
     _check_before_answer(messages)
-    return messages, None if has_place else next(iter(given), None)
+    return messages
 
 
 def _check_before_answer(messages: Sequence[Mapping]) -> None:

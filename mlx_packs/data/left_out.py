@@ -176,8 +176,6 @@ class _Checks:
 class _OpenedThoughts(_Check):
     """How many last answers lack the thoughts that the prompt in use has opened for them."""
 
-    places: dict[str, set[bool]] = field(default_factory=dict)  # of each row, what its sides lack
-
     def add_answer(self, conversation: Conversation) -> None:
         """Check the last answer; only the first conversations are checked."""
         is_answer = conversation.messages[-1]["role"] == "assistant"
@@ -185,30 +183,20 @@ class _OpenedThoughts(_Check):
             return
 
         try:
-            is_missing = _lacks_opened_thoughts(conversation)
+            self.add(_lacks_opened_thoughts(conversation), conversation.where)
         except RowError:  # the template does not take the prompt
             return
-
-        self.add(is_missing, conversation.where)
-        self.places.setdefault(conversation.where, set()).add(is_missing)
 
     def notes(self) -> list[str]:
         if not self.missing:
             return []
 
-        note = (
+        return [
             f"the chat template opens thoughts at the end of a prompt, but {self.missing:,} of "
             f"{self.checked:,} answers checked have none, the first in {self.first}: in use they "
             "would count as thoughts. Write thoughts into them, or set a variable of the template "
             "that turns thoughts off, as in --template-kwargs '{\"enable_thinking\": false}'"
-        )
-        if mixed := sum(len(lacks) > 1 for lacks in self.places.values()):
-            note += (
-                f". In {mixed:,} of these rows only one of the two answers has thoughts, so that "
-                "their prompts differ"
-            )
-
-        return [note]
+        ]
 
 
 def _lacks_opened_thoughts(conversation: Conversation) -> bool:

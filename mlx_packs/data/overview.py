@@ -16,7 +16,7 @@ from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
-from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat, check_format
+from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat
 from .images import images_key, stored_text
 from .labelled import NO_LIMIT, encode_labelled, prompt_lengths
 from .labels import REGRESSION, Classes
@@ -42,7 +42,6 @@ _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with
 class SplitFacts:
     lengths: np.ndarray  # of examples before they are cut, [N]
     bad: BadRows  # rows that cannot be used
-    unit: str = "tokens"  # of lengths, or characters of the longest text of a pair
     cut: int = 0  # examples that are longer than the maximum
     dropped: int = 0  # of these, examples that are left out
     beyond: int = 0  # rows that have images beyond the maximum, which are not cut
@@ -61,7 +60,6 @@ class Reader:
     Attributes:
         tokenizer: of the base; of pairs that of single texts.
         classes: that labelled rows have.
-        by_characters: whether the lengths of pairs are characters.
         scores_whole: whether completions are scored at their end, so that none is cut.
     """
 
@@ -70,7 +68,6 @@ class Reader:
     tokenizer: Any
     options: EncodingOptions
     classes: Classes | None = None
-    by_characters: bool = False
     scores_whole: bool = False
 
     @property
@@ -93,9 +90,6 @@ class Reader:
         if self.classes is not None:
             return self._labelled(rows, self.classes)
         if isinstance(self.format, PairFormat):
-            if self.by_characters:
-                return self._characters(rows, self.format)
-
             pairs = encode_pairs(rows, self.tokenizer, self.limit, "skip")
             whole = encode_pairs(rows, self.tokenizer, NO_LIMIT, "skip")
             return SplitFacts(whole.lengths, pairs.bad, cut=pairs.cut)
@@ -163,17 +157,6 @@ class Reader:
 
         return SplitFacts(lengths, rankings.bad, cut=cut, labels=labels)
 
-    def _characters(self, rows: Rows, row_format: PairFormat) -> SplitFacts:
-        """Count the characters of each usable row's longest text."""
-
-        def longest(row: Row) -> int:
-            check_format(row, row_format, rows.where(0), self.columns)
-            return max(len(text) for pair in row_format.usable(row) for text in pair.texts)
-
-        bad = BadRows(stops=False)
-        lengths = [length for *_, length in bad.usable(rows, longest)]
-        return SplitFacts(np.array(lengths), bad, "characters")
-
 
 def _counted(labels: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(labels).items()))
@@ -210,7 +193,6 @@ class SplitOverview:
         return {
             "rows": self.rows,
             "looked_at": self.looked_at,
-            "unit": facts.unit,
             "lengths": self.quantiles(),
             "histogram": [list(each) for each in self.histogram()],
             "cut": facts.cut,

@@ -160,8 +160,7 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
     used = [file for chosen in by_split.values() for file in chosen]
 
     if not used:
-        texts, notes = _text_folder(path, tables)
-        return _training(texts), notes
+        return _training(_text_folder(path, tables)), []
 
     rows = {}
     for split, chosen in by_split.items():
@@ -212,8 +211,8 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
     return by_split
 
 
-def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
-    """Return the texts below a folder that has no files of rows, and a note on blank ones."""
+def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
+    """Return the texts below a folder that has no files of rows; blank ones have no rows."""
     texts = sorted(
         file
         for file in path.rglob("*")
@@ -229,17 +228,7 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
             "data",
         )
 
-    sources = [_source_of(file) for file in texts]
-    blank = [file for file, rows in zip(texts, sources, strict=True) if not len(rows)]
-    if len(blank) == len(texts):
-        raise PackError(f"{path}: has no examples, only blank texts.", "data", "data")
-
-    notes = []
-    if blank:
-        names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
-        plural = "s" if len(blank) > 1 else ""
-        notes.append(f"not used: {len(blank)} blank text{plural} ({names})")
-    return Rows(sources), notes
+    return Rows([_source_of(file) for file in texts])
 
 
 def _hold_out(splits: Splits, config: DataConfig) -> None:

@@ -131,15 +131,14 @@ def test_the_command_that_trains_names_other_columns(here, run):
     assert "try: packs train --data o --completion-feature 'the end'" in out
 
 
-def test_pairs_are_measured_in_characters(here, run, report_of):
-    write_rows(here / "d", train=[{"anchor": "a" * i, "positive": "b"} for i in range(1, 41)])
+def test_pairs_are_measured_in_tokens_of_their_longest_text(here, run, report_of):
+    write_rows(here / "d", train=[{"anchor": "7 " * i, "positive": "b"} for i in range(1, 41)])
     report = report_of("d")
     train = report["splits"]["train"]
-    assert report["format"] == "pairs" and train["unit"] == "characters"
-    assert train["lengths"]["longest"] in (38, 39, 40) and train["learned"] is None
-    assert "characters: median" in run("data", "d")[1]
-    write_rows(here / "d", train=[{"anchor": "a", "positive": "b"}] * 3)
-    assert report_of("d")["splits"]["train"]["lengths"]["longest"] == 1
+    assert report["format"] == "pairs" and train["learned"] is None
+    assert 40 < train["lengths"]["longest"] <= 81
+    assert "tokens of tiny: median" in run("data", "d")[1]
+    assert train == report_of("d", "--task", "embedding")["splits"]["train"]
 
 
 def test_scored_pairs_of_a_table_are_checked_as_they_train(here, report_of):
@@ -217,7 +216,7 @@ def test_rows_are_read_as_the_task_reads_them(here, report_of, task):
 
     report = report_of("d", "--task", task, "--max-seq-length", 24, "--samples", 0)
     split = report["splits"]["train"]
-    assert (split["unit"], split["labels"]) == ("tokens", LABELS.get(task, {}))
+    assert split["labels"] == LABELS.get(task, {})
     assert split["cut"] - split["dropped"] == getattr(encoded, "cut", 0)
     assert split["dropped"] == getattr(encoded, "dropped", 0)
     assert not split["bad_rows"] and report["task"] == task
@@ -250,5 +249,5 @@ def test_pairs_have_the_tokens_of_an_encoder(here, report_of, encoder):
     write_rows(here / "d", train=rows, valid=rows[:2])
     arguments = ("--task", "embedding", "--model", encoder, "--max-seq-length", 8)
     split = report_of("d", *arguments)["splits"]["train"]
-    assert split["unit"] == "tokens" and split["lengths"]["longest"] == 21
+    assert split["lengths"]["longest"] == 21
     assert split["cut"] == 13  # 7 words and more, between [CLS] and [SEP]

@@ -172,7 +172,6 @@ FEATURES = {
     "label": {"names": ["cold", "hot"], "_type": "ClassLabel"},
     "labels": {"feature": {"names": ["a", "b"], "_type": "ClassLabel"}, "_type": "List"},
     "old": [{"names": ["a", "b"], "_type": "ClassLabel"}],
-    "parts": {"feature": {"kind": {"names": ["x"], "_type": "ClassLabel"}}, "_type": "Sequence"},
 }
 
 
@@ -180,7 +179,7 @@ FEATURES = {
     ("column", "value", "name"),
     [("label", 1, "hot"), ("label", -1, None), ("label", 7, 7), ("label", "hot", "hot")]
     + [("labels", [1, 0], ["b", "a"]), ("old", [1], ["b"]), ("labels", None, None)]
-    + [("parts", {"kind": [0, 0]}, {"kind": ["x", "x"]}), ("text", "1", "1"), ("other", 1, 1)],
+    + [("text", "1", "1"), ("other", 1, 1)],
 )
 def test_a_data_set_names_its_labels(column, value, name):
     assert label_names(FEATURES)({column: value}) == {column: name}

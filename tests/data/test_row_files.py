@@ -234,11 +234,10 @@ def test_a_folder_of_texts_is_read_with_its_subfolders(tmp_path):
 
     assert places == [("b.md", "1"), ("b.md", "5"), ("a.txt", "1"), ("a.txt", "5")]
     assert rows[1].value == {"text": "end"}
-    assert splits.notes[0] == "not used: 2 blank texts (empty.txt, sub/blank.txt)"
 
 
 def test_a_folder_of_blank_texts_has_no_examples(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.md").write_text(" \n")
-    with raises("data", "data", str(tmp_path), "blank"):
+    with raises("data", "data", str(tmp_path), "no examples"):
         load_rows(DataConfig(data=str(tmp_path)))
