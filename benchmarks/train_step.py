@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         ours = Ours(fresh, adapters, path, options.recompute)
         name = ours_name(path, options.recompute)
         entries.append(Entry(name, ours, rows, rows.for_ours(), options.steps, untimed=1))
-    race(adapters, entries, range(2 * options.rounds), TOLERANCE[dtype], _say)
+    race(adapters, entries, range(2 * options.rounds), TOLERANCE[dtype])
     task = f"train_step {base_name(options.workload, options.model)}"
     return records(entries, task, dtype, options.rank)
 

@@ -81,7 +81,6 @@ def race(
     entries: list[Entry],
     turns: Iterable[int],
     tolerance: float,
-    say: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Check that all entries compute the same, then time them, forth and back.
 
@@ -91,7 +90,6 @@ def race(
             the same `MlxLm`, and one of them comes first.
         turns: their numbers; they are taken one by one, after the check.
         tolerance: of a loss, as a share of mlx-lm's.
-        say: called with a text about the current activity.
 
     Raises:
         LossesDiffer: before anything is timed.
@@ -101,7 +99,6 @@ def race(
         expected: list[float] = []
         for entry in entries:
             if entry.checked:
-                say(f"checking {entry.name}")
                 losses = yield from _check(entry, entries[0].rows, adapters)
                 expected = expected or losses
                 check_losses(expected, losses, entry.name, tolerance)
@@ -109,7 +106,6 @@ def race(
         for turn in turns:
             order = entries if turn % 2 == 0 else entries[::-1]
             for entry in order:
-                say(f"turn {turn + 1}: {entry.name}")
                 yield from _take_turn(entry)
 
     with contextlib.closing(batches()) as schedule:

@@ -45,20 +45,12 @@ class _Image(Object):
     url: Data
     detail: Literal["auto", "high"] = "auto"  # both are the whole image
 
-    @model_validator(mode="before")
-    @classmethod
-    def _to_object(cls, value: Any) -> Any:
-        return {"url": value} if isinstance(value, str) else value
-
 
 class _Part(Object):
-    """A part of a content; an image may have the type of either of OpenAI's interfaces."""
-
-    type: Literal["text", "refusal", "image_url", "input_image"]
+    type: Literal["text", "refusal", "image_url"]  # names the field that the part has
     text: Text = ""
     refusal: Text = ""
     image_url: _Image | None = None
-    detail: Literal["auto", "high"] = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -66,13 +58,13 @@ class _Part(Object):
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
             return value  # which `type` itself rejects
-        if kind not in _NEEDED:
+        if kind not in ("text", "refusal", "image_url"):
             raise ValueError(
                 f"a part of type '{kind:.40}' is not supported. Send parts of text or 'image_url'"
             )
-        if _NEEDED[kind] not in value:
-            raise ValueError(f"a part of type '{kind}' needs '{_NEEDED[kind]}'")
-        if _NEEDED[kind] != "image_url" and value.get("image_url") is not None:
+        if kind not in value:
+            raise ValueError(f"a part of type '{kind}' needs '{kind}'")
+        if kind != "image_url" and value.get("image_url") is not None:
             raise ValueError(f"a part of type '{kind}' cannot have an 'image_url'")
         return value
 
@@ -82,15 +74,6 @@ class _Part(Object):
         if self.image_url is not None:
             return IMAGE_MARK
         return self.text + self.refusal
-
-
-# The key that a part of each type must have.
-_NEEDED = {
-    "text": "text",
-    "refusal": "refusal",
-    "image_url": "image_url",
-    "input_image": "image_url",
-}
 
 
 class Function(Object):

@@ -110,9 +110,8 @@ def test_forms_of_a_part(server):
     url = png(0)
     text = {"type": "text", "text": "What?"}
     forms = [
-        {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
-        {"type": "image_url", "image_url": url},
-        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+        for detail in ("auto", "high")
     ]
     expected, _ = answered(server, [asks("What?", url)])
     for form in forms:
@@ -209,11 +208,12 @@ def test_what_is_no_image_is_one_line(server, url):
         [{"type": "image_url", "image_url": 3}],
         [{"type": "image_url", "image_url": {"url": ["a"]}}],
         [{"type": "image_url", "image_url": {"url": png(0), "detail": "low"}}],
-        [{"type": "input_image", "file_id": "a"}],
+        [{"type": "image_url", "image_url": png(0)}],
+        [{"type": "input_image", "image_url": png(0)}],
         [{"type": "image", "image": png(0)}],
-        [{"type": "text", "text": "a", "image_url": png(0)}],
-        [{"type": "image_url", "image_url": png(0)}, {"type": "text", "text": "\ufffc"}],
-        [{"type": "image_url", "image_url": png(0)}] * (MOST_IMAGES + 1),
+        [{"type": "text", "text": "a", "image_url": {"url": png(0)}}],
+        [{"type": "image_url", "image_url": {"url": png(0)}}, {"type": "text", "text": "\ufffc"}],
+        [{"type": "image_url", "image_url": {"url": png(0)}}] * (MOST_IMAGES + 1),
     ],
 )
 def test_wrong_parts(server, content):

@@ -46,7 +46,7 @@ from .protocol import (
 from .results import Result, Results
 from .sampling import SampleRunner
 from .sampling_sessions import SamplingSessions
-from .states import Saved, States, run_of
+from .states import States
 from .wire import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 
 log = logging.getLogger("mlx_packs.serving")
@@ -81,8 +81,6 @@ class TrainingService:
             ("GET", "healthz"): self.health,
             ("GET", "get_server_capabilities"): self.capabilities,
             ("GET", "samplers/{id:path}"): self.sampling_session,
-            ("GET", "training_runs/{id}/checkpoints"): self.checkpoints,
-            ("GET", "checkpoints"): self.checkpoints,
             ("POST", "client/config"): self.client_config,
             ("POST", "client/dynamic_config"): self.dynamic_config,
             ("POST", "telemetry"): self.telemetry,
@@ -322,16 +320,6 @@ class TrainingService:
             facts |= config.model_dump(exclude={"seed", "rank"})
         return JSONResponse(facts)
 
-    async def checkpoints(self, request: Request) -> Response:
-        run = request.path_params.get("id")
-        saved = [
-            _checkpoint(each)
-            for each in self._states.all()
-            if run is None or each.run == run_of(run)
-        ]
-        cursor = {"offset": 0, "limit": len(saved), "total_count": len(saved)}
-        return JSONResponse({"checkpoints": saved, "cursor": cursor})
-
     async def delete_checkpoint(self, request: Request) -> Response:
         params = request.path_params
         uri = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
@@ -474,15 +462,3 @@ def _protocol(handler: Handler) -> Handler:
             return response
 
     return answered
-
-
-def _checkpoint(saved: Saved) -> dict[str, Any]:
-    kind = {"weights": "training", "sampler_weights": "sampler"}[saved.kind]
-    facts = {"checkpoint_id": f"{saved.kind}/{saved.name}", "checkpoint_type": kind}
-    return {
-        **facts,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved.folder.stat().st_mtime)),
-        "tinker_path": saved.uri,
-        "size_bytes": saved.size,
-        "user_metadata": saved.facts.get("user_metadata"),
-    }

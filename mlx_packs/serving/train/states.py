@@ -5,9 +5,8 @@
 ``tinker://RUN/weights/NAME``; no other path is ever opened.
 """
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from ...reading import check_files, file_facts, read_json
 from ...runtime import mx
 from ...tensors import read_tensors, save_tensors
 
-log = logging.getLogger("mlx_packs.serving")
 SCHEME = "tinker://"
 OPTIMIZER = "optimizer.safetensors"
 FACTS = "training.json"
@@ -49,10 +47,6 @@ class Saved:
     @property
     def uri(self) -> str:
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
-
-    @property
-    def size(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
 
 
 class States:
@@ -131,21 +125,6 @@ class States:
 
         moments = read_tensors(saved.folder / OPTIMIZER)
         return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
-
-    def all(self) -> Iterator[Saved]:
-        """Yield what is saved, by path; what cannot be read is logged and left out."""
-        for manifest in sorted(self.folder.glob(f"*/*/*/{MANIFEST}")):
-            folder = manifest.parent
-            run, kind, name = folder.relative_to(self.folder).parts
-            if kind not in _KINDS or not _NAME.fullmatch(name):
-                continue
-
-            try:
-                facts = _facts(folder)
-            except (PackError, OSError) as error:
-                log.warning("%s: is left out, since it cannot be read: %s", folder, error)
-            else:
-                yield Saved(run, kind, name, folder, facts)
 
     def remove(self, saved: Saved) -> None:
         discard(saved.folder, saved.folder)

@@ -118,7 +118,6 @@ def everything(url: str, given: dict) -> dict:
     sample = sampler.sample(prompt, 2, params).result()
 
     rest = tinker.RestClient(base_url=url, api_key="tml-test")
-    saved = rest.list_checkpoints(training.model_id).result().checkpoints
     info = rest.get_weights_info_by_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
 
@@ -140,7 +139,7 @@ def everything(url: str, given: dict) -> dict:
         "scores": scores,
         "tokens": [each.tokens for each in sample.sequences],
         "ids": len({each.sequence_id for each in sample.sequences}),
-        "saved": [each.tinker_path for each in saved],
+        "saved": path,
         "rank": info.lora_rank,
         "errors": errors,
     }
