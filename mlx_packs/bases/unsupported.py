@@ -103,7 +103,7 @@ def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
     if any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ()):
         return PackError(
             f"{path}: has the head of a transformers' {_CLASSIFIER} in the place of an LM head, "
-            "which is not read. Name the base that it was made from, and its pack by --pack.",
+            "which is not read. Name the base that it was made from.",
             "unsupported",
         )
 

@@ -20,7 +20,7 @@ from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .external import Delta, Tensors, low_rank_delta, verify_numerically
+from .external import Delta, Tensors, folded, low_rank_delta, verify_numerically
 from .modelfile import modelfile
 
 ALPHA = "adapter.lora.alpha"
@@ -158,10 +158,7 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
 
     for path, spec in pack.specs.items():
         a, b = (factor.astype(mx.float32) for factor in read_factors(spec, pack.load_tensors()))
-        factors = [s.scale * spec.rank / alpha for s in spec.slices for _ in range(s.rank)]
-        if any(factor != 1 for factor in factors):
-            b = b * mx.array(factors, mx.float32)[:, None]
-        b = b.T
+        b = folded(spec, b, alpha / spec.rank).T
         if heads := _permuted_heads(path, pack, layout):
             b = _interleaved(b, heads)
 

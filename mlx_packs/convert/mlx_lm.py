@@ -8,15 +8,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from ..bases.model import BaseModel
 from ..bases.vision_families import VISION_FAMILIES, path_in_mlx_vlm, path_of_mlx_vlm
 from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
-from ..runtime import mx
 from .external import (
     Delta,
     ExternalAdapter,
@@ -61,7 +58,6 @@ class MlxLm:
             )
 
     def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
-        """Cut back ranks padded with zeros, to what either factor uses."""
         stored = _renamed(stored, model_type, path_of_mlx_vlm)
         adapter = ExternalAdapter(dict(stored.tensors))
         for name in stored.tensors:
@@ -75,17 +71,6 @@ class MlxLm:
             adapter.scales[path] = float(stored.config["lora_parameters"]["scale"])
 
         check_complete(adapter, stored.config.get("fine_tune_type") == "dora", stored.file)
-        for path in adapter.scales:
-            a = stored.tensors[f"{path}.lora_a"]
-            b = stored.tensors[f"{path}.lora_b"]
-            if a.ndim != b.ndim or a.ndim not in (2, 3):
-                continue  # such factors have no place on any base
-
-            rank = _used_rank(a, b)
-            adapter.tensors[f"{path}.lora_a"] = mx.contiguous(a[:, :rank])
-            b = b[:rank] if a.ndim == 2 else b[..., :rank]
-            adapter.tensors[f"{path}.lora_b"] = mx.contiguous(b)
-
         return adapter
 
     def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
@@ -173,20 +158,3 @@ def _check_pack(pack: Pack) -> None:
             "fine_tune_type for all.",
             "unsupported",
         )
-
-
-def _used_rank(a: mx.array, b: mx.array) -> int:
-    """Rank without what is zero in both factors at its end; 1 at least."""
-    if a.ndim == 3:  # of all experts
-        used_in_a = mx.any(a != 0, axis=(0, 2))
-        used_in_b = mx.any(b != 0, axis=(0, 1))
-    else:
-        used_in_a = mx.any(a != 0, axis=0)
-        used_in_b = mx.any(b != 0, axis=1)
-    if used_in_a.shape != used_in_b.shape:
-        return a.shape[1]
-
-    used = np.flatnonzero(np.array(used_in_a | used_in_b))
-    if len(used) == 0:
-        return 1
-    return int(used[-1]) + 1
