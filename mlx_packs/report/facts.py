@@ -5,7 +5,6 @@ Values come from manifests and run folders that somebody else may have written, 
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -26,7 +25,6 @@ MOST_LABELS = 100  # of a picture of confusions
 _NAMED_LABELS = 12
 _MOST_MISTAKES = 10
 MOST_TEXT = 3000  # characters of a sample on a page
-_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,60000}={0,2}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Sample:
     wanted: str
     before: str
     after: str
-    images: Sequence[str] = ()  # small ones of the prompt, data URLs
 
 
 @dataclass(frozen=True)
@@ -274,12 +271,7 @@ def samples_of(stored: object) -> list[Sample]:
         if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
             keys = ("prompt", "wanted", "before", "after")
             texts = [text(entry.get(key), MOST_TEXT).strip() for key in keys]
-            urls = entry.get("images")
-            if not isinstance(urls, list):
-                urls = []
-            # a report may be anybody's
-            images = [url for url in urls if isinstance(url, str) and _THUMBNAIL.fullmatch(url)]
-            samples.append(Sample(*texts, images))
+            samples.append(Sample(*texts))
     return samples
 
 

@@ -37,7 +37,6 @@ from ..packs.base import Base, check_forward
 from ..packs.card import format_change
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
-from ..vision.pictures import thumbnails
 from .phases import PhaseData, RunPhase
 from .shared_prefix import shared_report
 from .task import Binding, Summary, Trained, summarized, try_lines
@@ -58,16 +57,14 @@ class SamplePrompt:
     tokens: list[int]
     wanted: str | None = None  # the answer that the examples have
     is_raw: bool = False  # whether it is the beginning of a text, rather than a question
-    images: tuple[str, ...] = ()  # of the prompt, as `thumbnails`
     thoughts: int = 0  # tokens of the thoughts before the answer
 
     @classmethod
-    def of(cls, content: Content, base: Base, columns: DataConfig, is_raw: bool = False) -> Self:
+    def of(cls, content: Content, base: Base, is_raw: bool = False) -> Self:
         """Return the prompt of an example with the answer that it has."""
         text, tokens = content.prompt()
         wanted, thoughts = expected_answer(content, base, tokens)
-        images = thumbnails(content.images, columns.allow_urls)
-        return cls(text, tokens, wanted, is_raw, images, thoughts)
+        return cls(text, tokens, wanted, is_raw, thoughts)
 
     def complete(self, base: Base) -> str:
         """Return the base's answer as it is now: greedy, as `packs generate` gives it."""
@@ -84,10 +81,7 @@ class SamplePrompt:
 
     def entry(self, **texts: str | None) -> dict[str, Any]:
         """Return the prompt with texts that complete it."""
-        entry = {"prompt": self.text, "wanted": self.wanted, **texts}
-        if self.images:
-            entry["images"] = list(self.images)
-        return entry
+        return {"prompt": self.text, "wanted": self.wanted, **texts}
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,7 @@ class CausalLMTask(TokenTask):
         row_format = format_of(row, columns, TOKEN_FORMATS)
         content = row_format.read(row, columns, base.tokenizer)
         is_raw = row_format is TEXT or not base.tokenizer.has_chat_template
-        self.sample = SamplePrompt.of(content, base, columns, is_raw)
+        self.sample = SamplePrompt.of(content, base, is_raw)
 
         metric = metric_of(self.train.metric, columns)
         if metric and self.completes_text:

@@ -11,14 +11,12 @@ from typing import ClassVar
 import numpy as np
 
 from ..data.dataset import Batch, Dataset, FixedOrder
-from ..data.formats import COMPLETION
 from ..data.images import plain_text
 from ..data.prompts import (
     PromptCollate,
     Prompts,
     encode_prompts,
     wanted_text,
-    with_placeholder,
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
@@ -33,7 +31,6 @@ from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
 from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
-from ..vision.pictures import thumbnails
 from .causal_lm import SamplePrompt, stored_sample
 from .completions import (
     MOST_AT_ONCE,
@@ -126,10 +123,8 @@ class GRPOTask(Task):
         if not isinstance(prompt, str):  # the last message
             prompt = plain_text(prompt[-1].get("content"))
 
-        content = COMPLETION.read(with_placeholder(row, columns), columns)
-        images = thumbnails(content.images, columns.allow_urls)
         wanted = wanted_text(row, columns)
-        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted, images=images)
+        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted)
         return data
 
     def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:

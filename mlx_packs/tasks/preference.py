@@ -152,7 +152,7 @@ class PreferenceTask(TokenTask):
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         content = COMPLETION.read(row, columns, self.base.tokenizer)
-        self.sample = SamplePrompt.of(content, self.base, columns)
+        self.sample = SamplePrompt.of(content, self.base)
 
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""

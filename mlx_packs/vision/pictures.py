@@ -6,10 +6,9 @@ a ValueError of one line that names the image.
 
 import base64
 import hashlib
-import io
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from ..sandbox.process import IMAGES, Fault, LimitExceeded
 MOST_BYTES = 128 << 20  # of a file: 16 million pixels of four bytes each have half of it
 MOST_URL_BYTES = 20_000_000
 URL_SECONDS = 30
-THUMBNAIL_URL = "data:image/jpeg;base64,"
-_THUMBNAIL = 160  # pixels of its longer side
-_MOST_THUMBNAILS = 4
 _SHOWN = 120  # characters of a path
 
 
@@ -261,16 +257,3 @@ def _path_of(text: str) -> str:
     if not text.strip():
         raise PackError("is an empty text. Name a file.")
     return text
-
-
-def thumbnails(sources: Sequence[ImageSource], allow_urls: bool = False) -> tuple[str, ...]:
-    """Return the first images as small JPEGs, data URLs that a page shows."""
-    urls = []
-    for source in sources[:_MOST_THUMBNAILS]:
-        image = open_picture(source, allow_urls).image.copy()
-        image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=80)
-        urls.append(THUMBNAIL_URL + base64.b64encode(file.getvalue()).decode())
-    return tuple(urls)

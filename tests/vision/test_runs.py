@@ -148,7 +148,7 @@ def test_a_resumed_run_computes_no_features_and_ends_the_same(folder_of, tmp_pat
 
 @pytest.mark.page
 @pytest.mark.parametrize("task", ["lm", "dpo", "grpo"])
-def test_the_page_of_a_run_shows_the_images_of_its_sample(task, folder_of, tmp_path):
+def test_the_page_of_a_run_shows_the_text_of_its_sample_without_images(task, folder_of, tmp_path):
     folder = tmp_path / "data"
     answers = {"lm": {"completion": "A"}, "dpo": {"chosen": "A", "rejected": "B"}, "grpo": {}}
     rows = [{"image": name, "prompt": "What is it?", **answers[task]} for name in images(folder)]
@@ -164,7 +164,7 @@ def test_the_page_of_a_run_shows_the_images_of_its_sample(task, folder_of, tmp_p
     train_pack(base, data, LORA, train, tmp_path / "a", reward=reward, progress=False)
 
     page = (tmp_path / "a-run" / "report.html").read_text()
-    assert page.count('<img class="thumbnail" src="data:image/jpeg;base64,') == 1
+    assert "What is it?" in page and "<img" not in page
     assert IMAGE_MARK not in page
 
 
