@@ -37,12 +37,10 @@ def in_notebook() -> bool:
 class NotebookBar:
     """A line of text that is updated in place, with the methods of rich's ``Progress``."""
 
-    def __init__(self, label: str, total: int, done: int, text: str) -> None:
-        self.label = label
-        self.total = total
-        self.done = self._first = done
-        self.text = text
-        self._start = self._shown = time.monotonic()
+    def __init__(self, task: "Task", text: str) -> None:
+        self._task = task
+        self._text = text
+        self._shown = time.monotonic()
         self._handle: Any = None
 
     def __enter__(self) -> "NotebookBar":
@@ -57,31 +55,24 @@ class NotebookBar:
     ) -> None:
         self._handle.update(self._bundle(), raw=True)
 
-    def update(self, _: object, completed: int | None = None, text: str | None = None) -> None:
-        """Set the progress and the text beside the bar; redraw at most twice a second."""
-        if completed is not None:
-            self.done = completed
+    def update(self, _: object, completed: int = 0, text: str | None = None) -> None:
+        """Set the text beside the bar; redraw at most twice a second."""
         if text is not None:
-            self.text = text
-
+            self._text = text
         if self._handle is not None and time.monotonic() - self._shown >= _NOTEBOOK_SECONDS:
             self._shown = time.monotonic()
             self._handle.update(self._bundle(), raw=True)
 
-    def line(self) -> str:
-        cells = round(_NOTEBOOK_CELLS * self.done / max(1, self.total))
-        bar = "━" * cells + "─" * (_NOTEBOOK_CELLS - cells)
-        line = f"{self.label:<7} {bar} {self.done}/{self.total} {self.text}"
-
-        if self._first < self.done < self.total:
-            pace = (time.monotonic() - self._start) / (self.done - self._first)
-            left = round(pace * (self.total - self.done))
-            line += f"  {left // 60}:{left % 60:02} left"
-
-        return line.rstrip()
-
     def _bundle(self) -> dict[str, str]:
-        return {"text/plain": self.line()}
+        task = self._task
+        cells = round(_NOTEBOOK_CELLS * task.done / max(1, task.total))
+        bar = "━" * cells + "─" * (_NOTEBOOK_CELLS - cells)
+        line = f"{task.label:<7} {bar} {task.done}/{task.total} {self._text}"
+
+        left = task.left()
+        if left is not None and task.done < task.total:
+            line += f"  {clock(left)} left"
+        return {"text/plain": line.rstrip()}
 
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
@@ -274,7 +265,7 @@ class Task:
             )
             self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
         elif display.level > QUIET and in_notebook():
-            self.bar = NotebookBar(label, total, done, printable(unit))
+            self.bar = NotebookBar(self, printable(unit))
 
     def left(self) -> float | None:
         """Return the seconds left of the run, or of the task if it is no part of one."""

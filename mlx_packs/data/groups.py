@@ -294,13 +294,6 @@ class GroupPlan:
             return None
         return plans[min(plans)]
 
-    @property
-    def rows(self) -> float:
-        """Examples of a batch, on average."""
-        groups = self.groups
-        examples = sum(map(len, groups.members)) + len(groups.rest)
-        return examples / groups.batches(self.of_all.batch_size, self.together)
-
     def saved(self, examples: Examples) -> float:
         """Estimate the share of the inputs that is saved."""
         groups = self.groups
