@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -248,12 +248,12 @@ class Server:
             future.cancel()
 
     def _worker(self, kind: type[W], route: str = "") -> W:
-        if type(self.worker) is not kind:
+        if self.worker.route != kind.route:
             raise PackError(
                 f"{route or kind.route}: this server answers only {self.worker.route}.",
                 "unsupported",
             )
-        return self.worker
+        return cast(W, self.worker)
 
     # Labels
 
