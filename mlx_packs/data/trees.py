@@ -35,14 +35,13 @@ ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, 
 
 
 def common_inputs(examples: Iterable[Example]) -> int:
-    """Count the inputs that all examples begin with; the last token of each is no input."""
-    return common_length(example.tokens[:-1] for example in examples)
+    """Count the inputs that all examples begin with; 0 if they are too few for a prefix.
 
-
-def common_length(sequences: Iterable[np.ndarray]) -> int:
-    """Count the tokens that all sequences begin with; 0 if they are too few for a prefix."""
+    The last token of each example is no input.
+    """
     shared = None
-    for inputs in sequences:
+    for example in examples:
+        inputs = example.tokens[:-1]
         if shared is not None:
             length = min(len(shared), len(inputs))
             differing = np.flatnonzero(shared[:length] != inputs[:length])

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..ops.span_attention import Spans
 
 Arrays = Sequence[mx.array | None]
-Forward = Callable[[mx.array, list["PrefixCache"]], mx.array]
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def prefix_caches_in(tree: Any) -> list[PrefixCache]:
 
 def tree_states(
     model: nn.Module,
-    forward: Forward,
+    part: Callable[..., mx.array],
     suffixes: mx.array,
     prefix: mx.array,
     root: mx.array | None = None,
@@ -205,35 +204,35 @@ def tree_states(
 
     Args:
         model: the model.
-        forward: maps inputs to states [B, T, D], with caches for the layers of the model.
-        suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
-        prefix: inputs [G, P], or [G, P, D].
-        root: inputs [1, Q], or [1, Q, D], that come before all prefixes; None is no input.
+        part: the model or its hidden states, of inputs [B, T] to [B, T, D].
+        suffixes: inputs [R, S]; R / G of each prefix in turn.
+        prefix: inputs [G, P].
+        root: inputs [1, Q] that come before all prefixes; None is no input.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    parts = [part for part in (root, prefix, suffixes) if part is not None]
-    if _is_one_pass(model, parts):
-        levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
-        row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
-        return forward(row, [PrefixLevels(levels) for _ in model.layers]).squeeze(0)
+    levels = [level for level in (root, prefix, suffixes) if level is not None]
+    if _is_one_pass(model, levels):
+        spans = tuple((level.shape[1],) * level.shape[0] for level in levels)
+        row = mx.concatenate([level.flatten(0, 1) for level in levels])[None]
+        return part(row, cache=[PrefixLevels(spans) for _ in model.layers]).squeeze(0)
 
     caches = [prefix_cache(cache) for cache in make_prompt_cache(model)]
     states = []
     offset = 0
-    for part, following in itertools.pairwise(parts):
-        states.append(forward(part, caches).flatten(0, 1))
-        offset += part.shape[1]
-        copies = following.shape[0] // part.shape[0]
+    for level, following in itertools.pairwise(levels):
+        states.append(part(level, cache=caches).flatten(0, 1))
+        offset += level.shape[1]
+        copies = following.shape[0] // level.shape[0]
         is_last = following is suffixes
         caches = [cache.after(offset, copies, is_last) for cache in caches]
 
-    states.append(forward(suffixes, caches).flatten(0, 1))
+    states.append(part(suffixes, cache=caches).flatten(0, 1))
     return mx.concatenate(states)
 
 
-def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
-    inputs = sum(part.shape[0] * part.shape[1] for part in parts)
+def _is_one_pass(model: nn.Module, levels: Sequence[mx.array]) -> bool:
+    inputs = sum(level.size for level in levels)
     if inputs > profile().tree_inputs:
         return False
 

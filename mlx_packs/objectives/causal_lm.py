@@ -5,9 +5,8 @@ both together give logits bit-identical to the model's own; any other model keep
 pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import mlx.nn as nn
@@ -166,13 +165,12 @@ def forward(
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
         prefixes: what B / G rows of tokens in turn follow, as `prefixes_in` has it: ``prefix``
-            [G, P] or float [G, P, D], and maybe ``root`` [1, Q] before all of them. The output is
+            [G, P], and maybe ``root`` [1, Q] before all of them. The output is
             [Q + G P + B T, D], in this order (nn/prefix.py).
         unread: the tokens [B, T] of states, which are not embedded, but may be images.
     """
     if prefixes:
-        run = partial(_with_caches, model, part)
-        return tree_states(model, run, tokens, **prefixes)
+        return tree_states(model, part, tokens, **prefixes)
 
     if tokens.ndim == 3:
         if unread is None:
@@ -184,15 +182,6 @@ def forward(
         return part(tokens)
     with restarting(model, segments):
         return part(tokens, cache=segment_caches(model, segments, offset))
-
-
-def _with_caches(
-    model: nn.Module, part: Callable[..., mx.array], tokens: mx.array, caches: Sequence[object]
-) -> mx.array:
-    if tokens.ndim == 2:
-        return part(tokens, cache=caches)
-    with injected(model, tokens):
-        return part(mx.zeros(tokens.shape[:2], mx.int32), cache=caches)
 
 
 TargetLoss = Callable[[mx.array, mx.array], mx.array]  # logits [M, V], targets [M] to losses [M]

@@ -18,7 +18,6 @@ from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
 from mlx_packs.nn.surgery import replace_modules
-from mlx_packs.nn.wrapped import FrozenBlock, Injection, frozen_output
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.objectives.shared_prefix import why_not_shared
 from mlx_packs.ops.profile import forced_profile
@@ -177,26 +176,6 @@ def test_evaluation_scores_the_rows(family):
     assert tree.rows == rows.rows == 6 and tree.targets == rows.targets
     assert tree.nll == pytest.approx(rows.nll, rel=1e-6)
     assert tree.accuracy == rows.accuracy
-
-
-def test_blocks_below_the_adapters_may_be_injected_in_both_passes():
-    """The states that enter the first adapted block replace tokens of prefixes and of rows."""
-    attached, head = adapted(base_of("qwen3", num_hidden_layers=3), num_layers=2)
-    model = attached.model
-    frozen = FrozenBlock(model.model.layers[0], Injection(), is_last=True)
-    attached.swap([("model.layers.0", frozen)])
-    tree = {name: mx.array(a) for name, a in tree_of(BATCH, 2).inputs.items()}
-    rows = mx.array(BATCH.inputs["tokens"])
-    states = frozen_output(model, lambda: model(rows))
-
-    expected = forward(model, head.hidden, tree["tokens"], prefixes={"prefix": tree["prefix"]})
-    actual = forward(
-        model,
-        head.hidden,
-        states[:, PREFIX:],
-        prefixes={"prefix": states[:: len(rows) // 2, :PREFIX]},
-    )
-    assert mx.abs(actual - expected).max().item() < 1e-5
 
 
 def test_a_window_hides_keys_of_the_prefix():
