@@ -105,7 +105,7 @@ def _hub_snapshot(repo: str) -> Path:
         pass
     except ValueError as error:  # the hub's rules for names
         raise PackError(
-            f"--model {repo}: no such folder, and {_first_line(error)}", "not-found"
+            f"--model {repo}: no such folder, and {first_line(error)}", "not-found"
         ) from None
 
     try:
@@ -114,13 +114,9 @@ def _hub_snapshot(repo: str) -> Path:
             return path
         reason = "some of its files are missing"
     except RepositoryNotFoundError:
-        raise PackError(
-            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
-            "private: `hf auth login`).",
-            "not-found",
-        ) from None
+        raise unknown_to_hub(repo) from None
     except (OSError, ValueError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
 
     raise PackError(
         f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
@@ -134,7 +130,16 @@ def is_complete(path: Path) -> bool:
     return bool(has_files) and not _missing_shards(path)
 
 
-def _first_line(error: Exception) -> str:
+def unknown_to_hub(repo: str) -> PackError:
+    return PackError(
+        f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
+        "private: `hf auth login`).",
+        "not-found",
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its class if it says nothing."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:120].rstrip(".")
 

@@ -10,9 +10,11 @@ from ..bases.compressed_tensors import renamed_headers
 from ..bases.files import (
     CONFIG,
     check_files,
+    first_line,
     is_complete,
     read_config,
     resolve_checkpoint,
+    unknown_to_hub,
     weight_files,
 )
 from ..bases.precision import stored_dtype
@@ -86,16 +88,11 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
         headers = huggingface_hub.get_safetensors_metadata(repo)
         file = huggingface_hub.hf_hub_download(repo, CONFIG)
     except errors.RepositoryNotFoundError:
-        raise PackError(
-            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
-            "private: `hf auth login`).",
-            "not-found",
-        ) from None
+        raise unknown_to_hub(repo) from None
     except unreachable as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120].rstrip(".")
         raise PackError(
             f"--model {repo}: not a folder here, not in the Hugging Face cache, and its headers "
-            f"cannot be read from the Hub ({reason}).",
+            f"cannot be read from the Hub ({first_line(error)}).",
             "network",
         ) from None
 

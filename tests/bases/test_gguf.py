@@ -302,8 +302,8 @@ def test_what_is_not_supported_or_contradicts_itself_is_named(tmp_path, cache, n
 
 
 def test_parts_a_pipe_and_a_folder_of_files(tmp_path, cache):
-    write_tiny(tmp_path / "m-00001-of-00003.gguf")
-    rejected(tmp_path / "m-00001-of-00003.gguf", cache, "3 parts", "llama-gguf-split --merge")
+    write_tiny(tmp_path / "m.gguf", change=lambda writer: writer.add_uint16("split.count", 3))
+    rejected(tmp_path / "m.gguf", cache, "3 parts", "llama-gguf-split --merge")
     os.mkfifo(tmp_path / "pipe.gguf")
     rejected(tmp_path / "pipe.gguf", cache, "named pipe")
     with pytest.raises(PackError):

@@ -4,7 +4,6 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +37,6 @@ _SCALARS = {  # struct letter by type of a value
     11: "q",
     12: "d",
 }
-_PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,6 @@ def is_gguf(path: Path) -> bool:
 
 def read_gguf(path: Path) -> GgufFile:
     """Raises PackError for a file cut short, damaged, of another version, or in several parts."""
-    _check_is_whole(path)
-
     try:
         file = open_regular(path)
     except OSError as error:
@@ -111,18 +107,6 @@ def read_gguf(path: Path) -> GgufFile:
                     "unreadable",
                     "model",
                 ) from None
-
-
-def _check_is_whole(path: Path) -> None:
-    match = _PART.fullmatch(path.name)
-    if match and int(match["count"]) > 1:
-        first = path.with_name(f"{match['name']}-00001-of-{match['count']}.gguf")
-        raise PackError(
-            f"{path}: is one of {int(match['count'])} parts. Join them: "
-            f"`llama-gguf-split --merge {first} {match['name']}.gguf`.",
-            "unsupported",
-            "model",
-        )
 
 
 def _check_version(path: Path, head: bytes) -> None:
@@ -180,7 +164,8 @@ class _Parser:
         count = metadata.get("split.count")
         if isinstance(count, int) and count > 1:
             raise PackError(
-                f"{self.path}: is one of {count} parts. Join them with `llama-gguf-split --merge`.",
+                f"{self.path}: is one of {count} parts. Join them: `llama-gguf-split --merge "
+                "FIRST.gguf WHOLE.gguf`.",
                 "unsupported",
                 "model",
             )
