@@ -121,12 +121,6 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, *EMBEDDINGS))
 
 
-def adaptable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The `linears`, then the embeddings."""
-    tables = [(path, m) for path, m in reversed(model.named_modules()) if is_embedding(m)]
-    return linears(model) + tables
-
-
 # Parts of the paths of linears that choose the highest of their outputs: routers, and the indexer
 # of sparse attention. Little gradient reaches them, or none.
 _CHOOSERS = ("gate", "indexer")
@@ -164,7 +158,8 @@ def select_targets(
     blocks = tuple(f"{prefix}." for prefix in last)
 
     saved = dict(select_saved(model, modules_to_save))
-    every = adaptable(model)
+    tables = [(path, m) for path, m in reversed(model.named_modules()) if is_embedding(m)]
+    every = linears(model) + tables
     inside = [(path, m) for path, m in every if path.startswith(blocks)]
     if not target_modules:
         return [
