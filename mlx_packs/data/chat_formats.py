@@ -139,9 +139,9 @@ class Completion(ConversationFormat):
 class Alpaca(ConversationFormat):
     """An instruction, its input (often empty), and the output.
 
-    Columns of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), and the ``system``
-    and ``history`` of LLaMA-Factory. The chat template of the base renders all of it, instead of
-    Stanford's own prompt.
+    Columns of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), and the ``system`` of
+    LLaMA-Factory. The chat template of the base renders all of it, instead of Stanford's own
+    prompt.
     """
 
     name = "alpaca"
@@ -154,27 +154,22 @@ class Alpaca(ConversationFormat):
         return ("input", "history", *super().optional_columns(names))
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the ``history`` as messages, the instruction with its input, and the output."""
-        values = {"input": "", "history": []}
-        values |= {key: value for key in values if (value := optional(row, key)) is not None}
+        """Return the instruction with its input, and the output."""
+        if unpacked(optional(row, "history")):
+            fault = "has a 'history'. Write its turns and the last one as 'messages'."
+            raise row.error(fault, "wrong type")
 
         parts = [text_of(row, "instruction")]
-        if not isinstance(about := values["input"], str):
+        about = optional(row, "input") or ""
+        if not isinstance(about, str):
             raise row.error(f"'input' must be a text, but is {shown(about)}.", "wrong type")
         if about.strip():
             parts.append(about)
 
-        history = unpacked(values["history"])
-        fault = "'history' must be a list of [question, answer]."
-        if not isinstance(history, list):
-            raise row.error(fault, "wrong type")
-        messages: list[Mapping] = []
-        for turn in history:
-            if not (isinstance(turn, list) and [type(text) for text in turn] == [str, str]):
-                raise row.error(fault, "wrong type")
-            messages += _exchange(*turn)
-
-        return messages + _exchange("\n\n".join(parts), text_of(row, "output"))
+        return [
+            {"role": "user", "content": "\n\n".join(parts)},
+            {"role": "assistant", "content": text_of(row, "output")},
+        ]
 
 
 class ShareGPT(ConversationFormat):
@@ -188,10 +183,6 @@ class ShareGPT(ConversationFormat):
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         return _listed(row, "conversations", "{from, value}")
-
-
-def _exchange(question: str, answer: str) -> list[Mapping]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _turns(row: Row, messages: list) -> list[Turn]:

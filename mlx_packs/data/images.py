@@ -96,22 +96,20 @@ def check_marks(text: str, images: Collection) -> None:
         )
 
 
-def with_own_images(message: dict[str, Any], images: Images, folder: Path | None) -> dict[str, Any]:
-    """Return a message with the images of its parts, and those that its key ``images`` has."""
-    given = message.pop("images", None)
-    sources = _sources(given, folder, "'images' of a message")
-    if not images and not sources:
+def with_own_images(message: dict[str, Any], images: Images) -> dict[str, Any]:
+    """Return a message with the images of its parts."""
+    if message.pop("images", None):
+        raise ValueError(
+            "'images' of a message are not read. Write them as parts of its content, or into the "
+            "column 'images' of the row."
+        )
+    if not images:
         return message
-
     if message["role"] == "assistant":
         raise ValueError(
             "an answer has an image, but only messages of user, system and tool may have images."
         )
-    if images:
-        message["images"] = images
-    if sources:
-        return placed([message], sources, "'images' of a message")[0]
-    return message
+    return {**message, "images": images}
 
 
 def with_column_images(
@@ -132,7 +130,10 @@ def with_column_images(
     where = "columns"
     for column, value in given.items():
         where = f"'{column}'"
-        sources = _sources(value, folder, where)
+        values = value if isinstance(value, list) else [value]
+        if any(each is None for each in values):
+            raise ValueError(f"{where} has a null. Leave it out.")
+        sources = [ImageSource(each, folder) for each in values]
 
     messages = placed(messages, sources, where)
     _check_before_answer(messages)
@@ -151,18 +152,6 @@ def _check_before_answer(messages: Sequence[Mapping]) -> None:
                 f"message {number + 1} has an image after the last answer, which no answer is "
                 "about. Remove that message, or add its answer."
             )
-
-
-def _sources(value: Any, folder: Path | None, where: str) -> list[ImageSource]:
-    """Return the images of a value, which is one or a list."""
-    if value is None:
-        return []
-
-    if not isinstance(value, list):
-        value = [value]
-    if any(each is None for each in value):
-        raise ValueError(f"{where} has a null. Leave it out.")
-    return [ImageSource(each, folder) for each in value]
 
 
 def placed(
@@ -257,7 +246,6 @@ def images_key(row: Row) -> str:
         for message in column:
             if not isinstance(message, Mapping):
                 continue
-            named.append(message.get("images"))
             parts = message.get("content")
             if isinstance(parts, list):
                 named += [part.get(key) for part in parts for key in _KEYS.get(_type_of(part), ())]

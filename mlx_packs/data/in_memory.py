@@ -10,7 +10,6 @@ from ..errors import PackError
 from .cells import label_names
 from .row_format import plain
 from .sources import Rows, ValueList
-from .streams import is_stream, temporary_rows
 
 IN_MEMORY = "rows-in-memory"  # what runs and manifests call them
 # What people call each split.
@@ -39,8 +38,8 @@ def source_of(data: Any) -> str:
     """Return where rows are: a name as it is, and for rows in memory a `InMemoryRows`.
 
     ``data`` is a folder, file or data set id; or a list or iterator of mappings, a DataFrame of
-    pandas or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to
-    such. Anything else is a PackError.
+    pandas or polars, a `datasets.Dataset`, or a mapping of split names to such. Anything else is a
+    PackError.
     """
     if isinstance(data, InMemoryRows):
         return data
@@ -83,9 +82,13 @@ def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
 
 def _rows(data: Any, name: str) -> Rows:
     """Return the rows of one split; messages call them ``name[number]``."""
-    if is_stream(data):
-        return temporary_rows(name, data)
-
+    if hasattr(data, "take") and hasattr(data, "skip") and not hasattr(data, "__len__"):
+        raise PackError(
+            "data: an IterableDataset is not read. Give list(dataset.take(N)), or the name of the "
+            "data set, 'hf:owner/name', which is streamed.",
+            "unsupported",
+            "data",
+        )
     if hasattr(data, "to_dicts"):  # polars
         values: Any = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas

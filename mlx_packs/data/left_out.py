@@ -30,13 +30,15 @@ _MOST_NAMES = 8  # of columns that a note has
 _THINK = "<think>"
 
 
-def left_out_notes(
+def template_notes(
     rows: Sequence[Row], row_format: RowFormat, names: DataConfig, tokenizer: Any
 ) -> list[str]:
     """Return a note for each kind of thing in rows that nothing is trained on.
 
-    From more than `_LOOKED_AT` rows, blocks of that many are read.
+    An unusual end of answers in rendered rows has one, too. From more than
+    `_LOOKED_AT` rows, blocks of that many are read.
     """
+    tokenizer = with_template(tokenizer, names.chat_template)
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
     tasks: list[str] = []  # that train on columns which are not used
@@ -68,15 +70,6 @@ def left_out_notes(
         if tasks:
             note += f"; train on them with --task {any_of(tasks)}"
         notes.insert(0, note)
-    return notes
-
-
-def template_notes(
-    rows: Sequence[Row], row_format: RowFormat, names: DataConfig, tokenizer: Any
-) -> list[str]:
-    """Return `left_out_notes`, and a note on an unusual end of answers in rendered rows."""
-    tokenizer = with_template(tokenizer, names.chat_template)
-    notes = left_out_notes(rows, row_format, names, tokenizer)
     if _is_rendered(row_format) and (end := answer_end_note(tokenizer)):
         notes.append(end)
     return notes

@@ -148,7 +148,7 @@ def _turn(message: Any, folder: Path | None) -> Turn:
         raise ValueError("the 'content' of a message must be a text.")
 
     normal = {**given, "role": role, "content": content or ""}
-    normal = with_own_images(normal, images, folder)
+    normal = with_own_images(normal, images)
     if calls:
         normal["tool_calls"] = calls
     if role == "assistant":

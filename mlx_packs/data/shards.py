@@ -3,7 +3,6 @@
 import glob
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import PackError
@@ -52,18 +51,8 @@ def _check_complete(stems: dict[Path, str]) -> None:
     for (folder, name, count), present in numbers.items():
         if len(present) < count:
             raise PackError(
-                f"{folder}: has {len(present)} of the {count} shards of {name}"
-                f"{_missing(present, count)}. Complete the download, or rename the files without "
-                "'-of-'.",
+                f"{folder}: has {len(present)} of the {count} shards of {name}. Complete the "
+                "download, or rename the files without '-of-'.",
                 "not-found",
                 "data",
             )
-
-
-def _missing(present: Iterable[int], count: int) -> str:
-    """Name the first missing shard; they count from 0, or from 1 to ``count``."""
-    first = 1 if count in set(present) else 0
-    absent = sorted(set(range(first, first + count)) - set(present))
-    if not absent:
-        return ""
-    return f"; number {absent[0]} is missing"

@@ -1,4 +1,4 @@
-"""Rows that come one after another: `datasets` in streaming mode, on disk as they come.
+"""Rows that come one after another: a data set of the Hub as a stream, on disk as it comes.
 
 Training reads rows in any order and more than once, so a stream is written to JSONL, with one row
 in memory at a time; the files of the data set are not downloaded as a whole.
@@ -6,19 +6,14 @@ in memory at a time; the files of the data set are not downloaded as a whole.
 
 import itertools
 import json
-import os
 import re
-import tempfile
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..cache import key_of
 from ..errors import PackError, library_errors
-from ..files import write_errors
 from .cells import label_names
 from .converted import ROWS, Copy
 from .images import stored_text
@@ -28,28 +23,6 @@ from .sources import Rows
 STREAMED = "hf:"
 _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\])?", re.ASCII)
 _VERSION = 2  # of the copies
-
-
-def is_stream(values: Any) -> bool:
-    """Whether values are a `datasets.IterableDataset`, which does not know its length."""
-    return hasattr(values, "take") and hasattr(values, "skip") and not hasattr(values, "__len__")
-
-
-def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
-    """Return the rows of a stream, in a file that is removed with them."""
-    assert ROWS.path is not None
-    with write_errors(ROWS.path):
-        descriptor, path = tempfile.mkstemp(".jsonl", "stream-", ROWS.make())
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                _write(name, map(label_names(values), values), file)
-            copy = Copy(Path(path), name)
-        except BaseException:
-            os.unlink(path)
-            raise
-
-    weakref.finalize(copy, Path(path).unlink, missing_ok=True)
-    return Rows([copy])
 
 
 def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]:

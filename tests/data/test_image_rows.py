@@ -12,7 +12,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, PREFERENCE, PROMPT, TOKEN_FORMATS, Row, format_of
 from mlx_packs.data.in_memory import source_of
-from mlx_packs.data.left_out import left_out_notes
+from mlx_packs.data.left_out import template_notes
 from mlx_packs.data.messages import turns_of
 from mlx_packs.data.preferences import both_completions, encode_preferences
 from mlx_packs.data.prompts import encode_prompts, with_placeholder
@@ -74,9 +74,6 @@ ONE = [
     asked(parts(place(image="a.png"), "What?")),
     asked(parts(place(url="a.png", text=None), "What?")),
     asked(parts(place(path="a.png"), "What?")),
-    asked({"role": "user", "content": "What?", "images": ["a.png"]}),
-    asked({"role": "user", "content": "What?", "images": "a.png"}),
-    asked({"role": "user", "content": "<image>What?", "images": ["a.png"]}),
     asked(parts(place(), "What?"), image="a.png"),
     asked(parts(place(), "What?"), images=["a.png"], image=None),
     asked(user("What?"), image="a.png"),
@@ -103,7 +100,7 @@ def test_every_form_of_the_documentation_is_read():
     page = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
     block = page.partition("## Rows with images")[2].partition("```json\n")[2].partition("```")[0]
     rows = [json.loads(line) for line in block.splitlines()]
-    assert len(rows) == 11
+    assert len(rows) == 10
     for value in rows:
         row = Row("f:1", value)
         if "chosen" in value:
@@ -169,12 +166,11 @@ BAD = {
     "a place in an answer": {"messages": [user("What?"), {"role": "assistant", "content": "<image>"}], "image": "a.png"},
     "an image in an answer": {"messages": [user("What?"), {**parts(url("a.png")), "role": "assistant"}]},
     "images of an answer": {"messages": [user("What?"), {**ANSWER, "images": ["a.png"]}]},
+    "images of a message": asked({**user("What?"), "images": ["a.png"]}),
     "an image after the answer": {"messages": [user("What?"), ANSWER, parts(url("a.png"), "And?")]},
     "no message for it": {"messages": [ANSWER], "image": "a.png"},
     "both columns": asked(user("What?"), image="a.png", images=["b.png"]),
     "a null among images": asked(user("What?"), images=["a.png", None]),
-    "a null in a message": asked({**user("What?"), "images": [None]}),
-    "more images of a message": asked({**user("<image>?"), "images": ["a.png", "b.png"]}),
     "a mark in a text": asked(user(f"A {M}?"), image="a.png"),
     "a mark beside a place": asked(user(f"A {M} <image>?"), image="a.png"),
     "a mark in a part": asked(parts(f"A {M}?", url("a.png"))),
@@ -329,7 +325,7 @@ def test_texts_and_prompts_show_no_marks(tokenizer):
 
 def test_columns_of_images_are_used(tokenizer):
     rows = [Row("f:1", {**asked(user("Is it?"), image=None), "mood": "good"})] * 2
-    notes = left_out_notes(rows, format_of(rows[0], COLUMNS), COLUMNS, tokenizer)
+    notes = template_notes(rows, format_of(rows[0], COLUMNS), COLUMNS, tokenizer)
     assert notes == ["columns that are not used: mood"]
 
 

@@ -9,7 +9,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import left_out
 from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
-from mlx_packs.data.left_out import left_out_notes, template_notes
+from mlx_packs.data.left_out import template_notes
 from tests.helpers.bases import small_base
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA, TRAIN
@@ -55,7 +55,7 @@ def with_template():
 def notes_of(tokenizer, *values, row_format=None, columns=COLUMNS) -> list[str]:
     rows = [Row(f"f:{i + 1}", value) for i, value in enumerate(values)]
     row_format = row_format or first_format(rows, columns)[1]
-    return left_out_notes(rows, row_format, columns, tokenizer)
+    return template_notes(rows, row_format, columns, tokenizer)
 
 
 def noted(kind: str, lost: int, checked: int, first: str) -> str:

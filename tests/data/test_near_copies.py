@@ -143,7 +143,7 @@ def test_an_answer_that_calls_a_tool_is_not_empty():
     assert Chat().read(rows[0], DataConfig()).answer is None
 
 
-@pytest.mark.parametrize("column", ["image", "images", "part", "message", "bytes"])
+@pytest.mark.parametrize("column", ["image", "images", "part", "bytes"])
 def test_the_same_question_on_another_image_is_no_copy(tmp_path, column):
     """And questions on one image are as near as their words are."""
 
@@ -152,8 +152,6 @@ def test_the_same_question_on_another_image_is_no_copy(tmp_path, column):
         if column == "part":
             url = {"type": "image_url", "image_url": {"url": image}}
             about["messages"][0]["content"] = [url, {"type": "text", "text": question}]
-        elif column == "message":
-            about["messages"][0]["images"] = [image]
         else:
             about[column.replace("bytes", "image")] = {
                 "image": image,

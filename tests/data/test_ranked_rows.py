@@ -9,7 +9,7 @@ from mlx_packs.config.data import DataConfig
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.formats import formats_of
 from mlx_packs.data.in_memory import source_of
-from mlx_packs.data.left_out import left_out_notes
+from mlx_packs.data.left_out import template_notes
 from mlx_packs.data.pairs import PairCollate, Pairs, encode_pairs
 from mlx_packs.data.rankings import Rankings, RerankPrompt, encode_rankings
 from mlx_packs.data.row_format import Row
@@ -62,7 +62,7 @@ FORMS = {
 def test_all_negatives_of_an_anchor_are_read(pairs_of, rankings_of, tokenizer, row):
     pairs, texts = pairs_of(row)
     assert texts == [ONE] and pairs.format.name == "triplets"
-    assert left_out_notes(rows_of([row]), pairs.format, COLUMNS, tokenizer) == []
+    assert template_notes(rows_of([row]), pairs.format, COLUMNS, tokenizer) == []
 
     rankings = rankings_of(row)
     assert rankings.labels[0].tolist() == [1, 0, 0] and len(rankings.tokens[0]) == 3

@@ -74,12 +74,12 @@ def test_rows_after_the_first_are_checked_if_they_have_another_shape(partial, mo
     values = [[SYSTEM, USER, ANSWER]] * 4 + [[USER, ANSWER, SYSTEM, USER, ANSWER]]
     rows = [Row(f"rows:{i}", {"messages": turns}) for i, turns in enumerate(values)]
     row_format = format_of(rows[0], DataConfig(), TOKEN_FORMATS)
-    (note,) = left_out.left_out_notes(rows, row_format, DataConfig(), partial)
+    note, _ = left_out.template_notes(rows, row_format, DataConfig(), partial)
     assert "messages of system: 1 of 3 checked, the first in rows:4, message 3" in note
 
 
 def test_a_text_that_another_message_repeats_is_not_taken_for_the_lost_one(partial):
     row = Row("rows:0", {"messages": [USER, RESULT, ANSWER]})
     row_format = format_of(row, DataConfig(), TOKEN_FORMATS)
-    (note,) = left_out.left_out_notes([row], row_format, DataConfig(), partial)
+    note, _ = left_out.template_notes([row], row_format, DataConfig(), partial)
     assert "messages of tool: 1 of 1" in note

@@ -469,7 +469,6 @@ SEVERAL_TURNS = {
         "prompt": chat("Q1")["messages"],
         "completion": chat("Q0", "A1", "Q2", "A2")["messages"][1:],
     },
-    "alpaca": {"instruction": "Q2", "output": "A2", "history": [["Q1", "A1"]]},
 }
 
 

@@ -53,16 +53,16 @@ def test_a_file_without_a_number_is_the_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "missing"),
+    "names",
     [
-        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], "number 1 is missing"),
-        (["train-1-of-3.jsonl", "train-3-of-3.jsonl"], "number 2 is missing"),
+        ["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"],
+        ["train-1-of-3.jsonl", "train-3-of-3.jsonl"],
     ],
 )
-def test_missing_shard_is_named(tmp_path, names, missing):
+def test_missing_shards_are_counted(tmp_path, names):
     write(tmp_path / "d", *names)
     for data in (tmp_path / "d", tmp_path / "d" / "*.jsonl"):
-        with raises("not-found", "data", "has 2 of the 3 shards of train", missing):
+        with raises("not-found", "data", "has 2 of the 3 shards of train"):
             texts(data)
 
 

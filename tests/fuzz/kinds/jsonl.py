@@ -26,7 +26,7 @@ ROWS = {
     "tools": [{"messages": TURNS, "tools": [TOOL]}] * 4,
     "completion": [{"prompt": "a", "completion": "b c"}] * 4,
     "text": [{"text": "a text of some words"}] * 4,
-    "alpaca": [{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}] * 4,
+    "alpaca": [{"instruction": "a", "input": "b", "output": "c"}] * 4,
     "sharegpt": [{"conversations": SHARED}] * 4,
 }
 
