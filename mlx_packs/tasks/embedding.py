@@ -20,7 +20,7 @@ from ..data.pairs import (
 from ..data.rows import Splits
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
-from ..evaluation.scores import MetricScore, before_and_after
+from ..evaluation.scores import MetricScore
 from ..objectives.decoder_embedding import vectors_of
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
@@ -29,8 +29,8 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import Binding, Summary, Trained, summarized
-from .texts import TextsTask, texts_lines
+from .task import Binding, Summary, Trained
+from .texts import TextsTask, scored_lines
 
 
 class EmbeddingTask(TextsTask):
@@ -170,25 +170,12 @@ class EmbeddingTask(TextsTask):
         return MetricScore(objective.mean_loss(batches), metrics)
 
     def summary(self, trained: Trained) -> Summary:
-        own = trained.last
-        before, after = (score.metrics for score in trained.ends())
-        held_out = own.held_out().examples
-        prompt = {}
+        objective = self.embedder.vectors.sentence_config.to_json()
         if self.query_prompt or self.train.query_prompt is not None:
-            prompt = {"query_prompt": self.query_prompt}
-
-        metrics = {"rows": len(held_out), **before_and_after(before, after)}
-        objective = {
-            "task": "embedding",
-            "loss": self.loss,
-            **self.embedder.vectors.sentence_config.to_json(),
-            **prompt,
-        }
-        report = {"loss": self.loss}
-        shown = {"format": held_out.format.name}
-        return summarized(trained, metrics, objective, None, report, shown)
+            objective["query_prompt"] = self.query_prompt
+        return self._summary(trained, trained.last.held_out().examples.format.name, objective)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
         speed = f"{report['pairs_per_s']:,.0f} pairs/s"
-        return texts_lines(report, format_change(report), speed)
+        return scored_lines(report, format_change(report), speed)

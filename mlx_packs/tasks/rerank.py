@@ -21,15 +21,15 @@ from ..data.rankings import (
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..evaluation.rankings import VALIDATED, score_rankings
-from ..evaluation.scores import MetricScore, before_and_after, format_with_errors
+from ..evaluation.scores import MetricScore, format_with_errors
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
-from .task import Binding, Summary, Trained, summarized
-from .texts import TextsTask, texts_lines
+from .task import Binding, Summary, Trained
+from .texts import TextsTask, scored_lines
 
 
 class RerankTask(TextsTask):
@@ -139,20 +139,8 @@ class RerankTask(TextsTask):
         return MetricScore(loss, score_rankings(objective.scorer, rankings, documents))
 
     def summary(self, trained: Trained) -> Summary:
-        own = trained.last
-        before, after = trained.ends()
-        held_out = own.held_out().examples
-        objective = {
-            "task": "rerank",
-            "loss": self.loss,
-            "instruction": self.instruction,
-            "head": self.head_name,
-        }
-
-        metrics = {"rows": len(held_out), **before_and_after(before.metrics, after.metrics)}
-        report = {"loss": self.loss}
-        shown = {"format": held_out.format}
-        return summarized(trained, metrics, objective, None, report, shown)
+        objective = {"instruction": self.instruction, "head": self.head_name}
+        return self._summary(trained, trained.last.held_out().examples.format, objective)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
@@ -169,4 +157,4 @@ class RerankTask(TextsTask):
         ]
 
         speed = f"{report['queries_per_s']:,.1f} queries/s"
-        return texts_lines(report, " → ".join(changes), speed)
+        return scored_lines(report, " → ".join(changes), speed)

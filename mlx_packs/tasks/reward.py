@@ -1,6 +1,5 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,8 +19,8 @@ from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
 from .score_head import with_trained_head
-from .task import Binding, Summary, Trained, pack_lines, summarized
-from .tokens import token_lines
+from .task import Binding, Summary, Trained, summarized
+from .texts import scored_lines
 
 
 class RewardTask(PreferenceTask):
@@ -77,8 +76,4 @@ class RewardTask(PreferenceTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        pack = shlex.quote(report["pack"])
-        return [
-            *token_lines(report, format_change(report)),
-            *pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}"),
-        ]
+        return scored_lines(report, format_change(report))

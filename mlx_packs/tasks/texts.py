@@ -11,9 +11,11 @@ from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
 from ..data.shapes import padded_length
 from ..errors import PackError, flag_of
+from ..evaluation.scores import before_and_after
 from ..packs.base import Base
 from .phases import PhaseData
-from .task import Task, bad_rows_lines, cost, done_line, pack_lines
+from .task import Summary, Task, Trained, pack_lines, summarized
+from .tokens import token_lines
 
 
 class TextsTask(Task):
@@ -44,15 +46,23 @@ class TextsTask(Task):
         lengths = np.sort(data.train.examples.lengths)
         return padded_length(int(lengths[len(lengths) // 2]), limit)
 
+    def _summary(self, trained: Trained, row_format: str, objective: Mapping) -> Summary:
+        """Return the summary of a run; ``objective`` is what a manifest has besides the loss."""
+        before, after = trained.ends()
+        rows = len(trained.last.held_out().examples)
+        metrics = {"rows": rows, **before_and_after(before.metrics, after.metrics)}
+        named = {"task": self.train.task, "loss": self.loss, **objective}
+        report = {"loss": self.loss}
+        return summarized(trained, metrics, named, None, report, {"format": row_format})
+
     def planned_settings(self, train: TrainConfig) -> TrainConfig:
         return replace(train, loss=self.loss)
 
 
-def texts_lines(report: Mapping, change: str, speed: str) -> list[str]:
+def scored_lines(report: Mapping, change: str, throughput: str = "") -> list[str]:
+    """Return the report of a run for people, with the commands for a pack that writes no text."""
     pack = shlex.quote(report["pack"])
     return [
-        done_line(report, change),
-        *bad_rows_lines(report),
-        f"speed   {speed} · {cost(report)}",
+        *token_lines(report, change, throughput),
         *pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}"),
     ]

@@ -120,12 +120,13 @@ class TokenTask(Task):
         return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
 
 
-def token_lines(report: Mapping, change: str) -> list[str]:
+def token_lines(report: Mapping, change: str, throughput: str = "") -> list[str]:
+    """Return the report of a run for people; without ``throughput`` it is that of tokens."""
     return [
         done_line(report, change),
         *(f"phase   {line}" for line in phase_lines(report["phases"])),
         *bad_rows_lines(report),
-        f"speed   {speed(report)} · {cost(report)}",
+        f"speed   {throughput or speed(report)} · {cost(report)}",
     ]
 
 
