@@ -3,7 +3,7 @@
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,6 @@ class SamplingSessions:
         self._loaded: OrderedDict[str, None] = OrderedDict()  # names of saved models
         self._uses: Counter[str] = Counter()  # samples that are computed, by these names
         self._steps: dict[str, list[str]] = {}  # names in the registry by id of the model
-        states.on_change = self._renew
 
     def find(self, session_id: str) -> SamplingSession:
         session = self._sessions.get(session_id)
@@ -119,17 +118,6 @@ class SamplingSessions:
         session_id = uuid.uuid4().hex
         self._sessions[session_id] = session
         return session_id
-
-    def _renew(self, saved: Saved) -> None:
-        """Serve what is saved now in the place of a model that was replaced or removed."""
-
-        def renew() -> None:
-            name = _name_of(saved)
-            if name in self._generator.registry.names:
-                with suppress(PackError):  # nothing is saved there now
-                    self._open(name, saved.uri)
-
-        self._generator.post(renew)
 
     def _open(self, name: str, uri: str) -> None:
         """Serve a saved model as it is now; called by the thread that computes."""

@@ -6,7 +6,7 @@
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,15 +50,10 @@ class Saved:
 
 
 class States:
-    """The saved models below a folder.
-
-    Attributes:
-        on_change: is told of a saved model that was replaced or removed, by any thread.
-    """
+    """The saved models below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.on_change: Callable[[Saved], None] = lambda _: None
 
     def save(
         self,
@@ -96,9 +91,7 @@ class States:
             (partial / FACTS).write_text(to_json(content), encoding="utf-8")
 
         pack._save_with(write_more, folder, overwrite)
-        saved = Saved(run, kind, name, folder, facts)
-        self.on_change(saved)
-        return saved
+        return Saved(run, kind, name, folder, facts)
 
     def find(self, uri: str) -> Saved:
         """Return what is saved under a path; a PackError if there is nothing."""
@@ -128,7 +121,6 @@ class States:
 
     def remove(self, saved: Saved) -> None:
         discard(saved.folder, saved.folder)
-        self.on_change(saved)
 
     def _folder_of(self, run: str, kind: str, name: str) -> Path:
         return self.folder / run / kind / name
