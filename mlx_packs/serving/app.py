@@ -447,7 +447,7 @@ def make_app(server: Server) -> Starlette:
             for watch in watches:
                 watch.cancel()
             if server.training is not None:
-                server.training.abort()
+                server.training.results.abort()
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:

@@ -88,7 +88,7 @@ async def _end(
     """Give requests ``grace`` seconds to end, and abort the others before connections close."""
     end = time.monotonic() + grace
     if training is not None:  # while the port is open, so that its clients can ask for results
-        await training.end(grace)
+        await training.results.end(grace)
 
     left = max(0.0, end - time.monotonic())
     await asyncio.gather(asyncio.to_thread(worker.close, left), shutdown(**options))

@@ -63,6 +63,9 @@ class TrainingService:
         generator: owns the base; its thread computes.
         states: where models are saved.
         settings: of the server.
+
+    Attributes:
+        results: of all requests; ``end`` needs an open port, so that clients can fetch theirs.
     """
 
     def __init__(self, generator: Generator, states: States, settings: ServerSettings) -> None:
@@ -72,7 +75,7 @@ class TrainingService:
         self._models = Models(generator, states)
         self._samplers = SamplingSessions(generator, states)
         self._runner = SampleRunner(generator, settings)
-        self._results = Results()
+        self.results = Results()
         self._sessions: dict[str, float] = {}  # by id, when it was heard of last
         self._making_room = asyncio.Lock()
 
@@ -116,17 +119,6 @@ class TrainingService:
             "waiting": self._models.waiting,
             "passes": self._models.passes,
         }
-
-    async def end(self, grace: float) -> None:
-        """Take no more work; end what is not computed after ``grace`` seconds by an error.
-
-        Clients must be let in meanwhile, so that they can fetch their results.
-        """
-        await self._results.end(grace)
-
-    def abort(self) -> None:
-        """Take no more work, and compute nothing more."""
-        self._results.abort()
 
     # The service and sessions
 
@@ -362,7 +354,7 @@ class TrainingService:
     async def retrieve(self, _: Request, body: RetrieveBody) -> Response:
         """Return the result of a request, or after a while that it is still computed."""
         try:
-            result = await self._results.wait(body.request_id, _POLL_SECONDS)
+            result = await self.results.wait(body.request_id, _POLL_SECONDS)
         except KeyError:
             return JSONResponse({"error": "The server knows nothing of this request."}, 410)
 
@@ -375,7 +367,7 @@ class TrainingService:
         return JSONResponse(result)
 
     async def cancel(self, _: Request, body: CancelBody) -> Response:
-        self._results.cancel(body.request_id)
+        self.results.cancel(body.request_id)
         return Response(status_code=204)
 
     def _started(
@@ -389,15 +381,15 @@ class TrainingService:
 
         ``key`` has whose request it is and its number there, from 1; 0 and None are no number.
         """
-        request_id = self._results.known(key) if key is not None and key[1] else None
+        request_id = self.results.known(key) if key is not None and key[1] else None
 
         if request_id is not None:
             work.close()
-        elif self._results.running >= self._generator.limits.waiting:
+        elif self.results.running >= self._generator.limits.waiting:
             work.close()
             raise PackError("The queue is full. Try again later.", "busy")
         else:
-            request_id = self._results.start(work, key)
+            request_id = self.results.start(work, key)
 
         answer: dict[str, Any] = {"request_id": request_id, "model_id": model_id}
         if samples:

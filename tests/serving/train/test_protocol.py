@@ -62,7 +62,7 @@ def test_requests_while_the_server_ends(client, server, monkeypatch):
     )
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(client.result, polled)
-        ending = asyncio.run_coroutine_threadsafe(server.training.end(0.1), server.loop)
+        ending = asyncio.run_coroutine_threadsafe(server.training.results.end(0.1), server.loop)
         error = poll.result()
     assert error["category"] == "server" and "is shutting down" in error["error"]
     with pytest.raises(FutureTimeoutError):
@@ -79,7 +79,9 @@ def test_requests_while_the_server_ends(client, server, monkeypatch):
 def test_results_that_nobody_fetches_do_not_hold_up_the_end(client, server, monkeypatch):
     monkeypatch.setattr(results, "_LAST_SECONDS", 0.1)
     client.post("asample", sample_body(client.session_on()))
-    asyncio.run_coroutine_threadsafe(server.training.end(SECONDS), server.loop).result(SECONDS / 2)
+    asyncio.run_coroutine_threadsafe(server.training.results.end(SECONDS), server.loop).result(
+        SECONDS / 2
+    )
 
 
 def test_the_key(generator, tmp_path):
