@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import atomic_write
 from ..terminal import printable_text
 from .chart import Chart, change_bars, chart, memory_bars, shown
 from .facts import Facts, progress_series, rate_name
@@ -79,10 +78,6 @@ def render_fragment(facts: Facts) -> str:
     """Return the view for a notebook: figures, results and the loss curve, without a page."""
     template = environment().get_template("fragment.html.jinja")
     return template.render(facts=facts, curve=_progress(facts, (640, 240), None))
-
-
-def write_page(facts: Facts, file: Path) -> None:
-    atomic_write(file, render(facts))
 
 
 def _progress(facts: Facts, size: tuple[int, int], mark: tuple[float, str] | None) -> Chart | None:
