@@ -67,32 +67,11 @@ def why_length_matters(model: nn.Module, inputs: int) -> str | None:
     RoPE that is scaled by the length of a row (dynamic NTK) does so beyond the context that a
     model was trained with. None if no module does; a tree is exact then.
     """
-    kinds = set()
-    for _, module in model.named_modules():
+    for module in model.modules():
         kind = type(module).__name__
-        dims = getattr(module, "dims", None)
-        if "rope" not in kind.lower() or kind in kinds or not isinstance(dims, int):
-            continue
-
-        kinds.add(kind)
-        if _turns_by_length(module, dims, inputs):
+        if kind == "DynamicNTKScalingRoPE" and inputs > module.max_position_embeddings:
             return f"its {kind} depends on the length of a row, at {inputs:,} inputs"
     return None
-
-
-def _turns_by_length(rope: nn.Module, dims: int, inputs: int) -> bool:
-    """Return whether the first or last inputs are turned in another way alone than in a row."""
-    x = mx.ones((1, 1, inputs, dims))
-    few = min(inputs, _PREFIX)
-    try:
-        whole = rope(x)
-        first = rope(x[:, :, :few])
-        last = rope(x[:, :, -few:], offset=inputs - few)
-    except (TypeError, ValueError, AttributeError):  # it is called in another way
-        return False
-    is_first = mx.allclose(first, whole[:, :, :few], atol=1e-4)
-    is_last = mx.allclose(last, whole[:, :, -few:], atol=1e-2)  # large angles are rounded
-    return not (is_first & is_last).item()
 
 
 def _probe(vocab_size: int) -> tuple[list[Inputs], dict[str, mx.array]]:
