@@ -217,8 +217,9 @@ def images_of(tokenizer: Any) -> Any:
 
 
 def why_no_trees(tokenizer: Any) -> str | None:
-    """Return why rows that begin alike are no trees, in a line; None if they are."""
-    return None if images_of(tokenizer) is None else "it takes images"
+    """Return why rows with images that begin alike are no trees, in a line; None if they are."""
+    images = images_of(tokenizer)
+    return None if images is None else images.why_no_trees
 
 
 def image_sources(messages: Sequence[Mapping]) -> list[Any]:

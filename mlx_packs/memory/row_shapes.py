@@ -86,8 +86,6 @@ def row_shapes(
     @cache
     def tree_shapes(batch_size: int, max_seq_length: int) -> set[Shape]:
         settings = replace(train, batch_size=batch_size, max_seq_length=max_seq_length)
-        if images_of(tokenizer):
-            settings = replace(settings, share_prefix="off")
         return _tree_shapes(settings, lora, cut_to(examples, max_seq_length))
 
     def repeats(batch_size: int) -> Repeats | None:

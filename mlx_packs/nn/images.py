@@ -1,10 +1,11 @@
 """Images in a language model: their features enter in place of tokens below zero.
 
 Token ``-1 - i`` of an input is row i of the features that the model is shown. Everything else that
-reads tokens (packing, losses) treats them as other tokens.
+reads tokens (packing, common prefixes, losses) treats them as other tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ class ImageInputs:
         self._read_last = False  # whether the last part of a prompt had several tokens
         self._shown: tuple[mx.array, mx.array] | None = None  # of the inputs that are computed now
         self._turns: Turns | None = None
+        self._tree: dict[tuple, mx.array] = {}  # shifts of the inputs of a tree, by their shape
 
         vars(self._inner)["image_inputs"] = self
         _call_through(self._inner, self._enter)
@@ -204,7 +206,7 @@ class ImageInputs:
         """
         if not self.has_axes:
             return None
-        shifts = self._shifts_of(inputs)
+        shifts = self._tree[inputs.shape] if self._tree else self._shifts_of(inputs)
         if is_prompt:
             shifts = shifts - shifts[:, :, -1:]
 
@@ -212,17 +214,43 @@ class ImageInputs:
         angles = mx.take(shifts, self.axes, axis=0).transpose(1, 2, 0) * frequencies
         return mx.cos(angles), mx.sin(angles)
 
-    def _shifts_of(self, inputs: mx.array) -> mx.array:
-        """Return the shifts [3, B, T] of inputs [B, T].
+    def _shifts_of(self, inputs: mx.array, before: mx.array | None = None) -> mx.array:
+        """Return the shifts [3, B, T] of inputs [B, T]; ``before`` [B] those of what they follow.
 
         Examples that are packed in a row follow each other, too: only differences count.
         """
-        is_image = inputs < 0
-        own = self._inner[_SHIFTS][mx.where(is_image, -1 - inputs, 0)]
-        own = mx.where(is_image[..., None], own, 0)
+        own = self._own_shifts(inputs)
         after = own[..., 3]
         shifted = mx.cumsum(after, axis=1) - after
+
+        if before is not None:
+            shifted = shifted + before[:, None]
         return shifted[None] + own[..., :3].transpose(2, 0, 1)
+
+    def _own_shifts(self, inputs: mx.array) -> mx.array:
+        """Return the shifts of the features at inputs, [B, T, 4]; zeros at other tokens."""
+        is_image = inputs < 0
+        own = self._inner[_SHIFTS][mx.where(is_image, -1 - inputs, 0)]
+        return mx.where(is_image[..., None], own, 0)
+
+    def shifts_of_tree(self, tokens: mx.array, prefixes: Mapping[str, mx.array]) -> None:
+        """Set the shifts of a root, prefixes and rows, which follow each other, and of all."""
+        before = mx.zeros(1)
+        levels = []
+        for level in (prefixes.get("root"), prefixes.get("prefix"), tokens):
+            if level is None or level.ndim != 2:
+                continue
+            before = mx.repeat(before, level.shape[0] // before.shape[0])
+            shifts = self._shifts_of(level, before)
+            levels.append(shifts)
+            self._tree[level.shape] = shifts
+            before = before + self._own_shifts(level)[..., 3].sum(axis=1)
+
+        whole = mx.concatenate([each.reshape(3, 1, -1) for each in levels], axis=2)
+        self._tree.setdefault(whole.shape[1:], whole)
+
+    def forget_tree(self) -> None:
+        self._tree = {}
 
     def turned(self, x: mx.array) -> mx.array:
         """Turn queries or keys [B, heads, T, head_dim] by the shifts of the current inputs."""
@@ -298,6 +326,24 @@ class ShiftedRoPE(nn.Module):
     def shifted(self, x: mx.array) -> mx.array:
         """Turn x [B, heads, T, head_dim] by the shifts alone."""
         return vars(self)["_images"].turned(x)
+
+
+@contextmanager
+def tree_of_images(
+    model: nn.Module, tokens: mx.array, prefixes: Mapping[str, mx.array]
+) -> Iterator[None]:
+    """Let the positions of what follows prefixes go on from theirs, in a tree (nn/prefix.py)."""
+    inner = model.get("language_model", model).get("model")
+    images = vars(inner).get("image_inputs") if inner is not None else None
+    if images is None or not images.has_axes or _SHIFTS not in images._inner:
+        yield
+        return
+
+    images.shifts_of_tree(tokens, prefixes)
+    try:
+        yield
+    finally:
+        images.forget_tree()
 
 
 def inner_model(model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
+from ..nn.images import tree_of_images
 from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
@@ -170,7 +171,8 @@ def forward(
         unread: the tokens [B, T] of states, which are not embedded, but may be images.
     """
     if prefixes:
-        return tree_states(model, part, tokens, **prefixes)
+        with tree_of_images(model, tokens, prefixes):
+            return tree_states(model, part, tokens, **prefixes)
 
     if tokens.ndim == 3:
         if unread is None:

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 Inputs = Mapping[str, mx.array]
 Loss = Callable[..., tuple[mx.array, mx.array]]  # of `Inputs` and a `Layout`
 
+_TOKENS = ("tokens", "prefix", "root")  # inputs that are tokens
+
 
 def arrays_of(batch: "Batch") -> dict[str, mx.array]:
     """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
     inputs = batch.inputs
-    if names_images(inputs.get("tokens")):
+    if any(names_images(inputs[name]) for name in _TOKENS if name in inputs):
         inputs = for_step(inputs)
 
     arrays = {}

@@ -1,7 +1,7 @@
 """The images of a base model: what each is in a text, in tokens, and in a batch.
 
 A token of an image is a number below zero that names one feature, so whatever treats tokens alike
-(packing, truncation) treats images alike. `for_step` gives the features of a
+(packing, common prefixes, truncation) treats images alike. `for_step` gives the features of a
 batch to the model, and numbers their tokens by rows of these.
 """
 
@@ -180,6 +180,13 @@ class Images:
     def is_read_at_once(self) -> bool:
         """Whether a prompt with images is read in one part, and from its beginning."""
         return self._rules.sections is not None or self._rules.sees != "none"
+
+    @property
+    def why_no_trees(self) -> str | None:
+        """Why rows that begin alike are not computed as trees, in a line; None if they are."""
+        if self._known and self._rules.sees != "none":
+            return "the tokens of an image see each other, and a prefix may end inside one"
+        return None
 
     @property
     def recalled(self) -> int:

@@ -17,11 +17,15 @@ from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conver
 from mlx_packs.bases.vision_families import VISION_FAMILIES, image_token_of
 from mlx_packs.bases.writer import quantize
 from mlx_packs.config.lora import LoRAConfig
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.dataset import Tree
 from mlx_packs.data.packing import Packed
 from mlx_packs.data.token_store import Example
+from mlx_packs.data.trees import planted
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.ops.profile import forced_profile
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.vision.images import for_step
@@ -202,6 +206,20 @@ def test_batches_of_any_layout_equal_rows_alone(family, modules, folder_of):
     for spans in (None, (tuple(lengths),)):
         order = Packed([np.arange(4)], spans)
         check_equal(model, PackedCollate(1, sum(lengths))(examples, order), expected)
+
+    common = [_common(examples[0], examples[1]), _common(examples[2], examples[3])]
+    root = _common(examples[0], examples[2])
+    trees = [Tree(2, min(common)), Tree(2, min(common), root=root)]
+    for tree in trees:
+        check_equal(model, planted(rows, tree), expected)
+    with forced_profile(replace(CPU, tree_inputs=1)):  # which takes a pass for each level
+        for tree in trees:
+            check_equal(model, planted(rows, tree), expected)
+
+
+def _common(one: Example, other: Example) -> int:
+    length = min(len(one.tokens), len(other.tokens)) - 1
+    return int(np.argmax(one.tokens[:length] != other.tokens[:length]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -84,9 +84,13 @@ def check_close(one: dict, other: dict) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_activations_change_no_weight(family, folder_of, tmp_path):
+def test_shared_prefixes_and_cached_activations_change_no_weight(family, folder_of, tmp_path):
     data = chats(tmp_path / "data")
     folder = folder_of(family)
+    plain = trained(folder, data, tmp_path / "a", share_prefix="off", cache_frozen="off")
+    if family != "gemma3":  # whose images see themselves
+        check_close(trained(folder, data, tmp_path / "b", share_prefix="on"), plain)
+
     lora = LoRAConfig(rank=2, num_layers=1)
     last = {}
     for cached in ("off", "on"):
@@ -168,15 +172,13 @@ def test_the_page_of_a_run_shows_the_text_of_its_sample_without_images(task, fol
     assert IMAGE_MARK not in page
 
 
-def test_no_prefix_is_shared_by_a_base_that_takes_images(folder_of, tmp_path):
+def test_examples_with_images_that_see_themselves_are_evaluated_in_rows(folder_of, tmp_path):
     name = images(tmp_path / "data")[0]
     question = "What is on this picture, in one word of your own, number"
     rows = [{"image": name, "prompt": f"{question} {i}?", "completion": "A"} for i in range(4)]
     data = write_rows(tmp_path / "data", train=rows, valid=rows[:2])
-    base = load_base(folder_of("qwen3_vl"))
+    base = load_base(folder_of("gemma3"))
     scores = [evaluate(base, None, data, "train", share_prefix=s) for s in ("auto", "off")]
     assert scores[0].base == scores[1].base
     with raises("unsupported", "share_prefix"):
         evaluate(base, None, data, "train", share_prefix="on")
-    with raises("unsupported", "share_prefix"):
-        trained(base, data, tmp_path / "a", share_prefix="on")
