@@ -482,10 +482,6 @@ class GRPOConfig(DecoderConfig, Beta, GeneratedConfig):
         8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
     )
 
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.share_prefix == "on":
-            yield Fault("share_prefix", "on cannot be combined with --task grpo.", "conflict")
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class AllTasksConfig(

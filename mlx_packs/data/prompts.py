@@ -10,10 +10,12 @@ import numpy as np
 
 from ..config.data import DataConfig
 from .bad_rows import BadRows
+from .batches import TokenCollate
 from .chat_formats import about_conversation
 from .dataset import Batch, ExampleSet, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Rows, as_rows, canonical_line
+from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
 
 _PLACEHOLDER = "."  # of a row without a completion, for the template
 
@@ -42,16 +44,56 @@ class Prompts(ExampleSet):
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """How a prompt is computed once for its completions."""
+
+    completions: int  # of a prompt
+    longest: int  # most tokens of a completion
+    limit: int  # most inputs of a row
+    least: float  # share of the inputs of a batch that has to be saved
+
+    def collate(self, prompts: Prompts, order: Sequence[int], tokens: TokenCollate) -> TreeCollate:
+        """``tokens`` lays out the completions of the prompts in ``order``."""
+        common = np.array([len(prompts.tokens[i]) for i in order])
+        of_all = common_length(np.array(prompts.tokens[i]) for i in order)
+        shape = self.completions * len(order), self._longest_row(common)
+
+        root = root_of(of_all, shape, len(order), prefix_of(int(common.min())))
+        return TreeCollate(tokens, common, self.completions, self.least, root=root)
+
+    def shape(self, prompts: Prompts, order: Sequence[int]) -> Shape:
+        """Completions are as long as they may be."""
+        lengths = [len(prompts.tokens[i]) for i in order]
+        rows = self.completions * len(order)
+        tokens = TokenCollate(rows, self.limit, prefix=prefix_of(min(lengths)))
+        width, slots = tokens.shape_of(self._longest_row(lengths), self.longest * rows)
+        return self.collate(prompts, order, tokens).planned(width, slots, tokens.prefix)
+
+    def _longest_row(self, lengths: Sequence[int]) -> int:
+        return min(int(max(lengths)) + self.longest - 1, self.limit)
+
+    def to_json(self, prompts: Prompts) -> dict:
+        """Completions are as long as they may be."""
+        prefix = float(np.mean([prefix_of(length) for length in prompts.lengths]))
+        inputs = np.minimum(prompts.lengths + self.longest - 1, self.limit).mean()
+        saved = saved_share((self.completions, float(inputs)), 1, prefix)
+        return {"tokens": prefix, "saved": saved}
+
+
+@dataclass(frozen=True)
 class PromptCollate:
     """Makes batches of prompts, which have arrays once their completions are generated."""
 
     largest: Shape  # of the batches that may be generated
+    shared: SharedPrompts | None = None  # None: a prompt is computed in every row
 
     def __call__(self, prompts: Prompts, order: Sequence[int]) -> Batch:
         return Batch({}, 0, 0, tuple(int(i) for i in order), prompts)
 
     def shapes(self, prompts: Prompts, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        return {self.largest}
+        if self.shared is None:
+            return {self.largest}
+        return {self.shared.shape(prompts, order) for order in orders}
 
     def few_shapes(self, sequences: int) -> set[Shape]:
         """Return shapes of which any batch of completions has one; each costs a compilation."""

@@ -35,13 +35,14 @@ ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, 
 
 
 def common_inputs(examples: Iterable[Example]) -> int:
-    """Count the inputs that all examples begin with; 0 if they are too few for a prefix.
+    """Count the inputs that all examples begin with; 0 if they are too few for a prefix."""
+    return common_length(example.tokens[:-1] for example in examples)
 
-    The last token of each example is no input.
-    """
+
+def common_length(sequences: Iterable[np.ndarray]) -> int:
+    """Count the tokens that all sequences begin with; 0 if they are too few for a prefix."""
     shared = None
-    for example in examples:
-        inputs = example.tokens[:-1]
+    for inputs in sequences:
         if shared is not None:
             length = min(len(shared), len(inputs))
             differing = np.flatnonzero(shared[:length] != inputs[:length])

@@ -15,17 +15,20 @@ from ..data.images import plain_text
 from ..data.prompts import (
     PromptCollate,
     Prompts,
+    SharedPrompts,
     encode_prompts,
     wanted_text,
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, sequence_inputs
+from ..data.sharing import least_saved, may_share
 from ..errors import PackError
 from ..evaluation.answers import answer_of
 from ..evaluation.images import advance_of
 from ..evaluation.scores import before_and_after
 from ..inference.generate import text_of
+from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
@@ -44,6 +47,7 @@ from .completions import (
 from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
+from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
 from .task import Binding, Summary, Task, Trained, summarized
 
@@ -78,6 +82,7 @@ class GRPOTask(Task):
     reward: Reward
     notes_none = False  # whether the run has said that a batch has no reward
     sample: SamplePrompt
+    shared: SharedPrompts | None = None  # how the prompt of several completions is computed once
 
     def check(self, name: str, model_type: str) -> None:
         """Check the base, and that there is a reward."""
@@ -91,6 +96,12 @@ class GRPOTask(Task):
     ) -> list[PhaseData]:
         self.base = base
         display = self.display
+        t = self.train
+        if may_share(t, self.lora) and computes_trees(t, base, display):
+            limit = sequence_inputs(t.max_seq_length)
+            least = least_saved(t)
+            self.shared = SharedPrompts(t.num_generations, t.max_completion_length, limit, least)
+
         data: list[PhaseData] = []
         for phase, read in zip(phases, splits, strict=True):
             columns = phase.sources[0]
@@ -113,8 +124,11 @@ class GRPOTask(Task):
             prompts = of_phase["train"]
             inputs = sequence_inputs(t.max_seq_length)
             sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
-            collate = PromptCollate(_largest(phase, prompts))
+            collate = PromptCollate(_largest(phase, prompts), self.shared)
             data.append(PhaseData(self, phase, of_phase, Dataset(prompts, collate, sampler)))
+
+        if self.shared is not None:
+            show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, display)
 
         prompts = data[-1].held_out_examples
         row = prompts.row(0)
@@ -140,14 +154,24 @@ class GRPOTask(Task):
         return sample(lengths, t.iters * t.sequences * trained)
 
     def typical_rows(self, data: PhaseData) -> tuple[tuple[int, ...], int]:
+        t = data.phase.train
         width, targets = data.train.collate.largest
-        return (data.phase.train.sequences * width,), targets
+        if self.shared is None:
+            return (t.sequences * width,), targets
+
+        prefix = int(self.shared.to_json(data.train.examples)["tokens"])
+        passes = (t.batch_size * prefix, t.sequences * (width - prefix))
+        if takes_one_pass(self.base.model, sum(passes)):
+            passes = (sum(passes),)
+        return passes, targets
 
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of generated completions, which has the reference of its phase."""
         model = binding.trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
+        if self.shared is not None:
+            check_trees(binding.trainable, head)
 
         objectives: list[Objective] = []
         for own in binding.data:
@@ -172,6 +196,9 @@ class GRPOTask(Task):
         asked = [prompts.tokens[i] for i in indices]
         examples = completed_examples(asked, generated, prompts.where_of(indices))
         collate = generated_collate(train, prompt_collate.largest, len(examples))
+        if self.shared is not None:
+            collate = self.shared.collate(prompts, batch.examples, collate)
+
         return collate(examples, np.arange(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
@@ -179,8 +206,7 @@ class GRPOTask(Task):
     ) -> list[list[int]]:
         """Return the tokens of a completion of each prompt, at least one."""
         asked = [prompts.tokens[i] for i in indices]
-        shares = self.train.share_prefix != "off"
-        return completions(self.base, asked, self.train, sampler, shares)
+        return completions(self.base, asked, self.train, sampler, self.shared is not None)
 
     def _rewards(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[Sequence[int]]
@@ -220,12 +246,18 @@ class GRPOTask(Task):
         return MeanReward(float(scored.mean()), len(scored))
 
     def summary(self, trained: Trained) -> Summary:
+        last = trained.last
         before, after = trained.ends()
         sample = self.sample.report(trained.initial, self.base)
         metrics = {"rows": after.rows, **before_and_after(before.reported, after.reported)}
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
+        report = {
+            "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
+            "sample": sample,
+        }
         facts = {"samples": [stored_sample(sample)]}
-        return summarized(trained, metrics, named, facts, {"sample": sample})
+
+        return summarized(trained, metrics, named, facts, report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -148,3 +148,17 @@ def show_trees(
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")
     if draws:
         display.line("prefix", "rows share what is drawn at random for these tokens")
+
+
+def show_shared_prompts(facts: dict, train: TrainConfig, display: Display) -> None:
+    """Show that prompts are computed once for their completions, by the facts of a report."""
+    if not facts["saved"]:
+        say_nothing_shared(train, display)
+        return
+
+    display.line(
+        "prefix",
+        f"{facts['tokens']:,.0f} tokens, on average, begin the {train.num_generations} completions "
+        f"of a prompt: computed once, {facts['saved']:.0%} of all inputs saved where completions "
+        f"have {train.max_completion_length:,} tokens",
+    )

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from mlx_packs.data.bad_rows import BadRows
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.prompts import Prompts, SharedPrompts
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import TreeShape
 from mlx_packs.data.trees import (
@@ -204,3 +206,23 @@ def test_a_level_before_prefixes_saves_a_tenth_of_what_is_computed(
     common, groups, prefix, expected
 ):
     assert root_of(common, (8, prefix + 24), groups, prefix) == expected
+
+
+@pytest.mark.parametrize(("common", "root"), [(48, 48), (0, 0)])
+def test_completions_of_prompts_behind_one_system_prompt_are_on_two_levels(common, root):
+    random = np.random.default_rng(0)
+    first = random.integers(1, 5000, common).tolist()
+    tokens = [[*first, *random.integers(1, 5000, 32).tolist()] for _ in range(2)]
+    prompts = Prompts(tokens, [], [], BadRows(True), "")
+    completions = [
+        np.array([*tokens[i // 4], *random.integers(1, 5000, 9)], np.int32) for i in range(8)
+    ]
+    items = [Example(row, np.arange(len(row)) >= len(row) - 9, "x") for row in completions]
+    examples = Examples(items, "prompt", "completion")
+
+    shared = SharedPrompts(completions=4, longest=9, limit=128, least=0.0)
+    rows = TokenCollate(8, 128)
+    batch = shared.collate(prompts, [0, 1], rows)(examples, np.arange(8))
+    assert batch.layout.groups == 2 and batch.layout.root == root
+    assert inputs_of(batch) == inputs_of(rows(examples, np.arange(8)))
+    assert shared.shape(prompts, [0, 1]).root == root

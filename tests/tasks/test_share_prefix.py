@@ -88,8 +88,8 @@ def data(tmp_path_factory):
     return folders
 
 
-def encoded(data, lora=LORA, **changes) -> EncodedTask:
-    return EncodedTask(small_base(), data, TrainConfig(**SETTINGS | changes), lora)
+def encoded(data, lora=LORA, reward=None, **changes) -> EncodedTask:
+    return EncodedTask(small_base(), data, TrainConfig(**SETTINGS | changes), lora, reward)
 
 
 def first_step(task: EncodedTask) -> tuple:
@@ -143,9 +143,23 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(data, name, changes, on_t
         assert f"{shared['root']} of them every example" in task.lines
 
 
-def test_grpo_computes_its_prompts_in_every_row():
-    with raises("conflict", "share_prefix", "cannot be combined with --task grpo"):
-        TrainConfig(task="grpo", share_prefix="on")
+def test_the_completions_that_are_generated_share_their_prompt(data):
+    settings = {"task": "grpo", "beta": 0.05, "batch_size": 2, "max_completion_length": 12}
+    settings |= {"num_generations": 4}
+    task = encoded(data["prompts"], reward=shorter, **settings)
+    rows = first_step(task)
+    sharing_task = encoded(data["prompts"], reward=shorter, share_prefix="on", **settings)
+    tree = first_step(sharing_task)
+    assert "prefix" in tree[0].inputs
+    assert tree[1] == pytest.approx(rows[1], rel=1e-5, abs=1e-5)
+    assert_same(tree[2], rows[2])
+    assert tree[3] == rows[3]
+
+    assert "begin the 4 completions of a prompt: computed once, " in sharing_task.lines
+    ((whole,), targets), (passes, same) = (
+        each.task.typical_rows(each.data[0]) for each in (task, sharing_task)
+    )
+    assert sum(passes) < 0.8 * whole and targets == same
 
 
 @pytest.mark.parametrize(
@@ -238,7 +252,12 @@ def test_what_examples_have_in_common_is_searched_for_once(data, monkeypatch):
     assert len(searched) == 3
 
 
-@pytest.mark.parametrize("task", ["lm", "dpo", "reward"])
+def shorter(completions, **_) -> list[float]:
+    """More for fewer characters."""
+    return [-len(text) / 20 for text in completions]
+
+
+@pytest.mark.parametrize("task", ["lm", "dpo", "reward", "grpo"])
 def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, task):
     """As Apple's foundation model, if its blocks are computed again; whatever the last phase is."""
     reasons = iter([None, "its gradient is off by 2"])  # of the base, and of what is trained
@@ -246,7 +265,8 @@ def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, 
     if task == "lm":
         own = in_phases(data["system"], data["nothing"])
     else:
-        own = encoded(data["prompts"], LORA, share_prefix="auto", task=task)
+        reward = shorter if task == "grpo" else None
+        own = encoded(data["prompts"], LORA, reward, share_prefix="auto", task=task)
     with raises("unsupported", "share_prefix", "off by 2", "--share-prefix off"):
         own.bind()
 
