@@ -228,6 +228,15 @@ def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_peft_has_no_place_for_a_table_that_is_embedding_and_head(trained, tmp_path):
+    _, _, run, _ = trained
+    with raises("unsupported", None, "embedding that is also the head"):
+        export_pack(run.pack, "peft", tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()
+
+
+@pytest.mark.parametrize("trained", ["untied"], indirect=True)
 def test_a_round_trip_through_peft_and_none_to_mlx_lm(trained, tmp_path):
     base, _, run, wanted = trained
     export_pack(run.pack, "peft", tmp_path / "peft")

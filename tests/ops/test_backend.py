@@ -1,6 +1,7 @@
 """Choosing a backend, and what happens on a machine where a kernel fails."""
 
 import logging
+import time
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,8 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
     def counted(side, op):
         def run(*inputs):
             calls[side] += 1
+            if side == "kernel":
+                time.sleep(0.1)  # slower than the reference, however busy the machine is
             return op(*inputs)
 
         return run
@@ -176,7 +179,7 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
         result = diagnostics.examine_kernel(watched)
 
         assert result["ok"], result["fault"]
-        assert result["choice"] == "reference"  # the emulator is slow
+        assert result["choice"] == "reference"
         assert min(calls.values()) >= 2 * 2 * 3  # warm and timed, forward and with gradients
 
         kernel, plain = _backend.measured("metal", (instance.op, *instance.call))

@@ -61,10 +61,10 @@ def progressive_jpeg(side: int, scans: int) -> bytes:
 
 
 def test_an_image_is_bounded(small_limits):
-    assert open_picture(ImageSource(progressive_jpeg(64, 3))).width == 64
+    assert open_picture(ImageSource(progressive_jpeg(64, 3))).image.width == 64
     with pytest.raises(ValueError, match="takes more than .* to decode. Save it again"):
         open_picture(ImageSource(progressive_jpeg(4000, 3000)))
-    assert open_picture(ImageSource(progressive_jpeg(64, 3))).width == 64
+    assert open_picture(ImageSource(progressive_jpeg(64, 3))).image.width == 64
 
 
 def test_an_image_is_read_at_the_limit_of_pixels_and_no_larger():
@@ -72,7 +72,7 @@ def test_an_image_is_read_at_the_limit_of_pixels_and_no_larger():
 
     file = io.BytesIO()
     Image.new("RGB", (6000, 4000)).save(file, "JPEG")
-    assert open_picture(ImageSource(file.getvalue())).width == 3000
+    assert open_picture(ImageSource(file.getvalue())).image.width == 3000
 
     file = io.BytesIO()
     Image.new("L", (5000, 4000)).save(file, "PNG")

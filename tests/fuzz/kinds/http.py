@@ -38,7 +38,7 @@ FORM |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a",
 BODIES = {
     "chat": COMMON | CHAT,
     "form": COMMON | FORM,
-    "completion": COMMON | {"prompt": ["a b"], "echo": True, "logprobs": 2, "n": 2},
+    "completion": COMMON | {"prompt": ["a b"], "n": 2},
     "tokens": {"model": "one:1", "prompt": [5, 6], "max_tokens": 1},
     "embedding": {"model": "one", "input": ["a", "b c"], "encoding_format": "base64"},
     "pack": {"source": "one", "name": "two"},
