@@ -62,7 +62,7 @@ def quantization_in_mlx(config: Mapping) -> dict:
 
 
 def without_quantization(config: Mapping) -> dict:
-    """Return a config as that of a dense checkpoint."""
+    """Return a config without its quantization, as a dense checkpoint has it."""
     plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     if "text_config" in plain:
         text = plain["text_config"]

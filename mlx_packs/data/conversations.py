@@ -404,9 +404,9 @@ def _may_join(text: str, edge: int, offsets: Offsets) -> bool:
 
 def continued(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
     """Return tokens and offsets of texts that follow others: no space is put before them."""
-    alone = _encoded(tokenizer, texts)
+    unmarked = _encoded(tokenizer, texts)
     if not texts or not _adds_space(tokenizer):
-        return alone
+        return unmarked
 
     ((head, _),) = _encoded(tokenizer, [_MARK])
     marked = _encoded(tokenizer, [_MARK + text for text in texts])
@@ -414,7 +414,7 @@ def continued(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], Off
         (tokens[len(head) :], [(start - 1, stop - 1) for start, stop in places[len(head) :]])
         if tokens[: len(head)] == head
         else plain
-        for (tokens, places), plain in zip(marked, alone, strict=True)
+        for (tokens, places), plain in zip(marked, unmarked, strict=True)
     ]
 
 
