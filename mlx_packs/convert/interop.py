@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..adapters.spec import SCORE_WEIGHT
+from ..adapters.targets import open_projector
 from ..bases.files import CHAT_TEMPLATE, MORE_TEMPLATES, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.arguments import checked_arguments
@@ -343,6 +344,7 @@ def _converted(
     form = FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
     form.drop_copies(adapter, base, stored.file)
+    open_projector(base, adapter.scales)
     specs = specs_for(base, adapter, stored.file)
 
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")

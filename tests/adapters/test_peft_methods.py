@@ -13,6 +13,7 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 TOKENS = [list(range(7, 39)), list(range(90, 122))]
@@ -270,6 +271,11 @@ def test_embeddings_and_saved_modules_are_those_of_peft(place):
 def test_exports_of_embeddings_and_saved_modules_open_in_peft(place, tmp_path):
     folder, *_ = place
     base, trainable, _ = here(*place)
+    if base.config["tie_word_embeddings"]:
+        with raises("unsupported", None, "also the head"):
+            exported(base, trainable, folder, tmp_path)
+        return
+
     expected, model = exported(base, trainable, folder, tmp_path)
     np.testing.assert_allclose(logits_in(model), expected, atol=1e-4)
     model.save_pretrained(tmp_path / "theirs")  # and what PEFT writes opens here
@@ -277,5 +283,4 @@ def test_exports_of_embeddings_and_saved_modules_open_in_peft(place, tmp_path):
     base = load_base(folder)
     with base.applied(Pack.open(tmp_path / "back")):
         np.testing.assert_allclose(logits_here(base), expected, atol=1e-4)
-    if "lm_head" in dict(base.model.named_modules()):  # PEFT adds to a tied table twice
-        np.testing.assert_allclose(logits_in(model.merge_and_unload()), expected, atol=1e-4)
+    np.testing.assert_allclose(logits_in(model.merge_and_unload()), expected, atol=1e-4)
