@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
@@ -12,7 +12,6 @@ from ..config.choices import MATMUL_PATHS, TASKS, without_extras
 from ..config.data import DataConfig
 from ..config.fields import SECTIONS, default_in_words, facts_of, flags_of
 from ..config.lora import LoRAConfig
-from ..config.other_names import check_removed_value
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
@@ -87,11 +86,6 @@ class Option(click.Option):
         if shown in _PATHS:
             return [CompletionItem(incomplete, type="dir" if shown == "DIR" else "file")]
         return super().shell_complete(ctx, incomplete)
-
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """Return the value as its type; one that was removed is answered with what to use now."""
-        check_removed_value(self.name or "", value, self.opts[0])
-        return super().type_cast_value(ctx, value)
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         extra = super().get_help_extra(ctx)

@@ -12,7 +12,7 @@ from ..errors import PackError, any_of, did_you_mean
 from .data import DataConfig
 from .fields import Settings
 from .lora import LoRAConfig
-from .other_names import check_removed_value, ours_for, removal
+from .other_names import ours_for, removal
 from .schema import TrainConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,6 @@ def checked_arguments(function: F) -> F:
 
         bound = signature.bind(*args, **arguments)
         for name, value in bound.arguments.items():
-            check_removed_value(name, value, name)
             if name in kinds:
                 bound.arguments[name] = _typed(value, kinds[name], name)
         return function(*bound.args, **bound.kwargs)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ..errors import Code, PackError, any_of, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
 from .choices import TASKS, Table, task_defaults
-from .other_names import OTHER_NAMES, OTHER_VALUES, REMOVED_VALUES, ours_for, removal, value_hint
+from .other_names import OTHER_NAMES, OTHER_VALUES, ours_for, removal, value_hint
 from .values import typed_value
 
 S = TypeVar("S", bound="Settings")
@@ -229,8 +229,6 @@ def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]
                 valid = (*valid, *valid.added())
             text = f"must be one of {', '.join(valid)}, but is '{value}'."
             text += value_hint(field.name, value)
-            if sentence := REMOVED_VALUES.get((field.name, value)):
-                text = f"the value '{value}' was removed. {sentence}"
             yield Fault(field.name, text, "unknown")
 
         values = [value]

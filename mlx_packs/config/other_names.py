@@ -5,9 +5,6 @@ of recipes and arguments of public functions.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
-
-from ..errors import PackError
 
 # Settings that were removed, by their names in snake case: a sentence that says what to use now.
 # Flags of every command, keys of recipes and arguments in Python are answered with it.
@@ -20,8 +17,6 @@ REMOVED: Mapping[str, str] = {
     "supervise": _SHELL_LOOP,
     "together": "Leave it out: trials are trained one after another.",
 }
-# Values that were removed, by setting and value, likewise.
-REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
 
 # By setting: what it is called elsewhere. ``name=value`` is a switch there for this value of ours.
 _ELSEWHERE = {
@@ -160,12 +155,6 @@ def removal(name: str) -> str | None:
     """Return what to say of a removed setting, after its name; None for every other name."""
     sentence = REMOVED.get(name) or REMOVED.get(name.removeprefix("no_"))
     return f"was removed. {sentence}" if sentence else None
-
-
-def check_removed_value(setting: str, value: Any, place: str) -> None:
-    """Raise a PackError for a value that was removed; ``place`` is the flag, key or argument."""
-    if isinstance(value, str) and (sentence := REMOVED_VALUES.get((setting, value))):
-        raise PackError(f"{place}: the value '{value}' was removed. {sentence}", "unknown", setting)
 
 
 def without_removed(recipe: Mapping) -> dict:

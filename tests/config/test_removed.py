@@ -1,12 +1,11 @@
-"""Settings, values and commands that were removed are answered with what to use now."""
+"""Settings and commands that were removed are answered with what to use now."""
 
 import pytest
 
 import mlx_packs as mp
 from mlx_packs.cli.main import REMOVED_COMMANDS, packs
 from mlx_packs.config.arguments import checked_arguments
-from mlx_packs.config.choices import TASKS
-from mlx_packs.config.other_names import OTHER_NAMES, REMOVED, REMOVED_VALUES
+from mlx_packs.config.other_names import OTHER_NAMES, REMOVED
 from mlx_packs.config.recipe import _OWNERS, resolve
 from tests.helpers.errors import raises
 
@@ -16,8 +15,6 @@ INSTEAD = "Use --batch-size."
 @pytest.fixture(autouse=True)
 def removed(monkeypatch):
     monkeypatch.setitem(REMOVED, "old_size", INSTEAD)
-    monkeypatch.setitem(REMOVED_VALUES, ("quantize", "old4"), INSTEAD)
-    monkeypatch.setitem(REMOVED_VALUES, ("to", "old4"), INSTEAD)
     monkeypatch.setitem(REMOVED_COMMANDS, "old-command", "Use packs train.")
 
 
@@ -53,22 +50,6 @@ def test_a_function_with_other_options_rejects_it_too():
         generate(old_size=1)
 
 
-def test_a_value_of_a_flag_a_key_and_an_argument():
-    for words in (("train", "--quantize", "old4"), ("export", "pack", "--to", "old4")):
-        with raises("unknown", words[-2].removeprefix("--"), "'old4'", INSTEAD):
-            run(*words)
-    with raises("unknown", "quantize", "recipe.yaml", "'old4'", "Use batch_size."):
-        resolve({"quantize": "old4"}, "recipe.yaml")
-    with raises("unknown", "quantize", "'old4'", INSTEAD):
-        mp.TrainConfig(quantize="old4")
-
-    @checked_arguments
-    def load(quantize: str) -> None: ...
-
-    with raises("unknown", "quantize", "quantize: ", "'old4'", INSTEAD):
-        load(quantize="old4")
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
@@ -88,6 +69,5 @@ def test_a_command():
 def test_nothing_that_exists_was_removed():
     assert not set(REMOVED) & {*_OWNERS, *OTHER_NAMES}
     assert not set(REMOVED_COMMANDS) & set(packs.list_commands(None))
-    assert not {("task", name) for name in TASKS} & set(REMOVED_VALUES)
-    sentences = [*REMOVED.values(), *REMOVED_VALUES.values(), *REMOVED_COMMANDS.values()]
+    sentences = [*REMOVED.values(), *REMOVED_COMMANDS.values()]
     assert all(sentence.endswith(".") for sentence in sentences)
