@@ -259,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
         "--step-ms",
         type=_milliseconds,
         metavar="MS",
-        help="What every step takes beside its graph, as `packs doctor` measures it, in steps, "
+        help="What every step takes beside its graph, as benchmarks.rates measures it, in steps, "
         f"trees and published [{1e3 * STEP_S:g}]; such predictions are not recorded",
     )
     history.add_option(p)

@@ -44,7 +44,6 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     plain MLX from then on. The exit code is 1 if a kernel is wrong; its operation then uses plain
     MLX.
     """
-    from ..bench.rates import examine_rates
     from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances
 
@@ -54,7 +53,6 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     instances = kernel_instances() if model is None else instances_of(model, rank)
     with Display().task("kernels", len(instances), "instances") as bar:
         report = examine_all(instances, bar.advance)
-    report["rates"] = examine_rates()
 
     lines = report_lines(report, verbose)
     if file is not None:
@@ -157,7 +155,6 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
     if chip := report["chip"]:
         lines.insert(1, _chip_line(chip))
-    lines += _rate_lines(report["rates"])
 
     kernels = report["kernels"]
     if kernels[0]["backend"] != "reference":
@@ -180,25 +177,6 @@ def _chip_line(chip: dict) -> str:
         f"{chip['vector_tflops']:.1f} TFLOP/s float32, {chip['matrix_tflops']:.1f} half · "
         f"bfloat16 {bf16} · {units} (nominal, from measured rates)"
     )
-
-
-def _rate_lines(rates: dict) -> list[str]:
-    step = rates["step"]
-    lines = [
-        f"step    {step['ms']:,.0f} ms with {step['blocks']} blocks of next to nothing: what a "
-        "training step takes beside its products"
-    ]
-
-    reached: dict[tuple[str, str], list[str]] = {}
-    for p in rates["products"]:
-        text = f"{p['rows']:,} rows {p['tflops']:.3g} and {p['gradient_tflops']:.3g}"
-        reached.setdefault((p["format"], p["dtype"]), []).append(text)
-
-    for (name, dtype), texts in reached.items():
-        lines.append(
-            f"{name:<8}{dtype}, TFLOP/s of a product and of its gradient: {', '.join(texts)}"
-        )
-    return lines
 
 
 def _instance_lines(kernels: list[dict]) -> list[str]:

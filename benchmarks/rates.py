@@ -1,4 +1,7 @@
-"""Rates that no table of chips has: the fixed time of a training step, and 4-bit products."""
+"""Rates that no table of chips has: the fixed time of a training step, and 4-bit products.
+
+python -m benchmarks.rates    # on a Mac; `python -m benchmarks graph --step-ms` takes the time
+"""
 
 import itertools
 from pathlib import Path
@@ -6,13 +9,13 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
-from ..bases.weight_formats import named_format
-from ..chips import least_seconds
-from ..nn.frozen_weight import Product, frozen_weight
-from ..nn.quantized import linear_of
-from ..packs.base import Base
-from ..runtime import mx, on_cpu
-from .implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bases.weight_formats import named_format
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.chips import least_seconds
+from mlx_packs.nn.frozen_weight import Product, frozen_weight
+from mlx_packs.nn.quantized import linear_of
+from mlx_packs.packs.base import Base
+from mlx_packs.runtime import mx, on_cpu
 
 ROWS = (64, 128, 256, 2048)  # of a product: inputs that are computed together
 _ROWS_ON_CPU = (64, 256)
@@ -87,3 +90,17 @@ def _fixed_time() -> dict:
     batch = Rows.random(1, _INPUTS, _TINY["vocab_size"], seed=0).for_ours()
     ours.steps(batch, 2)  # compiles
     return {"ms": min(ours.steps(batch, _STEPS)), "blocks": _BLOCKS, "inputs": _INPUTS}
+
+
+def main() -> None:
+    rates = examine_rates()
+    step = rates["step"]
+    print(f"step    {step['ms']:,.1f} ms with {step['blocks']} blocks of next to nothing")
+    print("TFLOP/s of a product and of its gradient:")
+    for p in rates["products"]:
+        name = f"{p['format']:<8}{p['dtype']}, {p['rows']:,} rows"
+        print(f"{name}: {p['tflops']:.3g} and {p['gradient_tflops']:.3g}")
+
+
+if __name__ == "__main__":
+    main()
