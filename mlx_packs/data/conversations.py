@@ -27,7 +27,7 @@ from ..bases.turns import (
 )
 from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..errors import PackError
-from .bad_rows import Reason, RowError
+from .bad_rows import RowError
 from .images import without_marks
 from .messages import THOUGHTS
 
@@ -171,7 +171,7 @@ class Conversation(Content):
         tokens = self._rendered(encode_conversation, messages, add_generation_prompt=True)
         return without_marks(messages[-1]), tokens
 
-    def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
+    def _error(self, fault: str, reason: str, flag: str | None = None) -> RowError:
         return RowError(self.where, fault, reason, flag=flag)
 
     def _check_not_rendered(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..config.data import DataConfig
 from ..errors import Code, PackError
-from .bad_rows import Reason, RowError
+from .bad_rows import RowError
 
 _MOST_BYTES = 1000  # that a row is shown with
 
@@ -31,7 +31,7 @@ class Row:
         return Row(self.where, value, self.folder)
 
     def error(
-        self, fault: str, reason: Reason, flag: str | None = None, code: Code = "data"
+        self, fault: str, reason: str, flag: str | None = None, code: Code = "data"
     ) -> RowError:
         """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
         return RowError(self.where, fault, reason, code, flag)
