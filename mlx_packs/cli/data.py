@@ -265,7 +265,7 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
     if read.beyond:
         facts.append(
             f"{read.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
-            "(--on-long-row drop leaves them out)"
+            "(--on-bad-row skip leaves them out)"
         )
     if read.learned is not None:
         facts.append(f"{100 * read.learned:.0f} % of the tokens are trained")

@@ -39,7 +39,7 @@ _BUNDLED = DataConfig.data
 @options.template_kwargs("Variables of the chat template.")
 @options.setting("max_pixels", _AS_TRAINED, type=click.IntRange(0))
 @options.setting("allow_urls", default=False)
-@options.setting("on_long_row", _AS_TRAINED)
+@options.setting("on_bad_row", "stop")
 @options.loss_on
 @options.metric
 @options.setting("share_prefix", default="auto")
@@ -75,7 +75,7 @@ def evaluate(
         raise PackError(f"PACK: {text}", flag="pack")
 
     data = _data_of(data, opened)
-    names = (*COLUMN_SETTINGS, "template_kwargs", "max_pixels", "allow_urls", "on_long_row")
+    names = (*COLUMN_SETTINGS, "template_kwargs", "max_pixels", "allow_urls", "on_bad_row")
     columns = {name: settings.pop(name) for name in names}
     columns = {name: value for name, value in columns.items() if value or value == 0}
 

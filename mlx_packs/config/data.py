@@ -13,7 +13,7 @@ _data = partial(option, section="Model and data")
 _column = partial(_data, metavar="COLUMN", column=True)
 
 ORDER = """
-data chat_feature prompt_feature completion_feature text_feature on_bad_row on_long_row hold_out
+data chat_feature prompt_feature completion_feature text_feature on_bad_row hold_out
 chat_template template_kwargs template_date max_pixels allow_urls hf_dataset
 """.split()
 
@@ -40,9 +40,9 @@ class SourceConfig(Settings):
     )
     on_bad_row: str = _data(
         "stop",
-        "What to do with examples that cannot be used: stop with an error that names file and "
-        "line, skip and count them, or also write them to bad-rows.jsonl in the run folder "
-        "(quarantine).",
+        "What to do with examples that cannot be used, or whose images do not fit into "
+        "--max-seq-length: stop with an error that names file and line, skip and count them, or "
+        "in training also write them to bad-rows.jsonl in the run folder (quarantine).",
         choices=("stop", "skip", "quarantine"),
     )
     hold_out: str = _data(
@@ -69,12 +69,6 @@ class TextConfig(Settings):
     prompt_feature: str = _column("prompt", "Column with the prompt.")
     completion_feature: str = _column("completion", "Column with the completion.")
     text_feature: str = _column("text", "Column with plain text.")
-    on_long_row: str = _data(
-        "stop",
-        "What to do with examples whose images do not fit into --max-seq-length: stop with an "
-        "error, or leave them out and count them (drop). No image is cut.",
-        choices=("stop", "drop"),
-    )
     chat_template: str | None = _data(
         None,
         f"Chat template in place of the base model's, in training and in use: "

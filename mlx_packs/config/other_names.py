@@ -14,6 +14,7 @@ REMOVED: Mapping[str, str] = {
     "that passes.",
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
+    "on_long_row": "Use --on-bad-row skip, which leaves out examples whose images do not fit, too.",
     "supervise": _SHELL_LOOP,
     "together": "Leave it out: trials are trained one after another.",
 }
@@ -159,5 +160,5 @@ def removal(name: str) -> str | None:
 
 def without_removed(recipe: Mapping) -> dict:
     """Return a recorded recipe without the removed settings that changed nothing in its run."""
-    unused = (None, False, "none", "auto")
+    unused = (None, False, "none", "auto", "stop")
     return {k: v for k, v in recipe.items() if k not in REMOVED or v not in unused}

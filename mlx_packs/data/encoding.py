@@ -228,7 +228,6 @@ class Encoder:
 
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
         self.bad = BadRows(columns.on_bad_row == "stop")
-        self.drops_long_rows = columns.on_long_row == "drop"  # if they have images
         self.fingerprint = hashlib.sha256()
         self.lines = ByteFile() if is_part else None
         self.store = TokenStore()
@@ -440,8 +439,8 @@ class Encoder:
         ways = ["Raise --max-seq-length"]
         if self.images.config["model_type"] in FEWER_BY_MAX_PIXELS:
             ways.append("lower --max-pixels")
-        if not self.drops_long_rows:
-            ways.append("leave such examples out by --on-long-row drop")
+        if self.bad.stops:
+            ways.append("leave such examples out by --on-bad-row skip")
 
         error = RowError(
             self.rows.where(row),
@@ -452,10 +451,7 @@ class Encoder:
             flag="max_seq_length",
         )
 
-        if self.drops_long_rows:
-            self.bad.leave_out(row, error)
-        else:
-            self.bad.add(row, error)
+        self.bad.add(row, error)
 
     def _append(self, row: int, tokens: list[int], target: np.ndarray) -> None:
         """Add an example, cut to the maximum length; without a target it is only counted."""

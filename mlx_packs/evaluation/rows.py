@@ -48,7 +48,7 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
 
     settings = ("chat_template",)
     if source != "tiny":
-        settings += (*COLUMN_SETTINGS, "template_kwargs", "template_date", "on_long_row")
+        settings += (*COLUMN_SETTINGS, "template_kwargs", "template_date")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
     if recipe.get("max_pixels") is not None:
         trained["max_pixels"] = recipe["max_pixels"]

@@ -94,7 +94,7 @@ _KEYS = {
     "recipe.template_kwargs": "a mapping?",
     "recipe.template_date": "text?",
     "recipe.max_pixels": "an integer of 0 or more?",
-    **{f"recipe.{key}": "text?" for key in ("quantize", "on_long_row", *COLUMN_SETTINGS)},
+    **{f"recipe.{key}": "text?" for key in ("quantize", *COLUMN_SETTINGS)},
     "versions": "a mapping?",
     "measured": "a mapping?",
     "measured.created": "text?",

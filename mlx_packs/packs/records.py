@@ -22,7 +22,7 @@ TRAINING_ONLY = {
         "stack ppl_before ppl_after".split()
     ),
     # `base.quantization` is compared instead of the option
-    "recipe": frozenset(("quantize", "on_long_row", "template_date", *COLUMN_SETTINGS)),
+    "recipe": frozenset(("quantize", "template_date", *COLUMN_SETTINGS)),
 }
 # Packs that differ in these compute different things; one that records no pooling has its base's.
 _SAME = ("task", "classifier", "pooling", "normalize", "head", "chat_template")

@@ -54,6 +54,8 @@ def test_a_function_with_other_options_rejects_it_too():
     ("words", "instead"),
     [
         ("train --for-merge affine4", "packs merge measures what a merge loses"),
+        ("train --on-long-row drop", "Use --on-bad-row skip"),
+        ("eval --on-long-row drop", "Use --on-bad-row skip"),
     ],
 )
 def test_what_was_removed_says_what_to_use_now(words, instead):

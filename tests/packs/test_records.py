@@ -27,7 +27,7 @@ _KNOWN_TRAINING = {
         *"graph note stack ppl_before ppl_after".split(),
     },
     "recipe": {
-        *"quantize on_long_row template_date chat_feature prompt_feature".split(),
+        *"quantize template_date chat_feature prompt_feature".split(),
         *"completion_feature text_feature".split(),
     },
 }

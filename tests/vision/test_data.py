@@ -103,12 +103,11 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
             encoded(tokenizer, rows, limit)
         assert caught.value.reason == "images beyond --max-seq-length"
 
-    for settings in ({"on_long_row": "drop"}, {"on_bad_row": "skip"}):
-        kept = encoded(tokenizer, rows, last - 1, **settings)
-        assert [i for i, _ in kept.bad.errors] == [0]
-        assert [example.where for example in kept] == ["f:1", "f:2"]
+    kept = encoded(tokenizer, rows, last - 1, on_bad_row="skip")
+    assert [i for i, _ in kept.bad.errors] == [0]
+    assert [example.where for example in kept] == ["f:1", "f:2"]
     with raises("data", "max_seq_length", "no example fits", "f:0") as caught:
-        encoded(tokenizer, rows[:1], last - 1, on_long_row="drop")
+        encoded(tokenizer, rows[:1], last - 1, on_bad_row="skip")
     assert "--on-" not in caught.value.message
 
 
@@ -121,7 +120,7 @@ def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, here):
 
     limits = (0, 56 * 56)
     large, small = (encoded(tokenizer, [row], 4096, max_pixels=n).lengths[0] for n in limits)
-    with raises("data", "max_seq_length", "Raise --max-seq-length", "--on-long-row") as caught:
+    with raises("data", "max_seq_length", "Raise --max-seq-length", "--on-bad-row") as caught:
         encoded(tokenizer, [row], 8, max_pixels=0)
     assert ("--max-pixels" in caught.value.message) == (small < large)
 
@@ -142,7 +141,7 @@ def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
     options = EncodingOptions(max_seq_length=int(lengths[0].max()))
     with raises("data", "max_seq_length", "f:1"):
         encode_preferences(rows, tokenizer, DataConfig(), options)
-    kept = encode_preferences(rows, tokenizer, DataConfig(on_long_row="drop"), options)
+    kept = encode_preferences(rows, tokenizer, DataConfig(on_bad_row="skip"), options)
     assert (len(kept), kept.dropped, [i for i, _ in kept.bad.errors]) == (2, 0, [1])
 
 
@@ -173,7 +172,7 @@ def test_a_run_reports_rows_whose_images_do_not_fit(folders, here, run):
     )
     assert run(*arguments)[0] == 2
     assert (run.error.code, run.error.flag) == ("data", "max_seq_length")
-    code, out, err = run(*arguments, "--on-long-row", "drop", "--json")
+    code, out, err = run(*arguments, "--on-bad-row", "skip", "--json")
     assert code == 0, err
     assert "1 of 6 train examples left out: 1 images beyond --max-seq-length" in err
     assert json.loads(out)["bad_rows"] == {"train": {"images beyond --max-seq-length": 1}}
