@@ -32,7 +32,7 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     for phase in phases:
         splits = phase.load_rows()
         rows = splits.rows["train"]
-        columns = phase.sources[0]
+        columns = phase.columns
         tokenizer = with_template(tokenizer, columns.chat_template)
         if columns.template_date is None and reads_clock(tokenizer):
             columns = replace(columns, template_date=date.today().isoformat())

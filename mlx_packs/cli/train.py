@@ -209,7 +209,7 @@ def _output(recipe: Recipe) -> Path:
 
     data = recipe.data
     if recipe.train.phases:
-        data = resolve_phases(recipe.train, data)[-1].sources[0]
+        data = resolve_phases(recipe.train, data)[-1].columns
     return free_output(data)
 
 

@@ -18,9 +18,7 @@ class Phase(Settings):
     """
 
     name: str | None = _phase(None, "Name of the phase.", shown_default="phase-1, phase-2, ...")
-    data: str | list | None = _phase(
-        None, "Training data of the phase: a source as for --data, or a list of them."
-    )
+    data: str | list | None = _phase(None, "Training data of the phase: a source as for --data.")
     task: str | None = _phase(None, "Task of the phase.", choices=DECODER_TASKS)
     iters: int | None = _phase(None, "Batches of the phase.")
     learning_rate: float | None = _phase(None, "Peak learning rate of the phase.")
@@ -46,17 +44,9 @@ class Phase(Settings):
         elif self.name is not None and not self.name.isprintable():
             yield Fault("name", f"must be one line of text, but is {self.name!r}.")
 
-        if self.data is not None:
-            sources = self.data if isinstance(self.data, list) else [self.data]
-            if not sources or not all(isinstance(s, str) and s for s in sources):
-                yield Fault("data", f"must be a source or a list of them, but is {self.data!r}.")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The training data of the phase; empty if it uses the run's."""
-        if isinstance(self.data, list):
-            return tuple(self.data)
-        return (self.data,) if self.data else ()
+        if self.data is not None and (not self.data or isinstance(self.data, list)):
+            text = f"must be one source, but is {self.data!r}. Train on several in a phase each."
+            yield Fault("data", text)
 
     def to_json(self) -> dict:
         """Return the settings that are not omitted."""

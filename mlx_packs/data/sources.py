@@ -111,12 +111,6 @@ class Rows(Sequence[Row]):
             return Rows(self.sources, indices + self.indices.start)
         return Rows(self.sources, self.indices[indices])
 
-    def numbers(self) -> np.ndarray:
-        """Return the numbers of these rows among those of all sources, int [N]."""
-        if isinstance(self.indices, range):
-            return np.arange(self.indices.start, self.indices.stop)
-        return self.indices
-
     def where(self, i: int) -> str:
         source, number = _located(self._edges, self.indices[i])
         return self.sources[source].where(number)
@@ -180,14 +174,6 @@ def _located(edges: Sequence[int], number: int) -> tuple[int, int]:
 
 def as_rows(rows: Sequence[Row]) -> Rows:
     return rows if isinstance(rows, Rows) else Rows([RowList(rows)])
-
-
-def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
-    rows = [as_rows(part) for part in parts]
-    sources = [source for part in rows for source in part.sources]
-    before = np.cumsum([0, *(sum(map(len, part.sources)) for part in rows)])
-    numbers = [part.numbers() + start for part, start in zip(rows, before, strict=False)]
-    return Rows(sources, np.concatenate(numbers))
 
 
 def canonical_line(row: Row) -> bytes:

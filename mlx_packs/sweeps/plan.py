@@ -387,6 +387,6 @@ def _check_inputs(recipes: list[Recipe]) -> None:
             bases.add(recipe.model)
             check_files(resolve_checkpoint(recipe.model))
         for phase in resolve_phases(recipe.train, recipe.data):
-            if phase.sources not in data:
-                data.append(phase.sources)
+            if phase.columns not in data:
+                data.append(phase.columns)
                 phase.load_rows()

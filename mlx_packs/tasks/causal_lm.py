@@ -124,7 +124,7 @@ class CausalLMTask(TokenTask):
 
         split = data[-1].held_out_split
         row = splits[-1].first_usable(split)
-        columns = phases[-1].sources[0]
+        columns = phases[-1].columns
         row_format = format_of(row, columns, TOKEN_FORMATS)
         content = row_format.read(row, columns, base.tokenizer)
         is_raw = row_format is TEXT or not base.tokenizer.has_chat_template

@@ -101,7 +101,7 @@ class ClassifyTask(TokenTask):
         """Return the classes of all phases; a PackError if a setting does not go with them."""
         rows = (row for read in splits for row in read.rows["train"])
         source = " + ".join(dict.fromkeys(read.source for read in splits))
-        classes = find_classes(rows, phases[0].sources[0], source)
+        classes = find_classes(rows, phases[0].columns, source)
 
         column = COLUMNS[classes.problem]
         has_one = column == "label"
@@ -128,7 +128,7 @@ class ClassifyTask(TokenTask):
 
     def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
         train = phase.train
-        columns = phase.sources[0]
+        columns = phase.columns
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
 
@@ -151,7 +151,7 @@ class ClassifyTask(TokenTask):
         if dropped := sum(part.dropped for part in encoded.values()):
             text = f"longer than {limit} tokens (--max-seq-length): {dropped} chats dropped"
             display.line("data", text)
-        show_notes(read, phase.sources[0], self.base.tokenizer, display)
+        show_notes(read, phase.columns, self.base.tokenizer, display)
 
     def _labels_line(self) -> str:
         classes = self.classes

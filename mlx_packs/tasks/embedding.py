@@ -84,7 +84,7 @@ class EmbeddingTask(TextsTask):
         self.query_prompt = self._query_prompt_of(base, read)
 
         def encode(split: str, _: Callable[[], None]) -> Pairs:
-            on_bad_row = phase.sources[0].on_bad_row
+            on_bad_row = phase.columns.on_bad_row
             rows = read.rows[split]
             return encode_pairs(rows, embedder.tokenizer, limit, on_bad_row, self.query_prompt)
 
@@ -113,7 +113,7 @@ class EmbeddingTask(TextsTask):
         if self.query_prompt:
             display.line("data", f"before every anchor: {self.query_prompt!r}")
         show_cut(pairs, limit, "texts", display)
-        show_notes(read, phase.sources[0], embedder.tokenizer, display)
+        show_notes(read, phase.columns, embedder.tokenizer, display)
 
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))

@@ -104,7 +104,7 @@ class GRPOTask(Task):
 
         data: list[PhaseData] = []
         for phase, read in zip(phases, splits, strict=True):
-            columns = phase.sources[0]
+            columns = phase.columns
             length = phase.train.max_seq_length
             of_phase = {}
             rows = {split: read.rows[split] for split in read.present()}
@@ -132,7 +132,7 @@ class GRPOTask(Task):
 
         prompts = data[-1].held_out_examples
         row = prompts.row(0)
-        columns = phases[-1].sources[0]
+        columns = phases[-1].columns
         prompt = row.value[columns.prompt_feature]
         if not isinstance(prompt, str):  # the last message
             prompt = plain_text(prompt[-1].get("content"))

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.optimizers as optimizers
 import numpy as np
 
-from ..bases.files import public_name
 from ..config.data import DataConfig
 from ..config.fields import fields_where
 from ..config.phase import Phase
@@ -23,7 +22,6 @@ from ..data.bad_rows import LeftOut
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
 from ..data.formats import formats_of
 from ..data.near_copies import row_notes
-from ..data.sources import concatenated
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 
@@ -36,7 +34,7 @@ class RunPhase:
 
     name: str  # empty if the run has no phases
     train: TrainConfig  # of the run, with those of the phase in their places
-    sources: tuple[DataConfig, ...]  # where its examples are
+    columns: DataConfig  # where its examples are
     replay: float = 0.0  # share of its examples that earlier phases have trained on
     carries_optimizer: bool = False  # whether it continues with the optimizer's state
     first_batch: int = 0  # batches of the run before it
@@ -52,7 +50,7 @@ class RunPhase:
         return replace(
             self,
             train=replace(self.train, **train),
-            sources=tuple(replace(source, **columns) for source in self.sources),
+            columns=replace(self.columns, **columns),
         )
 
     def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
@@ -66,26 +64,9 @@ class RunPhase:
         return f"{self.name}/{key}"
 
     def load_rows(self) -> rows_of.Splits:
-        """Return the rows of all its sources, one source after the other."""
-        formats = formats_of(self.train.task)
-        parts = [rows_of.load_rows(source, formats) for source in self.sources]
-        for part, source in zip(parts, self.sources, strict=True):
-            part.notes.extend(row_notes(part.rows, part.format, source))
-
-        if len(parts) == 1:
-            return parts[0]
-
-        rows = {split: concatenated([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
-        notes = [f"{part.source}: {note}" for part in parts for note in part.notes]
-        source = " + ".join(part.source for part in parts)
-        return rows_of.Splits(rows, source, parts[0].format, notes)
-
-    def public_source(self, splits: rows_of.Splits) -> str:
-        """Return the name of its data in a manifest: folders without their paths."""
-        names = [source.data for source in self.sources]
-        if len(self.sources) == 1:
-            names = [splits.source]
-        return " + ".join(map(public_name, names))
+        splits = rows_of.load_rows(self.columns, formats_of(self.train.task))
+        splits.notes.extend(row_notes(splits.rows, splits.format, self.columns))
+        return splits
 
 
 def left_out_rows(
@@ -111,7 +92,7 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
     """Return the phases of a run, each checked by itself; nothing is loaded."""
     if not train.phases:
         make_optimizer(train)  # a wrong argument shows before anything is loaded
-        return (RunPhase("", train, (columns,)),)
+        return (RunPhase("", train, columns),)
 
     phases: list[RunPhase] = []
     names = [phase.name or f"phase-{i + 1}" for i, phase in enumerate(train.phases)]
@@ -154,9 +135,8 @@ def _resolve(
 
     settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
     make_optimizer(settings)
-    sources = tuple(
-        dataclasses.replace(columns, data=source, hf_dataset=None) for source in phase.sources
-    )
+    if phase.data:
+        columns = replace(columns, data=phase.data, hf_dataset=None)
 
     start = updates_before = 0
     carries = False
@@ -171,7 +151,7 @@ def _resolve(
     return RunPhase(
         name,
         settings,
-        sources or (columns,),
+        columns,
         phase.replay,
         carries,
         start,

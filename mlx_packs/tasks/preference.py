@@ -60,7 +60,7 @@ class PreferenceTask(TokenTask):
         return data
 
     def _encoded_splits(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
-        columns = phase.sources[0]
+        columns = phase.columns
         length = phase.train.max_seq_length
         options = EncodingOptions(max_seq_length=length, vocab_size=self.base.vocab_size)
 
@@ -127,7 +127,7 @@ class PreferenceTask(TokenTask):
         dropped = sum(e.dropped for e in examples.values())
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
-        show_notes(read, phase.sources[0], self.base.tokenizer, display)
+        show_notes(read, phase.columns, self.base.tokenizer, display)
 
     def _targets_line(self, examples: Examples) -> str:
         """How much of the examples is trained on, for people."""
@@ -148,7 +148,7 @@ class PreferenceTask(TokenTask):
         self.masks = self._masked(data.splits["train"], self.base)
 
         row = splits.first_usable(data.held_out_split)
-        columns = data.phase.sources[0]
+        columns = data.phase.columns
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         content = COMPLETION.read(row, columns, self.base.tokenizer)

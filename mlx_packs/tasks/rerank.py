@@ -62,7 +62,7 @@ class RerankTask(TextsTask):
         prompt = RerankPrompt(base.tokenizer, self.instruction, limit)
 
         def encode(split: str, _: Callable[[], None]) -> Rankings:
-            return encode_rankings(read.rows[split], prompt, phase.sources[0].on_bad_row)
+            return encode_rankings(read.rows[split], prompt, phase.columns.on_bad_row)
 
         rankings = encode_each(read, encode, self.display)
         first = rankings["train"]
@@ -93,7 +93,7 @@ class RerankTask(TextsTask):
         )
 
         show_cut(rankings, self.train.max_seq_length, "documents", self.display)
-        show_notes(read, phase.sources[0], self.base.tokenizer, self.display)
+        show_notes(read, phase.columns, self.base.tokenizer, self.display)
 
     def evaluation(self, phase: RunPhase, examples: Rankings, chosen: np.ndarray) -> Dataset:
         chosen = np.sort(chosen)

@@ -118,7 +118,7 @@ class Task(PhaseTask, ABC):
         check_best(phase.train.best, self.validated)
         # of its last phase; with --epochs only the phases of `PhaseData` have the final `iters`
         self.train = phase.train
-        self.columns = phase.sources[0]
+        self.columns = phase.columns
         self.lora = lora
         self.calls = calls
 

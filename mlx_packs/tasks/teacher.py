@@ -145,13 +145,13 @@ def write_teacher_cache(
         )
 
     (phase,) = resolve_phases(recipe.train, recipe.data)
-    columns = phase.sources[0]
+    columns = phase.columns
     base = base.with_chat_template(columns.chat_template)
     if columns.template_date is None and reads_clock(base.tokenizer):
         today = replace(columns, template_date=date.today().isoformat())
-        phase = replace(phase, sources=(today,))
+        phase = replace(phase, columns=today)
 
-    examples = encode_splits(phase.load_rows(), base, phase.sources[0], phase.train, display)
+    examples = encode_splits(phase.load_rows(), base, phase.columns, phase.train, display)
     facts = teacher.facts(examples, phase.train.max_seq_length)
     per_target = facts.target_bytes
     total = size(facts.targets * per_target)

@@ -149,7 +149,7 @@ def encode_phases(
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
         show_phase(phase, display)
-        encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
+        encoded.append(encode_splits(read, base, phase.columns, phase.train, display))
 
     return encoded
 

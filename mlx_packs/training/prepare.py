@@ -148,11 +148,7 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
             public[name] = public_name(public[name])
     for phase in public.get("phases", ()):
         if "data" in phase:
-            data = phase["data"]
-            if isinstance(data, str):
-                phase["data"] = public_name(data)
-            else:
-                phase["data"] = [public_name(source) for source in data]
+            phase["data"] = public_name(phase["data"])
     return public
 
 
@@ -270,9 +266,9 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
         data=data,
         identity=identity,
         recipe=public_recipe(recipe, base),
-        sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
+        sources=[public_name(read.source) for read in splits],
         left_out=left_out_rows(run.phases, splits),
-        json_layout=json_layout(splits[-1], run.last_phase.sources[0]),
+        json_layout=json_layout(splits[-1], run.last_phase.columns),
         base_weights=base_weights,
         memory=memory,
     )

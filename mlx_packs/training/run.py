@@ -113,7 +113,7 @@ def train_request(request: Request) -> TrainRun:
     _backend.start_record()
     settings = RunSettings.of(request)
     resume = request.option("resume")
-    columns = settings.last_phase.sources[0]
+    columns = settings.last_phase.columns
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with ExitStack() as closes:
         closes.enter_context(signals.handled())

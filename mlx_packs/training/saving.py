@@ -47,7 +47,7 @@ def save_pack(prepared: PreparedRun, trainable: Trainable, fit: Fit, summary: Su
         eval=summary.eval,
         measured={"compute_dtype": prepared.dtype.to_json(), **measured(fit, prepared.memory)},
     )
-    if isinstance(source := run.last_phase.sources[0].data, InMemoryRows):
+    if isinstance(source := run.last_phase.columns.data, InMemoryRows):
         pack.examples = source
 
     replace = run.request.option("overwrite") or run.place.resume

@@ -11,8 +11,8 @@ from mlx_packs.data import encoding_parts, token_cache
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.encoding_parts import EncodingJob, encode_parts, parts_of, process_count
 from mlx_packs.data.fim import FillInTheMiddle
-from mlx_packs.data.rows import read_rows
-from mlx_packs.data.sources import as_rows, concatenated
+from mlx_packs.data.json_lines import JsonLines
+from mlx_packs.data.sources import Rows, as_rows
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
@@ -37,7 +37,7 @@ def shards(folder, rows):
     for i, file in enumerate(files):
         lines = rows[len(rows) * i // 3 : len(rows) * (i + 1) // 3]
         file.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return concatenated([read_rows(file) for file in files])
+    return Rows([JsonLines(file) for file in files])
 
 
 def job_of(rows, tokenizer, options=OPTIONS, columns=COLUMNS):

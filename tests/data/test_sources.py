@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs.data.formats import Row
 from mlx_packs.data.json_lines import JsonLines
-from mlx_packs.data.sources import RowList, Rows, ValueList, as_rows, concatenated
+from mlx_packs.data.sources import RowList, Rows, ValueList, as_rows
 
 
 @pytest.fixture
@@ -72,16 +72,6 @@ def test_selections_of_selections_and_parts(sources):
     assert numbers(part) == list(range(350, 700, 3))[10:90]
     assert numbers(part.select(np.array([0, 5, 79]))) == [380, 395, 617]
     assert len(rows[5:2]) == 0 and numbers(rows[5:2]) == []
-
-
-def test_concatenated_rows_are_where_they_were(sources):
-    rows = Rows(sources)
-    odd = rows.select(np.arange(1, 1000, 2))
-    joined = concatenated([rows[390:410], odd[:3], [], [Row("x", {"text": "7"})], rows])
-    assert numbers(joined) == [*range(390, 410), 1, 3, 5, 7, *range(1000)]
-    assert [row.where for row in joined] == [joined.where(i) for i in range(len(joined))]
-    assert numbers(joined[15:25]) == [*range(405, 410), 1, 3, 5, 7, 0]
-    assert len(concatenated([[], Rows()])) == 0
 
 
 def test_key_is_that_of_the_content_and_the_selection(sources):

@@ -133,7 +133,7 @@ def test_shapes_of_drawn_batches_are_those_that_were_foretold(two_phase_examples
 def test_a_run_without_phases_is_a_run_of_one_leg():
     config, columns = TrainConfig(iters=7), DataConfig()
     (phase,) = resolve_phases(config, columns)
-    assert phase.train is config and phase.sources == (columns,)
+    assert phase.train is config and phase.columns == columns
     assert (phase.name, phase.first_batch, phase.stop, phase.updates_before) == ("", 0, 7, 0)
     assert not phase.carries_optimizer
 
@@ -143,7 +143,7 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it():
         Phase(),
         Phase(iters=3),
         Phase(learning_rate=1e-5, optimizer_state="fresh"),
-        Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0),
+        Phase(data="a", lr_schedule="constant", warmup_steps=0),
     )
 
     run = {"iters": 5, "learning_rate": 3e-4, "warmup_steps": 1, "grad_accumulation_steps": 2}
@@ -156,9 +156,8 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it():
     assert [phase.train.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-5, 3e-4]
     assert [phase.train.warmup_steps for phase in phases] == [1, 1, 1, 0]
 
-    sources = [[s.data for s in phase.sources] for phase in phases]
-    assert sources == [["x"], ["x"], ["x"], ["a", "b"]]
-    assert {s.text_feature for phase in phases for s in phase.sources} == {"body"}
+    assert [phase.columns.data for phase in phases] == ["x", "x", "x", "a"]
+    assert {phase.columns.text_feature for phase in phases} == {"body"}
 
 
 def test_settings_of_the_run_change_in_phases_as_if_they_were_resolved_again():
@@ -167,7 +166,7 @@ def test_settings_of_the_run_change_in_phases_as_if_they_were_resolved_again():
         grad_accumulation_steps=2,
         phases=(
             Phase(iters=3, learning_rate=1e-5),
-            Phase(data=["a", "b"], iters=4, lr_schedule="constant"),
+            Phase(data="a", iters=4, lr_schedule="constant"),
             Phase(task="dpo", data="c", warmup_ratio=0.5),
         ),
     )
@@ -212,15 +211,7 @@ def test_schedule_begins_with_its_phase():
     assert isinstance(before, optimizers.AdamW)
 
 
-def test_examples_of_all_sources_and_phases_are_concatenated(phase_data):
-    both = [str(phase_data / "broad"), str(phase_data / "narrow")]
-    config = TrainConfig(phases=(Phase(data=both[:1]), Phase(data=[both[0], both[0]])))
-    phases = resolve_phases(config, DataConfig())
-    splits = phases[1].load_rows()
-    assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
-    assert phases[1].public_source(splits) == "broad + broad"
-    assert phases[-1].sources[0].data == both[0]
-
+def test_examples_of_all_phases_are_concatenated():
     one = Examples(
         [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
     )
@@ -241,7 +232,7 @@ FAULTS = [
     ("phases: [{replay: 0.2}]", "conflict", "phases[0] (phase-1): replay "),
     ("phases: [{name: a}, {name: a}]", "conflict", "'a'"),
     (r'phases: [{name: "a\nb"}]', "invalid", r"'a\nb'"),
-    ("phases: [{data: []}]", "invalid", "phases[0]: data: "),
+    ("phases: [{data: [a, b]}]", "invalid", "phases[0]: data: must be one source, but is ['a', "),
     ("phases: [{optimizer_state: keep}]", "unknown", "phases[0]: optimizer_state: "),
     ("phases: [{lr_schedule: step}]", "unknown", "phases[0] (phase-1): lr_schedule: "),
     ("phases: [{data: nowhere/at/all}]", "not-found", "nowhere/at/all"),
