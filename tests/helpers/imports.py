@@ -10,6 +10,11 @@ PACKAGE = Path(__file__).parents[2] / "mlx_packs"
 TABLES = {"config/choices.py", "cli/main.py", "training/observers/__init__.py", "bases/readers.py"}
 
 
+def written_files(package: Path = PACKAGE) -> list[Path]:
+    """The Python files of a package that people write: all but those that protoc generates."""
+    return [file for file in sorted(package.rglob("*.py")) if not file.name.endswith("_pb2.py")]
+
+
 def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> list[str]:
     """Dotted names of all that a file of a package imports, wherever the import stands.
 

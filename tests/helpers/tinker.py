@@ -30,7 +30,7 @@ def forward_request(
     forward_only: bool = False,
 ) -> bytes:
     """Return the bytes of a request; a datum is its tokens and its arrays by name."""
-    request = MESSAGES["ForwardBackwardRequest"](
+    request = MESSAGES.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward_only
     )
     for tokens, inputs in data:
@@ -86,7 +86,7 @@ class TinkerClient:
         if isinstance(result, dict):
             return result["error"], result["category"]
 
-        output = MESSAGES["ForwardBackwardOutput"].FromString(result)
+        output = MESSAGES.ForwardBackwardOutput.FromString(result)
         (metric,) = output.metrics
         arrays = [each.fields[0].value for each in output.loss_fn_outputs]
         return metric.value, [np.frombuffer(array.data, np.float32) for array in arrays]
@@ -102,7 +102,7 @@ class TinkerClient:
         result = self.call("asample", body)
         if isinstance(result, dict):
             return result
-        return MESSAGES["SampleResponse"].FromString(result)
+        return MESSAGES.SampleResponse.FromString(result)
 
     def session_on(self, path: str | None = None) -> str:
         """Return a new sampling session, on the base or on a saved model."""

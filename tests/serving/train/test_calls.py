@@ -67,7 +67,7 @@ def sent(client, model: str, data: list, *args, **options) -> dict:
 def loss_of(client, answer: dict) -> float:
     result = client.result(answer)
     assert isinstance(result, bytes), result
-    return MESSAGES["ForwardBackwardOutput"].FromString(result).metrics[0].value
+    return MESSAGES.ForwardBackwardOutput.FromString(result).metrics[0].value
 
 
 def shorter(datum, length: int):

@@ -53,7 +53,7 @@ def test_faulty_rows(tokens, inputs, loss, message):
 
 def request_with(field: str) -> bytes:
     """Return a request that is valid but for one field of its tensor, or of its loss."""
-    request = MESSAGES["ForwardBackwardRequest"]()
+    request = MESSAGES.ForwardBackwardRequest()
     request.ParseFromString(forward_request("m", [([1, 2], GOOD)]))
     tensor = request.data[0].loss_fn_inputs[0].value
     if field == "sparse_csr":
@@ -91,7 +91,7 @@ def test_faulty_bytes(body, message):
 
 
 def test_images_are_rejected():
-    request = MESSAGES["ForwardBackwardRequest"](model_id="m")
+    request = MESSAGES.ForwardBackwardRequest(model_id="m")
     image = b"\x12\x03\x0a\x01x"  # the field 2 of a chunk, a message whose field 1 is "x"
     request.data.add().model_input.add().MergeFromString(image)
     with pytest.raises(PackError, match="images"):
