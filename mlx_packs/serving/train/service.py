@@ -73,7 +73,7 @@ class TrainingService:
         self._states = states
         self._settings = settings
         self._models = Models(generator, states)
-        self._samplers = SamplingSessions(generator, states)
+        self._samplers = SamplingSessions(generator)
         self._runner = SampleRunner(generator, settings)
         self.results = Results()
         self._sessions: dict[str, float] = {}  # by id, when it was heard of last
@@ -341,13 +341,8 @@ class TrainingService:
     async def sample(self, _: Request, body: SampleBody) -> Response:
         session = self._samplers.find(body.sampling_session_id)
         self._runner.check(body)
-
-        async def generate() -> Result:
-            async with self._samplers.loaded(session):
-                return await self._runner.sample(body, session.model)
-
         key = (body.sampling_session_id, body.seq_id)
-        return self._started(generate(), None, key, body.num_samples)
+        return self._started(self._runner.sample(body, session.model), None, key, body.num_samples)
 
     # Results
 

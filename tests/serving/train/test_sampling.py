@@ -99,36 +99,22 @@ def test_a_step_of_a_model(client, datum):
     assert "is not served" in client.result(answer)["error"]
 
 
-def test_samples_of_saved_models_leave_memory_and_come_back(client, datum, monkeypatch):
-    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 1)
+def test_the_oldest_saved_models_leave_memory(client, server, datum, monkeypatch):
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._MOST_LOADED", 1)
     model = client.create()
     sessions = []
     for name in ("a", "b"):
         path = client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"]
         sessions.append(client.session_on(path))
-    for session in sessions:
-        assert client.sample(session, datum[0]).sequences
-        assert len(client.server.worker.registry.names) == 2
+    assert len(server.worker.registry.names) == 2
+    assert "is not served" in client.call("asample", sample_body(sessions[0]))["error"]
+    assert client.sample(sessions[1], datum[0]).sequences
     status, answer = client.server.json("GET", f"/api/v1/samplers/{sessions[0]}")
     assert status == 200 and answer["model_path"].endswith("/sampler_weights/a")
 
 
-def test_models_that_are_sampled_from_stay_in_memory(client, server, datum, monkeypatch):
-    """All are loaded before the first text has its place."""
-    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 1)
-    model = client.create()
-    bodies = []
-    for name in ("a", "b", "c"):
-        path = client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"]
-        bodies.append(sample_body(client.session_on(path)) | {"num_samples": 8})
-
-    answers = [client.post("asample", body) for body in bodies for _ in range(3)]
-    assert all(isinstance(client.result(answer), bytes) for answer in answers)
-    assert len(server.worker.registry.names) == 2
-
-
 def test_the_first_steps_leave_memory(client, monkeypatch):
-    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._LOADED", 2)
+    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._MOST_LOADED", 2)
     model = client.create()
     for number in (1, 2, 3):
         body = {"model_id": model, "sampling_session_seq_id": number}
@@ -138,28 +124,27 @@ def test_the_first_steps_leave_memory(client, monkeypatch):
     assert client.server.worker.registry.names == names
 
 
-def test_samples_are_of_what_is_saved_now(client, datum):
+def test_a_new_session_is_on_what_is_saved_now(client, datum):
     model = client.create()
     body = {"model_id": model, "path": "mine", "overwrite": True}
     path = client.call("save_weights", body)["path"]
-    session = client.session_on(path)
 
-    def score() -> float:
+    def score(session: str) -> float:
         response = client.sample(session, datum[0], prompt_logprobs=True)
         return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
 
-    before = score()
+    before = score(client.session_on(path))
     client.forward(model, [datum])
     client.step(model, learning_rate=1e-2)
     client.call("save_weights", body)
-    assert score() > before + 1
+    assert score(client.session_on(path)) > before + 1
 
-    names = client.server.worker.registry
-    assert path.replace("tinker://", "tinker/") in names.names
+    assert path.replace("tinker://", "tinker/") in client.server.worker.registry.names
     run, kind, name = path.removeprefix("tinker://").split("/")
     client.server.request("DELETE", f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")
-    assert "nothing is saved" in client.call("asample", sample_body(session))["error"]
-    assert names.names == ["base"]
+    body = {"session_id": client.session, "model_path": path}
+    error = client.post("create_sampling_session", body, 404)["error"]
+    assert "nothing is saved" in error["message"]
 
 
 def test_samples_that_find_no_place_in_time(generator, tmp_path, monkeypatch):
