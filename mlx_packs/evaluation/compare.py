@@ -23,7 +23,7 @@ from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
-from ..memory.matmul_path import choose_matmul_path
+from ..memory.matmul_path import generation_path
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
@@ -33,7 +33,8 @@ from ..packs.weighted_sum import check_distinct
 from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows
-from .throughput import Speed, cut_prompts, generation_path, measure_throughput
+from .scores import scoring_path
+from .throughput import Speed, cut_prompts, measure_throughput
 
 BATCH_SIZES = (1, 4, 8)
 BASE = "base"
@@ -127,8 +128,8 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         limit: Maximum number of examples; -1 uses all.
         max_tokens: Number of tokens to generate per prompt.
         rounds: Number of timing rounds after a warm-up.
-        matmul_path: How frozen weights are used. ``"auto"`` takes the fastest for scoring, and for
-            generation on a CPU; elsewhere generation takes ``"quantized"``, as `packs generate`.
+        matmul_path: How frozen weights are used. ``"auto"`` is the fastest path for scoring,
+            and the path of `packs generate` for generation.
         columns: Names of the columns, as in `evaluate`; None is as all packs were trained.
         max_ppl_ratio: Gate: the largest perplexity, as a multiple of the base model's.
         min_tps_ratio: Gate: the smallest decoding speed, as a multiple of the base model's.
@@ -154,21 +155,21 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode_shown(evaluation_rows(columns, split, limit), base, columns, options, display)
     batches = evaluation_batches(examples, max(batch_sizes), length)
-    evaluations = len(models) * len(batches)
-    scoring_path, generating_path = _matmul_paths(base, matmul_path, batches, evaluations)
+    score_path = scoring_path(base, batches * len(models), matmul_path)
+    text_path = generation_path(base.model) if matmul_path == "auto" else matmul_path
 
-    with display.task("score", evaluations, "batches") as bar:
-        scores = _score_all(base, models[1:], batches, scoring_path, bar.advance)
+    with display.task("score", len(models) * len(batches), "batches") as bar:
+        scores = _score_all(base, models[1:], batches, score_path, bar.advance)
 
     tokens = [example.tokens for example in examples.items]
     with display.task("speed", len(batch_sizes) * len(models) * (rounds + 1), "runs") as bar:
         prompts = [cut_prompts(tokens, size, length) for size in batch_sizes]
         speeds = [
-            measure_throughput(base, models, each, max_tokens, rounds, generating_path, bar.advance)
+            measure_throughput(base, models, each, max_tokens, rounds, text_path, bar.advance)
             for each in prompts
         ]
 
-    paths = {"scoring_path": scoring_path, "generation_path": generating_path}
+    paths = {"scoring_path": score_path, "generation_path": text_path}
     conditions = {"sequence_length": length, **paths}
     return [
         _compared(name, pack, (scores[0], scores[i]), by_model[i], limits, conditions)
@@ -215,17 +216,6 @@ def _common(packs: Sequence[Pack]) -> Pack | None:
         return None
     check_same_use(packs)
     return replace(packs[0], manifest={**packs[0].manifest, **agreed_records(packs)})
-
-
-def _matmul_paths(
-    base: Base, matmul_path: str, batches: list[Batch], evaluations: int
-) -> tuple[str, str]:
-    if matmul_path != "auto":
-        return matmul_path, matmul_path
-
-    tokens = batches[-1].inputs["tokens"].size
-    scoring_path = choose_matmul_path(base.model, tokens, steps=evaluations).matmul_path
-    return scoring_path, generation_path(scoring_path)
 
 
 def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens: int) -> None:

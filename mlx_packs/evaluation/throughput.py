@@ -10,7 +10,7 @@ import numpy as np
 from ..inference.generate import stream_batch
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
-from ..runtime import mx, on_cpu
+from ..runtime import mx
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,6 @@ def cut_prompts(rows: Sequence[np.ndarray], count: int, length: int) -> list[lis
     tokens = np.concatenate(rows)
     tokens = tokens[tokens >= 0]
     return np.resize(tokens, (count, length)).tolist()
-
-
-def generation_path(measured: str) -> str:
-    """Return the matmul path for generation: quantized, as `packs generate` does.
-
-    On a CPU, where that is far slower, it is the one that was measured to be the fastest.
-    """
-    if not on_cpu():
-        return "quantized"
-    return measured
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, 
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.scores import before_and_after
-from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
+from ..evaluation.throughput import cut_prompts, measure_throughput
 from ..inference.generate import complete
+from ..memory.matmul_path import generation_path
 from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
@@ -304,18 +305,13 @@ class CausalLMTask(TokenTask):
         return lines + try_lines(report, samples[0].get("prompt"))
 
     def gate_values(
-        self,
-        gates: Mapping[str, float],
-        pack: Pack,
-        summary: Summary,
-        held_out: Examples,
-        matmul_path: str,
+        self, gates: Mapping[str, float], pack: Pack, summary: Summary, held_out: Examples
     ) -> dict[str, float]:
         """The ratio of perplexities, and of decoding throughput only if a gate asks for it."""
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
             prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
-            path = generation_path(matmul_path)
+            path = generation_path(self.base.model)
             with self.display.working("gates", "measuring decoding throughput"):
                 _, with_pack = measure_throughput(
                     self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path

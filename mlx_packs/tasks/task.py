@@ -171,12 +171,7 @@ class Task(PhaseTask, ABC):
         """Return the report of a run for people, the headline first."""
 
     def gate_values(
-        self,
-        gates: Mapping[str, float],
-        pack: Pack,
-        summary: Summary,
-        held_out: ExampleSet,
-        matmul_path: str,
+        self, gates: Mapping[str, float], pack: Pack, summary: Summary, held_out: ExampleSet
     ) -> dict[str, float]:
         """Return the values of those gates that are not about the size of the pack."""
         return {}

@@ -63,8 +63,7 @@ def _check_gates(prepared: PreparedRun, pack: Pack, summary: Summary) -> Gates:
         return {}
 
     held_out = prepared.data[-1].held_out_examples
-    path = prepared.memory.choice.matmul_path
-    values = prepared.task.gate_values(gates, pack, summary, held_out, path)
+    values = prepared.task.gate_values(gates, pack, summary, held_out)
     for _ in range(2):  # the manifest, which has the result, is part of the size
         results = evaluate_gates(gates, {**values, "max_pack_mb": pack.size_mb})
         pack._note(gates=results)
