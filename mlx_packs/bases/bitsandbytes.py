@@ -1,10 +1,8 @@
-"""The 4-bit tensors of bitsandbytes, to and from ours: the same bits, other names and shapes.
+"""The 4-bit tensors of bitsandbytes as ours: the same bits, other names and shapes.
 
 A weight [O, D] of theirs is uint8 [O * D / 2, 1] and has beside it ``weight.absmax``, the tables
 that codes stand for, and ``weight.quant_state.bitsandbytes__nf4``: JSON, as bytes.
 """
-
-import json
 
 import numpy as np
 
@@ -18,59 +16,9 @@ METHOD = "bitsandbytes"  # quant_method in a config.json
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _DTYPES = ("float32", "float16", "bfloat16")  # of what was quantized
-_STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
 _LONGEST_STATE = 1 << 16
 _LARGEST_OFFSET = 3.4e38  # of float32
 _REMEDY = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
-
-
-def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dict:
-    """``quantization_config`` as transformers writes it; ``skipped`` modules are dense."""
-    return {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double_quant,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": skipped,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": METHOD,
-    }
-
-
-def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.array]:
-    """The tensors of a weight called ``name`` (with its ``.weight``), once of this dtype.
-
-    Their sizes do not depend on the values, so that a file can be laid out before they are known.
-    """
-    state = {
-        "quant_type": "nf4",
-        "blocksize": weight.block_size,
-        "dtype": dtype,
-        "shape": list(weight.shape),
-    }
-
-    tensors = {
-        name: weight.weight.reshape(-1, 1),
-        f"{name}.absmax": weight.absmax,
-        f"{name}.quant_map": mx.array(LEVELS),
-    }
-
-    if weight.double_quant:
-        state["nested_blocksize"] = NESTED_BLOCK_SIZE
-        state["nested_dtype"] = "float32"
-        state["nested_offset"] = weight.offset.item()
-        tensors[f"{name}.nested_absmax"] = weight.nested_absmax
-        tensors[f"{name}.nested_quant_map"] = dynamic_map()
-
-    text = json.dumps(state).ljust(_STATE_BYTES)
-    tensors[f"{name}{_STATE}nf4"] = mx.array(np.frombuffer(text.encode(), np.uint8))
-    return tensors
 
 
 def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.array]:

@@ -11,8 +11,7 @@ from ..errors import PackError
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..ops import nf4
 from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
-from ..runtime import dtype_name, mx
-from .bitsandbytes import to_bitsandbytes
+from ..runtime import mx
 from .weight_formats import CustomFormat, Shape, Tensors, by_slices, fault_of
 
 
@@ -27,7 +26,6 @@ class NF4Format(CustomFormat):
     bits: int = field(default=4, init=False)
     group_size: int = 64
     double_quant: bool = True
-    layouts = ("mlx", "bitsandbytes")
 
     @property
     def divisor(self) -> int:
@@ -45,7 +43,7 @@ class NF4Format(CustomFormat):
             return count // 2 + 4 * blocks
         return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
 
-    def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def outline(self, name: str, w: mx.array) -> Tensors:
         codes = mx.zeros((w.shape[0], w.shape[1] // 2), mx.uint8)
         blocks = -(-w.size // self.group_size)
 
@@ -55,9 +53,9 @@ class NF4Format(CustomFormat):
             absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
 
         weight = NF4Weight(codes, *absmax, block_size=self.group_size)
-        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
+        return weight.tensors(name.removesuffix(".weight"))
 
-    def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def quantize(self, name: str, w: mx.array) -> Tensors:
         def codes_and_absmax(rows: mx.array) -> tuple[mx.array, mx.array]:
             part = nf4.quantize(rows, self.group_size, double_quant=False)
             return part.weight, part.absmax
@@ -67,7 +65,7 @@ class NF4Format(CustomFormat):
         weight = NF4Weight(*arrays, block_size=self.group_size)
         if self.double_quant:
             weight = nf4.quantize_absmax(weight)
-        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
+        return weight.tensors(name.removesuffix(".weight"))
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
         weight = NF4Weight(*tensors.values(), block_size=self.group_size)
@@ -119,9 +117,3 @@ class NF4Format(CustomFormat):
                 )
 
         super().check_stored(modules, name, keep)
-
-
-def _nf4_names(name: str, weight: NF4Weight, dtype: str, layout: str) -> Tensors:
-    if layout == "bitsandbytes":
-        return to_bitsandbytes(name, weight, dtype)
-    return weight.tensors(name.removesuffix(".weight"))

@@ -52,7 +52,6 @@ class QuantizeOptions:
     weight_format: WeightFormat = field(default_factory=lambda: named_format("nf4"))
     keep: tuple[str, ...] = ()  # modules left dense: leaf (lm_head), tail or path
     bits_for: tuple[tuple[str, int], ...] = ()
-    layout: str = "mlx"  # or bitsandbytes, for transformers
     max_shard_gb: float = 1.0  # in 10^9 bytes; an interruption loses one shard at most
 
     def check(self) -> None:
@@ -66,10 +65,6 @@ class QuantizeOptions:
             except re.error as error:
                 faults.append(f"--bits-for: '{expression}' is no regular expression ({error}).")
 
-        affine_too = self.layout != "mlx" and self.bits_for
-        if affine_too or self.layout not in self.weight_format.layouts:
-            faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for.")
-
         if not self.max_shard_gb > 0:
             faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}.")
 
@@ -81,7 +76,7 @@ class QuantizeOptions:
             "packing": {"double_quant": True, **asdict(self.weight_format)},
             "keep": list(self.keep),
             "bits_for": [list(pair) for pair in self.bits_for],
-            "format": self.layout,
+            "format": "mlx",
             "max_shard_gb": self.max_shard_gb,
         }
 
@@ -126,29 +121,23 @@ def format_for(
 
     weight_format = options.weight_format
     width = shape[-1]
-    if options.layout == "bitsandbytes":
-        # transformers quantizes linears alone, and leaves the head dense
-        if kind != "linear" or is_named(path, "lm_head"):
-            return "bitsandbytes quantizes neither embeddings nor heads nor experts"
-    else:
-        for expression, bits in options.bits_for:
-            if re.search(expression, path):
-                group_size = weight_format.group_size if weight_format.native else 64
-                if width % group_size:
-                    raise PackError(
-                        f"--bits-for {expression}: {path} has {width} columns, which {group_size} "
-                        "does not divide. Keep it dense with --keep."
-                    )
-                return MLXFormat("affine", bits, group_size)
+    for expression, bits in options.bits_for:
+        if re.search(expression, path):
+            group_size = weight_format.group_size if weight_format.native else 64
+            if width % group_size:
+                raise PackError(
+                    f"--bits-for {expression}: {path} has {width} columns, which {group_size} does "
+                    "not divide. Keep it dense with --keep."
+                )
+            return MLXFormat("affine", bits, group_size)
 
-        if not advice:
-            return "its family advises so"
-        if isinstance(advice, Mapping):
-            weight_format = MLXFormat("affine", advice.get("bits", 4), advice.get("group_size", 64))
+    if not advice:
+        return "its family advises so"
+    if isinstance(advice, Mapping):
+        weight_format = MLXFormat("affine", advice.get("bits", 4), advice.get("group_size", 64))
 
-        if not weight_format.holds(kind):
-            return f"{weight_format.mode.upper()} is for linears and embeddings"
-
+    if not weight_format.holds(kind):
+        return f"{weight_format.mode.upper()} is for linears and embeddings"
     if not weight_format.fits(width):
         return f"width {width} is no multiple of {weight_format.divisor}"
     return weight_format

@@ -40,7 +40,6 @@ class WeightFormat(ABC):
     bits: int  # of a code
     group_size: int  # weights that share a scale
     native: ClassVar[bool]  # whether MLX's own modules multiply by it
-    layouts: ClassVar[tuple[str, ...]] = ("mlx",)  # of files that `quantize` writes
 
     @property
     def divisor(self) -> int:
@@ -59,18 +58,17 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def outline(self, name: str, w: mx.array) -> Tensors:
         """Return the outline of `quantize`'s result, as lazy zeros: names, shapes and dtypes."""
 
     @abstractmethod
-    def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def quantize(self, name: str, w: mx.array) -> Tensors:
         """Return the tensors that store a weight called ``name`` (with its ``.weight``).
 
         Slices of rows are quantized and evaluated one after another: beside the weight and the
         result, a few times a million weights are in memory. NaN and infinity are errors.
 
-        ``w`` is [O, D], for native formats also [E, O, D]; ``layout`` is ``mlx``, or
-        ``bitsandbytes`` for the names that transformers reads.
+        ``w`` is [O, D], for native formats also [E, O, D].
         """
 
     @abstractmethod
@@ -123,10 +121,10 @@ class MLXFormat(WeightFormat):
         scales = 2 * scale_itemsize if self.mode == "affine" else 1  # others have 8-bit scales
         return count * self.bits // 8 + scales * (count // self.group_size)
 
-    def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def outline(self, name: str, w: mx.array) -> Tensors:
         return _native_names(name, self._quantize(mx.zeros(w.shape, w.dtype)))
 
-    def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def quantize(self, name: str, w: mx.array) -> Tensors:
         return _native_names(name, by_slices(name, w, 1, self._quantize))
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
@@ -187,11 +185,11 @@ class CustomFormat(WeightFormat):
         ``dtype`` is of its dense weight. A ValueError says what does not fit.
         """
 
-    def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def outline(self, name: str, w: mx.array) -> Tensors:
         arrays = self.arrays(mx.zeros(w.shape, w.dtype))
         return {part_name(name, part): mx.zeros(a.shape, a.dtype) for part, a in arrays.items()}
 
-    def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
+    def quantize(self, name: str, w: mx.array) -> Tensors:
         arrays = by_slices(name, w, 1, lambda rows: tuple(self.arrays(rows).values()))
         return dict(zip(self.outline(name, w), arrays, strict=True))
 

@@ -25,13 +25,12 @@ class Item:
         name: str,
         w: mx.array,
         weight_format: WeightFormat | None,
-        layout: str,
         size: int | None = None,
     ) -> "Item":
         """``size`` is the number of weights that a tensor stores, if not one each."""
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
-            outline = weight_format.outline(name, w, layout)
+            outline = weight_format.outline(name, w)
         if size is None:
             size = w.size
         return cls(name, size, dtype_name(w.dtype), weight_format, outline)

@@ -29,7 +29,6 @@ from ..files import (
 from ..reading import read_json, sha256
 from ..runtime import mx
 from ..tensors import write_tensors
-from . import bitsandbytes
 from . import files as base_files
 from .families import check_architecture, check_supported
 from .files import RECORD
@@ -174,22 +173,17 @@ def plan_quantized(
     tensors = dict(tree_flatten(model.parameters()))
     del model
 
-    if options.layout == "bitsandbytes":
-        tensors = _by_names_of_transformers(source, tensors, formats)
-
     items = []
     for name, tensor in tensors.items():
         path, _, parameter = name.rpartition(".")
         weight_format = formats.get(path) if parameter == "weight" else None
-        items.append(Item.of(name, tensor, weight_format, options.layout))
+        items.append(Item.of(name, tensor, weight_format))
 
-    # mlx-vlm names the tensors of a tower; by the names of transformers none is left out
-    has_tower = has_vision_tower(config) and find_spec("mlx_vlm") is not None
-    if has_tower and options.layout != "bitsandbytes":
+    if has_vision_tower(config) and find_spec("mlx_vlm") is not None:
         family = config["model_type"]
         tower = late.load("vision.tower:tower_tensors")(source)
         items = [replace(item, **_in_mlx_vlm(item, family)) for item in items]
-        items += [Item.of(name, tensor, None, options.layout) for name, tensor in tower.items()]
+        items += [Item.of(name, tensor, None) for name, tensor in tower.items()]
         tensors = {path_in_mlx_vlm(name, family): tensor for name, tensor in tensors.items()}
         tensors |= tower
 
@@ -197,7 +191,7 @@ def plan_quantized(
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
 
     shards = in_shards(items, options.max_shard_gb)
-    config = _new_config(config, options, formats, list(dense), items)
+    config = _new_config(config, options, formats, list(dense))
     quantization = options.weight_format.to_config()
     return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
 
@@ -208,43 +202,14 @@ def _in_mlx_vlm(item: Item, family: str) -> dict:
     return {"name": path_in_mlx_vlm(item.name, family), "outline": outline}
 
 
-def _by_names_of_transformers(
-    source: Path, of_model: dict[str, mx.array], formats: dict[str, WeightFormat]
-) -> dict[str, mx.array]:
-    """The tensors as the files name them, if quantized ones have the same name here."""
-    tensors: dict[str, mx.array] = {}
-    for file in base_files.weight_files(source):
-        tensors |= mx.load(str(file))
-
-    for path in formats:
-        name = f"{path}.weight"
-        if name not in tensors or tensors[name].shape != of_model[name].shape:
-            raise PackError(
-                f"{source}: --format bitsandbytes: its files have no {name} of shape "
-                f"{list(of_model[name].shape)}. This family is written with --format mlx only.",
-                "unsupported",
-                "format",
-            )
-
-    return tensors
-
-
 def _new_config(
     config: dict,
     options: QuantizeOptions,
     formats: dict[str, WeightFormat],
     dense: list[str],
-    items: list[Item],
 ) -> dict:
-    """config.json with the quantization as mlx-lm, or transformers, spells it."""
+    """config.json with the quantization as mlx-lm spells it."""
     weight_format = options.weight_format
-
-    if options.layout == "bitsandbytes":
-        dtype = next(item.dtype for item in items if item.weight_format)
-        skipped = list(dict.fromkeys(["lm_head", *dense]))
-        quantization = bitsandbytes.config_of(weight_format.double_quant, dtype, skipped)
-        return dict(sorted({**config, "quantization_config": quantization}.items()))
-
     quantization = weight_format.to_config()
     if not weight_format.native:
         quantization |= {path: False for path in dense}
@@ -290,7 +255,6 @@ def _finished(partial: Path, plan: WritePlan) -> list[str]:
 
 
 def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: Display) -> None:
-    kind = "mlx" if plan.options.layout == "mlx" else "pt"
     before = sum(len(plan.shards[shard]) for shard in finished)
     cache = mx.set_cache_limit(_CACHE_BYTES)
 
@@ -304,7 +268,7 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
 
                 outline = {name: w for item in items for name, w in item.outline.items()}
                 written = _written(items, plan, bar)
-                write_tensors(partial / shard, outline, written, kind)
+                write_tensors(partial / shard, outline, written, "mlx")
     finally:
         mx.set_cache_limit(cache)
 
@@ -319,7 +283,7 @@ def _written(items: list[Item], plan: WritePlan, bar: Task) -> Iterator[tuple[st
             check_finite(item.name, w)
             yield item.name, w
         else:
-            yield from item.weight_format.quantize(item.name, w, plan.options.layout).items()
+            yield from item.weight_format.quantize(item.name, w).items()
 
         del w
         mx.clear_cache()
@@ -358,7 +322,7 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
     quantized = [item for item in plan.items if item.weight_format]
     record = {
         **plan.request(),
-        "format": plan.options.layout,
+        "format": "mlx",
         "quantization": plan.quantization,
         "quantized": len(quantized),
         "dense": len(plan.items) - len(quantized),

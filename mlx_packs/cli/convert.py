@@ -299,12 +299,6 @@ def import_(
     metavar="REGEX=BITS",
     help="Quantize the modules whose path matches REGEX in affine mode with BITS bits. Repeatable.",
 )
-@option(
-    "--format",
-    type=click.Choice(["mlx", "bitsandbytes"]),
-    default="mlx",
-    help="Format of the files: mlx, or bitsandbytes for transformers.",
-)
 @options.max_shard_gb
 @options.overwrite
 @options.trust_remote_code
@@ -346,7 +340,6 @@ def _options(
         weight_format,
         options.names(others["keep"]),
         tuple(_bits_for(text) for text in others["bits_for"]),
-        others["format"],
         others["max_shard_gb"],
     )
 

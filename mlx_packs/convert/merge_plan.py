@@ -214,6 +214,13 @@ def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array)
     return (m / norms)[:, None] * adapted
 
 
+def _is_rewritten(config: dict) -> bool:
+    """Return whether weights that stay quantized are written in MLX's format, not as stored."""
+    if compressed_tensors.is_compressed(config):
+        return True
+    return base_files.stored_quantization(config).get("quant_method") == METHOD
+
+
 def _config(
     config: dict,
     quantization: Mapping,
@@ -222,7 +229,7 @@ def _config(
     requantize: str,
 ) -> dict:
     is_stored = quantization or not any(c.weight_format for c in changes)
-    if requantize == "same" and is_stored and not compressed_tensors.is_compressed(config):
+    if requantize == "same" and is_stored and not _is_rewritten(config):
         return config
 
     quantized = dict(quantization)
@@ -272,37 +279,35 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     source = base_files.resolve_checkpoint(request.model)
     requantize = request.requantize
 
-    of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
-    native = requantize in WEIGHT_FORMATS and named_format(requantize).native
-    layout = "bitsandbytes" if of_bitsandbytes and requantize != "none" and not native else "mlx"
+    stored = read_json(source / "config.json")
+    is_dense = requantize == "none" and not compressed_tensors.is_compressed(stored)
 
     names = None
-    if not compressed_tensors.is_compressed(read_json(source / "config.json")):
-        names = _own_names(source, planned, layout)
+    if is_dense or not _is_rewritten(stored):
+        names = _own_names(source, planned)
 
     origin = "base"
-    if names is None or (of_bitsandbytes and native):
+    if names is None:
         tensors = dict(tree_flatten(base.model.parameters()))
         names = _Names(tensors, {c.path: c.path for c in planned.changes})
-        layout = "mlx"
         origin = "mlx-lm"
 
-    config = read_json(source / "config.json") if layout == "bitsandbytes" else planned.config
+    items, tensors = _items(planned, names, DTYPES[request.dtype])
+    options = dataclasses.replace(planned.options, max_shard_gb=request.max_shard_gb)
 
-    items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
-    options = dataclasses.replace(planned.options, layout=layout, max_shard_gb=request.max_shard_gb)
-
-    quantized = base_files.stored_quantization(config)
+    quantized = base_files.stored_quantization(planned.config)
     short = {k: v for k, v in quantized.items() if not isinstance(v, dict) and v is not False}
     changed = len(planned.changes) + len(planned.tensors)
     merged = {**(facts or {}), "changed": changed, "names": origin}
 
     shards = in_shards(items, request.max_shard_gb)
-    return WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
+    return WritePlan(
+        options, tensors, shards, planned.config, base.fingerprint, {}, short or None, merged
+    )
 
 
 def _items(
-    planned: Changes, names: _Names, dtype: mx.Dtype | None, layout: str
+    planned: Changes, names: _Names, dtype: mx.Dtype | None
 ) -> tuple[list[Item], dict[str, mx.array]]:
     places = names.places
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
@@ -333,7 +338,7 @@ def _items(
         elif name in full_tensors:
             tensor = full_tensors[name].astype(dtype or tensor.dtype)
 
-        items.append(Item.of(name, tensor, weight_format, layout, size))
+        items.append(Item.of(name, tensor, weight_format, size))
         tensors[name] = tensor
 
     return items, tensors
@@ -350,7 +355,7 @@ def _true_sizes(base: BaseModel, places: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
-def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
+def _own_names(source: Path, planned: Changes) -> _Names | None:
     """None if mlx-lm has other names or shapes for a module that changes."""
     tensors: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
@@ -382,8 +387,6 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
         if place != change.path and (stored or change.weight_format):
             return None
         if stored is None and tensors[f"{place}.weight"].shape != change.weight.shape:
-            return None
-        if layout == "mlx" and change.weight_format and f"{place}.weight.absmax" in tensors:
             return None
 
     return _Names(tensors, places, frozenset(transposed))

@@ -1,4 +1,4 @@
-"""bitsandbytes: its bits when we quantize, its checkpoints as they are, and ours where it loads."""
+"""bitsandbytes: its bits when we quantize, and its checkpoints as they are."""
 
 import hashlib
 import json
@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_packs.bases import loading
-from mlx_packs.bases.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.writer import quantize
+from mlx_packs.bases.bitsandbytes import from_bitsandbytes
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
+from tests.helpers.bitsandbytes import to_bitsandbytes
 from tests.helpers.errors import raises
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -285,18 +284,3 @@ def test_a_checkpoint_of_transformers_has_the_same_logits_here(
     theirs.save_pretrained(tmp_path / "theirs")
     here = logits_here(tmp_path / "theirs", monkeypatch)
     assert np.abs(here - logits(theirs)).max() < 1e-3
-
-
-@pytest.mark.interop
-@pytest.mark.filterwarnings("default")
-def test_a_checkpoint_written_here_has_the_same_logits_there(
-    transformers_model, tmp_path, monkeypatch
-):
-    dense, load, logits = transformers_model
-    options = QuantizeOptions(keep=("layers.1.mlp.up_proj",), layout="bitsandbytes")
-    quantize(dense, tmp_path / "ours", options)
-    there = load(tmp_path / "ours")
-    kinds = [type(layer.mlp.up_proj).__name__ for layer in there.model.layers]
-    assert kinds == ["Linear4bit", "Linear"]
-    here = logits_here(tmp_path / "ours", monkeypatch)
-    assert np.abs(here - logits(there)).max() < 1e-3

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.geometry import probe
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
@@ -21,6 +20,7 @@ from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base_for
 from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
+from tests.helpers.bitsandbytes import config_of, to_bitsandbytes
 from tests.helpers.checkpoints import write_dense, write_files, write_quantized
 from tests.helpers.errors import check, raises
 from tests.helpers.models import nf4_embedding

@@ -20,6 +20,7 @@ from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from tests.helpers.bitsandbytes import write_bitsandbytes
 from tests.helpers.checkpoints import TOKENIZER_FILES, TOKENS, write_dense
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import check, raises
@@ -329,19 +330,19 @@ def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "format"),
+    ("name", "bad"),
     [
-        ("model.layers.1.mlp.up_proj.weight", float("nan"), "mlx"),
-        ("model.layers.1.mlp.up_proj.weight", float("inf"), "bitsandbytes"),
-        ("model.norm.weight", float("inf"), "mlx"),
+        ("model.layers.1.mlp.up_proj.weight", float("nan")),
+        ("model.layers.1.mlp.up_proj.weight", float("inf")),
+        ("model.norm.weight", float("inf")),
     ],
 )
-def test_a_weight_that_is_not_finite_is_named(dense, quantize_rejected, name, bad, format):
+def test_a_weight_that_is_not_finite_is_named(dense, quantize_rejected, name, bad):
     tensors = tensors_of(dense)
     flat = tensors[name].flatten()
     flat[3] = bad
     save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
-    quantize_rejected("unreadable", None, (name,), "--model", dense, "--format", format)
+    quantize_rejected("unreadable", None, (name,), "--model", dense)
 
 
 def test_tensors_without_rows_or_numbers_are_checked_too():
@@ -357,12 +358,11 @@ def test_what_is_quantized_already_is_rejected_with_what_it_is(
     config = json.loads((dense / "config.json").read_text())
     replace = ("--out", tmp_path / "q", "--overwrite")
     quantize_rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
-    for arguments, kind in (
-        (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
-        (["--format", "bitsandbytes"], "bitsandbytes nf4"),
-    ):
-        run("quantize", "--model", dense, *replace, *arguments)
-        quantize_rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
+    theirs = write_bitsandbytes(dense, tmp_path / "theirs")
+    quantize_rejected("conflict", "model", ("(bitsandbytes nf4)",), "--model", theirs)
+    run("quantize", "--model", dense, *replace, "--mode", "nf4")
+    kind = "(nf4 4-bit g64 double-quantized)"
+    quantize_rejected("conflict", "model", (kind,), "--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     quantize_rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
 
@@ -396,7 +396,6 @@ def test_a_damaged_source_is_rejected(dense, quantize_rejected):
         ("--mode affine --no-double-quant", "conflict", "double_quant", "affine"),
         ("--mode affine --bits 7", "invalid", "bits", "(2, 3, 4, 5, 6, 8)"),
         ("--mode affine --group-size 48", "invalid", "group_size", "(32, 64, 128)"),
-        ("--mode affine --format bitsandbytes", "invalid", "format", "nf4"),
         ("--max-shard-gb 0", "invalid", "max_shard_gb", "0.0"),
         ("--model nowhere", "not-found", "model", "nowhere"),
     ],
@@ -450,12 +449,6 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
             ("mlp.down_proj", "width 33 is no multiple of 2"),
         )
     ]
-
-    options = QuantizeOptions(keep=("q_proj",), layout="bitsandbytes")
-    result = quantize.quantize(folder, tmp_path / "b", options)["left_dense"]
-    for path in ("model.embed_tokens", "lm_head"):
-        assert result[path].startswith("bitsandbytes quantizes neither embeddings nor heads")
-    assert result["model.layers.0.self_attn.q_proj"] == "kept by name" and len(result) == 6
 
 
 def test_overwrite_replaces_only_what_packs_quantize_made(

@@ -54,6 +54,7 @@ def test_a_function_with_other_options_rejects_it_too():
     ("words", "instead"),
     [
         ("train --for-merge affine4", "packs merge measures what a merge loses"),
+        ("quantize --format bitsandbytes", "BitsAndBytesConfig(load_in_4bit=True"),
         ("train --on-long-row drop", "Use --on-bad-row skip"),
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
     ],

@@ -9,11 +9,10 @@ import numpy as np
 
 from mlx_packs.bases.files import RECORD
 from mlx_packs.bases.loading import lazy_base
-from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.writer import quantize
 from mlx_packs.config.choices import ARCHITECTURES
 from tests.fuzz.kind import SUBJECT, Kind, command, library
 from tests.fuzz.subjects import resealed, write_base
+from tests.helpers.bitsandbytes import write_bitsandbytes
 from tests.helpers.checkpoints import write_quantized
 from tests.helpers.fp4 import write_compressed
 
@@ -144,8 +143,7 @@ class BaseBnb(CheckpointKind):
 
     def make(self, folder):
         source = write_base(folder.with_name("dense"), mx.bfloat16)
-        quantize(source, folder, QuantizeOptions(layout="bitsandbytes"))
-        (folder / "quantization.json").unlink(missing_ok=True)
+        write_bitsandbytes(source, folder)
         shutil.rmtree(source)
         self.tensors = mx.load(str(folder / FILE))
         mx.eval(self.tensors)
