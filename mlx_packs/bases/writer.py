@@ -9,13 +9,11 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from .. import late, runtime
+from .. import runtime
 from ..display import QUIET, Display, Task
 from ..errors import Interrupted, PackError
 from ..files import (
@@ -35,7 +33,7 @@ from .files import RECORD
 from .fingerprint import fingerprint
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
-from .vision_families import has_vision_tower, path_in_mlx_vlm
+from .vision_families import has_vision_tower
 from .weight_formats import WeightFormat, check_finite
 from .write_plan import Item, WritePlan, in_shards
 
@@ -160,6 +158,13 @@ def plan_quantized(
     check_supported(config, source)
     check_architecture("quantize", "decoder", source, config.get("model_type"))
 
+    if has_vision_tower(config):
+        raise PackError(
+            f"{named or source}: takes images, and a copy would have no vision tower. Quantize it "
+            "with python -m mlx_vlm.convert -q, or while loading: packs train --quantize nf4.",
+            "unsupported",
+            "model",
+        )
     if kind := base_files.quantized_as(source, config):
         raise PackError(
             f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was "
@@ -179,14 +184,6 @@ def plan_quantized(
         weight_format = formats.get(path) if parameter == "weight" else None
         items.append(Item.of(name, tensor, weight_format))
 
-    if has_vision_tower(config) and find_spec("mlx_vlm") is not None:
-        family = config["model_type"]
-        tower = late.load("vision.tower:tower_tensors")(source)
-        items = [replace(item, **_in_mlx_vlm(item, family)) for item in items]
-        items += [Item.of(name, tensor, None) for name, tensor in tower.items()]
-        tensors = {path_in_mlx_vlm(name, family): tensor for name, tensor in tensors.items()}
-        tensors |= tower
-
     if not any(item.weight_format for item in items):
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
 
@@ -194,12 +191,6 @@ def plan_quantized(
     config = _new_config(config, options, formats, list(dense))
     quantization = options.weight_format.to_config()
     return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
-
-
-def _in_mlx_vlm(item: Item, family: str) -> dict:
-    """Return the name of an item, and of what it becomes, as mlx-vlm has them."""
-    outline = {path_in_mlx_vlm(name, family): array for name, array in item.outline.items()}
-    return {"name": path_in_mlx_vlm(item.name, family), "outline": outline}
 
 
 def _new_config(

@@ -22,6 +22,7 @@ from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.requantize import format_after, smaller_formats
+from ..bases.vision_families import has_vision_tower
 from ..bases.weight_formats import WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
@@ -288,6 +289,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
 
     origin = "base"
     if names is None:
+        _check_no_tower(base, requantize)
         tensors = dict(tree_flatten(base.model.parameters()))
         names = _Names(tensors, {c.path: c.path for c in planned.changes})
         origin = "mlx-lm"
@@ -304,6 +306,17 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     return WritePlan(
         options, tensors, shards, planned.config, base.fingerprint, {}, short or None, merged
     )
+
+
+def _check_no_tower(base: BaseModel, requantize: str) -> None:
+    """Raise a PackError for a vision tower, which has no tensors under mlx-lm's names."""
+    if has_vision_tower(base.config):
+        raise PackError(
+            f"--requantize {requantize}: {base.name} takes images, and its vision tower would be "
+            "lost. Merge it with --requantize none, and quantize that with python -m "
+            "mlx_vlm.convert -q.",
+            "unsupported",
+        )
 
 
 def _items(

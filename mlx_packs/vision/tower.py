@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from .. import runtime
 from ..bases.vision_families import VisionFamily
@@ -171,12 +171,6 @@ def _processor_of(path: Path) -> Any:
 
 def _faulty(path: Path, reason: str) -> PackError:
     return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
-
-
-def tower_tensors(path: Path) -> dict[str, mx.array]:
-    """Return the tensors of a checkpoint that no language model has, lazy, by mlx-vlm's names."""
-    named = tree_flatten(load_tower(path).parameters())
-    return {name: array for name, array in named if not name.startswith("language_model.")}
 
 
 def _shifts(entered: Any, places: np.ndarray) -> np.ndarray | None:

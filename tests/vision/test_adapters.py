@@ -9,14 +9,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.bases.vision_families import (
     VISION_FAMILIES,
     path_in_transformers,
     path_of_mlx_vlm,
 )
-from mlx_packs.bases.weight_formats import MLXFormat
 from mlx_packs.bases.writer import quantize
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
@@ -25,6 +23,7 @@ from mlx_packs.data.token_store import Example
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.vision.pictures import ImageSource
+from tests.helpers.errors import raises
 from tests.helpers.vision_bases import write_vision_base
 from tests.vision.test_models import loss_and_gradients, picture
 from tests.vision.test_runs import TRAIN, chats
@@ -221,6 +220,7 @@ def logits_here(folder, pack=None) -> np.ndarray:
     ("family", "modules"), [("smolvlm", MODULES), ("qwen3_vl", ()), ("mistral3", ())]
 )
 def test_quantized_and_merged_bases_keep_their_towers(family, modules, trained, tmp_path):
+    from mlx_vlm.convert import convert
     from mlx_vlm.utils import load
 
     folder, pack = trained(family, modules)
@@ -229,7 +229,12 @@ def test_quantized_and_merged_bases_keep_their_towers(family, modules, trained, 
     assert np.abs(logits_here(tmp_path / "merged") - whole).max() <= 1e-4 * np.abs(whole).max()
 
     quantized = tmp_path / "quantized"
-    quantize(tmp_path / "merged", quantized, QuantizeOptions(MLXFormat("affine", 8, 32)))
+    with raises("unsupported", "model", "python -m mlx_vlm.convert -q"):
+        quantize(tmp_path / "merged", quantized)
+    if family == "qwen3_vl":
+        with raises("unsupported", "requantize", "its vision tower would be lost"):
+            merge_pack(pack, folder, tmp_path / "nf4", "nf4", max_drift=9.0, progress=False)
+    convert(str(folder), str(quantized), quantize=True, q_group_size=32, q_bits=8)
     model, processor = load(str(quantized))
     tokens, pixels, others = inputs_of_mlx_vlm(load_base(quantized), processor)
     theirs = np.array(model(tokens, pixels, mask=None, **others).logits)
