@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from ..adapters.spec import SCORE_WEIGHT, Specs
+from ..adapters.spec import SCORE_WEIGHT, Specs, leaf_names
 from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
@@ -58,7 +58,7 @@ _SAME_NAMES = (
     "bert modernbert cohere gemma gemma2 gemma3_text glm4 gpt2 granite helium llama mistral "
     "mixtral olmo2 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 ).split()
-_LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LEAVES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 _PART = re.compile(
     r"(?P<path>.+)\.lora_(embedding_)?(?P<part>A|B|magnitude_vector)(\.default)?(\.weight)?"
 )
@@ -357,11 +357,6 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
     if has_score_head(pack.manifest):
         task = "SEQ_CLS"
 
-    targets, layers = _targets(pack, model_type, specs)
-    layers_pattern = None
-    if layers is not None:
-        layers_pattern = "h" if model_type == "gpt2" else "layers"
-
     def pattern(values: dict[str, float], common: float) -> dict[str, float]:
         return {
             "^" + re.escape(path_there(path, model_type)): value
@@ -376,45 +371,27 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": targets,
+        "target_modules": _targets(pack, model_type, specs),
         "bias": "none",
         "fan_in_fan_out": model_type == "gpt2",
         "use_rslora": False,
         "use_dora": any(spec.kind == "dora" for spec in specs.values()),
         "rank_pattern": pattern(ranks, rank),
         "alpha_pattern": pattern(alphas, alpha),
-        "layers_to_transform": layers,
-        "layers_pattern": layers_pattern,
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
     }
 
 
-def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list[int] | None]:
-    """Return target_modules and layers_to_transform: short if all layers, or the last N, agree."""
-    full = [path_there(path, model_type) for path in specs]
-    if model_type in VISION_FAMILIES:  # whose towers have modules of the same names
-        return sorted(full), None
-    split = [re.fullmatch(r"(.+)\.(?:layers|h)\.(\d+)\.(.+)", path) for path in full]
-    if not all(split):
-        return sorted(full), None
-
-    rests: dict[str, set[int]] = {}
-    for match in split:
-        rests.setdefault(match[3], set()).add(int(match[2]))
-
-    count = pack.manifest["base"]["num_layers"]
-    layers = set.union(*rests.values())
-    last = set(range(count - len(layers), count))
-    if layers != last or any(numbers != layers for numbers in rests.values()):
-        return sorted(full), None
-
-    short = {rest.rpartition(".")[2] for rest in rests}
-    names = sorted(short if short <= set(_LEAVES) else rests)
-    if len(layers) == count:
-        return names, None
-    return names, sorted(layers)
+def _targets(pack: Pack, model_type: str, specs: Specs) -> list[str]:
+    """Return target_modules: the last names of projections if all layers have them, else paths."""
+    names = leaf_names(specs)
+    everywhere = len(specs) == len(names) * pack.manifest["base"]["num_layers"]
+    # a tower has modules of the same names
+    if everywhere and set(names) <= _LEAVES and model_type not in VISION_FAMILIES:
+        return names
+    return sorted(path_there(path, model_type) for path in specs)
 
 
 def _commonest(values: Mapping[str, float]) -> float:

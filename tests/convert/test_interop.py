@@ -90,7 +90,7 @@ def test_what_peft_reads_is_what_peft_expects(bases, exported, tmp_path):
     assert config["target_modules"] == sorted(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    assert config["layers_to_transform"] is None and not config["fan_in_fan_out"]
+    assert not config["fan_in_fan_out"]
 
     header, _ = read_header(tmp_path / "out" / WEIGHTS)
     stored = read_header(bases["qwen3"] / "model.safetensors")[0]
@@ -107,12 +107,14 @@ def test_what_peft_reads_is_what_peft_expects(bases, exported, tmp_path):
     assert config["alpha_pattern"][r"^model\.layers\.0\.self_attn\.v_proj"] == 1.7
 
 
-def test_last_blocks_are_layers_to_transform_in_peft_but_for_gpt2(exported):
+def test_targets_of_last_blocks_and_of_gpt2_are_paths_in_peft(exported):
     config = read_json(exported("last block", "peft")[2] / CONFIG)
-    assert (config["layers_to_transform"], config["layers_pattern"]) == ([1], "layers")
+    names = ("self_attn.o_proj", "self_attn.q_proj")
+    assert config["target_modules"] == [f"model.layers.1.{name}" for name in names]
     folder = exported("slices", "peft")[2]
     config = read_json(folder / CONFIG)
-    assert config["fan_in_fan_out"] and config["layers_to_transform"] is None
+    assert config["fan_in_fan_out"]
+    assert "transformer.h.0.attn.c_proj" in config["target_modules"]
     header, _ = read_header(folder / WEIGHTS)
     assert f"{PREFIX}transformer.h.0.attn.c_proj.lora_A.weight" in header
 
