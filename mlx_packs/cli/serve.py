@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..serving.train.service import TrainingService
     from ..serving.worker import Worker
 
-_OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
+_OF_TEXT = ("matmul_path", "kv_memory", "prefill_chunk", "max_tokens", "template_kwargs")
 _OF_TEXT += ("max_pixels", "allow_urls", "train", "learn")
 # What a server answers with: generated text, or what the packs of a task give in its place.
 _TEXT = "lm"
@@ -109,13 +109,6 @@ _memory = partial(option, section="Memory and speed")
     metavar="SIZE",
     help="Memory for keys and values, such as 4GB.",
     default_text="half of the memory that the base leaves",
-)
-@_memory(
-    "--kv-bits",
-    type=click.Choice(["4", "8"]),
-    help="Quantize keys and values, so that longer requests fit; answers may change. It needs "
-    "--batch-size 1.",
-    default_text="not quantized",
 )
 @_memory(
     "--prefill-chunk",
@@ -204,13 +197,6 @@ def serve(
             "--no-key: cannot be combined with --api-key or MLX_PACKS_API_KEY. Leave one out.",
             "conflict",
             "no_key",
-        )
-    if settings["kv_bits"] and settings["batch_size"] > 1:
-        raise PackError(
-            f"--kv-bits {settings['kv_bits']}: a batch of several requests has no quantized keys "
-            "and values. Pass --batch-size 1, or leave it out.",
-            "conflict",
-            "kv_bits",
         )
 
     listening = _listen(host, port)
@@ -519,7 +505,6 @@ def _limits(base: "Base", given: dict) -> "Limits":
         kv_bytes=kv_bytes,
         prefill_chunk=given["prefill_chunk"],
         context=context_of(base.config),
-        kv_bits=int(given["kv_bits"]) if given["kv_bits"] else None,
     )
 
 

@@ -14,6 +14,7 @@ REMOVED: Mapping[str, str] = {
     "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4').",
     "for_merge": "Train without it: packs merge measures what a merge loses, and names a setting "
     "that passes.",
+    "kv_bits": "Leave it out: lower --batch-size, so that longer requests fit into --kv-memory.",
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
     "on_long_row": "Use --on-bad-row skip, which leaves out examples whose images do not fit, too.",

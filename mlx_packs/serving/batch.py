@@ -8,7 +8,7 @@ whatever it does.
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import PackError
 from ..runtime import mx
@@ -44,33 +44,17 @@ class PackOfSequence:
         """Nothing was padded here."""
 
 
-class QuantizedSequence(QuantizedKVCache):
-    """Quantized keys and values of the only sequence of a batch; mlx-lm has none of several."""
-
-    def merge(self, caches: Sequence["QuantizedSequence"]) -> "QuantizedSequence":
-        (only,) = caches
-        return only
-
-    def filter(self, keep: Sequence[int]) -> None:
-        """The only sequence stays."""
-
-    def extract(self, _: int) -> "QuantizedSequence":
-        return self
-
-
 class BatchedModel:
     """The model of a base, called with caches that end with a `PackOfSequence`.
 
     Args:
         slots: the packs on the base.
-        kv_bits: of keys and values, 4 or 8; None keeps them as they are computed.
     """
 
-    def __init__(self, slots: PackSlots, kv_bits: int | None = None) -> None:
+    def __init__(self, slots: PackSlots) -> None:
         self._model = slots.base.model
         self._name = slots.base.name
         self._selection = slots.selection
-        self._kv_bits = kv_bits
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Map tokens [B, T] to logits [B, T, V], each sequence with its own pack."""
@@ -80,21 +64,10 @@ class BatchedModel:
 
     def new_cache(self) -> list[Any]:
         """Return empty caches of one sequence, without its pack."""
-        caches = make_prompt_cache(self._model)
-        if self._kv_bits is None:
-            return caches
-
-        for cache in caches:
-            if type(cache) is not KVCache:
-                raise PackError(
-                    f"--kv-bits {self._kv_bits}: {self._name} keeps a {type(cache).__name__}, "
-                    "which is not quantized.",
-                    "unsupported",
-                )
-        return [QuantizedSequence(bits=self._kv_bits) for _ in caches]
+        return make_prompt_cache(self._model)
 
     def check_batchable(self) -> None:
-        """Raise a PackError if the caches of this model cannot be batched, or not quantized."""
+        """Raise a PackError if the caches of this model cannot be batched."""
         for cache in self.new_cache():
             if not hasattr(cache, "merge"):
                 raise PackError(

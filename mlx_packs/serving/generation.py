@@ -57,7 +57,7 @@ class Generator(Worker):
         self.limits = limits
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
-        self._model = BatchedModel(self.registry.slots, limits.kv_bits)
+        self._model = BatchedModel(self.registry.slots)
         self._model.check_batchable()
 
         self._waiting: deque[Request] = deque()

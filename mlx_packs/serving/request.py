@@ -62,8 +62,6 @@ class Limits:
         kv_bytes: keys and values, of running sequences and of earlier prompts.
         prefill_chunk: tokens of a prompt between two tokens of the others.
         context: tokens of prompt and answer together.
-        kv_bits: of keys and values, 4 or 8, with a batch size of 1; None keeps them as they are
-            computed.
     """
 
     batch_size: int
@@ -71,7 +69,6 @@ class Limits:
     kv_bytes: int
     prefill_chunk: int
     context: int
-    kv_bits: int | None = None
 
 
 @dataclass(frozen=True)

@@ -249,11 +249,7 @@ def test_a_folder_in_the_home_is_named_as_it_is(folder, monkeypatch):
 
 
 def test_settings_of_texts_are_rejected_for_an_encoder(inside, rejected, encoder):
-    check(rejected("serve", "--model", str(encoder), "--kv-bits", "8"), "conflict", "kv_bits")
-
-
-def test_quantized_keys_and_values_need_a_batch_of_one(inside, rejected):
-    check(rejected("serve", "--kv-bits", "8"), "conflict", "kv_bits", "--batch-size 1")
+    check(rejected("serve", "--model", str(encoder), "--kv-memory", "4GB"), "conflict", "kv_memory")
 
 
 def test_bench_serve_says_what_measures_a_server_now(run):

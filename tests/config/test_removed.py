@@ -57,6 +57,7 @@ def test_a_function_with_other_options_rejects_it_too():
         ("quantize --format bitsandbytes", "BitsAndBytesConfig(load_in_4bit=True"),
         ("train --on-long-row drop", "Use --on-bad-row skip"),
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
+        ("serve --kv-bits 8", "lower --batch-size"),
     ],
 )
 def test_what_was_removed_says_what_to_use_now(words, instead):

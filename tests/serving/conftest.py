@@ -17,11 +17,11 @@ LAW = {"json_layout": {"item_separator": " , ", "key_separator": " : ", "keys": 
 @pytest.fixture(scope="session", autouse=True)
 def _measured_once():
     """Generators measure what a sequence of a model keeps once, which takes as long as most tests."""
-    sizes: dict[tuple[int, int | None], tuple[object, tuple[int, int]]] = {}
+    sizes: dict[int, tuple[object, tuple[int, int]]] = {}
 
     def measured(batched):
         model = batched._model  # which stays, so that no other has its id
-        key = id(model), batched._kv_bits
+        key = id(model)
         if key not in sizes:
             sizes[key] = model, cache_bytes(batched)
         return sizes[key][1]
