@@ -200,20 +200,13 @@ class Models:
             return await self._generator.result_of(write)
 
     async def load(self, model_id: str, session_id: str, saved: Saved, optimizer: bool) -> None:
-        """Make a model of a saved one, or set the weights of one that is loaded."""
+        """Make a model of a saved one."""
 
         def open_saved() -> TrainedModel:
             state = self._states.optimizer_of(saved) if optimizer else None
             return self._trainer.of_pack(Pack.open(saved.folder), state)
 
-        model = self._models.get(model_id)
-        if model is None:
-            await self._add(model_id, session_id, open_saved, lora_config_of(saved))
-            return
-
-        async with model.lock:
-            self._check_loaded(model)
-            model.trained = await self._generator.result_of(open_saved)
+        await self._add(model_id, session_id, open_saved, lora_config_of(saved))
 
     def _check_loaded(self, model: Model) -> None:
         self.find(model.id)

@@ -6,7 +6,7 @@ concerns a hosted service (projects, tags, ...) is accepted.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from ..fields import Integer, JsonObject, Metadata, Name, Number, Object, Seed
 from ..protocol import MAX_STOPS, Stops, Tokens
@@ -101,25 +101,26 @@ class SaveForSamplerBody(Object):
 
 
 class LoadWeightsBody(Object):
-    """Loads into a model that exists (``model_id``), or makes one (``session_id``)."""
+    """Makes a model of a saved one."""
 
+    model_id: Name | None = None
     path: Name
     optimizer: bool
-    model_id: Name | None = None
-    seq_id: Integer | None = None
-    session_id: Name | None = None
-    model_seq_id: Number | None = None
+    session_id: Name
+    model_seq_id: Number
     base_model: Name | None = None
     user_metadata: JsonObject = Field(default_factory=dict)
     optimizer_config: OptimizerConfigBody | None = None
     type: Literal["load_weights"] = "load_weights"
 
-    @model_validator(mode="after")
-    def _names_one_model(self) -> "LoadWeightsBody":
-        makes_one = self.session_id is not None and self.model_seq_id is not None
-        if makes_one == (self.model_id is not None):
-            raise ValueError("needs either model_id or session_id with model_seq_id")
-        return self
+    @field_validator("model_id")
+    @classmethod
+    def _check_new(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError(
+                "load_state is not supported here. Use create_training_client_from_state"
+            )
+        return value
 
 
 class SamplingSessionBody(Object):

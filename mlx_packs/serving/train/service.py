@@ -286,23 +286,15 @@ class TrainingService:
         if body.base_model is not None:
             self._check_base(body.base_model)
 
-        number: object = _FIRST
-        if body.model_id is not None:
-            number = body.seq_id
-            model_id = body.model_id
-            session_id = self._models.find(model_id).session_id
-        else:
-            session_id = str(body.session_id)
-            model_id = _model_id(session_id, int(body.model_seq_id or 0))
-            self._check_session(session_id)
+        self._check_session(body.session_id)
+        model_id = _model_id(body.session_id, body.model_seq_id)
 
         async def load() -> Result:
-            if body.model_id is None:
-                await self._make_room()
-            await self._models.load(model_id, session_id, saved, body.optimizer)
+            await self._make_room()
+            await self._models.load(model_id, body.session_id, saved, body.optimizer)
             return {"type": "load_weights", "path": saved.uri, "model_id": model_id}
 
-        return self._started(load(), model_id, (model_id, number))
+        return self._started(load(), model_id, (model_id, _FIRST))
 
     async def weights_info(self, _: Request, body: WeightsInfoBody) -> Response:
         saved = self._states.find(body.tinker_path)
