@@ -1,7 +1,6 @@
 """Train through the phases of a run: from its start or its last checkpoint to its end."""
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,8 +49,6 @@ Objectives = Mapping[str, Objective]  # by phase
 VALIDATE = "validate"
 SAVE = "save"
 
-_LONG_S = 2  # of a forward pass
-
 _STOPPING = ("stop", "stopping after this batch, which is saved; Ctrl-C again ends at once")
 
 
@@ -70,14 +67,6 @@ def check_scores(scores: Scores, saved: bool) -> None:
     """Raise Float16Overflow if a score is not finite; ``saved`` if there is a checkpoint."""
     if not all(math.isfinite(score.value) for score in scores.values()):
         raise Float16Overflow("the loss of the held-out examples overflows", saved)
-
-
-def show_first_loss(display: Display, loss: mx.array) -> None:
-    """Show the loss of a first step whose gradient will take long, too."""
-    start = time.perf_counter()
-    value = loss.item()
-    if time.perf_counter() - start >= _LONG_S:
-        display.line("train", f"first loss {value:.3f}")
 
 
 @dataclass
@@ -357,10 +346,7 @@ class Fit:
         if (own := objective.make_stepper(*arguments)) is not None:
             return own, objective
 
-        stepper = Stepper(self.trainable.model, objective.loss, *arguments)
-        if self.state.batches == 0:
-            stepper.on_first_loss = partial(show_first_loss, self.run.display)
-        return stepper, objective
+        return Stepper(self.trainable.model, objective.loss, *arguments), objective
 
     def _early_stop_of(self, phase: RunPhase) -> EarlyStop | None:
         """Return what ends a run without phases early; phases are trained in full."""

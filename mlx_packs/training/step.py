@@ -69,8 +69,6 @@ class Stepper:
         self.shapes: set[tuple] = set()  # of the arrays of all batches so far
         self.traces = 0  # functions that MLX has compiled
         self.waiting = 0  # batches whose gradients wait for the rest of their update
-        # Called with the loss of the first step, before its gradient is computed.
-        self.on_first_loss: Callable[[mx.array], None] | None = None
         self._pending: tuple = ()
 
         self.update = update = Update(model, optimizer, max_grad_norm, skips)
@@ -118,7 +116,6 @@ class Stepper:
         inputs = self.arrays(batch)
         if alone:
             loss, norm = self.whole(inputs, batch.layout)
-            self._show_first(loss)
             self._evaluate(self.state, loss, norm)
             return StartedStep(loss, 1, norm)
 
@@ -127,7 +124,6 @@ class Stepper:
         else:
             total, *pending = self._gather(inputs, batch.layout)
 
-        self._show_first(total / batch.denominator)
         self.waiting += 1
         self._pending = tuple(pending)
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
@@ -142,18 +138,12 @@ class Stepper:
         self.shapes.add((*(values.shape for values in inputs.values()), batch.layout))
         return inputs
 
-    def _show_first(self, loss: mx.array) -> None:
-        if self.on_first_loss is not None:
-            self.on_first_loss(loss)
-            self.on_first_loss = None
-
     def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
         """Start the step on the pieces of a batch, as `start`.
 
         Of several each waits for the one before; the loss is the sum of theirs.
         """
         if len(pieces) > 1:
-            self.on_first_loss = None  # which the loss of a piece is not
             self.wait_for_each()
 
         total = mx.zeros(())

@@ -1,20 +1,6 @@
 """What a notebook shows of a run and its pack."""
 
-import pytest
-
-from mlx_packs import Observer
-from mlx_packs.training import fit
 from tests.training.conftest import ROWS
-
-
-class Losses(Observer):
-    """The loss of every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step(self, line: dict) -> None:
-        self.seen.append(line["loss"])
 
 
 def test_a_run_is_shown_in_one_line_and_its_report_begins_with_the_result(train):
@@ -39,19 +25,3 @@ def test_a_run_from_python_shows_its_progress_unless_told_otherwise(train, capsy
     train(progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "plan " in shown.err and "data " in shown.err
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_first_loss_of_a_slow_base_is_shown_before_its_gradient(
-    train, monkeypatch, accumulated
-):
-    monkeypatch.setattr(fit, "_LONG_S", 0)
-    losses = Losses()
-    train(callbacks=[losses], grad_accumulation_steps=accumulated)
-    shown = [line for line in train.lines if line.startswith("train first loss")]
-    assert shown == [f"train first loss {losses.seen[0]:.3f}"]
-
-
-def test_the_first_loss_of_a_fast_base_has_no_line_of_its_own(train):
-    train()
-    assert not [line for line in train.lines if "first loss" in line]
