@@ -144,6 +144,7 @@ class Float16Overflow(PackError):
         self.saved = saved
 
 
+CRASHED = 70  # the exit code of a program that a defect ends
 # Errors of Python that mean a bug in the program if one of its own lines raises them.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError, ZeroDivisionError)
 _SHOWN = 300  # characters of a library's message

@@ -1,4 +1,4 @@
-"""Features of macOS: thermal and power states, `caffeinate`, notifications.
+"""Features of macOS: thermal and power states, `caffeinate`.
 
 Nothing else in this package starts a program of macOS but `packs bench`, by `output`. None of it
 ever ran on a Mac: tests put programs of the same names in their place, which print what is known
@@ -91,15 +91,3 @@ def kept_awake() -> Iterator[bool]:
     finally:
         process.terminate()
         process.wait()
-
-
-def notify(title: str, text: str) -> None:
-    """Show a notification; both texts are arguments of a script, and never part of it."""
-    script = []
-    for line in (
-        "on run argv",
-        "display notification (item 2 of argv) with title (item 1 of argv)",
-        "end run",
-    ):
-        script += ["-e", line]
-    output(["osascript", *script, title, text])

@@ -16,7 +16,7 @@ from benchmarks.plan_table import (
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.config import choices
 from mlx_packs.distributed.link import GONE
-from mlx_packs.training.unattended import CRASHED
+from mlx_packs.errors import CRASHED
 from tests.fuzz.kinds import KINDS
 from tests.helpers.documents import ROOT
 

@@ -21,9 +21,8 @@ from .. import signals
 from ..config.choices import TASKS
 from ..config.other_names import removal
 from ..distributed.launched import launched
-from ..errors import Interrupted, PackError, did_you_mean
+from ..errors import CRASHED, Interrupted, PackError, did_you_mean
 from ..terminal import guard, guarded
-from ..training.unattended import CRASHED
 from .examples import epilog
 from .hints import option_hint
 

@@ -14,12 +14,11 @@ from .. import signals, terminal
 from ..config.fields import read_settings
 from ..config.recipe import resolve
 from ..display import Display
-from ..errors import PackError, RunStopped
+from ..errors import CRASHED, PackError, RunStopped
 from ..report.facts import number
 from ..training.observer import Observer
 from ..training.run import train_request
 from ..training.settings import Request
-from ..training.unattended import CRASHED
 from .trial import RECIPE, Result, Trial, measured, write_result
 
 # How long the process of an earlier sweep that was killed may take to save its checkpoint.

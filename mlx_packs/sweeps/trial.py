@@ -1,7 +1,7 @@
 """A trial of a sweep: its folder, the run that trains it in a process of its own, its metrics."""
 
-import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,17 @@ from ..reading import read_json
 from ..report.facts import number
 from ..terminal import printable
 from ..training.run_folder import RunFolder
-from ..training.unattended import SUPERVISED, program
 
 RECIPE = "recipe.json"
 LOG = "train.log"
 _TAIL_BYTES = 300  # of a log, for the reason of its end
-_PROGRAM = program("sweeps.process")
+# `python -m mlx_packs.sweeps.process`, but without the current folder on the path, whose files may
+# be called as modules.
+_PROGRAM = (
+    "import sys; "
+    f"sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
+    "from mlx_packs.sweeps.process import main; main()"
+)
 _SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by exit code
 
 
@@ -121,11 +126,10 @@ def _run(trial: Trial, rung: int, until: int | None) -> int:
     """Run the process of a trial and return its exit code; it ends when this process does."""
     with (trial.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [*_PROGRAM, str(trial.folder), str(rung), str(until or 0)],
+            [sys.executable, "-c", _PROGRAM, str(trial.folder), str(rung), str(until or 0)],
             stdin=subprocess.PIPE,  # closed by the system when this process ends, however it does
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, SUPERVISED: "1"},
             start_new_session=True,  # Ctrl-C reaches this process alone
         )
 

@@ -125,7 +125,7 @@ def train_request(request: Request) -> TrainRun:
         settings = RunSettings.of(request)
         closes.enter_context(runtime.memory_limits())
         closes.enter_context(ranks_of_run(settings.lora, settings.train))
-        closes.enter_context(unattended(settings.train.awake, pack, request.display))
+        closes.enter_context(unattended(settings.train.awake, request.display))
 
         place = Place(pack, folder, resume)
         try:

@@ -29,7 +29,6 @@ class Mac:
         self.answer(thermal=0, saving=0)
         self.program("pmset", PMSET)
         self.program("notifyutil", NOTIFYUTIL)
-        self.program("osascript", LOG)
         self.program("caffeinate", LOG + "\necho $$ > {folder}/caffeinate.pid\nexec sleep 60")
         self.patch.setenv("PATH", f"{self.folder}{os.pathsep}{os.environ['PATH']}")
         self.patch.setenv("HOME", str(self.folder / "home"))

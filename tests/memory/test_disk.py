@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
+from mlx_packs.errors import CRASHED
 from mlx_packs.memory import disk
 from mlx_packs.memory.disk import plan_disk
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.read import read_headers
 from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.unattended import CRASHED
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers

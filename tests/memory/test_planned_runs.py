@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.config.schema import DataConfig
+from mlx_packs.errors import CRASHED
 from mlx_packs.memory import disk
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
@@ -21,7 +22,6 @@ from mlx_packs.training import planning
 from mlx_packs.training.planning import choose_path, fit_into_memory
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.settings import Place, Request, Run
-from mlx_packs.training.unattended import CRASHED
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.memory import active_bytes

@@ -1,26 +1,21 @@
-"""Runs on a Mac at night, by stand-ins for its programs: awake, observed, announced."""
+"""Runs on a Mac at night, by stand-ins for its programs: awake, observed."""
 
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from mlx_packs import macos
 from mlx_packs.display import QUIET, Display
-from mlx_packs.errors import RunStopped
 from mlx_packs.reading import sha256
-from mlx_packs.training import unattended as module
 from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.observers import machine
 from mlx_packs.training.observers.machine import described, shares_of
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.unattended import SUPERVISED, unattended
+from mlx_packs.training.unattended import unattended
 from tests.helpers.observers import observe
 from tests.helpers.runs import Lines
-
-PACK = Path("packs/notes")
 
 
 def is_running(process: int) -> bool:
@@ -41,7 +36,7 @@ def caffeinate_of(mac) -> int:
 
 def test_a_mac_is_kept_awake_for_the_length_of_a_run_and_its_display_is_not(mac):
     lines = Lines()
-    with pytest.raises(ZeroDivisionError), unattended(True, PACK, lines):
+    with pytest.raises(ZeroDivisionError), unattended(True, lines):
         process = caffeinate_of(mac)
         assert is_running(process)
         assert mac.asked("caffeinate") == ["-i", "-s", "-w", str(os.getpid())]
@@ -52,49 +47,19 @@ def test_a_mac_is_kept_awake_for_the_length_of_a_run_and_its_display_is_not(mac)
 
 def test_a_mac_may_sleep_without_the_setting_or_without_caffeinate(mac, monkeypatch):
     lines = Lines()
-    with unattended(False, PACK, lines):
+    with unattended(False, lines):
         pass
     assert not mac.asked("caffeinate") and not lines.lines
     monkeypatch.setenv("PATH", "/nowhere")
-    with unattended(True, PACK, lines):
+    with unattended(True, lines):
         assert lines.lines[0].startswith("note caffeinate")
 
 
 def test_elsewhere_no_program_is_started(mac, monkeypatch):
     monkeypatch.setattr(macos, "is_macos", lambda: False)
-    monkeypatch.setattr(module, "NOTIFIED_S", 0)
-    with unattended(True, PACK, Display(QUIET)):
+    with unattended(True, Display(QUIET)):
         pass
-    assert not mac.asked("caffeinate") and not mac.asked("osascript")
-
-
-def test_the_end_of_a_long_run_is_announced(mac, monkeypatch):
-    def end(error: Exception | None = None) -> list[str]:
-        try:
-            with unattended(False, PACK, Display(QUIET)):
-                if error:
-                    raise error
-        except Exception as raised:
-            assert raised is error
-        texts = mac.asked("osascript")[-2:]
-        (mac.folder / "osascript.log").unlink(missing_ok=True)
-        return texts
-
-    assert end() == []  # it was short
-    monkeypatch.setattr(module, "NOTIFIED_S", 0)
-    assert end() == ["mlx-packs", "packs/notes is ready (0:00)"]
-    assert end(ValueError("x")) == ["mlx-packs", "packs/notes ended early: ValueError (0:00)"]
-    short = RunStopped("memory is short", PACK, PACK, "memory")
-    assert end(short)[1].startswith("packs/notes ended early: memory is short.")
-    assert end(RunStopped("interrupted", PACK, PACK, "interrupted", 130)) == []  # somebody is there
-    monkeypatch.setenv(SUPERVISED, "1")
-    assert end() == []
-
-
-def test_what_a_notification_says_is_no_script(mac):
-    macos.notify('a" & (do shell script "id")', "b'; $(id)")
-    assert mac.asked("osascript")[-2:] == ['a" & (do shell script "id")', "b'; $(id)"]
-    assert "a" not in mac.asked("osascript")[:-2]
+    assert not mac.asked("caffeinate")
 
 
 def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(mac, train, monkeypatch):
