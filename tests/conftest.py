@@ -24,7 +24,6 @@ from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
-from mlx_packs.report import picture
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
@@ -265,14 +264,6 @@ def _tokenizer_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlx_lm.utils, "load_tokenizer", read_or_copied)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_picture() -> Iterator[None]:
-    """Runs draw no loss.png, which takes as long as their steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picture, "is_installed", lambda: False)
         yield
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import PackError
 from ..ops import _backend
 from ..packs.card import format_change
 from ..packs.facts import notebook_html, report_html
 from ..packs.manifest import task_of
 from ..packs.pack import Pack
-from ..report.facts import curve_of, loss_name, short_curve
-from ..report.picture import current_axes, draw
+from ..report.facts import Points, curve_of, loss_name, progress_series, short_curve, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +28,7 @@ _FIRST_KEYS = (
     "plan_peak_gb pack_mb trainable_parameters base_weights matmul_path recompute compute_dtype"
 ).split()
 _LAST_KEYS = ("versions",)
+_COLOURS = ("#2b63c6", "#b4490f")  # of training and validation
 
 
 def measured(fit: "Fit", memory: "MemoryChoice") -> dict:
@@ -112,14 +113,43 @@ class TrainRun:
             PackError: If matplotlib is not installed.
         """
         if ax is None:
-            ax = current_axes()
+            ax = _current_axes()
 
         label = loss_name(task_of(self.pack.manifest))
         if "loss" in self.report:  # of the caller's own loss, too
             label = "loss"
-        draw(ax, curve_of(self.curve), label)
+        _draw(ax, curve_of(self.curve), label)
         return ax
 
     def to_json(self) -> dict:
         """Return the report, as `packs train --json` prints it."""
         return self.report
+
+
+def _current_axes() -> "Axes":
+    """Return the axes that pyplot draws on; a PackError if matplotlib is not installed."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        raise PackError(
+            "plot: matplotlib is not installed. Run `pip install 'mlx-packs[plot]'`.",
+            "dependency",
+        ) from None
+    return plt.gca()
+
+
+def _draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:
+    """Draw the losses or rewards of a run over batches; ``loss_label`` is that of losses."""
+    names = progress_series(curve)
+    measure = names[0]
+    labels = (f"training {measure}", f"validation {measure}")
+    styles = ("-", "o-")
+    for name, label, style, color in zip(names, labels, styles, _COLOURS, strict=True):
+        if series := thinned(curve.get(name, []), 2000):
+            xs, ys = zip(*series, strict=True)
+            axes.plot(xs, ys, style, label=label, color=color, markersize=4)
+
+    axes.set_xlabel("batch")
+    axes.set_ylabel(loss_label if measure == "loss" else measure)
+    if axes.lines:
+        axes.legend(frameon=False)

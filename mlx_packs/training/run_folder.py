@@ -20,7 +20,6 @@ CONFIG = "config.json"
 PACKAGES = "packages"  # in the identity: packages that add what the run uses, by setting and name
 NOT_FINITE = "not_finite.jsonl"  # on_nan.py
 REPORT = "report.json"  # what the run reported at its end
-PICTURE = "loss.png"
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
 # Settings that every run records; without one of them an older version wrote it.
@@ -173,7 +172,7 @@ class RunFolder:
         """Remove the checkpoints, the metrics and the records of an earlier run."""
         for folder in self.checkpoints():
             discard(folder, folder)
-        for name in (METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
+        for name in (METRICS, NOT_FINITE, REPORT, PAGE, "loss.png"):  # which runs had
             (self.path / name).unlink(missing_ok=True)
         for file in self.path.glob("reference-*.safetensors"):
             file.unlink()

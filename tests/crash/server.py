@@ -86,7 +86,6 @@ def _import_everything() -> None:
     from mlx_packs import fork
     from mlx_packs.bases.files import TINY, check_files, resolve_checkpoint
     from mlx_packs.bases.tokenizer import load_tokenizer
-    from mlx_packs.report import picture
     from mlx_packs.tasks.causal_lm import SamplePrompt
 
     for module in pkgutil.walk_packages(mlx_packs.__path__, "mlx_packs."):
@@ -98,7 +97,6 @@ def _import_everything() -> None:
     folder = resolve_checkpoint(TINY)
     load_tokenizer(folder, check_files(folder), False)
     SamplePrompt.complete = lambda *_: ""
-    picture.is_installed = lambda: False
 
 
 def _child(request: dict, log: int, report: int) -> int:

@@ -33,7 +33,7 @@ def main(name: str) -> None:
         os.chdir(folder)
         shutil.copytree(FORMATS / "d", "d")
         train_pack("tiny", "d", LORA, TRAIN, "o")
-        for report in ("report.html", "report.json", "loss.png"):
+        for report in ("report.html", "report.json"):
             Path("o-run", report).unlink(missing_ok=True)
         shutil.move("o", target / "pack")
         shutil.move("o-run", target / "run")

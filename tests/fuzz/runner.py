@@ -28,7 +28,6 @@ from huggingface_hub import constants
 
 from mlx_packs.cli.main import packs, user_errors
 from mlx_packs.errors import PackError
-from mlx_packs.report import picture
 from mlx_packs.runtime import mx
 from tests.fuzz.kind import OUT, SUBJECT, Call, Case, Kind
 from tests.fuzz.kinds import KINDS
@@ -125,7 +124,6 @@ def sandbox() -> Iterator[Path]:
         settings = {"HOME": f"{root}/home", "TMPDIR": f"{root}/tmp", "COLUMNS": "100"}
         for name, value in {**settings, "MLX_PACKS_CACHE": "off"}.items():
             patch.setenv(name, value)
-        patch.setattr(picture, "is_installed", lambda: False)
         patch.chdir(root)
         vars(constants).update(_HUB | {name: str(root / "home" / name) for name in _CACHES})
 

@@ -1,4 +1,4 @@
-"""report.html, report.json and loss.png of a run folder, and `packs report`."""
+"""report.html and report.json of a run folder, and `packs report`."""
 
 import json
 import shutil
@@ -11,7 +11,6 @@ import pytest
 import mlx_packs as mp
 from mlx_packs import train_pack
 from mlx_packs.packs.card import model_card
-from mlx_packs.report import picture
 from mlx_packs.report.facts import Facts
 from mlx_packs.report.page import render
 from mlx_packs.tasks.causal_lm import SamplePrompt
@@ -41,7 +40,6 @@ def test_a_run_leaves_its_page(finished):
     assert str(finished.parent) not in page
     report = read_report(finished)
     assert report["steps"] == 2 and len(report["masks"]) == 2
-    assert not (finished / "loss.png").exists()  # two points are no curve
 
 
 def test_packs_report_writes_the_page_of_a_run_or_its_pack(finished, run):
@@ -101,47 +99,24 @@ def test_what_is_no_run_or_pack_and_a_damaged_report_are_errors(finished, reject
     check(rejected("report", "o-run"), "unreadable", None, "report.json")
 
 
-@pytest.fixture
-def train_four(small, trained, tmp_path, monkeypatch):
-    """Train four batches, with matplotlib in place; the run folder and the lines shown."""
-    monkeypatch.setattr(picture, "is_installed", lambda: True)
-
-    def go() -> tuple[Path, list[str]]:
-        display = Lines()
-        run = train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", progress=display)
-        return run.run, display.lines
-
-    return go
-
-
-def test_a_curve_is_drawn_of_three_reports_or_more(train_four):
-    folder, lines = train_four()
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [line for line in lines if line.startswith("page")] == [f"page {folder / 'report.html'}"]
-    RunFolder(folder).clear()
-    assert not {"loss.png", "report.html", "report.json"} & {path.name for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("title", ["$\\frac{a}$ 100% é", "日本\n\x1b"])
-def test_a_name_is_no_formula_and_warns_of_no_glyph(tmp_path, title):
-    picture.save_picture({"loss": [(1.0, 2.0), (2.0, 1.0)]}, tmp_path / "x.png", title, "loss")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_page_that_cannot_be_written_ends_no_run(train_four, monkeypatch):
+def test_a_page_that_cannot_be_written_ends_no_run(small, trained, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    def broken(*_):
-        raise RuntimeError("numpy.core.multiarray failed to import")
-
+    display = Lines()
     monkeypatch.setattr(run_files, "render", full)
-    monkeypatch.setattr(picture, "save_picture", broken)
-    folder, lines = train_four()
-    notes = [line for line in lines if line.startswith("note") and "is not written" in line]
-    assert len(notes) == 2  # one for each file
-    assert "No space left" in notes[0] and "multiarray" in notes[1]
+    folder = train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", progress=display).run
+    notes = [line for line in display.lines if line.startswith("note") and "not written" in line]
+    assert len(notes) == 1 and "No space left" in notes[0]
     assert read_report(folder)["steps"] == 4 and not (folder / "report.html").exists()
+
+    monkeypatch.undo()
+    display.lines.clear()
+    train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", progress=display, overwrite=True)
+    pages = [line for line in display.lines if line.startswith("page")]
+    assert pages == [f"page {folder / 'report.html'}"]
+    RunFolder(folder).clear()
+    assert not {"report.html", "report.json"} & {path.name for path in folder.iterdir()}
 
 
 def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
