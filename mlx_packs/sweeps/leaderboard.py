@@ -18,6 +18,7 @@ from ..gates import MEANING
 from ..reading import read_json
 from ..report.chart import Chart, Line, Tick, shown, ticks
 from ..report.page import environment
+from ..training.run_page import page_file
 
 _LABEL = 7.2  # width of a character of a label
 _MOST_LABEL = 14  # characters of the name of a value
@@ -150,10 +151,7 @@ def write_page(folder: Path, out: str | None = None) -> Path:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PackError(f"{file}: is no leaderboard ({error!r}).", "unreadable") from None
 
-    target = Path(out).expanduser() if out else file.with_suffix(".html")
-    if target.is_dir():
-        raise PackError(f"--out {target}: is a folder. Name a file.", "exists")
-
+    target = page_file(out or file.with_suffix(".html"))
     atomic_write(target, text)
     return target
 

@@ -20,8 +20,7 @@ from ..training.run_folder import RunFolder
 RECIPE = "recipe.json"
 LOG = "train.log"
 _TAIL_BYTES = 300  # of a log, for the reason of its end
-# `python -m mlx_packs.sweeps.process`, but without the current folder on the path, whose files may
-# be called as modules.
+# `python -m`, but without the current folder on the path, whose files may be called as modules.
 _PROGRAM = (
     "import sys; "
     f"sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "

@@ -184,7 +184,7 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = Path(of).expanduser()
     if seed_runs(folder):
-        return write_seeds_page(folder, _checked(out or folder / PAGE))
+        return write_seeds_page(folder, page_file(out or folder / PAGE))
 
     if (folder / CONFIG).is_file():
         facts = run_facts(folder)
@@ -200,12 +200,13 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
             facts = pack_facts(pack, pack.short_name)
             default = Path(f"{name}-{PAGE}")
 
-    file = _checked(out or default)
+    file = page_file(out or default)
     atomic_write(file, render(facts))
     return file
 
 
-def _checked(out: str | Path) -> Path:
+def page_file(out: str | Path) -> Path:
+    """Return the file of a page; a PackError if it is a folder."""
     file = Path(out).expanduser()
     if file.is_dir():
         raise PackError(f"--out {file}: is a folder. Name a file.", "exists")
