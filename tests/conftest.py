@@ -22,6 +22,7 @@ from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
+from mlx_packs.evaluation import perplexity
 from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
@@ -290,6 +291,7 @@ def _trees_checked_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prefix, "why_not_shared", remembered)
+        patch.setattr(perplexity, "why_not_shared", remembered)
         yield
 
 

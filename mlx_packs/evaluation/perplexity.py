@@ -254,27 +254,33 @@ def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[B
         least = WORTHWHILE if settings.share_prefix == "auto" else 0.0
         plan = TreePlan.of(examples, chosen, settings.batch_size, 0, least)
         saved = plan.saved(examples)
-        if saved > 0 and saved >= least and _computes_trees(base, settings):
+        is_enough = saved > 0 and saved >= least
+        if is_enough and not why_in_rows(base, settings.max_seq_length, settings.share_prefix):
             return plan.held_out(examples, settings.max_seq_length, chosen).once()
 
     return evaluation_batches(examples, settings.batch_size, settings.max_seq_length)
 
 
-def _computes_trees(base: Base, settings: EvalSettings) -> bool:
-    """Return whether a model computes trees exactly; an error where it has to."""
+def why_in_rows(base: Base, inputs: int, share_prefix: str) -> str | None:
+    """Return why a model does not compute trees of rows of ``inputs`` exactly; None if it does.
+
+    Raises:
+        PackError: it does not, and trees are asked for.
+    """
     reason = why_no_trees(base.tokenizer)
     if reason is None:
         reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:
-        reason = why_length_matters(base.model, settings.max_seq_length)
-    if reason and settings.share_prefix == "on":
+        reason = why_length_matters(base.model, inputs)
+    if reason and share_prefix == "on":
+        family = base.config.get("model_type", base.name)
         raise PackError(
-            f"--share-prefix on: {base.name} does not compute a common prefix exactly ({reason}). "
-            "Leave it out.",
+            f"--share-prefix on: a {family} model does not compute a common prefix exactly "
+            f"({reason}). Leave it out.",
             "unsupported",
             "share_prefix",
         )
-    return reason is None
+    return reason
 
 
 class PerplexityEvaluator:

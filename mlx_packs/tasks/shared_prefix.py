@@ -4,7 +4,6 @@ import mlx.nn as nn
 
 from ..adapters.attach import attach
 from ..adapters.trainable import Trainable
-from ..bases.turns import why_no_trees
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -14,10 +13,11 @@ from ..data.shapes import sequence_inputs
 from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
+from ..evaluation.perplexity import why_in_rows
 from ..memory.plan import recompute_policies
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import Head, split_head
-from ..objectives.shared_prefix import why_length_matters, why_not_shared
+from ..objectives.shared_prefix import why_not_shared
 from ..packs.base import Base
 
 
@@ -60,24 +60,13 @@ def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
     Raises:
         PackError: it does not, and trees are asked for.
     """
-    reason = why_no_trees(base.tokenizer)
-    if reason is None:
-        reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
-    if reason is None:
-        reason = why_length_matters(base.model, sequence_inputs(train.max_seq_length))
+    reason = why_in_rows(base, sequence_inputs(train.max_seq_length), train.share_prefix)
     if reason is None and train.share_prefix == "auto":
         reason = _why_not_recomputed(train, base)
     if reason is None:
         return True
 
     family = base.config.get("model_type", base.name)
-    if train.share_prefix == "on":
-        raise PackError(
-            f"--share-prefix on: a {family} model does not compute a common prefix exactly "
-            f"({reason}). Leave it out.",
-            "unsupported",
-            "share_prefix",
-        )
     display.line("prefix", f"computed in every row of a {family} model: {reason}")
     return False
 

@@ -14,6 +14,7 @@ from mlx_packs.data import trees as trees_of
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.groups import GroupPlan
 from mlx_packs.display import NORMAL, Display
+from mlx_packs.evaluation import perplexity
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
@@ -261,7 +262,8 @@ def shorter(completions, **_) -> list[float]:
 def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, task):
     """As Apple's foundation model, if its blocks are computed again; whatever the last phase is."""
     reasons = iter([None, "its gradient is off by 2"])  # of the base, and of what is trained
-    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: next(reasons))
+    for module in (perplexity, shared_prefix):
+        monkeypatch.setattr(module, "why_not_shared", lambda *_: next(reasons))
     if task == "lm":
         own = in_phases(data["system"], data["nothing"])
     else:
@@ -273,7 +275,7 @@ def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, 
 
 def test_a_model_that_computes_trees_otherwise_gets_rows(data, monkeypatch):
     reason = "its loss is off by 1"
-    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: reason)
+    monkeypatch.setattr(perplexity, "why_not_shared", lambda *_: reason)
     with raises("unsupported", "share_prefix", "a qwen3 model", reason):
         encoded(data["system"], share_prefix="on")
     own = encoded(data["system"], share_prefix="auto")
