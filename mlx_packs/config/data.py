@@ -41,9 +41,8 @@ class SourceConfig(Settings):
     on_bad_row: str = _data(
         "stop",
         "What to do with examples that cannot be used, or whose images do not fit into "
-        "--max-seq-length: stop with an error that names file and line, skip and count them, or "
-        "in training also write them to bad-rows.jsonl in the run folder (quarantine).",
-        choices=("stop", "skip", "quarantine"),
+        "--max-seq-length: stop with an error that names file and line, or skip and count them.",
+        choices=("stop", "skip"),
     )
     hold_out: str = _data(
         "sample",

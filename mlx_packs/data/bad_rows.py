@@ -1,16 +1,12 @@
 """Examples that cannot be used: an error that names their row, or a record of what was left out."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from ..errors import Code, PackError
-from ..files import atomic_write
 
-QUARANTINE = "bad-rows.jsonl"  # of a run folder
 TOO_LONG = "images beyond --max-seq-length"  # the reason of such a row
 
 R = TypeVar("R")  # a row
@@ -115,33 +111,7 @@ class BadRows:
         """Sort by row: what is wrong with a row may show after later ones."""
         return BadRows(self.stops, sorted(self.errors, key=lambda entry: entry[0]))
 
-    def lines(self, rows: Sequence) -> Iterator[str]:
-        """Yield JSON with file, line, reason, message and the text of the row."""
-        for index, error in self.errors:
-            file, line = split_place(error.where)
-            entry = {"file": file, "line": line, "reason": error.reason, "message": error.fault}
-            yield json.dumps({**entry, "text": rows[index].text()}, ensure_ascii=True) + "\n"
-
-
-def split_place(where: str) -> tuple[str, int | None]:
-    """Split ``train.jsonl:17`` or ``train.json[16]`` into file and number."""
-    separator = "[" if where.endswith("]") else ":"
-    name, _, number = where.removesuffix("]").rpartition(separator)
-    if name and number.isdecimal():
-        return name, int(number)
-    return where, None
-
 
 def shown_counts(counts: Mapping[str, int]) -> str:
     """Return counts for people: ``2 not JSON, 1 no target``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-
-
-LeftOut = tuple[BadRows, Sequence]  # bad rows, and the rows that they are among
-
-
-def write_quarantine(folder: Path, splits: Iterable[LeftOut]) -> Path:
-    """Write bad rows into a run folder, atomically."""
-    file = folder / QUARANTINE
-    atomic_write(file, (line for bad, rows in splits for line in bad.lines(rows)))
-    return file

@@ -39,10 +39,6 @@ class LineRow(Row):
         """The columns; a RowError if the line is no JSON or exceeds a limit."""
         return parse_line(self.where, self.line)
 
-    def text(self) -> str:
-        """Bytes that are not UTF-8 are escaped."""
-        return self.line.strip().decode(errors="backslashreplace")
-
 
 def parse_line(where: str, line: bytes) -> Any:
     """Return the JSON value of a line; a RowError if it is none, too deep or too long.

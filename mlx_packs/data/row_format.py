@@ -1,6 +1,5 @@
 """A row as it was read, and the interface of its formats."""
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,6 @@ from typing import Any, ClassVar
 from ..config.data import DataConfig
 from ..errors import Code, PackError
 from .bad_rows import RowError
-
-_MOST_BYTES = 1000  # that a row is shown with
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,13 @@ class Row:
         """Return other columns as a row of the same place."""
         return Row(self.where, value, self.folder)
 
-    def error(
-        self, fault: str, reason: str, flag: str | None = None, code: Code = "data"
-    ) -> RowError:
+    def error(self, fault: str, reason: str, flag: str | None = None) -> RowError:
         """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
-        return RowError(self.where, fault, reason, code, flag)
+        return RowError(self.where, fault, reason, flag=flag)
 
     def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
         """Return an error of a setting or of the base model, which this row shows."""
         return PackError(f"{self.where}: {fault}", code, flag)
-
-    def text(self) -> str:
-        """Return the row as it is in its file, or as JSON."""
-        return json.dumps(self.value, ensure_ascii=False, default=short_text)
 
 
 class RowFormat(ABC):
@@ -119,13 +110,6 @@ def optional(row: Row, column: str) -> Any:
 def is_missing(value: Any) -> bool:
     """Whether a value is null, or NaN, as pandas has it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def short_text(value: Any) -> str:
-    """Return a value that JSON lacks as text; of many bytes only their number."""
-    if isinstance(value, bytes) and len(value) > _MOST_BYTES:
-        return f"{len(value):,} bytes"
-    return str(value)
 
 
 def shown(value: Any) -> str:

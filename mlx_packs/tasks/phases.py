@@ -18,7 +18,7 @@ from ..config.fields import fields_where
 from ..config.phase import Phase
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
-from ..data.bad_rows import LeftOut
+from ..data.bad_rows import BadRows
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
 from ..data.formats import formats_of
 from ..data.near_copies import row_notes
@@ -71,10 +71,10 @@ class RunPhase:
 
 def left_out_rows(
     phases: Sequence[RunPhase], splits: Sequence[rows_of.Splits]
-) -> dict[str, LeftOut]:
+) -> dict[str, BadRows]:
     """Return the rows of all phases that encoding has left out, by split as a manifest names it."""
     return {
-        phase.manifest_key(split): (bad, read.rows[split])
+        phase.manifest_key(split): bad
         for phase, read in zip(phases, splits, strict=True)
         for split, bad in read.bad.items()
     }

@@ -12,7 +12,6 @@ import mlx.optimizers as optimizers
 from .. import runtime
 from ..adapters.trainable import Trainable, round_adapters
 from ..config.choices import TASKS
-from ..data.bad_rows import write_quarantine
 from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError, RunStopped
@@ -434,8 +433,6 @@ def start_fit(
         run.files.clear()
     run.files.write_identity(prepared.identity)
     origin.save()
-    if run.columns.on_bad_row == "quarantine":
-        write_quarantine(run.folder, prepared.left_out.values())
 
     guards = [
         FolderGuard(run, prepared.identity, observed.curve),

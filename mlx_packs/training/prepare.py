@@ -21,7 +21,7 @@ from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
-from ..data.bad_rows import LeftOut
+from ..data.bad_rows import BadRows
 from ..data.json_layout import json_layout
 from ..data.rows import Splits
 from ..data.teacher_cache import TeacherCache
@@ -192,7 +192,7 @@ class PreparedRun:
     identity: dict
     recipe: dict  # public
     sources: Sequence[str]  # of each phase, in public
-    left_out: Mapping[str, LeftOut]
+    left_out: Mapping[str, BadRows]
     json_layout: dict  # of the answers in training rows
     base_weights: int
     memory: MemoryChoice

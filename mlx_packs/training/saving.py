@@ -106,7 +106,7 @@ def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> 
         "batch_shapes": len(fit.shapes),
         "traces": fit.traces,
         **images_report(prepared.base),
-        "bad_rows": {key: bad.counts() for key, (bad, _) in prepared.left_out.items()},
+        "bad_rows": {key: bad.counts() for key, bad in prepared.left_out.items()},
         "compute_dtype": prepared.dtype.to_json(),
         "base_weights": prepared.base_weights,
     }

@@ -101,27 +101,17 @@ def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path,
         encode_cached(read_rows(bad_file), tokenizer, STOP, EncodingOptions(), 1)
 
 
-def test_run_counts_and_keeps_what_it_leaves_out(here, run):
+def test_run_counts_what_it_leaves_out(here, run):
     write_rows(here / "d", train=GOOD, valid=GOOD[:2])
     train, valid = (here / "d" / f"{split}.jsonl" for split in ("train", "valid"))
     train.write_bytes(BAD["not JSON"] + b"\n" + train.read_bytes() + BAD["no target"] + b"\n")
     valid.write_bytes(valid.read_bytes() + BAD["not UTF-8"])
 
     args = "train --data d --iters 1 --rank 2 --num-layers 1 --matmul-path dense --batch-size 2"
-    args = [*args.split(), "--save-every", 1, "--out", "p", "--on-bad-row", "quarantine"]
+    args = [*args.split(), "--save-every", 1, "--out", "p", "--on-bad-row", "skip"]
     code, out, err = run(*args)
     assert code == 0 and "2 of 10 train examples left out: 1 not JSON, 1 no target" in err
     assert "bad     1 valid examples left out: 1 not UTF-8" in out
-
-    lines = (here / "p-run" / "bad-rows.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
-        ("d/train.jsonl", 1, "not JSON"),
-        ("d/train.jsonl", 10, "no target"),
-        ("d/valid.jsonl", 3, "not UTF-8"),
-    ]
-    assert entries[0]["text"] == BAD["not JSON"].decode().strip()
-    assert entries[2]["text"] == '{"messages": "\\xff"}'
 
     code, out, _ = run(*args, "--resume", "--json")
     assert code == 0 and json.loads(out)["bad_rows"]["valid"] == {"not UTF-8": 1}

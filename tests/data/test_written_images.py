@@ -76,8 +76,3 @@ def test_the_fingerprint_of_rows_with_pil_images_is_of_their_pixels():
     assert hashes[0] == hashes[1] != hashes[2]
     broken = pytest.importorskip("PIL.Image").open(io.BytesIO(png()[:60]))
     assert source_of([{"image": broken}]).splits["train"].fingerprint()
-
-
-def test_a_row_is_quarantined_without_the_bytes_of_its_image():
-    row = Row("f:1", asked("What?", image={"bytes": bytes(5_000_000), "path": "a.png"}))
-    assert "5,000,000 bytes" in row.text() and len(row.text()) < 300
