@@ -13,7 +13,6 @@ from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.chips import least_seconds
 from mlx_packs.nn.frozen_weight import Product, frozen_weight
-from mlx_packs.nn.quantized import linear_of
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx, on_cpu
 
@@ -61,7 +60,9 @@ def examine_rates() -> dict:
 def _product(name: str, dtype: mx.Dtype, rows: int, size: int) -> dict:
     x = mx.random.normal((rows, size), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((size, size), key=mx.random.key(1)).astype(dtype)
-    module = linear_of(weight).to_quantized(**named_format(name).to_config())
+    linear = nn.Linear(size, size, bias=False)
+    linear.weight = weight
+    module = linear.to_quantized(**named_format(name).to_config())
     forward, backward = frozen_weight(module).slice_products(0, size)
     mx.eval(x, module.parameters())
 

@@ -121,15 +121,6 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     return dense
 
 
-def linear_of(weight: mx.array) -> nn.Module:
-    """Return a frozen linear with a dense weight [O, D]; no random number is drawn."""
-    linear = DenseLinear.__new__(DenseLinear)
-    nn.Module.__init__(linear)
-    linear.weight = weight
-    linear.freeze()
-    return linear
-
-
 def is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module is a dense or quantized linear, of no class that computes more."""
     return type(module) in (nn.Linear, nn.QuantizedLinear) or isinstance(module, CustomLinear)
