@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 # Darwin's notification com.apple.system.thermalpressurelevel
@@ -71,10 +71,11 @@ def sysctl(name: str) -> int:
 
 
 @contextmanager
-def kept_awake() -> Iterator[bool]:
+def kept_awake(say: Callable[[str, str], object]) -> Iterator[None]:
     """Keep the Mac from sleeping for as long as the block, or this process, lasts.
 
-    The display may sleep. Yields whether there is `caffeinate`, which does it.
+    The display may sleep. ``say`` shows a label and a text: whether there is `caffeinate`, which
+    does it.
     """
     # -i: no sleep when idle; -s: none at all on AC power; -w: until this process ends
     command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]
@@ -83,11 +84,13 @@ def kept_awake() -> Iterator[bool]:
     try:  # in a session of its own, which Ctrl-C does not reach while the run is saved
         process = subprocess.Popen(command, start_new_session=True, **quiet)
     except OSError:
-        yield False
+        say("note", "caffeinate cannot be run: this Mac may sleep during the run")
+        yield
         return
 
+    say("awake", "this Mac does not sleep until the run ends (--no-awake lets it)")
     try:
-        yield True
+        yield
     finally:
         process.terminate()
         process.wait()

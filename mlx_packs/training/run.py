@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import runtime, signals
+from .. import macos, runtime, signals
 from ..bases.files import TINY
 from ..config.arguments import checked_arguments
 from ..config.data import Columns
@@ -32,7 +32,6 @@ from .result import RunReport, TrainRun, in_order
 from .saving import report_of, save_pack
 from .settings import Place, Request, RunSettings, recipe_of
 from .stopping import resumable
-from .unattended import unattended
 
 
 @checked_arguments
@@ -125,7 +124,8 @@ def train_request(request: Request) -> TrainRun:
         settings = RunSettings.of(request)
         closes.enter_context(runtime.memory_limits())
         closes.enter_context(ranks_of_run(settings.lora, settings.train))
-        closes.enter_context(unattended(settings.train.awake, request.display))
+        if settings.train.awake and macos.is_macos():
+            closes.enter_context(macos.kept_awake(request.display.line))
 
         place = Place(pack, folder, resume)
         try:

@@ -7,13 +7,11 @@ import time
 import pytest
 
 from mlx_packs import macos
-from mlx_packs.display import QUIET, Display
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.observers import machine
 from mlx_packs.training.observers.machine import described, shares_of
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.unattended import unattended
 from tests.helpers.observers import observe
 from tests.helpers.runs import Lines
 
@@ -36,7 +34,7 @@ def caffeinate_of(mac) -> int:
 
 def test_a_mac_is_kept_awake_for_the_length_of_a_run_and_its_display_is_not(mac):
     lines = Lines()
-    with pytest.raises(ZeroDivisionError), unattended(True, lines):
+    with pytest.raises(ZeroDivisionError), macos.kept_awake(lines.line):
         process = caffeinate_of(mac)
         assert is_running(process)
         assert mac.asked("caffeinate") == ["-i", "-s", "-w", str(os.getpid())]
@@ -45,20 +43,20 @@ def test_a_mac_is_kept_awake_for_the_length_of_a_run_and_its_display_is_not(mac)
     assert len(lines.lines) == 1
 
 
-def test_a_mac_may_sleep_without_the_setting_or_without_caffeinate(mac, monkeypatch):
-    lines = Lines()
-    with unattended(False, lines):
-        pass
-    assert not mac.asked("caffeinate") and not lines.lines
+def test_a_mac_may_sleep_without_the_setting_or_without_caffeinate(mac, train, monkeypatch):
+    train("asleep", awake=False)
+    assert not mac.asked("caffeinate")
+    train("awake")
+    assert "-w" in mac.asked("caffeinate")
     monkeypatch.setenv("PATH", "/nowhere")
-    with unattended(True, lines):
+    lines = Lines()
+    with macos.kept_awake(lines.line):
         assert lines.lines[0].startswith("note caffeinate")
 
 
-def test_elsewhere_no_program_is_started(mac, monkeypatch):
+def test_elsewhere_no_program_is_started(mac, train, monkeypatch):
     monkeypatch.setattr(macos, "is_macos", lambda: False)
-    with unattended(True, Display(QUIET)):
-        pass
+    train()
     assert not mac.asked("caffeinate")
 
 
