@@ -38,14 +38,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Band:
-    """The area between two lines: its class of the style sheet, and the points of a polygon."""
-
-    kind: str
-    path: str
-
-
-@dataclass(frozen=True)
 class Chart:
     """Lines over batches: its box, grid and series."""
 
@@ -61,7 +53,6 @@ class Chart:
     x_label: str
     y_label: str
     mark: tuple[float, str] | None = None  # a vertical line and its label
-    bands: Sequence[Band] = ()
 
 
 @dataclass(frozen=True)
@@ -138,24 +129,18 @@ def chart(
     y_label: str,
     size: tuple[int, int],
     mark: tuple[float, str] | None = None,
-    spreads: Mapping[str, tuple[Points, Points]] | None = None,
 ) -> Chart | None:
     """Return a chart of series by (name, kind); None without a line to draw.
 
     ``size`` is width and height of the viewBox. ``mark`` is a batch, at which there is a vertical
-    line, and its label. ``spreads`` has the lower and upper bounds of areas, by kind.
+    line, and its label.
     """
     usable = {key: thinned(points) for key, points in series.items() if points}
     if not any(len(points) > 1 for points in usable.values()):
         return None
 
     all_points = list(usable.values())
-    bounds = [
-        (kind, thinned(lower), thinned(upper))
-        for kind, (lower, upper) in (spreads or {}).items()
-        if lower
-    ]
-    low, high = _around([*all_points, *(points for _, *pair in bounds for points in pair)])
+    low, high = _around(all_points)
     first = min(points[0][0] for points in all_points)
     last = max(points[-1][0] for points in all_points)
 
@@ -195,7 +180,6 @@ def chart(
         "batch",
         y_label,
         line,
-        [Band(kind, path_of([*lower, *reversed(upper)])) for kind, lower, upper in bounds],
     )
 
 

@@ -146,12 +146,6 @@ def render(facts: SeedsFacts) -> str:
     )
 
 
-def render_fragment(facts: SeedsFacts) -> str:
-    """Return the view for a notebook: the table of held-out results, without a page."""
-    template = environment().get_template("seeds_fragment.html.jinja")
-    return template.render(facts=facts, results=result_rows(facts.finished))
-
-
 def _figures(
     facts: SeedsFacts, results: Sequence[Row], rows: Sequence[Row]
 ) -> list[tuple[str, str]]:
@@ -172,41 +166,30 @@ def _figures(
 
 
 def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
-    """Return the curves of all seeds, with mean and standard deviation.
+    """Return the curves of all seeds, and their mean.
 
-    These are of the seeds with a result, or of all until two have one.
+    It is of the seeds with a result, or of all until two have one.
     """
     measure, validation = progress_series({name: 0 for seed in facts.seeds for name in seed.curve})
     averaged = facts.finished if len(facts.finished) > 1 else facts.seeds
 
     series = {}
-    spreads = {}
     for name, kind, word in ((measure, "train", "training"), (validation, "valid", "validation")):
         for seed in facts.seeds:
             series[(f"{word} {measure} of {seed.name}", f"{kind} each")] = seed.curve.get(name, [])
-
-        mean, lower, upper = _spread([seed.curve.get(name, []) for seed in averaged])
+        mean = _mean([seed.curve.get(name, []) for seed in averaged])
         series[(f"mean {word} {measure}", kind)] = mean
-        spreads[kind] = (lower, upper)
 
-    return chart(series, measure, size, spreads=spreads)
+    return chart(series, measure, size)
 
 
-def _spread(curves: Sequence[Points]) -> tuple[Points, Points, Points]:
-    """Return the mean of curves, and it less and plus one standard deviation, where all have it."""
+def _mean(curves: Sequence[Points]) -> Points:
+    """Return the mean of curves where all have a value; nothing of a single one."""
     if len(curves) < 2:
-        return [], [], []
-
+        return []
     by_batch = [dict(curve) for curve in curves]
     common = [batch for batch in by_batch[0] if all(batch in each for each in by_batch)]
-    values = {batch: [each[batch] for each in by_batch] for batch in common}
-    means = {batch: fmean(own) for batch, own in values.items()}
-    spreads = {batch: stdev(own) for batch, own in values.items()}
-    return (
-        list(means.items()),
-        [(batch, means[batch] - spreads[batch]) for batch in common],
-        [(batch, means[batch] + spreads[batch]) for batch in common],
-    )
+    return [(batch, fmean(each[batch] for each in by_batch)) for batch in common]
 
 
 def _decimals(value: float, error: float) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..config.arguments import checked_arguments
 from ..errors import PackError
@@ -33,7 +32,7 @@ from ..report.facts import (
 )
 from ..report.page import render
 from ..report.recipe import recipe_sections
-from ..report.seeds import SeedFacts, SeedsFacts, numbers_of, render_fragment
+from ..report.seeds import SeedFacts, SeedsFacts, numbers_of
 from ..report.seeds import render as render_seeds
 from .checkpoint import batches_of
 from .run_folder import CONFIG, REPORT, RunFolder, run_folder, seed_runs
@@ -76,17 +75,6 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
         unit=unit,
         recipe=recipe_sections(recipe),
     )
-
-
-def notebook_html(title: str, reports: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Return the held-out results of reports by seed as a table; None if they have no results."""
-    seeds = [
-        SeedFacts(f"seed-{seed}", numbers=numbers_of(report), changes=changes_of(report))
-        for seed, report in reports.items()
-    ]
-    if not any(seed.changes for seed in seeds):
-        return None
-    return render_fragment(SeedsFacts(title, seeds))
 
 
 def _runs_of(folder: Path) -> tuple[list[Path], list[str]]:

@@ -27,7 +27,7 @@ from .observer import Observer
 from .result import TrainRun
 from .run import train_request
 from .run_folder import CONFIG, RunFolder, run_folder
-from .run_page import SUMMARY, notebook_html, write_seeds_page
+from .run_page import SUMMARY, write_seeds_page
 from .settings import Request, recipe_of
 
 
@@ -67,10 +67,6 @@ class SeedRuns:
 
     def __str__(self) -> str:
         return "\n".join(report_lines(self))
-
-    def _repr_html_(self) -> str | None:
-        reports = {seed: run.report for seed, run in self.runs.items()}
-        return notebook_html(self.folder.name, reports)
 
     def failures(self) -> list[str]:
         """Return a line for each gate that a pack has failed."""

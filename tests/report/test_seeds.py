@@ -1,4 +1,4 @@
-"""The page of several seeds: numbers with their errors, curves with their spread, escaped text."""
+"""The page of several seeds: numbers with their errors, curves with their mean, escaped text."""
 
 import re
 from dataclasses import replace
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.report import seeds as report
-from mlx_packs.report.chart import chart
 from mlx_packs.report.facts import Change, curve_of
-from mlx_packs.report.seeds import SeedFacts, SeedsFacts, render, render_fragment, rows_of
+from mlx_packs.report.seeds import SeedFacts, SeedsFacts, render, rows_of
 from mlx_packs.terminal import printable_text
 from tests.report.test_page import HOSTILE, LINES, Elements
 
@@ -63,32 +62,16 @@ def test_a_mean_is_of_the_seeds_with_a_result():
     assert "3 of 4" in shown and "3.0 ± 1.5" in shown and "Not finished" in shown
 
     one = Elements(render(replace(THREE, seeds=[THREE.seeds[0], unfinished]))).words
-    assert "±" not in one.replace("mean ± standard deviation of the seeds", "")
+    assert "±" not in one
 
 
-def test_curves_have_mean_and_standard_deviation_where_all_have_a_value():
+def test_curves_have_a_mean_where_all_have_a_value():
     curves = [[(1.0, 1.0), (2.0, 3.0)], [(1.0, 3.0), (2.0, 3.0), (3.0, 9.0)]]
-    mean, lower, upper = report._spread(curves)
-    assert mean == [(1.0, 2.0), (2.0, 3.0)]
-    assert lower == [(1.0, pytest.approx(2 - 2**0.5)), (2.0, 3.0)]
-    assert upper == [(1.0, pytest.approx(2 + 2**0.5)), (2.0, 3.0)]
-    assert report._spread(curves[:1]) == ([], [], [])
+    assert report._mean(curves) == [(1.0, 2.0), (2.0, 3.0)]
+    assert report._mean(curves[:1]) == []
 
 
-def test_a_band_is_a_polygon_within_the_chart():
-    line = [(0.0, 2.0), (10.0, 1.0)]
-    lower = [(0.0, 1.0), (10.0, 1.0)]
-    upper = [(0.0, 9.0), (10.0, 1.0)]
-    drawn = chart({("mean", "train"): line}, "loss", (400, 200), spreads={"train": (lower, upper)})
-    (band,) = drawn.bands
-    corners = [tuple(map(float, point.split(","))) for point in band.path.split()]
-    assert [x for x, _ in corners] == [drawn.left, drawn.right, drawn.right, drawn.left]
-    assert all(drawn.top <= y <= drawn.bottom for _, y in corners)
-    assert corners[1] == corners[2] and corners[3][1] < corners[0][1]
-
-
-@pytest.mark.parametrize("draw", [render, render_fragment])
-def test_no_text_becomes_markup_or_steers(draw):
+def test_no_text_becomes_markup_or_steers():
     recipe = [(HOSTILE, [(HOSTILE, HOSTILE, True)])]
     seeds = [
         SeedFacts(
@@ -101,7 +84,7 @@ def test_no_text_becomes_markup_or_steers(draw):
         )
         for value in (1.0, 2.0)
     ]
-    page = draw(SeedsFacts(HOSTILE, seeds, HOSTILE, HOSTILE, recipe=recipe))
+    page = render(SeedsFacts(HOSTILE, seeds, HOSTILE, HOSTILE, recipe=recipe))
     shown = Elements(page)
     assert not {"script", "img", "iframe", "object", "link"} & shown.names
     assert not [name for name, _ in shown.attributes if name.startswith("on") or name == "src"]

@@ -168,10 +168,3 @@ def test_a_page_that_cannot_be_written_ends_no_run(here, small, monkeypatch):
     (note,) = [line for line in display.lines if line.startswith("note") and "out/report" in line]
     assert "No space left" in note and Path("out/seeds.json").is_file()
     assert not [line for line in report_lines(runs) if line.startswith("page")]
-
-
-def test_a_notebook_shows_the_results_as_a_table(trained_seeds):
-    html = trained_seeds._repr_html_()
-    assert "Perplexity" in html and "±" in html and html.count("<tr>") == 3
-    without = {seed: replace(run, report={"steps": 2}) for seed, run in trained_seeds.runs.items()}
-    assert replace(trained_seeds, runs=without)._repr_html_() is None
