@@ -72,10 +72,9 @@ def sysctl(name: str) -> int:
 
 @contextmanager
 def kept_awake(say: Callable[[str, str], object]) -> Iterator[None]:
-    """Keep the Mac from sleeping for as long as the block, or this process, lasts.
+    """Keep the Mac, but not its display, from sleeping while the block or this process lasts.
 
-    The display may sleep. ``say`` shows a label and a text: whether there is `caffeinate`, which
-    does it.
+    ``say`` shows a label and a text: whether there is `caffeinate`, which does it.
     """
     # -i: no sleep when idle; -s: none at all on AC power; -w: until this process ends
     command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]

@@ -418,7 +418,6 @@ def apply(
 def _fit(
     pack: "Pack", model: str, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return a report on whether a pack fits a base model."""
     from ..packs.making import check_fit
 
     limits = gate_limits(max_pack_mb=max_pack_mb)

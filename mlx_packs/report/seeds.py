@@ -211,7 +211,6 @@ def _fixed(value: float, decimals: int) -> str:
 
 
 def _error(error: float) -> str:
-    """Return two digits of an error."""
     if error < _LEAST_ERROR:
         return f"{error:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(error)))

@@ -34,7 +34,6 @@ class Due:
 
     @property
     def anything(self) -> bool:
-        """Whether all steps must be over first."""
         return self.report or self.validate or self.save
 
     def after(self, number: int, in_update: bool) -> None:

@@ -279,7 +279,6 @@ def read_report(run: Path) -> dict | None:
 
 
 def run_stage(run: Path, identity: Mapping) -> Facts:
-    """Return how far a run without a pack got."""
     recipe = identity["recipe"]
     batches = [line["batch"] for line in RunFolder(run).metrics()]
     batches += [batches_of(folder) for folder in RunFolder(run).checkpoints()]

@@ -232,5 +232,4 @@ class Run(RunSettings):
 
     @property
     def files(self) -> RunFolder:
-        """What is in the run folder."""
         return RunFolder(self.place.folder)

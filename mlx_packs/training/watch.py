@@ -74,7 +74,6 @@ class Watch:
 
     @property
     def is_asked_to_end(self) -> bool:
-        """Whether a signal waits."""
         return bool(self._signals)
 
     def ended_before(self) -> Ending | None:
