@@ -22,7 +22,7 @@ from .json_lines import JsonLines
 from .near_copies import hold_out
 from .shards import matching_files, numbered_shards
 from .sources import Parquet, Rows, Source, ValueList, as_rows
-from .streams import STREAMED, hub_stream
+from .streams import STREAMED, hub_splits, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
 _KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
@@ -131,25 +131,28 @@ def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
         )
 
     if path.exists() and not path.is_dir():
-        return _training(read_rows(path)), []
+        return _all_splits({"train": read_rows(path)}), []
     if path.is_dir():
         return _folder_rows(path)
 
     if data.startswith(STREAMED):
-        streamed = hub_stream(data, SPLIT_NAMES)
-        return {split: streamed.get(split, Rows()) for split in SPLITS}, []
+        return _all_splits(hub_stream(data)), []
     if is_pattern(data):
-        return _training(Rows([_source_of(file) for file in matching_files(data)])), []
+        return _all_splits({"train": _rows_of(matching_files(data))}), []
     if suffix_of(path) is None and is_hub_id(data):
-        return _hf_dataset(data), []
+        return _all_splits(_hf_dataset(data)), []
 
     raise PackError(
         f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
     )
 
 
-def _training(rows: Rows) -> dict[str, Rows]:
-    return {"train": rows, "valid": Rows(), "test": Rows()}
+def _all_splits(rows: Mapping[str, Rows]) -> dict[str, Rows]:
+    return {split: rows.get(split, Rows()) for split in SPLITS}
+
+
+def _rows_of(files: Sequence[Path]) -> Rows:
+    return Rows([_source_of(file) for file in files])
 
 
 def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
@@ -160,14 +163,14 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
     used = [file for chosen in by_split.values() for file in chosen]
 
     if not used:
-        return _training(_text_folder(path, tables)), []
+        return _all_splits({"train": _text_folder(path, tables)}), []
 
     rows = {}
     for split, chosen in by_split.items():
         if len(chosen) == 1:  # an error if it is empty
             rows[split] = read_rows(chosen[0])
         else:
-            rows[split] = Rows([_source_of(file) for file in chosen])
+            rows[split] = _rows_of(chosen)
 
     others = [file.name for file in tables if file not in used]
     notes = []
@@ -228,7 +231,7 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
             "data",
         )
 
-    return Rows([_source_of(file) for file in texts])
+    return _rows_of(texts)
 
 
 def _hold_out(splits: Splits, config: DataConfig) -> None:
@@ -350,20 +353,10 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
 
 
 def _hf_dataset(name: str) -> dict[str, Rows]:
-    """Return the splits of a data set of the Hub; its ``validation`` is our ``valid``."""
-    loaded = _hf_load(name)
-    splits = {split: loaded[split] for split in SPLITS if split in loaded}
-    if "validation" in loaded:
-        splits.setdefault("valid", loaded["validation"])
-
-    if "train" not in splits:
-        raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
-
-    rows = {
+    return {
         split: Rows([ValueList(f"{name}/{split}", values, label_names(values))])
-        for split, values in splits.items()
+        for split, values in hub_splits(name, _hf_load(name)).items()
     }
-    return {split: rows.get(split, Rows()) for split in SPLITS}
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:

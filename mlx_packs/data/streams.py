@@ -7,7 +7,7 @@ in memory at a time; the files of the data set are not downloaded as a whole.
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import date, time
 from functools import partial
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ from ..errors import PackError, library_errors
 from .cells import label_names
 from .converted import ROWS, Copy
 from .images import stored_text
+from .in_memory import SPLIT_NAMES
 from .row_format import plain
 from .sources import Rows
 
@@ -25,11 +26,22 @@ _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\
 _VERSION = 2  # of the copies
 
 
-def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
+def hub_splits(data: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the splits of a data set of the Hub by our names; one without train is an error."""
+    splits = {
+        split: next((loaded[name] for name in names if name in loaded), None)
+        for split, names in SPLIT_NAMES.items()
+    }
+    if splits["train"] is None:
+        raise PackError(f"--data {data}: has no train split, only {', '.join(loaded)}.", "data")
+    return {split: values for split, values in splits.items() if values is not None}
+
+
+def hub_stream(data: str) -> dict[str, Rows]:
     """Return every split of a data set of the Hub, read as a stream: ``hf:owner/name``.
 
     ``hf:owner/name[:1000]`` has the first 1000 rows of each. The copy is kept by the revision of
-    the data set, unless the stream is interrupted. ``names`` maps each split to its names there.
+    the data set, unless the stream is interrupted.
     """
     match = _NAME.fullmatch(data)
     if not match:
@@ -53,19 +65,10 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
         revision = dataset_info(match["name"]).sha
         streams = datasets.load_dataset(match["name"], revision=revision, streaming=True)
 
-    present = {
-        split: next((name for name in known if name in streams), None)
-        for split, known in names.items()
-    }
-    if present["train"] is None:
-        raise PackError(f"--data {data}: has no train split, only {', '.join(streams)}.", "data")
-
     rows = {}
-    for split, name in present.items():
-        if name is not None:
-            with_names = label_names(streams[name])
-            values = map(with_names, itertools.islice(streams[name], count))
-            rows[split] = _kept(f"{data}/{split}", str(revision), values)
+    for split, stream in hub_splits(data, streams).items():
+        values = map(label_names(stream), itertools.islice(stream, count))
+        rows[split] = _kept(f"{data}/{split}", str(revision), values)
     return rows
 
 

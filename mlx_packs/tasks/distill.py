@@ -1,8 +1,7 @@
 """The next token as a teacher predicts it, by a cache or by the teacher alongside the student."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import numpy as np
 from ..adapters.trainable import Trainable
 from ..config.choices import ANSWER_METRICS, TASKS
 from ..config.recipe import Recipe
-from ..data.dataset import Batch, Collate, Dataset, Shape
+from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
 from ..data.rows import Splits
 from ..data.sampler import Draw
-from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key, without_teacher
+from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
@@ -24,28 +23,10 @@ from ..objectives.distillation import Distillation, DistillationObjective
 from ..objectives.frozen_activations import FrozenActivations
 from ..packs.base import Base
 from .causal_lm import CausalLMTask
-from .live_teacher import LiveCollate, LiveTeacher, OnPolicy
+from .live_teacher import LiveTeacher, OnPolicy, TeacherCollate
 from .phases import PhaseData, RunPhase
 from .task import Summary, Trained
 from .teacher import with_cached_teacher
-
-
-@dataclass(frozen=True)
-class TeacherCollate:
-    """Adds what is cached of the targets to batches, and to pieces of them."""
-
-    tokens: Collate
-    teacher: TeacherTargets
-
-    def __call__(self, examples: Examples, order: Any) -> Batch:
-        return self.teacher.having(self.tokens(examples, order))
-
-    def shapes(self, examples: Examples, orders: Iterator[Any]) -> set[Shape]:
-        return self.tokens.shapes(examples, orders)
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        pieces = self.tokens.split(without_teacher(batch), parts)
-        return [self.teacher.having(piece) for piece in pieces]
 
 
 class DistillTask(CausalLMTask):
@@ -125,7 +106,7 @@ class DistillTask(CausalLMTask):
         if self.train.on_policy:
             self.on_policy = OnPolicy(self.base, phase.train, data)
             shapes = frozenset({self.on_policy.largest})
-        return dataclasses.replace(data, collate=LiveCollate(data.collate, shapes))
+        return dataclasses.replace(data, collate=TeacherCollate(data.collate, generated=shapes))
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         return self._with_teacher(super().evaluation(phase, examples, chosen))

@@ -16,7 +16,7 @@ from ..data.dataset import Batch, Collate, Dataset
 from ..data.encoding import Example, Examples
 from ..data.sampler import Order
 from ..data.shapes import Shape
-from ..data.teacher_cache import TEACHER_ARRAYS, tokenizer_key, without_teacher
+from ..data.teacher_cache import TEACHER_ARRAYS, TeacherTargets, tokenizer_key, without_teacher
 from ..errors import PackError
 from ..memory.matmul_path import generation_path
 from ..nn.quantized import apply_matmul_path
@@ -102,14 +102,16 @@ class LiveTeacher:
 
 
 @dataclass(frozen=True)
-class LiveCollate:
-    """Lays out tokens, and divides batches that have `TEACHER_ARRAYS` already."""
+class TeacherCollate:
+    """Lays out tokens, with what is cached of their targets, and divides both."""
 
     tokens: Collate
+    cached: TeacherTargets | None = None  # None: a live teacher adds `TEACHER_ARRAYS` later
     generated: frozenset[Shape] = frozenset()  # shapes of batches that may be generated
 
     def __call__(self, examples: Examples, order: Order) -> Batch:
-        return self.tokens(examples, order)
+        batch = self.tokens(examples, order)
+        return batch if self.cached is None else self.cached.having(batch)
 
     def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders) | self.generated
