@@ -291,7 +291,6 @@ def import_(
     help="Number of weights that share a scale: 32, 64 or 128; with --mode nf4 also 256.",
     default_text="64",
 )
-@option("--block", type=int, help="Same as --group-size, with --mode nf4.")
 @options.setting("keep")
 @option(
     "--bits-for",
@@ -320,21 +319,15 @@ def _options(
     mode: str,
     bits: int | None,
     group_size: int | None,
-    block: int | None,
     double_quant: bool | None,
     **others,
 ) -> "QuantizeOptions":
     from ..bases.quantization import QuantizeOptions
     from ..bases.weight_formats import specified_format
 
-    if block is not None and mode != "nf4":
-        raise PackError(f"--block: does not apply to --mode {mode}.", "conflict")
-    if None not in (block, group_size) and block != group_size:
-        text = f"is another name of --group-size, which is {group_size}. Give one of them."
-        raise PackError(f"--block {block}: {text}", "conflict")
-
-    size = group_size if block is None else block
-    weight_format = specified_format(mode, bits=bits, group_size=size, double_quant=double_quant)
+    weight_format = specified_format(
+        mode, bits=bits, group_size=group_size, double_quant=double_quant
+    )
 
     return QuantizeOptions(
         weight_format,

@@ -388,11 +388,8 @@ def test_a_damaged_source_is_rejected(dense, quantize_rejected):
         ("--bits-for up_proj", "invalid", "bits_for", "REGEX=BITS"),
         ("--bits-for (=8", "invalid", "bits_for", "'('"),
         ("--group-size 48", "invalid", "group_size", "(32, 64, 128, 256)"),
-        ("--block 32 --group-size 64", "conflict", "block", "64"),
         ("--mode affine --double-quant", "conflict", "double_quant", "affine"),
-        ("--block 48", "invalid", "group_size", "(32, 64, 128, 256)"),
         ("--bits 3", "conflict", "bits", "nf4"),
-        ("--mode affine --block 64", "conflict", "block", "affine"),
         ("--mode affine --no-double-quant", "conflict", "double_quant", "affine"),
         ("--mode affine --bits 7", "invalid", "bits", "(2, 3, 4, 5, 6, 8)"),
         ("--mode affine --group-size 48", "invalid", "group_size", "(32, 64, 128)"),
@@ -404,10 +401,9 @@ def test_a_wrong_flag_is_one_line_that_names_it(dense, quantize_rejected, args, 
     quantize_rejected(code, flag, (name,), "--model", dense, *args.split())
 
 
-@pytest.mark.parametrize("flag", ["--block", "--group-size"])
-def test_group_size_is_the_block_of_nf4(dense, run, tmp_path, flag):
+def test_group_size_is_the_block_of_nf4(dense, run, tmp_path):
     args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4")
-    assert run(*args, flag, 32, "--double-quant")[0] == 0
+    assert run(*args, "--group-size", 32, "--double-quant")[0] == 0
     result = base_files.read_record(tmp_path / "q")["quantization"]
     assert (result["group_size"], result["double_quant"]) == (32, True)
 
