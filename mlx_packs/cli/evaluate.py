@@ -2,19 +2,16 @@
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..display import NORMAL, QUIET, Display
-from ..distributed.launched import launched
+from ..display import Display
 from ..errors import PackError
 from ..terminal import with_error
 from . import options
-from .hosts import launch
-from .options import arguments_without, option
+from .options import option
 from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
@@ -159,7 +156,7 @@ def _task_lines(report: dict) -> list[str]:
     return lines
 
 
-@click.command("eval-batch", cls=options.RepeatableCommand)
+@click.command("eval-batch")
 @click.argument("more", nargs=-1, metavar="[PACK]...", type=click.Path())
 @options.model_of_pack
 @options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
@@ -187,7 +184,6 @@ def _task_lines(report: dict) -> list[str]:
 @options.setting("min_tps_ratio", type=float)
 @options.setting("max_pack_mb", type=float)
 @option("--csv", "csv_file", metavar="FILE", help="Also write all results to FILE as CSV.")
-@options.hosts("the examples")
 @options.execution
 def eval_batch(
     more: tuple[str, ...],
@@ -195,7 +191,6 @@ def eval_batch(
     packs: tuple[str, ...],
     sizes: str,
     csv_file: str | None,
-    hosts: Path | None,
     trust_remote_code: bool,
     **settings,
 ) -> None:
@@ -204,13 +199,9 @@ def eval_batch(
     The report has perplexity and its paired ratio, token accuracy, speed of batched generation,
     memory and size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
     """
-    from ..distributed.join import joined_ranks
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
     from ..files import atomic_write
     from ..packs.base import load_base_for
-
-    if hosts is not None and launched() is None:
-        raise click.exceptions.Exit(launch(hosts, ["eval-batch", *arguments_without(("--hosts",))]))
 
     csv_path = options.writable_file(csv_file, "--csv")
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
@@ -218,20 +209,12 @@ def eval_batch(
     first = chosen[0] if chosen else None
     model = options.base_of(model, first)
 
-    here = launched()
-    display = Display(QUIET if here and here.rank else NORMAL)
+    display = Display()
     with display.working("base", f"loading {model}"):
         base = load_base_for(first, model, trust_remote_code)
     display.line("base", base.summary())
 
-    with joined_ranks() as ranks:
-        compared = evaluate_batch(
-            base, chosen, batch_sizes=batch_sizes, progress=display, **settings
-        )
-
-    if not ranks.is_first:
-        return
-
+    compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, progress=display, **settings)
     lines = _lines(compared)
     failures = failed(compared)
     if csv_path is not None:

@@ -1,4 +1,4 @@
-"""`--hosts FILE`: the same command on several machines, launched by `mlx.launch`."""
+"""`packs train --hosts FILE`: one run on several machines, launched by `mlx.launch`."""
 
 import os
 import re

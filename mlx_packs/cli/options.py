@@ -97,16 +97,8 @@ class Option(click.Option):
         return extra
 
 
-class RepeatableCommand(click.Command):
-    """A command whose context keeps its arguments, so that it can be started again."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[ARGUMENTS] = tuple(args)
-        return super().parse_args(ctx, args)
-
-
 def arguments_without(flags: Collection[str]) -> list[str]:
-    """Return the arguments of a `RepeatableCommand` without some flags and their values."""
+    """Return the arguments of a `SectionedCommand` without some flags and their values."""
     context = click.get_current_context()
     takes_value = set()
     for parameter in context.command.params:
@@ -126,8 +118,12 @@ def arguments_without(flags: Collection[str]) -> list[str]:
     return kept
 
 
-class SectionedCommand(RepeatableCommand):
-    """A `RepeatableCommand` whose help has its options in sections."""
+class SectionedCommand(click.Command):
+    """A command whose help has its options in sections, and whose context keeps its arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
         yield from (param for param in self.get_params(ctx) if isinstance(param, click.Option))
@@ -376,18 +372,6 @@ backend = option(
     help="Implementation of the operations: plain MLX (reference), or metal or cuda kernels.",
     default_text="chosen for the device",
 )
-
-
-def hosts(shared: str) -> Callable:
-    """Add ``--hosts`` to a command that several machines can run; they share ``shared``."""
-    return option(
-        "--hosts",
-        section="Several machines",
-        metavar="FILE",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="Run on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
-        f"takes its share of {shared}.",
-    )
 
 
 # Options of every command that loads a model.

@@ -76,7 +76,14 @@ def _default_text(name: str, *task: str) -> str:
     is_flag=True,
     help="Show which tokens of the first examples are trained on, and exit.",
 )
-@options.hosts("every batch")
+@option(
+    "--hosts",
+    section="Several machines",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Run on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
+    "takes its share of every batch.",
+)
 @options.as_json
 @option(
     "-v",

@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping
 # Flags of every command, keys of recipes and arguments in Python are answered with it.
 _SHELL_LOOP = "Use the two lines of shell in docs/runs.md, which continue a killed run."
 REMOVED: Mapping[str, str] = {
+    "block": "Use --group-size.",
     "format": "Leave it out: transformers quantizes the dense checkpoint to the same codes, by "
     "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4').",
     "for_merge": "Train without it: packs merge measures what a merge loses, and names a setting "
     "that passes.",
+    "hosts": "Use it with packs train. Other commands run on one machine.",
     "kv_bits": "Leave it out: lower --batch-size, so that longer requests fit into --kv-memory.",
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,

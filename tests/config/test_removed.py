@@ -58,6 +58,8 @@ def test_a_function_with_other_options_rejects_it_too():
         ("train --on-long-row drop", "Use --on-bad-row skip"),
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
         ("serve --kv-bits 8", "lower --batch-size"),
+        ("quantize --block 32", "Use --group-size."),
+        ("eval-batch --hosts h.json", "Use it with packs train."),
     ],
 )
 def test_what_was_removed_says_what_to_use_now(words, instead):
