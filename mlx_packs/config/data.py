@@ -10,12 +10,8 @@ from .chat_templates import CHAT_TEMPLATES, template_text
 from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
-_column = partial(_data, metavar="COLUMN", column=True)
-
-ORDER = """
-data chat_feature prompt_feature completion_feature text_feature on_bad_row hold_out
-chat_template template_kwargs template_date max_pixels allow_urls hf_dataset
-""".split()
+_text = partial(_data, text=True)
+_column = partial(_text, metavar="COLUMN", column=True)
 
 # Arguments of transformers' apply_chat_template, and of the functions here that render.
 _RENDERER = frozenset(
@@ -27,8 +23,8 @@ _RENDERER = frozenset(
 
 
 @dataclass(frozen=True, repr=False)
-class SourceConfig(Settings):
-    """The source of the examples, and what is done with those that cannot be used."""
+class DataConfig(Settings):
+    """The source of the examples, and the names of their columns."""
 
     data: str | Any = _data(  # Python has examples in memory, too
         "tiny",
@@ -38,6 +34,10 @@ class SourceConfig(Settings):
         phase=True,
         common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
     )
+    chat_feature: str = _column("messages", "Column with the messages of a chat.")
+    prompt_feature: str = _column("prompt", "Column with the prompt.")
+    completion_feature: str = _column("completion", "Column with the completion.")
+    text_feature: str = _column("text", "Column with plain text.")
     on_bad_row: str = _data(
         "stop",
         "What to do with examples that cannot be used, or whose images do not fit into "
@@ -50,54 +50,39 @@ class SourceConfig(Settings):
         "same in every run and keeps near-duplicates together, or the last ones.",
         choices=("sample", "last"),
     )
-    hf_dataset: dict | list | None = _data(
-        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
-    )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.data is None or isinstance(self.data, (bool, int, float)):
-            text = f"must be text that names a source, or examples, but is {self.data!r}."
-            yield Fault("data", text)
-
-
-@dataclass(frozen=True, repr=False)
-class TextConfig(Settings):
-    """Columns of texts, and variables of the chat template: what tasks of decoders have."""
-
-    chat_feature: str = _column("messages", "Column with the messages of a chat.")
-    prompt_feature: str = _column("prompt", "Column with the prompt.")
-    completion_feature: str = _column("completion", "Column with the completion.")
-    text_feature: str = _column("text", "Column with plain text.")
-    chat_template: str | None = _data(
+    chat_template: str | None = _text(
         None,
         f"Chat template in place of the base model's, in training and in use: "
         f"{', '.join(CHAT_TEMPLATES)}, or a .jinja file. plain joins prompt and completion.",
         shown_default="the base model's; plain for prompts and completions if it has none",
         metavar="NAME",
     )
-    template_kwargs: dict = _data(
+    template_kwargs: dict = _text(
         {},
         "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and "
         "wherever the pack generates. A column chat_template_kwargs sets them for one example.",
         metavar="JSON",
     )
-    template_date: str | None = _data(
+    template_date: str | None = _text(
         None,
         "Date that a chat template which reads the clock sees in training.",
         shown_default="the day on which the run starts",
         metavar="YYYY-MM-DD",
     )
-    max_pixels: int = _data(
+    max_pixels: int = _text(
         1280 * 28 * 28,
         "Maximum number of pixels of an image. Larger images are made smaller, in their shape; 0 "
         "leaves all as they are.",
         at_least=0,
     )
-    allow_urls: bool = _data(
+    allow_urls: bool = _text(
         False,
         "Fetch the images that examples name by an HTTP URL, at most 20 MB each. By default such a "
         "URL is an error.",
         resumable=True,
+    )
+    hf_dataset: dict | list | None = _data(
+        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
     )
 
     def __post_init__(self) -> None:
@@ -106,6 +91,9 @@ class TextConfig(Settings):
             object.__setattr__(self, "chat_template", template_text(self.chat_template))
 
     def _conflicts(self) -> Iterator[Fault]:
+        if self.data is None or isinstance(self.data, (bool, int, float)):
+            text = f"must be text that names a source, or examples, but is {self.data!r}."
+            yield Fault("data", text)
         if taken := renderer_argument(self.template_kwargs):
             yield Fault(
                 "template_kwargs", f"{taken} is not a variable of the template. Leave it out."
@@ -113,17 +101,6 @@ class TextConfig(Settings):
         if self.template_date is not None and not _is_date(self.template_date):
             text = f"must be a date such as 2026-01-31, but is {self.template_date!r:.60}."
             yield Fault("template_date", text)
-
-
-@dataclass(frozen=True, repr=False)
-class _Ordered(Settings):
-    # The order of `DataConfig`, as its last base.
-    __annotations__ = dict.fromkeys(ORDER, Any)
-
-
-@dataclass(frozen=True, repr=False)
-class DataConfig(TextConfig, SourceConfig, _Ordered):
-    """The source of the examples, and the names of their columns."""
 
 
 Columns = DataConfig | Mapping[str, Any]  # as a public function takes them

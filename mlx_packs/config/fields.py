@@ -56,6 +56,7 @@ class Facts:
     method: str | None = None  # the one method that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
+    text: bool = False  # whether only tasks of decoders have it, of the settings of the data
     common: bool | str = False  # whether short help has it, or what it says there
     extra: bool = False  # whether it is of `extras`, so that only ``-h --all`` shows it
     memory: bool = False  # whether the peak memory of a run depends on it

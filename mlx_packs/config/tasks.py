@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import PackError, did_you_mean
 from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, PREFERENCE_TASKS, TASKS, registered
-from .data import TextConfig
+from .data import DataConfig
 from .fields import Fault, Settings, fields_where, incompatible, option
 from .phase import Phase
 from .values import setting_error, typed_value
@@ -534,11 +534,10 @@ def tasks_with(part: type[Settings]) -> tuple[str, ...]:
 
 @cache
 def _settings_of(config: type[Settings]) -> frozenset[str]:
-    configs = [config]
+    names = fields_where(config)
     if issubclass(config, DecoderConfig):
-        configs.append(TextConfig)
-
-    return frozenset(fields_where(*configs))
+        names += fields_where(DataConfig, text=True)
+    return frozenset(names)
 
 
 def read_task_config(task: str, values: Mapping[str, Any]) -> Any:
