@@ -152,11 +152,15 @@ def install(attached: Attached, make: Callable[[GroupedLoRA], GroupedLoRA]) -> N
     }
 
 
-def weight_of(path: str, module: nn.Module) -> mx.array:
-    """Return the dense weight [O, D] of a frozen module in float32; PackError if it has none."""
+def weight_of(path: str, module: nn.Module, lazy: bool = False) -> mx.array:
+    """Return the dense weight [O, D] of a frozen module in float32; PackError if it has none.
+
+    A ``lazy`` one is not read.
+    """
     try:
         weight = frozen_weight(module).dense().astype(mx.float32)
-        mx.eval(weight)
+        if not lazy:
+            mx.eval(weight)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise PackError(

@@ -40,12 +40,20 @@ class DoRAAttached(Attached):
         modules = dict(self.model.named_modules())
         frozen: dict[int, list[tuple[nn.Module, mx.array]]] = {}
         for path, place in sorted(self.places.items(), key=lambda item: item[1].first):
-            norms = mx.linalg.norm(weight_of(path, self.frozen[path]), axis=1)
-            mx.eval(norms)
+            norms = mx.linalg.norm(weight_of(path, self.frozen[path], self.base.is_lazy), axis=1)
+            if not self.base.is_lazy:
+                mx.eval(norms)
             frozen.setdefault(id(place.lora), []).append((_projection(modules[path]), norms))
 
         install(self, lambda lora: GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)))
         self.places = {p: replace(place, spec=self.specs[p]) for p, place in self.places.items()}
+
+    def fix(self) -> None:
+        """Compute what the adapters are used by, which are not trained from now on."""
+        loras = {id(place.lora): place.lora for place in self.places.values()}
+        ratios = [lora.fix() for lora in loras.values()]
+        if not self.base.is_lazy:
+            mx.eval(ratios)
 
     def tensors(self) -> dict[str, mx.array]:
         magnitudes = {

@@ -1,8 +1,4 @@
-"""Attach what is applied and not trained as it is attached: DoRA, and tensors stored in full.
-
-`lora.attach` puts the trainable kinds in place; these go on top of it, and `detach` takes them off
-with the rest.
-"""
+"""Attach what a pack stores: values of adapters, and tensors in full."""
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
@@ -10,42 +6,53 @@ from collections.abc import Collection, Iterable, Mapping
 import mlx.nn as nn
 
 from ..errors import PackError
-from ..nn.dora import DoRALinear
-from ..nn.frozen_weight import frozen_weight
-from ..nn.quantized import LINEARS, QUANTIZED, TransientLinear, bare_module, dense_module
+from ..nn.quantized import QUANTIZED, bare_module, dense_module
 from ..runtime import mx
 from .lora import Attached
 from .score_head import stored_score_head
-from .spec import SCORE_WEIGHT, ModuleSpec, Specs, factor_names
-
-_LINEARS = (nn.Linear, *LINEARS, TransientLinear)
+from .spec import SCORE_WEIGHT
 
 
-def is_inference_only(spec: ModuleSpec) -> bool:
-    """Return whether an adapter is of a kind that is applied but not trained here."""
-    return spec.kind == "dora"
+def with_stored(
+    attached: Attached, replaced: Collection[str], tensors: Mapping[str, mx.array], where: str
+) -> Attached:
+    """Give fresh adapters the values of a pack's, and the base its tensors stored in full.
+
+    They are taken off again if that fails. Adapters with magnitudes are not trained from then on.
+    """
+    from .dora import DoRAAttached
+
+    specs = attached.specs
+    kinds = {spec.kind for spec in specs.values()}
+    try:
+        if "dora" in kinds:
+            if len(kinds) > 1:
+                raise PackError(f"{where}: has DoRA on some of its modules only.", "unsupported")
+            attached = DoRAAttached(attached)
+
+        attached.load({n: tensors[n] for spec in specs.values() for n in spec.shapes}, where)
+        if isinstance(attached, DoRAAttached):
+            attached.fix()
+        attached.inference_only = bool(replaced) or "dora" in kinds
+        attach_full_tensors(attached, replaced, tensors, where)
+    except PackError:
+        attached.detach()
+        raise
+    return attached
 
 
-def attach_inference_only(
-    attached: Attached,
-    specs: Specs,
-    replaced: Collection[str],
-    tensors: Mapping[str, mx.array],
-    where: str,
+def attach_full_tensors(
+    attached: Attached, names: Collection[str], tensors: Mapping[str, mx.array], where: str
 ) -> None:
-    """Put the tensors ``replaced``, then DoRA, on top of trainable kinds; a score head beside them.
+    """Put tensors in the place of the base's, and a score head beside its modules.
 
     Tensors have names and shapes of the pack, which errors call ``where``.
     """
-    attached.inference_only = bool(specs or replaced)
-    if SCORE_WEIGHT in replaced:
+    if SCORE_WEIGHT in names:
         attached.score = stored_score_head(attached.base, tensors[SCORE_WEIGHT], where)
 
-    of_base = [name for name in replaced if name != SCORE_WEIGHT]
+    of_base = [name for name in names if name != SCORE_WEIGHT]
     attached.swap(full_tensor_modules(attached.model, of_base, tensors, where))
-
-    modules = dict(attached.model.named_modules())
-    attached.swap([(p, _adapted(modules.get(p), s, tensors, where)) for p, s in specs.items()])
 
 
 def full_tensor_modules(
@@ -78,28 +85,3 @@ def full_tensor_modules(
         dense.freeze()
         copies.append((path, dense))
     return copies
-
-
-def _adapted(
-    module: nn.Module | None, spec: ModuleSpec, tensors: Mapping[str, mx.array], where: str
-) -> nn.Module:
-    path = spec.path
-    if not isinstance(module, _LINEARS):
-        actual = f"a {type(module).__name__}" if module is not None else "nothing"
-        raise PackError(
-            f"{where}: {path}: the adapter is for a linear, but the base has {actual}.", "mismatch"
-        )
-
-    bare = bare_module(module)
-    weight = frozen_weight(bare).dense()
-    (part,) = spec.slices
-    if tuple(weight.shape) != (part.width, spec.in_features):
-        raise PackError(
-            f"{where}: {path}: the adapter is for {spec.in_features} x {part.width}, "
-            f"but the base's weight is {list(weight.shape)}.",
-            "mismatch",
-        )
-
-    a, b = (tensors[name] for name in factor_names(path))
-    m = tensors[f"{path}.m"]
-    return DoRALinear(module, weight, a, b, m, part.scale, bare.get("bias"))

@@ -94,7 +94,7 @@ def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None
         raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
 
     needed = {"lora_a": "lora_a", "lora_b": "lora_b"}
-    if is_dora:
+    if is_dora or any(name.endswith(".m") for name in adapter.tensors):
         needed["m"] = f"magnitudes, though it is DoRA by {CONFIG}"
 
     for path in {name.rpartition(".")[0]: None for name in adapter.tensors}:
@@ -137,6 +137,11 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
             )
 
         if is_switch_linear(module):
+            if kind == "dora":
+                raise PackError(
+                    f"{where}: {path}: is DoRA on a stack of experts, which is not supported.",
+                    "unsupported",
+                )
             experts = module.weight.shape[0]
         in_features, width, rank = _sizes_of(path, adapter, experts, where)
         part = SliceSpec(path.rpartition(".")[2], width, rank, adapter.scales[path] * rank)

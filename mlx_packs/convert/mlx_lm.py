@@ -151,10 +151,3 @@ def _check_pack(pack: Pack) -> None:
                 "an embedding does. Export it to peft.",
                 "unsupported",
             )
-
-    if len({spec.kind == "dora" for spec in specs.values()}) > 1:
-        raise PackError(
-            f"{where}: is DoRA on some modules and LoRA on others, and mlx-lm has one "
-            "fine_tune_type for all.",
-            "unsupported",
-        )

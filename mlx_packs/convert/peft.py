@@ -337,11 +337,6 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
                 "mlx-lm, or merge it."
             )
 
-    if len({spec.kind == "dora" for spec in specs.values()}) > 1:
-        raise unsupported(
-            "is DoRA on some modules and LoRA on others, and PEFT has one use_dora for all."
-        )
-
 
 def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
     """Return adapter_config.json: the commonest rank and alpha, and patterns for the others."""

@@ -34,6 +34,7 @@ class GroupedDoRA(GroupedLoRA):
         self.magnitude = list(norms)
         self._norms = list(norms)
         self._projections = Hidden(projections)
+        self._ratios: list[mx.array] | None = None
 
     def decoded(self, *_: object, **__: object) -> None:
         """Return None: no kernel for decoding has magnitudes."""
@@ -44,21 +45,29 @@ class GroupedDoRA(GroupedLoRA):
         """The norms of the rows of each frozen weight, [O_i] in float32."""
         return self._norms
 
+    def fix(self) -> list[mx.array]:
+        """Let factors and magnitudes stay as they are, and return what is computed of them once."""
+        self._ratios = [self._ratio(i, mx.float32) for i in range(len(self.magnitude))]
+        return self._ratios
+
     def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
         return super()._replaced(outputs, [self._scaled(i, y) for i, y in enumerate(summed)])
 
     def _scaled(self, i: int, y: mx.array) -> mx.array:
         """Return the output [..., O] of an adapted projection with its magnitudes."""
-        if self._kept is None or self.training:
-            norms = self._computed_norms(i, y.dtype)
-        else:
-            norms = self._once(("norms", i), lambda: self._computed_norms(i, y.dtype))
-
-        ratio = self.magnitude[i] / mx.maximum(norms, LEAST_NORM)
+        ratio = self._ratios[i] if self._ratios else self._ratio(i, y.dtype)
         bias = self._projections.all[i].get("bias")
         if bias is None:
             return _times(y, ratio)
         return _times(y - bias, ratio) + bias
+
+    def _ratio(self, i: int, dtype: mx.Dtype) -> mx.array:
+        """Return the magnitudes over the norms of the rows of W + s B A, [O] in float32."""
+        if self._kept is None or self.training:
+            norms = self._computed_norms(i, dtype)
+        else:
+            norms = self._once(("norms", i), lambda: self._computed_norms(i, dtype))
+        return self.magnitude[i] / mx.maximum(norms, LEAST_NORM)
 
     def _computed_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
         """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
@@ -91,43 +100,3 @@ def _times_vjp(primals: tuple, cotangent: mx.array, result: mx.array) -> tuple[m
     rows = (cotangent * result).astype(mx.float32).reshape(-1, ratio.size).sum(axis=0)
     of_ratio = mx.where(ratio == 0, 0, rows / mx.where(ratio == 0, 1, ratio))
     return cotangent * ratio.astype(y.dtype), of_ratio
-
-
-class DoRALinear(nn.Module):
-    """DoRA that is applied and not trained: it computes what mlx-lm's and PEFT's modules compute.
-
-    Semantics: y = m / ||W + D|| * (x (W + D)^T) + bias, rows' norms, D = scale * (A B)^T
-
-    DoRA: https://arxiv.org/abs/2402.09353
-    """
-
-    def __init__(
-        self,
-        linear: nn.Module,  # quantized or dense
-        weight: mx.array,  # [O, D], what it multiplies by
-        lora_a: mx.array,  # [D, R]
-        lora_b: mx.array,  # [R, O]
-        m: mx.array,  # [O], the magnitudes
-        scale: float,  # alpha / rank
-        bias: mx.array | None,  # [O]
-    ) -> None:
-        super().__init__()
-        self.linear = linear
-        self.lora_a = lora_a.astype(mx.float32)
-        self.lora_b = lora_b.astype(mx.float32)
-        self.m = m.astype(mx.float32)
-
-        adapted = weight.astype(mx.float32) + scale * (self.lora_a @ self.lora_b).T
-        self.magnitude = self.m / mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
-
-        self._scale = scale
-        self._bias = bias
-        self.freeze()
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
-        low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
-        scaled = self.magnitude * (y + self._scale * low_rank)
-        if self._bias is not None:  # it is in y, and has no magnitude
-            scaled = scaled + (1 - self.magnitude) * self._bias
-        return scaled.astype(y.dtype)

@@ -30,7 +30,7 @@ Turns = tuple[mx.array, mx.array]  # cosines and sines [B, T, head_dim / 2]
 class ShownImages:
     """What a model is shown for tokens below zero.
 
-    features: [N, D]; or [N, C] where the model has a ``projector`` (nn/projector.py).
+    features: [N, D]; or [N, C] where the model has a ``projector`` (vision/projector.py).
     begins: bool [N], where an image begins.
     levels: [K, N, D], added to what each of the first K blocks returns; None without.
     shifts: float32 [N, 4], the position of each feature on three axes less its place, the first

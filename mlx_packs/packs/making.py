@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import runtime
 from ..adapters.attach import attach
-from ..adapters.imported import attach_inference_only, is_inference_only
+from ..adapters.imported import with_stored
 from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
 from ..adapters.targets import open_projector, tied_tables
@@ -35,19 +35,8 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
     where = str(pack.path / ADAPTERS) if pack.path else "pack"
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
 
-    inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}
-    trainable = {p: spec for p, spec in pack.specs.items() if p not in inference_only}
-    replaced = replaced_of(pack.manifest)
-    attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
-
-    try:
-        factors = {n: tensors[n] for spec in trainable.values() for n in spec.shapes}
-        attached.load(factors, where)
-        attach_inference_only(attached, inference_only, replaced, tensors, where)
-    except PackError:
-        attached.detach()
-        raise
-
+    attached = attach(base, specs=pack.specs, matmul_path=matmul_path, fp16_fallback=fallback)
+    attached = with_stored(attached, replaced_of(pack.manifest), tensors, where)
     base.model.eval()
     return attached
 
@@ -170,6 +159,5 @@ def untrained_pack(
     attached = attach_pack(base, pack)
     attached.detach()
 
-    inference_only = [[path] for path, spec in specs.items() if is_inference_only(spec)]
-    adapters["groups"] = group_paths(attached.groups) + inference_only
+    adapters["groups"] = group_paths(attached.groups)
     return pack

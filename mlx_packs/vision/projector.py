@@ -3,9 +3,10 @@
 Features that are stored are then what enters these linears, and a step computes the linears.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import mlx.nn as nn
 from mlx.utils import tree_map
 
 from .. import runtime
@@ -15,10 +16,31 @@ from ..bases.shapes import is_named
 from ..bases.turns import images_of
 from ..bases.vision_families import PROJECTOR, has_vision_tower, projector_paths
 from ..errors import PackError
-from ..nn.projector import Projector
 from ..reading import read_header
 from ..runtime import mx
 from .tower import in_float32, load_tower
+
+
+class Projector(nn.Module):
+    """Linears ``linear_1``, ``linear_2`` ... with GELU between them.
+
+    Args:
+        linears: as the tower has them; the first one maps C to its width, the last one to D.
+    """
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._names = [f"linear_{number}" for number in range(1, len(linears) + 1)]
+        for name, linear in zip(self._names, linears, strict=True):
+            self[name] = linear
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        """Map what enters the projector [N, C] to features [N, D]."""
+        first, *others = self._names
+        features = self[first](inputs)
+        for name in others:
+            features = self[name](nn.gelu(features))
+        return features
 
 
 def open_projector(base: BaseModel) -> None:

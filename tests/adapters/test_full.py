@@ -22,7 +22,7 @@ from mlx_packs import (
 )
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
-from mlx_packs.adapters.imported import attach_inference_only
+from mlx_packs.adapters.imported import attach_full_tensors
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.data.encoding import Example
 from mlx_packs.evaluation.perplexity import Scorer
@@ -183,7 +183,7 @@ def test_any_module_is_unfrozen_and_comes_back():
     assert mx.array_equal(base.model(x), before).item()
 
     applied = attach(base, specs={})  # as a pack that stores full tensors
-    attach_inference_only(applied, {}, learning.replaced, learned, "test")
+    attach_full_tensors(applied, learning.replaced, learned, "test")
     assert mx.array_equal(base.model(x), after).item()
     applied.detach()
     assert mx.array_equal(base.model(x), before).item()

@@ -11,7 +11,7 @@ from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Examples
 from mlx_packs.evaluation import perplexity
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.nn.dora import DoRALinear
+from mlx_packs.nn.dora import GroupedDoRA
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.making import attach_pack
 from mlx_packs.packs.weighted_sum import open_weighted
@@ -310,7 +310,7 @@ def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
     base.attach(Pack({**lora.manifest, "adapters": adapters}, tensors))
 
     try:
-        result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
+        result = [m._ratios for m in base.model.modules() if isinstance(m, GroupedDoRA)]
         before = mx.get_active_memory()
         mx.eval(result)
         assert result and mx.get_active_memory() == before
