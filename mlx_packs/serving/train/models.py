@@ -31,25 +31,12 @@ MOST_MODELS = 8
 
 @dataclass(eq=False)
 class Model:
-    """A model of a session; its requests wait for its lock, and the first that came goes first.
-
-    Attributes:
-        config: as its client chose it; None if it began as a pack from elsewhere.
-    """
+    """A model of a session; its requests wait for its lock, and the first that came goes first."""
 
     id: str
     session_id: str
     trained: TrainedModel
-    config: LoraConfigBody | None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-def lora_config_of(saved: Saved) -> LoraConfigBody | None:
-    """Return what the client chose that made a saved model; None of a pack from elsewhere."""
-    config = saved.facts.get("lora_config")
-    if config is None:
-        return None
-    return LoraConfigBody(**config)
 
 
 class Models:
@@ -89,16 +76,9 @@ class Models:
         return model
 
     async def create(self, model_id: str, session_id: str, config: LoraConfigBody) -> None:
-        make = partial(self._trainer.create, config)
-        await self._add(model_id, session_id, make, config)
+        await self._add(model_id, session_id, partial(self._trainer.create, config))
 
-    async def _add(
-        self,
-        model_id: str,
-        session_id: str,
-        make: Callable[[], TrainedModel],
-        config: LoraConfigBody | None,
-    ) -> None:
+    async def _add(self, model_id: str, session_id: str, make: Callable[[], TrainedModel]) -> None:
         if self.is_full:
             raise PackError(
                 f"{MOST_MODELS} models are in training, which is the most. Unload one, or close "
@@ -111,7 +91,7 @@ class Models:
             trained = await self._generator.result_of(make)
         finally:
             self._making -= 1
-        self._models[model_id] = Model(model_id, session_id, trained, config)
+        self._models[model_id] = Model(model_id, session_id, trained)
 
     async def unload(self, model: Model) -> None:
         """Forget a model, when its earlier requests are computed."""
@@ -186,14 +166,11 @@ class Models:
     ) -> Saved:
         """Save a model; one of ``weights`` has the state of its optimizer."""
         uri = uri_of(model.id, kind, name)
-        content = dict(facts)
-        if model.config is not None:
-            content["lora_config"] = model.config.model_dump()
 
         def write() -> Saved:
             optimizer = self._trainer.state_of(model.trained) if kind == "weights" else None
             pack = self._trainer.pack(model.trained)
-            return self._states.save(uri, pack, content, optimizer, overwrite)
+            return self._states.save(uri, pack, facts, optimizer, overwrite)
 
         async with model.lock:
             self._check_loaded(model)
@@ -206,7 +183,7 @@ class Models:
             state = self._states.optimizer_of(saved) if optimizer else None
             return self._trainer.of_pack(Pack.open(saved.folder), state)
 
-        await self._add(model_id, session_id, open_saved, lora_config_of(saved))
+        await self._add(model_id, session_id, open_saved)
 
     def _check_loaded(self, model: Model) -> None:
         self.find(model.id)

@@ -176,7 +176,3 @@ class RetrieveBody(Object):
 
 class CancelBody(Object):
     request_id: Name
-
-
-class WeightsInfoBody(Object):
-    tinker_path: Name

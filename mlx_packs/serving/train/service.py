@@ -12,9 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...adapters.spec import ranks_of
 from ...errors import PackError
-from ...packs.pack import Pack
 from ..generation import Generator
 from ..http import (
     Handler,
@@ -26,7 +24,7 @@ from ..http import (
     read_body,
 )
 from ..registry import BASE_NAME
-from .models import Model, Models, lora_config_of
+from .models import Model, Models
 from .protocol import (
     CancelBody,
     ClientConfigBody,
@@ -41,7 +39,6 @@ from .protocol import (
     SaveForSamplerBody,
     SaveWeightsBody,
     SessionBody,
-    WeightsInfoBody,
 )
 from .results import Result, Results
 from .sampling import SampleRunner
@@ -98,7 +95,6 @@ class TrainingService:
             ("POST", "save_weights"): self.save_weights,
             ("POST", "save_weights_for_sampler"): self.save_for_sampler,
             ("POST", "load_weights"): self.load_weights,
-            ("POST", "weights_info"): self.weights_info,
             ("POST", "create_sampling_session"): self.create_sampling_session,
             ("POST", "asample"): self.sample,
             ("POST", "retrieve_future"): self.retrieve,
@@ -295,14 +291,6 @@ class TrainingService:
             return {"type": "load_weights", "path": saved.uri, "model_id": model_id}
 
         return self._started(load(), model_id, (model_id, _FIRST))
-
-    async def weights_info(self, _: Request, body: WeightsInfoBody) -> Response:
-        saved = self._states.find(body.tinker_path)
-        rank = max(ranks_of(Pack.open(saved.folder).specs), default=0)
-        facts = {"base_model": self._generator.base.public_name, "is_lora": True, "lora_rank": rank}
-        if (config := lora_config_of(saved)) is not None:
-            facts |= config.model_dump(exclude={"seed", "rank"})
-        return JSONResponse(facts)
 
     async def delete_checkpoint(self, request: Request) -> Response:
         params = request.path_params
