@@ -18,7 +18,6 @@ from ..errors import PackError
 _CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
 _COMMAS = 1 << 18  # between numbers and keys, whose parsing keeps all others waiting
 _VALUES = 100_000  # of JSON that is passed on as it is
-UNSUPPORTED = "is not supported here. Leave it out."
 
 
 def _check_json(value: Any) -> Any:
@@ -50,7 +49,7 @@ Json = Annotated[Any, _CHECKED, _SCHEMA]
 JsonObject = Annotated[dict[str, Any], _CHECKED, _SCHEMA]
 Metadata = Annotated[dict[Name, Text], Field(max_length=1024)]
 _REASONS = {
-    "extra_forbidden": UNSUPPORTED,
+    "extra_forbidden": "is not supported here. Leave it out.",
     "missing": "is required.",
     "model_type": "must be an object.",
     "dict_type": "must be an object.",

@@ -20,7 +20,7 @@ from ..data.messages import ROLES, name_thoughts
 from ..data.tool_calls import normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
-from .fields import UNSUPPORTED, Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text
+from .fields import Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text
 
 _log = logging.getLogger("mlx_packs.serving")
 
@@ -355,9 +355,6 @@ class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""
 
     prompt: _Texts | Annotated[Tokens, Field(min_length=1)]
-    echo: bool = False
-    suffix: Name | None = None
-    best_of: Literal[1] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -368,13 +365,6 @@ class CompletionBody(GenerationBody):
         if not kinds <= {str} and not are_tokens:
             raise ValueError("must be a text, a list of texts, or a list of tokens")
         return prompts
-
-    @field_validator("echo", "suffix")
-    @classmethod
-    def _check_supported(cls, value: bool | str | None) -> bool | str | None:
-        if value:
-            raise ValueError(UNSUPPORTED)
-        return value
 
 
 class EmbeddingBody(Object):
