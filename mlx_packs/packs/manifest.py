@@ -208,7 +208,6 @@ def parse_manifest(text: str, where: str) -> dict:
 
 
 def manifest_text(manifest: dict) -> str:
-    """The manifest, and its hash."""
     return to_json(sealed(manifest))
 
 

@@ -276,7 +276,6 @@ def _text(written: bytes) -> str:
 
 
 def sse(data: dict[str, Any] | str) -> str:
-    """Return one server-sent event."""
     if not isinstance(data, str):
         data = json.dumps(data, ensure_ascii=False)
     return f"data: {data}\n\n"

@@ -302,7 +302,6 @@ class EventStream(StreamingResponse):
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client has gone; its body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

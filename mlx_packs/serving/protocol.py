@@ -345,7 +345,6 @@ class ChatBody(GenerationBody):
 
     @property
     def answer_schema(self) -> dict[str, Any]:
-        """The schema of an answer that is JSON."""
         if self.response_format is None or self.response_format.json_schema is None:
             return {"type": "object"}
         return self.response_format.json_schema.json_schema
@@ -434,7 +433,6 @@ def new_id(kind: str) -> str:
 
 
 def now() -> int:
-    """Return the time in seconds since 1970."""
     return int(time.time())
 
 

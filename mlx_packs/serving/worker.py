@@ -133,11 +133,9 @@ class Worker:
         """Do what must be done by the thread itself before anything else."""
 
     def is_busy(self) -> bool:
-        """Return whether there is something to compute."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Compute a little."""
         raise NotImplementedError
 
     def on_failure(self, error: Exception) -> None:

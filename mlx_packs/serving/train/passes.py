@@ -41,7 +41,6 @@ class TrainedModel:
 
     @property
     def most_inputs(self) -> int:
-        """The most inputs of a pass."""
         if self.head is None or self.head.frozen is None:
             return _MOST_WITH_LOGITS
         return MOST_INPUTS

@@ -118,7 +118,6 @@ class Trainer:
             return compute(base, model.head, batch_of(rows), loss, backward)
 
     def add(self, model: TrainedModel, grads: Grads) -> None:
-        """Add gradients to those that wait for the next update."""
         model.grads = added(model.grads, grads)
 
     def update(self, model: TrainedModel, step: AdamBody) -> float:
