@@ -48,12 +48,8 @@ class ConversationFormat(TokenFormat):
     """Rows that are conversations, which the base's chat template renders."""
 
     @abstractmethod
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of a row, in any dialect that `turns_of` reads."""
-
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the turns of a row without what its other columns say."""
-        return _turns(row, self.messages(row, names))
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         return CONVERSATION_COLUMNS
@@ -107,8 +103,8 @@ class Chat(ConversationFormat):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return (names.chat_feature,)
 
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        return _listed(row, names.chat_feature, "{role, content}")
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
+        return _turns(row, _listed(row, names.chat_feature, "{role, content}"))
 
 
 class Completion(ConversationFormat):
@@ -119,9 +115,6 @@ class Completion(ConversationFormat):
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return (names.prompt_feature, names.completion_feature)
-
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        return [turn.message for turn in self.turns(row, names)]
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Either column may have messages, as in TRL; what repeats the prompt is left out."""
@@ -153,7 +146,7 @@ class Alpaca(ConversationFormat):
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         return ("input", "history", *super().optional_columns(names))
 
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the instruction with its input, and the output."""
         if unpacked(optional(row, "history")):
             fault = "has a 'history'. Write its turns and the last one as 'messages'."
@@ -166,10 +159,9 @@ class Alpaca(ConversationFormat):
         if about.strip():
             parts.append(about)
 
-        return [
-            {"role": "user", "content": "\n\n".join(parts)},
-            {"role": "assistant", "content": text_of(row, "output")},
-        ]
+        question = {"role": "user", "content": "\n\n".join(parts)}
+        answer = {"role": "assistant", "content": text_of(row, "output")}
+        return _turns(row, [question, answer])
 
 
 class ShareGPT(ConversationFormat):
@@ -181,8 +173,8 @@ class ShareGPT(ConversationFormat):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return ("conversations",)
 
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        return _listed(row, "conversations", "{from, value}")
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
+        return _turns(row, _listed(row, "conversations", "{from, value}"))
 
 
 def _turns(row: Row, messages: list) -> list[Turn]:
