@@ -30,27 +30,11 @@ COLUMNS = ("first", "second", "third", *(f"text_{i}" for i in range(4, MOST_NEGA
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 
-class TextColumn(Sequence):
-    """The tokens of one column of pairs; equal texts are stored once."""
-
-    def __init__(self, texts: StoredExamples, numbers: np.ndarray) -> None:
-        self.texts = texts
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, i: int | slice) -> "np.ndarray | TextColumn":
-        if isinstance(i, slice):
-            return TextColumn(self.texts, self.numbers[i])
-        return self.texts[int(self.numbers[i])].tokens
-
-
 @dataclass
 class Pairs(ExampleSet):
     format: PairFormat
-    tokens: Sequence[Sequence[np.ndarray]]  # one for each column, int32 [L] for each pair
-    texts: np.ndarray  # int64 [N, C], equal where two texts are
+    stored: StoredExamples  # the tokens of each text; equal texts are one
+    texts: np.ndarray  # int64 [N, C], which of them each column of a pair is
     scores: np.ndarray | None  # float32 [N]
     cut: int  # texts that were too long
     bad: BadRows = field(default_factory=BadRows)  # rows that were left out
@@ -60,6 +44,10 @@ class Pairs(ExampleSet):
     def __len__(self) -> int:
         return len(self.texts)
 
+    def tokens(self, i: int, column: int) -> np.ndarray:
+        """Return the tokens of one text of a pair, int32 [L]."""
+        return self.stored[int(self.texts[i, column])].tokens
+
     def select(self, chosen: np.ndarray) -> "Pairs":
         scores = self.scores
         if scores is not None:
@@ -67,7 +55,6 @@ class Pairs(ExampleSet):
 
         return replace(
             self,
-            tokens=[[column[i] for i in chosen] for column in self.tokens],
             texts=self.texts[chosen],
             scores=scores,
             where=lambda i: self.where(int(chosen[i])),
@@ -81,13 +68,7 @@ class Pairs(ExampleSet):
     @property
     def column_lengths(self) -> np.ndarray:
         """Tokens of each text, [C, N]."""
-        lengths = []
-        for column in self.tokens:
-            if isinstance(column, TextColumn):
-                lengths.append(column.texts.lengths[column.numbers])
-            else:
-                lengths.append([len(text) for text in column])
-        return np.array(lengths)
+        return self.stored.lengths[self.texts].T
 
 
 def encode_pairs(
@@ -135,7 +116,7 @@ def encode_pairs(
     stored, is_cut = texts.stored()
     return Pairs(
         row_format,
-        [TextColumn(stored, column) for column in by_pair.T],
+        stored,
         by_pair,
         np.array(scores, np.float32) if scores else None,
         int(is_cut[by_pair].sum()),
@@ -250,10 +231,10 @@ class PairCollate(TextCollate):
         inputs = {}
         lengths = []
 
-        for name, column in zip(COLUMNS, pairs.tokens, strict=False):
-            texts = [column[i] for i in order]
+        for column in range(pairs.texts.shape[1]):
+            texts = [pairs.tokens(i, column) for i in order]
             texts += [texts[0][:1]] * missing
-            inputs[name] = padded(texts, self.width(max(map(len, texts))))
+            inputs[COLUMNS[column]] = padded(texts, self.width(max(map(len, texts))))
             lengths.append([len(text) for text in texts])
 
         inputs["lengths"] = np.array(lengths, np.int32)

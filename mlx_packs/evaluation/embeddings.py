@@ -49,7 +49,7 @@ def score_pairs(model: Vectors, pairs: Pairs, batch_size: int) -> Metrics:
     """
     numbers, first = np.unique(pairs.texts, return_index=True)
     rows, columns = np.unravel_index(first, pairs.texts.shape)
-    tokens = [pairs.tokens[c][r] for r, c in zip(rows, columns, strict=True)]
+    tokens = [pairs.tokens(i, column) for i, column in zip(rows, columns, strict=True)]
 
     vectors = embedded(model, tokens, batch_size)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

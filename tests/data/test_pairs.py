@@ -37,9 +37,9 @@ def test_columns_become_tokens(encoder_tokenizer):
     ]
     pairs = encoded(encoder_tokenizer, rows, 8)
     assert pairs.format.name == "scored pairs" and len(pairs) == 2 and pairs.cut == 1
-    assert pairs.tokens[0][0].tolist() == encoder_tokenizer.encode("fix a car")
-    assert [len(t) for t in pairs.tokens[1]] == [3, 8]
-    end = pairs.tokens[1][1][-1]
+    assert pairs.tokens(0, 0).tolist() == encoder_tokenizer.encode("fix a car")
+    assert pairs.column_lengths[1].tolist() == [3, 8]
+    end = pairs.tokens(1, 1)[-1]
     assert end == encoder_tokenizer.sep_token_id  # it stays when a text is cut
     assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
     assert pairs.texts[0][1] == pairs.texts[1][0] != pairs.texts[0][0]

@@ -29,8 +29,9 @@ def rows_of(values: list[dict]) -> list[Row]:
 def pairs_of(tokenizer):
     def read(*values: dict) -> tuple[Pairs, list[list[str]]]:
         pairs = encode_pairs(rows_of(list(values)), tokenizer._tokenizer, 50)
+        columns = range(pairs.texts.shape[1])
         return pairs, [
-            [tokenizer.decode(column[i], skip_special_tokens=True) for column in pairs.tokens]
+            [tokenizer.decode(pairs.tokens(i, c), skip_special_tokens=True) for c in columns]
             for i in range(len(pairs))
         ]
 
