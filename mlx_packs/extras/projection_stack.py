@@ -333,7 +333,7 @@ class ProjectionStackTask(CausalLMTask):
 
         base = self.base
         display = self.display
-        batches = trained.last.held_out().once()
+        batches = trained.last.held_out.once()
         with display.working("eval", "loading the whole base model"):
             tokens = batches[-1].inputs["tokens"].size
             steps = 2 * len(batches)

@@ -39,7 +39,6 @@ from ..packs.card import format_change
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
 from .phases import PhaseData, RunPhase
-from .shared_prefix import shared_report
 from .task import Binding, Summary, Trained, summarized, try_lines
 from .tokens import TokenTask, encode_phases, token_lines
 
@@ -261,7 +260,7 @@ class CausalLMTask(TokenTask):
             "objective": outcome.graph,
             "eval_traces": self.scorer.traces,
             "cache_frozen": self.frozen.to_json() if self.frozen else None,
-            "shared_prefix": shared_report(self.trees.get(last.phase.name), last.train.examples),
+            "shared_prefix": self.shared_report(last),
             "sample": sample,
             "raw_prompt": self.sample.is_raw,
         }

@@ -203,7 +203,7 @@ class ClassifyTask(TokenTask):
         classes = self.classes
         before, after = trained.ends()
         objective = self._objective(trained.trainable.model, None)
-        held_out = predict(objective, last.held_out().once(), classes.problem)
+        held_out = predict(objective, last.held_out.once(), classes.problem)
 
         calibrated = {}
         if self.train.calibrate:

@@ -117,8 +117,8 @@ class EmbeddingTask(TextsTask):
 
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
-        check_scores(data.held_out().examples, f"--data {read.source}")
-        if validation := data.validation():
+        check_scores(data.held_out.examples, f"--data {read.source}")
+        if validation := data.validation:
             check_scores(validation.examples, f"--data {read.source}: valid")
             check_best(train.best, validated_entries(validation.examples))
         return [data]
@@ -137,7 +137,7 @@ class EmbeddingTask(TextsTask):
         if self.base.architecture == "encoder":
             return None
 
-        texts = self.train.batch_size * len(data.train.examples.tokens)
+        texts = self.train.batch_size * data.train.examples.texts.shape[1]
         return texts * self.typical_inputs(data, self.limit), 1
 
     def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
@@ -173,7 +173,7 @@ class EmbeddingTask(TextsTask):
         objective = self.embedder.vectors.sentence_config.to_json()
         if self.query_prompt or self.train.query_prompt is not None:
             objective["query_prompt"] = self.query_prompt
-        return self._summary(trained, trained.last.held_out().examples.format.name, objective)
+        return self._summary(trained, trained.last.held_out.examples.format.name, objective)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

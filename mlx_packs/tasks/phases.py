@@ -239,25 +239,17 @@ class PhaseData:
         """Return the shapes of all training batches, as the memory plan counts them."""
         return self.train.shapes(self.phase.train.iters)
 
-    def validation(self) -> Dataset | None:
-        """Return what `Objective.validate` scores; None if the phase is not validated."""
-        return self._validation
-
-    def held_out(self) -> Dataset:
-        """Return what `Objective.score` scores before and after the run."""
-        return self._held_out
-
     @cached_property
-    def _validation(self) -> Dataset | None:
-        """As `validation`; what its examples have in common is searched for once."""
+    def validation(self) -> Dataset | None:
+        """What `Objective.validate` scores; None if the phase is not validated."""
         batches = self.phase.train.val_batches
         if "valid" not in self.splits or not batches:
             return None
         return self._first(self.splits["valid"], batches)
 
     @cached_property
-    def _held_out(self) -> Dataset:
-        """As `held_out`, likewise."""
+    def held_out(self) -> Dataset:
+        """What `Objective.score` scores before and after the run."""
         batches = self.phase.train.test_batches
         if batches is not None:
             return self._first(self.held_out_examples, batches)

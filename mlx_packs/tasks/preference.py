@@ -185,13 +185,9 @@ class PreferenceTask(TokenTask):
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
 
-        report = {"sample": sample, "shared_prefix": self._shared_report(trained.last)}
+        report = {"sample": sample, "shared_prefix": self.shared_report(trained.last)}
         metrics = preference_metrics(*trained.ends())
         return summarized(trained, metrics, named, samples, report)
-
-    def _shared_report(self, data: PhaseData) -> dict | None:
-        trees = self.trees.get(data.phase.name)
-        return trees and trees.to_json(data.train.examples)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -140,7 +140,7 @@ class RerankTask(TextsTask):
 
     def summary(self, trained: Trained) -> Summary:
         objective = {"instruction": self.instruction, "head": self.head_name}
-        return self._summary(trained, trained.last.held_out().examples.format, objective)
+        return self._summary(trained, trained.last.held_out.examples.format, objective)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:

@@ -70,7 +70,7 @@ class RewardTask(PreferenceTask):
             "loss_on": trained.last.splits["train"].loss_on,
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
-        report = {"shared_prefix": self._shared_report(trained.last)}
+        report = {"shared_prefix": self.shared_report(trained.last)}
         metrics = preference_metrics(*trained.ends())
         return summarized(trained, metrics, named, report=report)
 

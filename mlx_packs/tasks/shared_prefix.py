@@ -21,11 +21,6 @@ from ..objectives.shared_prefix import why_not_shared
 from ..packs.base import Base
 
 
-def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dict | None:
-    """Return the part of a run's report on what is shared; None if nothing is."""
-    return None if trees is None else trees.to_json(examples)
-
-
 def passes_of(
     model: nn.Module, trees: TreePlan | GroupPlan | None, examples: Examples, inputs: int
 ) -> tuple[int, ...]:

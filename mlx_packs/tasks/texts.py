@@ -49,7 +49,7 @@ class TextsTask(Task):
     def _summary(self, trained: Trained, row_format: str, objective: Mapping) -> Summary:
         """Return the summary of a run; ``objective`` is what a manifest has besides the loss."""
         before, after = trained.ends()
-        rows = len(trained.last.held_out().examples)
+        rows = len(trained.last.held_out.examples)
         metrics = {"rows": rows, **before_and_after(before.metrics, after.metrics)}
         named = {"task": self.train.task, "loss": self.loss, **objective}
         report = {"loss": self.loss}

@@ -108,6 +108,11 @@ class TokenTask(Task):
 
         return data
 
+    def shared_report(self, data: PhaseData) -> dict | None:
+        """Return the part of a run's report on what is shared; None if nothing is."""
+        trees = self.trees.get(data.phase.name)
+        return trees and trees.to_json(data.train.examples)
+
     def prepare_rows(self, trainable: Trainable, head: Head | None) -> None:
         """Check that packed rows and trees are computed exactly, which may change how rows are."""
         train = self.train

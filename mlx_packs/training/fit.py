@@ -52,7 +52,7 @@ _STOPPING = ("stop", "stopping after this batch, which is saved; Ctrl-C again en
 
 
 def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
-    held_out = {each.phase.name: each.held_out() for each in data}
+    held_out = {each.phase.name: each.held_out for each in data}
     total = sum(examples.batches_per_epoch() for examples in held_out.values())
     whole = EVALUATE, ANSWER
     with display.task("eval", total, "held-out batches", 0, EVALUATE, whole) as bar:
@@ -194,13 +194,13 @@ class Fit:
         saves = 1
         for data in self.data:
             phase = data.phase
-            validation = data.validation()
+            validation = data.validation
             left = max(0, phase.stop - max(done, phase.first_batch))
             if validation is not None:
                 validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
             saves += left // phase.train.save_every
 
-        held_out = sum(data.held_out().batches_per_epoch() for data in self.data)
+        held_out = sum(data.held_out.batches_per_epoch() for data in self.data)
         evaluations = len(run.phases) + (self.before is None)
 
         clock.plan(VALIDATE, validations, FORWARD)
@@ -322,7 +322,7 @@ class Fit:
             trainable=self.trainable,
             step=step,
             state=self.state,
-            validation=data.validation(),
+            validation=data.validation,
             guard=UpdateGuard(step, self.state, self.on_nan, save, run.display),
             watch=Watch(
                 self.guards, self._early_stop_of(phase), partial(run.display.line, *_STOPPING)

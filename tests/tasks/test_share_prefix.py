@@ -112,7 +112,7 @@ def first_step(task: EncodedTask) -> tuple:
     model.train()
     step = nn.value_and_grad(model, lambda: objective.loss(inputs, batch.layout)[0])
     loss, gradients = step()
-    score = dict(tree_flatten(vars(objective.score(own.held_out()))))
+    score = dict(tree_flatten(vars(objective.score(own.held_out))))
     known = {name: value for name, value in score.items() if value is not None}
     return batch, loss.item(), dict(tree_flatten(gradients)), known
 
@@ -135,7 +135,7 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(data, name, changes, on_t
     assert_same(actual[1], gradients)
     assert actual[2] == pytest.approx(score, rel=1e-4, abs=1e-5)
 
-    shared = shared_prefix.shared_report(task.task.trees[""], task.data[0].train.examples)
+    shared = task.task.shared_report(task.data[0])
     assert shared["tokens"] >= 16 and 0.2 < shared["saved"] < 0.9
     assert f"computed once, {shared['saved']:.0%} of all inputs saved" in task.lines
     assert shared.get("groups") == {"documents": 3}.get(name)
@@ -248,8 +248,7 @@ def test_what_examples_have_in_common_is_searched_for_once(data, monkeypatch):
     monkeypatch.setattr(trees_of, "common_inputs", counted)
     (own,) = encoded(data["system"], share_prefix="on").data
     for _ in range(2):
-        own.validation()
-        own.held_out()
+        assert own.validation and own.held_out
     assert len(searched) == 3
 
 
@@ -286,7 +285,7 @@ def test_a_model_that_computes_trees_otherwise_gets_rows(data, monkeypatch):
 def test_what_is_shared_is_said(data):
     own = encoded(data["nothing"], share_prefix="on")
     assert "fewer than 16 tokens are common: none is shared" in own.lines and not own.task.trees
-    assert shared_prefix.shared_report(None, own.data[0].train.examples) is None
+    assert own.task.shared_report(own.data[0]) is None
     drawn = encoded(data["system"], DROPS, share_prefix="on")
     assert "share what is drawn at random for these" in drawn.lines and drawn.task.trees
 
