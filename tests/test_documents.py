@@ -15,7 +15,7 @@ import mlx_packs
 from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
-from mlx_packs.cli.recipe import RecipeFiles, recipe_of
+from mlx_packs.cli.recipe import recipe_of
 from tests.helpers import documents, nav_words
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
@@ -73,7 +73,7 @@ def test_commands_and_their_flags_exist():
                 if name == "train" and not context.params["configs"]:
                     given = {k: v for k, v in context.params.items() if k in SETTINGS}
                     flags = {k: v for k, v in given.items() if v is not None}
-                    recipe_of(flags, RecipeFiles())  # checks values
+                    recipe_of(flags)  # checks values
 
 
 def test_files_that_a_document_names_exist():

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,26 +18,20 @@ if TYPE_CHECKING:
 _RUN = {f.name for f in dataclasses.fields(RunOptions)}
 
 
-@dataclass(frozen=True)
-class RecipeFiles:
-    """The settings of recipe files, which are not checked yet."""
-
-    files: tuple[tuple[str, Mapping], ...] = ()  # by name; later ones override earlier ones
-
-    @property
-    def settings(self) -> dict:
-        settings = {}
-        for _, own in self.files:
-            settings.update(own)
-        return settings
+# Settings by the name of their file, which are not checked yet; later ones override earlier ones.
+Files = Sequence[tuple[str, Mapping]]
 
 
-def read_recipes(files: Sequence[str]) -> RecipeFiles:
+def read_recipes(files: Sequence[str]) -> Files:
     """Return the settings in recipe files, with keys of other tools translated to ours."""
-    return RecipeFiles(tuple((file, translate(read_settings(file), file)) for file in files))
+    return [(file, translate(read_settings(file), file)) for file in files]
 
 
-def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
+def _settings(files: Files) -> dict:
+    return {name: value for _, settings in files for name, value in settings.items()}
+
+
+def recipe_of(flags: Mapping, files: Files = ()) -> Recipe:
     """Return the recipe of flags over files, over the run to resume or the defaults of the base.
 
     Raises:
@@ -46,7 +39,7 @@ def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
             corrects it.
     """
     try:
-        recipe = _resolved(flags, files.settings)
+        recipe = _resolved(flags, _settings(files))
     except PackError as error:
         if error.code == "dependency":  # a package is at fault, not a file
             raise
@@ -96,10 +89,10 @@ def _identity(run: "RunFolder") -> dict:
             raise
 
 
-def _fault_of_a_file(flags: Mapping, files: RecipeFiles) -> PackError | None:
+def _fault_of_a_file(flags: Mapping, files: Files) -> PackError | None:
     """Return the first fault of a file by itself; None if flags and other files correct it."""
-    faults = [fault for file, own in files.files if (fault := _fault(own, file))]
-    if faults and _fault(flags, under=[files.settings]):
+    faults = [fault for file, own in files if (fault := _fault(own, file))]
+    if faults and _fault(flags, under=[_settings(files)]):
         return faults[0]
     return None
 

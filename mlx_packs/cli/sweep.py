@@ -14,7 +14,7 @@ from ..errors import Interrupted, PackError
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
-from .recipe import RecipeFiles, recipe_of
+from .recipe import recipe_of
 
 
 @click.command()
@@ -83,7 +83,7 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
         {**settings, SECTION: section},
         file,
         folder,
-        lambda own: recipe_of({}, RecipeFiles(((file, own),))),
+        lambda own: recipe_of({}, [(file, own)]),
     )
 
     display = Display(QUIET if quiet else NORMAL)

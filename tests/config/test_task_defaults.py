@@ -13,7 +13,7 @@ from docs.hooks.reference import settings as reference
 from mlx_packs import Phase, TrainConfig
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import HELP_TOPIC, SETTINGS
-from mlx_packs.cli.recipe import RecipeFiles, recipe_of
+from mlx_packs.cli.recipe import recipe_of
 from mlx_packs.cli.topics import TopicCommand
 from mlx_packs.config.choices import TASKS, Table
 from mlx_packs.config.fields import facts_of, flags_of
@@ -76,7 +76,7 @@ def texts() -> tuple[dict[str, str], dict[str, str]]:
 def test_four_sources_have_the_same_default_of_every_setting(task, texts):
     help_of_all, referenced = texts
     helped = help_of(task)
-    recipe = recipe_of({"task": task, "model": "a-base"}, RecipeFiles())
+    recipe = recipe_of({"task": task, "model": "a-base"})
     by_mapping = from_configs(None, TrainConfig.from_mapping({"task": task}), {"model": "a-base"})
     python = TrainConfig(task=task)
 
@@ -151,7 +151,7 @@ def test_a_phase_has_the_defaults_of_its_task_if_the_run_specifies_none():
 
 @pytest.mark.parametrize("train", [{"iters": 7, "lr_schedule": "cosine"}, {"epochs": 2}, {}, None])
 def test_what_is_not_specified_suits_the_bundled_base(train):
-    expected = recipe_of(train or {}, RecipeFiles())
+    expected = recipe_of(train or {})
     passed = [None]
     if train is not None:
         passed = [TrainConfig(**train), TrainConfig.from_mapping(train)]
@@ -165,7 +165,7 @@ def test_what_is_not_specified_suits_the_bundled_base(train):
 
 @pytest.mark.parametrize("task", ["dpo", "distill", "grpo"])
 def test_tasks_have_the_same_defaults_on_the_bundled_base(task):
-    expected = recipe_of({"task": task}, RecipeFiles()).train
+    expected = recipe_of({"task": task}).train
     assert (
         from_configs(None, TrainConfig.from_mapping({"task": task}), {"model": "tiny"}).train
         == expected
@@ -175,7 +175,7 @@ def test_tasks_have_the_same_defaults_on_the_bundled_base(task):
 
 def test_a_method_without_adapters_has_the_rest_of_the_bundled_recipe():
     recipe = from_configs(None, TrainConfig(method="full"), {"model": "tiny"})
-    assert recipe.train == recipe_of({"method": "full"}, RecipeFiles()).train
+    assert recipe.train == recipe_of({"method": "full"}).train
 
 
 @pytest.mark.parametrize(

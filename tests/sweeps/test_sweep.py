@@ -213,9 +213,10 @@ def test_a_trial_of_tpe_is_checked_before_it_starts(trained, tmp_path, monkeypat
     from mlx_packs.cli import sweep
 
     def recipe_of(flags, files):
-        if 1 < files.settings["rank"] < 99:
+        ((_, settings),) = files
+        if 1 < settings["rank"] < 99:
             raise PackError("s.yaml: rank: is not for this base.")
-        return resolve(files.settings)
+        return resolve(settings)
 
     monkeypatch.setattr(sweep, "recipe_of", recipe_of)
     write_sweep(tmp_path, {**TPE, "trials": 3})
