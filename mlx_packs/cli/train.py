@@ -1,7 +1,6 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
 import shlex
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -150,13 +149,13 @@ def train(
         mask.show_mask(recipe, display)
         return
 
-    request = Request(recipe, recipe.model, display=display, force=force)
-    if recipe.run.get("seeds"):
-        _train_seeds(request, hosts is not None)
-        return
-
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
+
+    request = Request(recipe, recipe.model, display=display, force=force)
+    if recipe.run.get("seeds"):
+        _train_seeds(request)
+        return
 
     try:
         result = train_request(request)
@@ -174,14 +173,10 @@ def train(
     exit_if_failed(failures(result.report["gates"]))
 
 
-def _train_seeds(request: "Request", on_hosts: bool) -> None:
+def _train_seeds(request: "Request") -> None:
     """Train the packs of several seeds, and print what became of them."""
     from ..training.seeds import report_lines, train_with_seeds
 
-    if on_hosts:
-        raise PackError(
-            "--seeds: cannot be combined with --hosts. Leave one of them out.", "conflict", "seeds"
-        )
     try:
         result = train_with_seeds(request)
     except RunStopped as stopped:
@@ -197,39 +192,23 @@ def _train_seeds(request: "Request", on_hosts: bool) -> None:
 
 def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
     """Train on several machines, and exit as the first of them does."""
-    from . import hosts as of_hosts
+    from .hosts import launch
 
-    run = recipe.run
-    pack = _output(recipe)
-    named = "out" in run or bool(run.get("resume"))
-    arguments = arguments_without(("--hosts",), named, pack)
-    raise click.exceptions.Exit(of_hosts.launch(hosts, ["train", *arguments]))
-
-
-def _output(recipe: Recipe) -> Path:
-    """Return the folder that a run writes to, also if none is named."""
-    from ..tasks.phases import resolve_phases
-    from ..training.folders import free_output
-
-    if "out" in recipe.run:
-        return Path(recipe.run["out"]).expanduser()
-
-    data = recipe.data
-    if recipe.train.phases:
-        data = resolve_phases(recipe.train, data)[-1].columns
-    return free_output(data)
+    if recipe.run.get("seeds"):
+        raise PackError(
+            "--seeds: cannot be combined with --hosts. Leave one of them out.", "conflict", "seeds"
+        )
+    if "out" not in recipe.run:
+        text = "needs a folder for the pack. Name it with --out DIR."
+        raise PackError(f"--hosts: {text}", "conflict", "out")
+    arguments = options.arguments_without(("--hosts",))
+    raise click.exceptions.Exit(launch(hosts, ["train", *arguments]))
 
 
 def resume_command(names_pack: bool, pack: Path) -> str:
     """Return the shell command that continues this run, with ``--out`` unless ``names_pack``."""
     command = click.get_current_context().command_path.split()
-    arguments = arguments_without(_OF_A_FRESH_RUN, names_pack, pack)
-    return shlex.join([*command, *arguments, "--resume"])
-
-
-def arguments_without(flags: Collection[str], names_pack: bool, pack: Path) -> list[str]:
-    """Return this command's arguments without some flags, with ``--out`` unless ``names_pack``."""
-    kept = options.arguments_without(flags)
+    command += options.arguments_without(_OF_A_FRESH_RUN)
     if not names_pack:
-        kept += ["--out", str(pack)]
-    return kept
+        command += ["--out", str(pack)]
+    return shlex.join([*command, "--resume"])

@@ -58,21 +58,10 @@ def output_folders(
                 path.rmdir()
 
 
-def free_output(columns: DataConfig) -> Path:
-    """Return the folder that a run without ``--out`` writes to; nothing is there, nor reserved."""
-    named = _numbered(Path("packs") / _data_name(columns))
-    return next(free for free in named if not free.exists() and not run_folder(free).exists())
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield a folder, and the same with numbers from 2."""
-    yield folder
-    yield from (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
-
-
 def _reserved(folder: Path) -> Path:
     """Create the run folder of the first free name, with a number if needed; return the pack's."""
-    for free in _numbered(folder):
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    for free in itertools.chain([folder], numbered):
         with write_errors(free), suppress(FileExistsError):
             if not free.exists():
                 run_folder(free).mkdir()

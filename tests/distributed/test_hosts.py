@@ -12,7 +12,7 @@ import pytest
 
 from mlx_packs.cli.hosts import launch
 from mlx_packs.distributed.link import GONE
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.ranks import ROOT
 from tests.helpers.rows import CHATS, write_rows
 
@@ -37,6 +37,13 @@ def test_bad_host_files_are_rejected(tmp_path):
     ):
         with raises(code, "hosts", *names):
             launch(host_file(tmp_path, hosts), ["train"])
+
+
+def test_a_run_on_several_machines_names_its_pack_and_has_one_seed(run):
+    assert run("train", "--hosts", "hosts.json")[0] == 2
+    check(run.error, "conflict", "out", "--hosts", "--out DIR")
+    assert run("train", "--hosts", "hosts.json", "--out", "p", "--seeds", 3)[0] == 2
+    check(run.error, "conflict", "seeds", "--hosts")
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
