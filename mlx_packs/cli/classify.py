@@ -156,7 +156,6 @@ def _value(where: str, line: bytes) -> Any:
 
 
 def _write(target: Path, labelled: "Sequence[tuple[dict, Prediction]]", top: int | None) -> None:
-    """Write what is predicted of rows, and print how often."""
     from ..files import atomic_write
 
     suffix = target.suffix.lower()

@@ -131,7 +131,6 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, model: str, 
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """Return a folder and its weight from ``PACK=WEIGHT``."""
     folder, _, weight = text.rpartition("=")
     try:
         if folder:

@@ -199,7 +199,6 @@ def _text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: str | None) -> str:
-    """Return what was written, with the command that trains on it."""
     counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
     command = ["packs", "train", "--data", out]
     if task is not None:
@@ -210,7 +209,6 @@ def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: 
 
 
 def _labels(labels: Mapping[str, int]) -> str:
-    """Return the counts of the commonest labels for people."""
     commonest = sorted(labels.items(), key=lambda each: -each[1])
     text = ", ".join(f"{label} {count:,}" for label, count in commonest[:_MOST_LABELS])
     if len(labels) > _MOST_LABELS:

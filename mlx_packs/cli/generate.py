@@ -219,7 +219,6 @@ class _ModelInUse:
 
 
 def _talk(conversation: "Chat", model_in_use: _ModelInUse) -> None:
-    """Answer line after line, until there are no more."""
     while (line := _next_line()) is not None:
         try:
             if line.startswith("/"):

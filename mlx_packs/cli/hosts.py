@@ -57,7 +57,6 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
 
 
 def _read_hosts(file: Path) -> list[str]:
-    """Return the names by which the machines are reached."""
     if not file.is_file():
         raise PackError(f"--hosts {file}: no such file.", "not-found", "hosts")
 

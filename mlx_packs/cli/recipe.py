@@ -98,7 +98,6 @@ def _fault_of_a_file(flags: Mapping, files: Files) -> PackError | None:
 
 
 def _fault(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> PackError | None:
-    """Return the fault of settings; None if they have none."""
     try:
         resolve(values, where, under)
     except PackError as error:

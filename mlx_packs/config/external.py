@@ -224,7 +224,6 @@ def _dtype(value: Any, where: str) -> str:
 
 
 def _lora(part: Mapping, where: str) -> dict:
-    """Settings of ``{r, alpha, dropout, target_modules}``."""
     for key in part:
         if key not in (*_LORA, "bias", "task_type"):
             raise unknown_setting(key, _LORA, where, "lora.")

@@ -277,7 +277,6 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
 def _encode(
     tasks: Mapping[str, Task], base: Base, settings: RunSettings, splits: Sequence[Splits]
 ) -> list[PhaseData]:
-    """Each task encodes the examples of its phases."""
     read = {phase.name: own for phase, own in zip(settings.phases, splits, strict=True)}
     encoded: dict[str, PhaseData] = {}
     for name, task in tasks.items():

@@ -44,7 +44,6 @@ def folders_of_rank(
 
 
 def _say_gone(pack: Path, run: Path, reason: str) -> None:
-    """Print why a rank has ended, and how to go on."""
     checkpoint = RunFolder(run).latest_checkpoint()
     if checkpoint is None:
         PackError(f"{reason}. There is no checkpoint; start again.").show()

@@ -234,7 +234,6 @@ def _lasting_moments(optimizer: optimizers.Optimizer, finite: mx.array) -> Itera
 def _next_scale(
     state: dict[str, mx.array], finite: mx.array, forward_finite: mx.array
 ) -> dict[str, mx.array]:
-    """Return the state of the scale after an update."""
     scale = state["scale"]
     good = state["good"] + 1
     larger = mx.where(good == GROWTH, mx.minimum(2 * scale, LARGEST), scale)
