@@ -55,7 +55,6 @@ OWN = {
 # Features in addition to a task, which it works without, and the tasks that each names.
 FEATURES = {
     "cli/classify.py": ("classify",),  # the command `packs classify`
-    "cli/examples.py": ("classify",),  # its examples
     "cli/learn.py": ("kto", "dpo", "lm"),  # what rated answers train
     "cli/main.py": ("classify",),  # its place in the list of commands
     # the argument of `mlx_packs.train`, and what other libraries call these tasks
