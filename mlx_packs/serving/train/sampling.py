@@ -8,7 +8,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
 from ...errors import PackError
+from ...runtime import mx
 from ..answers import Texts
 from ..generation import Generator
 from ..http import ServerSettings
@@ -31,13 +35,6 @@ class SampleRunner:
         """Raise a PackError for a request that can never be computed."""
         prompt = body.prompt.tokens
         vocab_size = self._generator.base.vocab_size
-        if body.prompt_logprobs:
-            raise PackError(
-                "prompt_logprobs: is not supported here. Use forward of a training client with "
-                "cross_entropy, which returns the log-probability of each target.",
-                "unsupported",
-                "prompt_logprobs",
-            )
         if not prompt:
             raise PackError("prompt: has no token.", flag="prompt")
 
@@ -58,6 +55,11 @@ class SampleRunner:
 
     async def sample(self, body: SampleBody, model: str) -> bytes:
         """Return the message with the sequences that ``model`` of the registry continues with."""
+        logprobs = None
+        if body.prompt_logprobs:
+            compute = partial(prompt_logprobs, self._generator, model, body.prompt.tokens)
+            logprobs = await self._generator.result_of(compute)
+
         deadline = time.monotonic() + self._settings.request_seconds
         while True:
             try:
@@ -67,7 +69,7 @@ class SampleRunner:
                     raise
                 await asyncio.sleep(_BUSY_SECONDS)
             else:
-                return sample_output(sequences)
+                return sample_output(sequences, logprobs)
 
     async def _sequences(self, body: SampleBody, model: str, deadline: float) -> list[Sample]:
         make = partial(self._request, body, model, deadline)
@@ -131,3 +133,27 @@ class SampleRunner:
 
         texts = [each for each in stop or () if isinstance(each, str) and each]
         return texts, tokens + [each for each in stop or () if isinstance(each, int)]
+
+
+def prompt_logprobs(generator: Generator, model: str, prompt: list[int]) -> np.ndarray:
+    """Return the log-probabilities [T] of the tokens of a prompt; the first has none (NaN)."""
+    parts = [np.array([np.nan], np.float32)]
+    registry = generator.registry
+    entry = registry.lease(model)
+
+    try:
+        caches = make_prompt_cache(generator.base.model)
+        step = generator.limits.prefill_chunk
+        for start in range(0, len(prompt) - 1, step):
+            targets = mx.array(prompt[start + 1 : start + 1 + step])
+            inputs = mx.array([prompt[start : start + targets.size]])
+            registry.slots.selection.set([entry.slot])
+            logits = generator.base.model(inputs, cache=caches)[0].astype(mx.float32)
+            scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logprobs = mx.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
+            mx.eval(logprobs, [cache.state for cache in caches])
+            parts.append(np.array(logprobs))
+    finally:
+        registry.release(entry)
+
+    return np.concatenate(parts)

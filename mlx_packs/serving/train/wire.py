@@ -138,11 +138,14 @@ class Sample:
     stopped: bool
 
 
-def sample_output(sequences: Sequence[Sample]) -> bytes:
-    """Return the message of sampled sequences."""
+def sample_output(sequences: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> bytes:
+    """Return sampled sequences, and log-probabilities of the prompt's tokens if asked for."""
     message = MESSAGES.SampleResponse()
     for each in sequences:
         sequence = message.sequences.add(stop_reason=STOPPED if each.stopped else TOO_LONG)
         sequence.tokens = np.array(each.tokens, np.int32).tobytes()
         sequence.logprobs = np.array(each.logprobs, np.float32).tobytes()
+
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
     return message.SerializeToString()

@@ -113,6 +113,7 @@ def everything(url: str, given: dict) -> dict:
     path = training.save_weights_for_sampler("final").result().path
     sampler = client.create_sampling_client(model_path=path).result()
     prompt = types.ModelInput.from_ints(given["rows"][0]["tokens"])
+    scores = sampler.compute_logprobs(prompt).result()
     params = types.SamplingParams(max_tokens=4, temperature=0)
     sample = sampler.sample(prompt, 2, params).result()
 
@@ -124,7 +125,6 @@ def everything(url: str, given: dict) -> dict:
         "loss": lambda: training.forward(rows, "dro"),
         "settings": lambda: training.forward(rows, "ppo", {"clip_low_threshold": 0.5}),
         "top": lambda: sampler.sample(prompt, 1, params, topk_sample_logprobs=2),
-        "scores": lambda: sampler.compute_logprobs(prompt),
         "update": lambda: training.optim_step(types.AdamParams()),
         "saved": lambda: client.create_training_client_from_state(path),
     }.items():
@@ -135,6 +135,7 @@ def everything(url: str, given: dict) -> dict:
 
     client.close("success").result()
     return {
+        "scores": scores,
         "tokens": [each.tokens for each in sample.sequences],
         "ids": len({each.sequence_id for each in sample.sequences}),
         "saved": path,

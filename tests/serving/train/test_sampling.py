@@ -33,15 +33,15 @@ def test_reinforcement_losses_of_samples(client, generator, tokens):
 def test_samples(client, generator, tokens):
     session = client.session_on()
     params = {"max_tokens": 4}
-    response = client.sample(session, tokens[:8], 2, params=params)
+    response = client.sample(session, tokens[:8], 2, params=params, prompt_logprobs=True)
     assert [each.stop_reason for each in response.sequences] == [1, 1]
     first, second = (np.frombuffer(each.tokens, np.int32) for each in response.sequences)
     assert first.tolist() == second.tolist() and len(first) == 4
 
-    scores = np.frombuffer(response.sequences[0].logprobs, np.float32)
-    row = tokens[:8] + first.tolist()
-    expected = generator.call(lambda: likelihoods(generator.base, row)).result()[7:]
-    np.testing.assert_allclose(scores, expected, atol=2e-3)
+    scores = np.frombuffer(response.prompt_logprobs, np.float32)
+    assert np.isnan(scores[0])
+    actual = generator.call(lambda: likelihoods(generator.base, tokens[:8])).result()
+    np.testing.assert_allclose(scores[1:], actual, atol=2e-3)
 
 
 def test_the_token_that_ends_a_sequence_is_part_of_it(client, tokens):
@@ -61,8 +61,7 @@ def test_the_token_that_ends_a_sequence_is_part_of_it(client, tokens):
     [
         ({"prompt": {"chunks": []}}, "prompt"),
         ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt"),
-        ({"prompt": {"chunks": [{"tokens": [5] * 2048}]}}, "prompt"),
-        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt": {"chunks": [{"tokens": [5] * 2048}]}, "prompt_logprobs": True}, "prompt"),
         ({"sampling_params": {"max_tokens": 2043}}, "prompt"),
         ({"num_samples": 65}, "num_samples"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
@@ -80,19 +79,14 @@ def test_faulty_samples(client, tokens, fields, where):
     assert client.post("asample", body, 400)["error"]["param"] == where
 
 
-def first_logprob(client: TinkerClient, session: str, datum: tuple) -> float:
-    """Return the log-probability of the likeliest token after the first ones of a datum."""
-    (sequence,) = client.sample(session, datum[0][:6], params={"max_tokens": 1}).sequences
-    return float(np.frombuffer(sequence.logprobs, np.float32)[0])
-
-
 def test_a_step_of_a_model(client, datum):
     model = client.create()
     body = {"model_id": model, "sampling_session_seq_id": 0}
     session = client.call("save_weights_for_sampler", body)["sampling_session_id"]
 
     def score() -> float:
-        return first_logprob(client, session, datum)
+        response = client.sample(session, datum[0], prompt_logprobs=True)
+        return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
 
     before = score()
     client.forward(model, [datum])
@@ -135,11 +129,15 @@ def test_a_new_session_is_on_what_is_saved_now(client, datum):
     body = {"model_id": model, "path": "mine", "overwrite": True}
     path = client.call("save_weights", body)["path"]
 
-    before = first_logprob(client, client.session_on(path), datum)
+    def score(session: str) -> float:
+        response = client.sample(session, datum[0], prompt_logprobs=True)
+        return float(np.nansum(np.frombuffer(response.prompt_logprobs, np.float32)))
+
+    before = score(client.session_on(path))
     client.forward(model, [datum])
     client.step(model, learning_rate=1e-2)
     client.call("save_weights", body)
-    assert first_logprob(client, client.session_on(path), datum) != before
+    assert score(client.session_on(path)) > before + 1
 
     assert path.replace("tinker://", "tinker/") in client.server.worker.registry.names
     run, kind, name = path.removeprefix("tinker://").split("/")
