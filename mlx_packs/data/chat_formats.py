@@ -12,7 +12,7 @@ from .conversations import Content, Conversation
 from .images import IMAGE_COLUMNS, with_column_images
 from .messages import Turn, turns_of
 from .row_format import Row, RowFormat, optional, shown, text_of
-from .tool_calls import is_given, json_value, normal_tools, without_padding
+from .tool_calls import json_value, normal_tools, without_padding
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 TOOL_COLUMNS = ("tools", "functions")
@@ -20,7 +20,6 @@ TOOL_COLUMNS = ("tools", "functions")
 CONVERSATION_COLUMNS = (
     *SYSTEM_COLUMNS,
     *TOOL_COLUMNS,
-    "documents",
     "chat_template_kwargs",
     *IMAGE_COLUMNS,
 )
@@ -55,6 +54,10 @@ class ConversationFormat(TokenFormat):
         return CONVERSATION_COLUMNS
 
     def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Conversation:
+        if unpacked(optional(row, "documents")):
+            fault = "has 'documents', which prompts in use lack. Write them into the messages."
+            raise row.error(fault, "wrong type")
+
         turns = self.turns(row, names)
         about = {column: optional(row, column) for column in CONVERSATION_COLUMNS}
         systems = {c: about[c] for c in SYSTEM_COLUMNS if c not in self.columns(names)}
@@ -70,7 +73,6 @@ class ConversationFormat(TokenFormat):
             row.where,
             messages,
             _tools(row, {column: about[column] for column in TOOL_COLUMNS}),
-            documents=_documents(row, about["documents"]),
             context=frozenset(i for i, turn in enumerate(turns) if not turn.is_target),
             variables={**names.template_kwargs, **_variables(row, about["chat_template_kwargs"])},
             template_date=names.template_date,
@@ -304,18 +306,6 @@ def _tools(row: Row, columns: Mapping[str, Any]) -> list | None:
     return next(iter(given), None)
 
 
-def _documents(row: Row, value: Any) -> list | None:
-    documents = without_padding(unpacked(value))
-    if documents is None or documents == []:
-        return None
-
-    if not isinstance(documents, list) or not all(isinstance(d, Mapping) for d in documents):
-        fault = f"'documents' must be a list of objects, but is {shown(documents)}."
-        raise row.error(fault, "wrong type")
-
-    return _json_value(row, [d for d in documents if is_given(d)], "documents") or None
-
-
 def _variables(row: Row, value: Any) -> Mapping[str, Any]:
     """Return variables of the chat template, from TRL's column."""
     variables = without_padding(unpacked(value)) or {}
@@ -327,12 +317,8 @@ def _variables(row: Row, value: Any) -> Mapping[str, Any]:
         fault = f"'chat_template_kwargs': {taken} is not a variable of the template. Remove it."
         raise row.error(fault, "wrong type")
 
-    return _json_value(row, variables, "chat_template_kwargs")
-
-
-def _json_value(row: Row, value: Any, column: str) -> Any:
     try:
-        return json_value(value, f"'{column}' has")
+        return json_value(variables, "'chat_template_kwargs' has")
     except ValueError as error:
         raise row.error(str(error), "wrong type") from None
 

@@ -88,7 +88,6 @@ class Conversation(Content):
     """Messages, the tools that they may call, and what else a chat template reads.
 
     Attributes:
-        documents: that answers are based on.
         context: numbers of the messages that are no targets.
         variables: others that the template knows.
         template_date: at which the template's clock stands; None for the present.
@@ -100,7 +99,6 @@ class Conversation(Content):
     messages: Sequence[Mapping]
     tools: list | None
     tokenizer: Any = None
-    documents: list | None = None
     context: frozenset[int] = frozenset()
     variables: Mapping[str, Any] = field(default_factory=dict)
     template_date: str | None = None
@@ -211,10 +209,7 @@ class Conversation(Content):
             raise self._named(error) from error
 
     def _variables(self) -> dict[str, Any]:
-        variables = {**self.variables, "tools": self.tools}
-        if self.documents is not None:
-            variables["documents"] = self.documents
-        return variables
+        return {**self.variables, "tools": self.tools}
 
     def _named(self, error: PackError) -> PackError:
         """Return the error of a rendering, with the row if it is about the row."""

@@ -20,13 +20,12 @@ _END_THINK = "</think>"
 _OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
 _CLEAR = 20  # characters: a shorter text may stand elsewhere by chance
 _MOST_SHAPES = 1000
-_REQUIRED = ("messages of", "tools", "calls of tools", "documents")  # kinds of parts
+_REQUIRED = ("messages of", "tools", "calls of tools")  # kinds of parts
 REMEDIES = {
     "thoughts": "Use a base whose chat template keeps them (a training template), or write them "
     "into the content without <think> tags",
     "tools": "Use a base whose chat template has tools, or describe them in the system message",
     "calls of tools": "Use a base whose chat template has tools, or write them into the content",
-    "documents": "Write them into the messages",
 }
 REMEDY = "Write it into messages that the template renders, or remove it"
 
@@ -87,12 +86,11 @@ def check_rendered(conversation: Conversation) -> None:
 
 
 def parts(conversation: Conversation) -> Iterator[Part]:
-    for kind in ("tools", "documents"):
-        listed = getattr(conversation, kind) or []
-        for i in range(len(listed)):
-            others = [*listed[:i], *listed[i + 1 :]] or None
-            change = partial(replace, conversation, **{kind: others})
-            yield Part(kind, "", (kind, bool(others)), None, change)
+    tools = conversation.tools or []
+    for i in range(len(tools)):
+        others = [*tools[:i], *tools[i + 1 :]] or None
+        change = partial(replace, conversation, tools=others)
+        yield Part("tools", "", ("tools", bool(others)), None, change)
 
     answers = 0
     for i, message in enumerate(conversation.messages):

@@ -94,19 +94,18 @@ def test_thoughts_in_a_key_are_counted(with_template):
     assert noted("thoughts", 2, 2, "f:1, answer 1") in note
 
 
-def test_messages_calls_tools_documents_and_keys_that_are_lost_are_named(with_template):
+def test_messages_calls_tools_and_keys_that_are_lost_are_named(with_template):
     row = chat("Look.", "Yes.")
     row["messages"][1] |= {"tool_calls": [CALL]}
     row["messages"] += [
         {"role": "tool", "content": "1", "name": "f"},
         *chat("And?", "One.")["messages"],
     ]
-    row |= {"tools": [TOOL], "documents": [{"title": "a", "text": "b"}]}
+    row |= {"tools": [TOOL]}
 
     notes = notes_of(with_template(DROPS), row)
     expected = {
         "tools": "f:1",
-        "documents": "f:1",
         "calls of tools": "f:1, answer 1",
         "messages of tool": "f:1, message 3",
         "'name' of messages": "f:1, message 3",
@@ -120,7 +119,7 @@ def test_messages_calls_tools_documents_and_keys_that_are_lost_are_named(with_te
         note.split(":")[0].removeprefix("the chat template leaves out ")
         for note in notes_of(with_template(), row)
     ]
-    assert sorted(kinds) == ["'name' of messages", "documents"]
+    assert kinds == ["'name' of messages"]
 
 
 @pytest.mark.parametrize(
@@ -140,21 +139,20 @@ def test_variables_that_the_template_does_not_read_are_named(with_template, of_r
     assert all(f"does not read {unread}, the first in f:1" in note for note in unread_notes)
 
 
-# The first tool, document and call only.
+# The first tool and call only.
 FIRST = """{%- for t in (tools or [])[:1] %}{{ t.function.name }}{% endfor %}
-{%- for d in (documents or [])[:1] %}{{ d.text }}{% endfor %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
 {%- for c in (m.tool_calls or [])[:1] %}{{ c.function.name ~ c.function.arguments }}{% endfor %}
 {{- '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-def test_each_tool_document_and_call_is_checked(with_template):
+def test_each_tool_and_call_is_checked(with_template):
     row = chat("Look.", "")
     row["messages"][1] |= {"tool_calls": [CALL, CALL]}
-    row |= {"tools": [TOOL, {"name": "g"}], "documents": [{"text": "Red."}, {"text": "Blue."}]}
+    row |= {"tools": [TOOL, {"name": "g"}]}
     notes = notes_of(with_template(FIRST), row)
-    assert len(notes) == 3
-    places = {"tools": "f:1", "documents": "f:1", "calls of tools": "f:1, answer 1"}
+    assert len(notes) == 2
+    places = {"tools": "f:1", "calls of tools": "f:1, answer 1"}
     for kind, first in places.items():
         assert any(noted(kind, 1, 2, first) in note for note in notes), kind
 

@@ -165,16 +165,15 @@ def test_tools_are_in_one_column(tokenizer):
         rendered(tokenizer, {**row, "tools": one, "functions": two})
 
 
-def test_documents_and_variables_are_as_json_has_them(tokenizer):
-    day, row = date(2026, 5, 1), {"messages": [USER, ANSWER]}
-    documents = [{"day": day}, {"day": None}]
-    row |= {"documents": documents, "chat_template_kwargs": {"of": day, "x": None}}
+def test_variables_are_as_json_has_them(tokenizer):
+    row = {"messages": [USER, ANSWER], "documents": "[]"}
+    row |= {"chat_template_kwargs": {"of": date(2026, 5, 1), "x": None}}
     conversation = Chat().read(Row("f:1", row), COLUMNS, tokenizer)
-    assert conversation.documents == [{"day": "2026-05-01"}]
     assert conversation.variables == {"of": "2026-05-01"}
-    for column, value in (("documents", [{"day": b"x"}]), ("chat_template_kwargs", {"day": b"x"})):
-        with raises("data", None, f"f:1: '{column}' has, in '", "day', a bytes"):
-            rendered(tokenizer, {**row, column: value})
+    with raises("data", None, "f:1: 'chat_template_kwargs' has, in 'day', a bytes"):
+        rendered(tokenizer, {**row, "chat_template_kwargs": {"day": b"x"}})
+    with raises("data", None, "f:1: has 'documents'", "Write them into the messages"):
+        rendered(tokenizer, {**row, "documents": [{"text": "a"}]})
 
 
 ONCE = SHOWN("user", USER["content"]) + SHOWN("assistant", "A cherry.")
