@@ -198,7 +198,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
     gguf          an adapter for llama.cpp (llama-server --lora) and a Modelfile
     ollama        the same, for a model of Ollama (--from)
     lmstudio      the merged model, where LM Studio looks for models
-    swift         an adapter folder for mlx-swift-lm, and Swift code that opens it
+    swift         an adapter folder for mlx-swift-lm
 
     Every adapter is numerically verified against the pack, and a merged model is compared with it.
     """  # noqa: D301 - click keeps the lines after \b

@@ -6,7 +6,6 @@ reads those of llama and gemma2 alone, without the scale of mlx-lm's, so a GGUF 
 that is right for all. mlx-swift-lm opens a folder by ``LoRAContainer.from(directory:)``.
 """
 
-import json
 import re
 import shlex
 from functools import partial
@@ -16,7 +15,6 @@ from ..errors import PackError
 from ..files import atomic_folder
 from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
-from ..terminal import printable
 from .external import save_folder, verify_numerically
 from .gguf import write_gguf
 from .merge import merge_pack
@@ -25,29 +23,6 @@ from .mlx_lm import MlxLm
 MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Studio has them
 # The base of a pack that was trained on a model of Ollama. The name may be somebody else's text.
 _OF_OLLAMA = re.compile(r"ollama:([\w.\-/:]+)", re.ASCII)
-
-_README = """\
-# {name}
-
-An adapter of {base} for mlx-swift-lm.
-
-```swift
-import Foundation
-import MLXLLM
-import MLXLMCommon
-
-let model = try await loadModelContainer(id: {quoted_base})
-let folder = Bundle.main.url(forResource: {quoted_name}, withExtension: nil)!
-let adapter = try LoRAContainer.from(directory: folder)
-try await model.perform {{ context in
-    try context.model.load(adapter: adapter)  // context.model.unload(adapter: adapter) takes it off
-}}
-let session = ChatSession(model)
-print(try await session.respond(to: "Hello"))
-```
-
-It was not compiled where it was written: names are those of mlx-swift-lm in August 2026.
-"""
 
 
 def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
@@ -123,17 +98,7 @@ def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
-    name = printable(out.name)
-    base = printable(pack.manifest["base"]["id"])
-    quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
-    readme = _README.format(name=name, base=base, **quoted)
-
     with atomic_folder(out) as folder:
         save_folder(stored, folder, form.convention)
-        (folder / "README.md").write_text(readme, encoding="utf-8")
-    return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of Swift, in which a backslash or a quote ends nothing."""
-    return json.dumps(text, ensure_ascii=False)
+    notes = [*stored.notes, "docs/elsewhere.md has the Swift code that opens it"]
+    return {"tensors": len(stored.tensors), "notes": notes}

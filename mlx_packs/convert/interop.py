@@ -48,10 +48,7 @@ from .external import (
 from .formats import DESTINATIONS, FORMATS, format_of
 
 _CONFIG = "tokenizer_config.json"
-_TOKENIZER = "tokenizer.json"
-_ADDED = "added_tokens.json"
 _DEFAULT = "default"  # the chat template that no name chooses
-_SHOWN = 3  # added tokens that a note names
 
 
 def differing_texts(adapter: Path, base: Path, name: str) -> str:
@@ -84,13 +81,6 @@ def _differences(adapter: Path, base: Path) -> Iterator[str]:
     eos_of_base = _eos(base)
     if eos is not None and eos_of_base is not None and eos != eos_of_base:
         yield f"another EOS ({printable(eos)} instead of {printable(eos_of_base)})"
-
-    added = sorted(_added(adapter) - _added(base))
-    if added:
-        shown = ", ".join(printable(token) for token in added[:_SHOWN])
-        if len(added) > _SHOWN:
-            shown += ", …"
-        yield f"{len(added)} more added tokens ({shown})"
 
 
 def _json_of(folder: Path, name: str) -> dict:
@@ -130,20 +120,6 @@ def _eos(folder: Path) -> str | None:
         if isinstance(token, str):
             return token
     return None
-
-
-def _added(folder: Path) -> set[str]:
-    tokens = {token for token in _json_of(folder, _ADDED) if isinstance(token, str)}
-    entries = []
-    decoder = _json_of(folder, _CONFIG).get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        entries += decoder.values()
-    listed = _json_of(folder, _TOKENIZER).get("added_tokens")
-    if isinstance(listed, list):
-        entries += listed
-
-    texts = (entry.get("content") for entry in entries if isinstance(entry, dict))
-    return tokens | {text for text in texts if isinstance(text, str)}
 
 
 # Parts of an exported pack's manifest that say how it is used, which no other tool stores.

@@ -63,12 +63,10 @@ def test_another_template_for_tools_is_named(adapter, place):
     assert note.startswith("the adapter was trained with another chat template 'tool_use': the")
 
 
-def test_another_end_and_added_tokens_are_named(adapter):
+def test_another_end_is_named(adapter):
     config(adapter, eos_token={"content": "<|stop|>"})
-    (adapter / "added_tokens.json").write_text('{"<call>": 9000, "<end>": 9001}')
     (note,) = notes(adapter)
     assert "another EOS (<|stop|> instead of " in note
-    assert "2 more added tokens (<call>, <end>)" in note
 
 
 def test_a_file_that_cannot_be_read_is_named(adapter):

@@ -158,13 +158,11 @@ def test_a_modelfile_names_base_and_adapter(pack, tmp_path):
     assert "ollama create my-notes" in report["notes"][0]
 
 
-def test_a_name_of_the_base_ends_no_line_and_no_literal(pack, tmp_path):
+def test_a_name_of_the_base_ends_no_line(pack, tmp_path):
     pack.manifest["base"]["id"] = 'me/it\nFROM http://x\nTEMPLATE y")\\(exit())'
-    for to, name in (("gguf", "Modelfile"), ("swift", "README.md")):
-        export_pack(pack, to, tmp_path / to)
-        text = (tmp_path / to / name).read_text()
-        assert not [line for line in text.splitlines() if line.startswith(("FROM h", "TEMPLATE"))]
-    assert 'id: "me/it?FROM http://x?TEMPLATE y\\")\\\\(exit())")' in text
+    export_pack(pack, "gguf", tmp_path / "gguf")
+    text = (tmp_path / "gguf" / "Modelfile").read_text()
+    assert not [line for line in text.splitlines() if line.startswith(("FROM h", "TEMPLATE"))]
 
 
 def test_hints_can_be_pasted(pack, tmp_path):
@@ -183,7 +181,6 @@ def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
     model = load_into(family_base("qwen3").model, tmp_path / "out")
     model.eval()
     assert np.abs(np.array(model(mx.arange(1, 9)[None])) - expected).max() < 1e-4
-    assert "LoRAContainer.from(directory:" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_swift_rejects_experts(tmp_path):
