@@ -1,6 +1,5 @@
 """Memory pressure of this machine, or of the container of this process."""
 
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _LOW = 0.05  # of what there is; half of it is critical
 _LOW_BYTES = 1 << 30  # at most so many
-_STALLED = 20.0  # percent of the last 10 s in which no process could go on for want of memory
-_STALLS_BELOW = 0.15  # of what there is: with more available, stalls are not for want of memory
 _MACOS_LEVELS = {1: NONE, 2: LOW, 4: CRITICAL}  # DISPATCH_MEMORYPRESSURE_NORMAL, _WARN, _CRITICAL
 
 
@@ -33,7 +30,7 @@ class _Room:
     limit: int
     name: str
 
-    def pressure(self, stalled: float) -> Pressure:
+    def pressure(self) -> Pressure:
         low = min(_LOW * self.limit, _LOW_BYTES)
         reason = (
             f"{size(max(self.available, 0))} of {size(self.limit)} of {self.name} are available"
@@ -41,8 +38,6 @@ class _Room:
         if self.available < low:
             level = CRITICAL if self.available < low / 2 else LOW
             return Pressure(level, reason)
-        if stalled >= _STALLED and self.available < _STALLS_BELOW * self.limit:
-            return Pressure(LOW, f"{reason}, and processes stall {stalled:.0f} % of the time")
         return Pressure(NONE)
 
 
@@ -63,12 +58,8 @@ def _of_macos() -> Pressure:
 
 
 def _of_linux() -> Pressure:
-    groups = list(_groups())
-    stalled = max((_stalled(group / "memory.pressure") for group in groups), default=0.0)
-    stalled = max(stalled, _stalled(_PROC / "pressure" / "memory"))
-
-    rooms = [*map(_of_group, groups), _of_machine(), _of_address_space()]
-    pressures = [room.pressure(stalled) for room in rooms if room is not None]
+    rooms = [*map(_of_group, _groups()), _of_machine()]
+    pressures = [room.pressure() for room in rooms if room is not None]
     return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
 
 
@@ -114,24 +105,3 @@ def _of_machine() -> _Room | None:
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
         return _Room(kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory")
     return None
-
-
-def _of_address_space() -> _Room | None:
-    """Return the room below ``ulimit -v``."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    with suppress(OSError, ValueError):
-        pages = int((_PROC / "self" / "statm").read_text().split()[0])
-        return _Room(limit - pages * resource.getpagesize(), limit, "the address space (ulimit -v)")
-    return None
-
-
-def _stalled(file: Path) -> float:
-    """Return ``full avg10`` of a pressure file of Linux, in percent; 0 where there is none."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in file.read_text().splitlines():
-            kind, average, *_ = line.split()
-            if kind == "full":
-                return float(average.partition("=")[2])
-    return 0.0
