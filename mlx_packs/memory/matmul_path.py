@@ -19,7 +19,7 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
 from ..ops import _cost
 from ..runtime import dtype_name, mx
-from .memory_choice import KindTimes, MatmulPathChoice
+from .memory_choice import MatmulPathChoice
 from .path_timing import WeightKind, time_paths, weight_kinds
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
@@ -96,20 +96,9 @@ def choose_matmul_path(
         best = min(expected, key=expected.__getitem__)
         return MatmulPathChoice(best, {}, _joined(source, left_out))
 
-    step_ms_of: dict[int, dict[str, float]] = {}  # by module, of all passes
-    for kind, seconds in zip(kinds, step_s, strict=True):
-        of_kind = step_ms_of.setdefault(id(kind.module), dict.fromkeys(paths, 0.0))
-        for path in paths:
-            of_kind[path] += 1e3 * seconds[path]
-
-    by_module = {id(kind.module): kind for kind in kinds}
-    times = tuple(
-        KindTimes(kind.names, kind.shape, kind.count, step_ms_of[module])
-        for module, kind in by_module.items()
-    )
-    step_ms = {path: sum(kind.step_ms[path] for kind in times) for path in paths}
+    step_ms = {path: 1e3 * sum(seconds[path] for seconds in step_s) for path in paths}
     best = min(step_ms, key=step_ms.__getitem__)
-    return MatmulPathChoice(best, step_ms, _joined(source, left_out), times)
+    return MatmulPathChoice(best, step_ms, _joined(source, left_out))
 
 
 def _fitting(model: nn.Module) -> Set[str]:

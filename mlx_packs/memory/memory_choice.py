@@ -10,25 +10,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KindTimes:
-    """Times of the weights of one shape (out, in) and quantization."""
-
-    names: tuple[str, ...]  # the last names of their paths
-    shape: tuple[int, int]
-    count: int  # how many a step multiplies
-    step_ms: dict[str, float]  # that each matmul path would take for all of them
-
-    def line(self) -> str:
-        parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
-        return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
-
-
-@dataclass(frozen=True)
 class MatmulPathChoice:
     matmul_path: str
     step_ms: dict[str, float]  # that each measured path would take
     reason: str  # where the times are from or why there are none, why another path was left out
-    kinds: tuple[KindTimes, ...] = ()
 
     def line(self) -> str:
         times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())

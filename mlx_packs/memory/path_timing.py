@@ -35,14 +35,12 @@ class WeightKind:
     """Weights of one shape and quantization, which a pass multiplies by as many tokens each.
 
     Attributes:
-        names: The last names of their paths.
         shape: (out, in).
         count: How many there are.
         tokens: Rows that a pass multiplies by each.
         module: One of them.
     """
 
-    names: tuple[str, ...]
     shape: tuple[int, int]
     count: int
     tokens: int
@@ -86,7 +84,7 @@ def weight_kinds(
 
     passes = [tokens] if isinstance(tokens, int) else list(tokens)
     has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
-    kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
+    kinds: dict[tuple, list[nn.Module]] = {}
 
     for path, module in modules:
         is_embedding = isinstance(module, EMBEDDINGS)
@@ -94,15 +92,14 @@ def weight_kinds(
             continue
         is_head = is_embedding or path.endswith("lm_head")
         kind = frozen_weight(module).shape, module.bits, module.group_size, module.mode, is_head
-        kinds.setdefault(kind, []).append((path, module))
+        kinds.setdefault(kind, []).append(module)
 
     return [
         WeightKind(
-            tuple(sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})),
             shape,
             len(of_kind),
             count,
-            of_kind[0][1],
+            of_kind[0],
         )
         for (shape, *_, is_head), of_kind in kinds.items()
         for count in ([head_tokens] if is_head else passes)

@@ -55,7 +55,7 @@ def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
 
     try:
         _describe(trainable, run.display, prepared.base_weights)
-        paths = matmul_paths_by_name(trainable, memory.choice)
+        paths = matmul_paths_by_name(trainable)
 
         if (file := run.request.option("resume_adapter_file")) is not None:
             load_adapters(trainable, file)

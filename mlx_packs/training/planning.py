@@ -140,16 +140,13 @@ def choose_path(
             choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
 
     run.display.line("path", choice.line(), VERBOSE)
-    for kind in choice.kinds:
-        run.display.line("", kind.line(), VERBOSE)
     return choice
 
 
-def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
-    """Return how the frozen weights are used, by the last name of their modules.
+def matmul_paths_by_name(trainable: Trainable) -> dict[str, dict]:
+    """Return ``paths`` by the last name of frozen weights: how many use each matmul path.
 
-    ``paths``: how many use each matmul path; weights that were dense already are ``dense`` too.
-    ``step_ms``, where they were measured: by path, of all weights of this shape together.
+    Weights that were dense already are ``dense`` too.
     """
     names: dict[str, dict] = {}
     seen: set[str] = set()
@@ -159,11 +156,6 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
         seen.add(path)
         name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's
         names.setdefault(name, {"paths": Counter()})["paths"][used] += 1
-
-    for kind in choice.kinds:
-        for name in kind.names:
-            if name in names:
-                names[name]["step_ms"] = kind.step_ms
     return names
 
 

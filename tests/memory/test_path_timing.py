@@ -60,10 +60,11 @@ def test_a_timed_product_runs_forward_and_backward():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied):
-    kinds = weight_kinds(quantized(tie_word_embeddings=tied), 64, 16)
+    model = quantized(tie_word_embeddings=tied)
+    kinds = weight_kinds(model, 64, 16)
     assert len(kinds) == 6 and sum(kind.count for kind in kinds) == 2 * 7 + 1
-    heads = [kind.names for kind in kinds if kind.tokens == 16]
-    assert heads == [("embed_tokens",) if tied else ("lm_head",)]
+    (head,) = [kind.module for kind in kinds if kind.tokens == 16]
+    assert head is (model.model.embed_tokens if tied else model.lm_head)
 
 
 def test_passes_multiply_by_their_own_tokens():

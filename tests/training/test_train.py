@@ -120,9 +120,7 @@ def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypa
     assert set(at_work) == {*projections, "embed_tokens"}
     for name, actual in at_work.items():
         assert actual["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
-        assert set(actual["step_ms"]) == {"quantized", "transient", "dense"}
 
-    assert "24 x" not in result.stderr and "12 x [768, 256] gate_proj, up_proj:" in result.stderr
     assert f"{report['batch_shapes']} of batches" in result.stderr
 
 
