@@ -6,7 +6,6 @@ where quantization would erase the pack's effect.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,13 +101,13 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     _check(request)
     source, _ = check_checkpoint(pack, request.model)
     writer.output_folder(str(out), source, overwrite)
-    outcome = _comparison(pack)(request)
-    report = {**_report(request, outcome, out), "compared_on": compared_on}
+    compare = task_code(pack.manifest, "compare_merged") or compare_next_tokens
+    outcome = compare(request)
+    report = _report(request, outcome, out) | {"compared_on": compared_on}
     if not report["passed"]:
         return report
 
-    plan = plan_merge(request, _facts(request, outcome))
-    plan = _with_files(plan, request, source)
+    plan = _with_files(plan_merge(request, _facts(request, outcome)), request, source)
     record, _ = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -117,10 +116,6 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
         "seconds": round(time.monotonic() - started, 2),
     }
-
-
-def _comparison(pack: Pack) -> Callable[[MergeRequest], Outcome]:
-    return task_code(pack.manifest, "compare_merged") or compare_next_tokens
 
 
 def _check(request: MergeRequest) -> None:

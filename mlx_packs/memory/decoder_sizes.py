@@ -73,7 +73,6 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """Number of weights of linear layers and embeddings."""
         return sum(map(math.prod, self.modules.values()))
 
 

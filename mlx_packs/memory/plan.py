@@ -54,7 +54,6 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the worst moment."""
         return sum(self.parts().values())
 
     @property

@@ -45,7 +45,10 @@ def memory_pressure() -> Pressure:
     """Return the memory pressure by macOS's own level, or by the limits of a Linux process."""
     if macos.is_macos():
         return _of_macos()
-    return _of_linux()
+
+    rooms = [*map(_of_group, _groups()), _of_machine()]
+    pressures = [room.pressure() for room in rooms if room is not None]
+    return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
 
 
 def _of_macos() -> Pressure:
@@ -55,12 +58,6 @@ def _of_macos() -> Pressure:
 
     name = "critical" if level == CRITICAL else "warning"
     return Pressure(level, f"macOS reports memory pressure ({name})")
-
-
-def _of_linux() -> Pressure:
-    rooms = [*map(_of_group, _groups()), _of_machine()]
-    pressures = [room.pressure() for room in rooms if room is not None]
-    return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
 
 
 def _groups() -> Iterator[Path]:

@@ -128,7 +128,7 @@ def _is_differentiable(leaf: object) -> bool:
 
 
 def _fresh_key() -> mx.array:
-    """Draw a random key from MLX's own random state, which follows the seed of the run."""
+    # of MLX's own random state, which follows the seed of the run
     return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
 
 

@@ -40,7 +40,6 @@ class Features:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the features."""
         if self.levels is None:
             return self.rows.nbytes
         return self.rows.nbytes + self.levels.nbytes
