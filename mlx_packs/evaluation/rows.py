@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bases.files import CONFIG, public_name
+from ..bases.files import public_name
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.formats import PROMPT, Row
 from ..data.in_memory import Data, InMemoryRows, source_of
@@ -14,8 +14,8 @@ from ..data.rows import load_rows, read_rows
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import is_hub_id
+from ..packs.base import recipe_of_run
 from ..packs.pack import Pack
-from ..reading import read_json
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def trained_data(pack: Pack) -> DataConfig | None:
         return columns_of(pack, named)
 
     fingerprints = (pack._part("data").get("fingerprint") or {}).values()
-    named_by_run = _data_of(_recipe_of_run(pack))
+    named_by_run = _data_of(recipe_of_run(pack.path)) if pack.path else ""
     for source in filter(None, dict.fromkeys((named, named_by_run))):
         # the pack of a stranger is no reason to ask the Hub
         is_of_hub = source == named == named_by_run and is_hub_id(source)
@@ -111,9 +111,9 @@ def trained_data(pack: Pack) -> DataConfig | None:
     return None
 
 
-def _data_of(recipe: Any) -> str:
+def _data_of(recipe: Mapping) -> str:
     """Return the data of the last phase of a recipe; empty if it is not one name."""
-    if not isinstance(recipe, Mapping) or recipe.get("hf_dataset"):
+    if recipe.get("hf_dataset"):
         return ""
 
     named = recipe.get("data")
@@ -121,15 +121,6 @@ def _data_of(recipe: Any) -> str:
     if isinstance(phases, list) and phases and isinstance(phases[-1], Mapping):
         named = phases[-1].get("data") or named
     return named if isinstance(named, str) else ""
-
-
-def _recipe_of_run(pack: Pack) -> Any:
-    """Return the recipe in the run folder next to a pack, which has paths; None without it."""
-    if pack.path is None:
-        return None
-    with suppress(PackError, OSError, ValueError):
-        return read_json(pack.path.with_name(f"{pack.path.name}-run") / CONFIG).get("recipe")
-    return None
 
 
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..adapters.targets import open_projector
-from ..bases.files import TINY, quantization_name
+from ..bases.files import CONFIG, TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model, reader_of
@@ -507,13 +507,16 @@ def find_base(pack: Pack | None) -> str:
 def _bases_of_runs(pack: Pack) -> list[str]:
     """The base of the run beside a pack, or beside the parts of a sum."""
     folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
+    recipes = [recipe_of_run(folder) for folder in folders if isinstance(folder, Path)]
+    return [str(recipe["model"]) for recipe in recipes if "model" in recipe]
 
-    bases = []
-    for folder in folders:
-        with suppress(PackError, OSError, AttributeError, KeyError, TypeError):
-            identity = read_json(folder.with_name(f"{folder.name}-run") / "config.json")
-            bases.append(str(identity["recipe"]["model"]))
-    return bases
+
+def recipe_of_run(folder: Path) -> Mapping:
+    """The recipe in the run folder next to a pack, which has paths; empty without it."""
+    with suppress(PackError, OSError, ValueError):
+        recipe = read_json(folder.with_name(f"{folder.name}-run") / CONFIG).get("recipe")
+        return recipe if isinstance(recipe, Mapping) else {}
+    return {}
 
 
 def name_of(base: Base | str | Path) -> str | Path:

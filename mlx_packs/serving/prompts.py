@@ -149,7 +149,7 @@ class Prompts:
                 on_event,
                 **self._choosing(body, i),
                 processors=self._processors(body),
-                after=prompts[i][-_CHARACTER_TOKENS:],
+                after=prompts[i][-CHARACTER_TOKENS:],
                 deadline=deadline,
             )
 
@@ -210,15 +210,19 @@ class Prompts:
         return seeing_no_images(self._base, penalties)
 
     def _checked(self, prompt: list[int]) -> list[int]:
-        if not prompt:
-            raise PackError("prompt: the tokenizer makes no token of it.", flag="prompt")
-        if max(prompt) >= self._base.vocab_size or min(prompt) < 0:
-            raise PackError(
-                f"prompt: a token lies beyond the vocabulary of {self._base.vocab_size}.",
-                flag="prompt",
-            )
+        check_tokens(prompt, self._base.vocab_size)
         return prompt
 
 
-_CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes
+def check_tokens(prompt: list[int], vocab_size: int) -> None:
+    """Raise a PackError for a prompt without a token, or with one beyond the vocabulary."""
+    if not prompt:
+        raise PackError("prompt: has no token.", flag="prompt")
+    if max(prompt) >= vocab_size or min(prompt) < 0:
+        raise PackError(
+            f"prompt: a token lies beyond the vocabulary of {vocab_size}.", flag="prompt"
+        )
+
+
+CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes
 _ALL = 1 << 20  # tokens that OpenAI's penalties look back on: the whole text

@@ -16,11 +16,11 @@ from ...runtime import mx
 from ..answers import Texts
 from ..generation import Generator
 from ..http import ServerSettings
+from ..prompts import CHARACTER_TOKENS, check_tokens
 from ..request import Event, Progress, Request, sampler_of
 from .protocol import SampleBody
 from .wire import Sample, sample_output
 
-_CONTEXT_TOKENS = 4  # of a prompt: a character has at most so many
 _BUSY_SECONDS = 0.2
 
 
@@ -34,15 +34,7 @@ class SampleRunner:
     def check(self, body: SampleBody) -> None:
         """Raise a PackError for a request that can never be computed."""
         prompt = body.prompt.tokens
-        vocab_size = self._generator.base.vocab_size
-        if not prompt:
-            raise PackError("prompt: has no token.", flag="prompt")
-
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise PackError(
-                f"prompt: a token is outside of the vocabulary of {vocab_size}.", flag="prompt"
-            )
-
+        check_tokens(prompt, self._generator.base.vocab_size)
         self._generator.check_length(len(prompt), body.sampling_params.max_tokens or 1, "prompt")
 
         most = self._generator.limits.waiting
@@ -117,7 +109,7 @@ class SampleRunner:
             on_event,
             lambda: sampler_of(params.temperature, params.top_p, top_k, 0.0, seed),
             stop=stop,
-            after=prompt[-_CONTEXT_TOKENS:],
+            after=prompt[-CHARACTER_TOKENS:],
             top_logprobs=0,
             stop_tokens=stop_tokens,
             deadline=deadline,
