@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,9 +54,6 @@ class Comparison:
         error = f"{self.error:.4f}" if self.error is not None else "unknown"
         gain = f"{self.measure} {self.gain:+.4f} ± {error}"
         return f"{gain}, paired, on {self.held_out} held-out prompts"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(base: Base, served: Pack | None, candidate: Pack, task: str, data: Path) -> Comparison:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,15 +237,13 @@ class Learned:
         return [f"not swapped: the candidate is {reason}. Version {self.version} is still served."]
 
 
-@contextmanager
-def versions_locked(folder: LearningFolder) -> Iterator[None]:
+def versions_locked(folder: LearningFolder) -> AbstractContextManager[None]:
     """Let one process at a time change the versions of a folder."""
     busy = (
         f"{folder.path}: another `packs learn` is at work there. Wait for it, or end it; the same "
         "command continues it."
     )
-    with exclusive_writer(folder.versions_folder, busy):
-        yield
+    return exclusive_writer(folder.versions_folder, busy)
 
 
 def learn(
@@ -328,7 +326,7 @@ def _write_figures(
         "task": job.task,
         "continues": job.start,
         "rows": job.train,
-        **comparison.to_json(),
+        **asdict(comparison),
         "won": comparison.is_won and not is_worse,
         "worse_on_data": is_worse,
         "date": time.strftime("%Y-%m-%d %H:%M"),

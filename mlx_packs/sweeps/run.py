@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,10 @@ from .sweep import Sweep
 from .trial import Result, Trial, fail, train
 
 
-class LocalExecutor(AbstractContextManager):
+class LocalExecutor(Executor):
     """Calls functions in this process, one after the other."""
 
     workers = 1
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is left to end."""
 
     def submit(self, function: Callable, *args: Any) -> Future:
         """Call a function; what it raises is raised here."""
