@@ -22,7 +22,7 @@ from .sources import Source
 # Of one row: while it is encoded, its tokens take a hundred times as much.
 MOST_LINE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20  # that are read at a time
-_BOM = b"\xef\xbb\xbf"  # Windows editors begin with it
+BOM = b"\xef\xbb\xbf"  # Windows editors begin with it
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2"}
 
 
@@ -41,25 +41,32 @@ class LineRow(Row):
 
 
 def parse_line(where: str, line: bytes) -> Any:
-    """Return the JSON value of a line; a RowError if it is none, too deep or too long.
-
-    As in Python, the last of equal keys counts, and NaN and Infinity are numbers.
-    """
+    """Return the JSON value of a line; a RowError if it is none, too deep or too long."""
     if len(line) > MOST_LINE_BYTES:
         fault = (
             f"the line is longer than {MOST_LINE_BYTES >> 20} MiB. Split it into several examples."
         )
         raise RowError(where, fault, "line too long")
+    return parse_json(where, line.rstrip())
 
+
+def parse_json(where: str, content: bytes) -> Any:
+    """Return the JSON value of a line or a file; a RowError if it is none or too deep.
+
+    As in Python, the last of equal keys counts, and NaN and Infinity are numbers.
+    """
     try:
-        text = line.decode()
+        text = content.decode()
         value = json.loads(text)
         too_deep = text.count("[") + text.count("{") > MOST_DEPTH and is_deep(value)
     except UnicodeDecodeError as error:
-        fault = f"is not UTF-8 text (byte {error.start + 1} of the line)."
+        fault = f"is not UTF-8 text (byte {error.start + 1})."
         raise RowError(where, fault, "not UTF-8", "unreadable") from None
     except json.JSONDecodeError as error:
-        shown = text[:60] + "…" if len(text) >= 60 else text
+        if error.lineno > 1:
+            where = f"{where}:{error.lineno}"
+        line = text.split("\n")[error.lineno - 1]
+        shown = line[:60] + "…" if len(line) >= 60 else line
         fault = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown.strip()}"
         raise RowError(where, fault, "not JSON", "unreadable") from None
     except ValueError:  # Python's limit for turning text into integers
@@ -150,7 +157,7 @@ class JsonLines(Source):
                 for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False), start):
                     line = block[low:high]
                     if i == 0:
-                        line = line.removeprefix(_BOM)
+                        line = line.removeprefix(BOM)
                     yield LineRow(self.where(i), line, self.folder)
 
                 start = end

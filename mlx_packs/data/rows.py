@@ -1,6 +1,5 @@
 """Rows from files and data sets: JSONL, JSON, CSV, texts, parquet, Hugging Face."""
 
-import json
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
-from .cells import MOST_DEPTH, is_deep, label_names
+from .cells import label_names
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .formats import FORMATS, Row, RowFormat, check_format, first_format
 from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
-from .json_lines import JsonLines
+from .json_lines import BOM, JsonLines, parse_json
 from .near_copies import hold_out
 from .shards import matching_files, numbered_shards
 from .sources import Parquet, Rows, Source, ValueList
@@ -293,30 +292,11 @@ def _source_of(file: Path) -> Source:
 
 def _json_rows(file: Path) -> ValueList:
     """Return the rows of a JSON list; all of it is in memory."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).", "unreadable") from None
-    except json.JSONDecodeError as error:
-        message = f"is not valid JSON: {error.msg}."
-        raise PackError(f"{file}:{error.lineno}: {message}", "unreadable") from None
-    except RecursionError:
-        raise _too_deep(file) from None
-    except ValueError:  # Python's limit for turning text into integers
-        message = "an integer has more than 4300 digits. Write it as a text."
-        raise PackError(f"{file}: {message}", "unreadable") from None
-
+    values = parse_json(str(file), file.read_bytes().removeprefix(BOM))
     if not isinstance(values, list):
         kind = type(values).__name__
         raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
-    if is_deep(values):
-        raise _too_deep(file)
     return ValueList(str(file), values, folder=file.parent)
-
-
-def _too_deep(file: Path) -> PackError:
-    message = f"lists and objects are nested more than {MOST_DEPTH} deep."
-    return PackError(f"{file}: {message}", "unreadable")
 
 
 _READERS: dict[str, Callable[[Path], Source]] = {
