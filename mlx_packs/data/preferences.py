@@ -237,7 +237,7 @@ def _once(bad: BadRows) -> BadRows:
     return BadRows(bad.stops, list(first.items()))
 
 
-class Scored(Sequence):
+class Scored(Selected):
     """Some examples of others, whose only target is the score of their last token.
 
     A token is added after it, which no model reads: all tokens but the last one are inputs, and
@@ -248,14 +248,10 @@ class Scored(Sequence):
     def __init__(
         self, examples: Examples, numbers: np.ndarray, inputs: np.ndarray | None = None
     ) -> None:
-        self._items = examples.items
-        self._numbers = numbers
+        super().__init__(examples, numbers)
         self._inputs = examples.lengths if inputs is None else inputs
         self.lengths = self._inputs[numbers] + 1
         self.target_counts = np.ones(len(numbers), np.int64)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def __getitem__(self, i: int) -> Example:
         number = int(self._numbers[i])
