@@ -3,8 +3,6 @@
 A run without ``phases`` has one phase without a name.
 """
 
-import dataclasses
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,7 +131,7 @@ def _resolve(
         # it replaces the run's, in either form
         own = {"warmup_steps": 0, "warmup_ratio": 0.0} | own
 
-    settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
+    settings = replace(train, **train.of_other_tasks(task), **own, phases=())
     make_optimizer(settings)
     if phase.data:
         columns = replace(columns, data=phase.data, hf_dataset=None)
@@ -185,39 +183,11 @@ def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:
             )
 
 
-class PhaseTask:
-    """What a task knows of the examples of a phase that it has encoded.
-
-    A task of another package must have what is abstract; one of several tasks leaves it to them.
-    """
-
-    @abstractmethod
-    def evaluation(self, phase: RunPhase, examples: Any, chosen: np.ndarray) -> Dataset:
-        """Return what `Objective.score` scores, of a split the examples with these indices."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def sampled(self, data: "PhaseData") -> np.ndarray:
-        """Return which held-out examples a phase is evaluated on by default, in random order."""
-        raise NotImplementedError
-
-    def typical_rows(self, data: "PhaseData") -> tuple[int | tuple[int, ...], int] | None:
-        """Rows of a typical batch through a frozen weight and the head; None if all is dense.
-
-        Where a batch takes several passes over the blocks, the rows of each.
-        """
-        return None
-
-    def planned_facts(self) -> dict[str, int]:
-        """Return what memory depends on besides settings and shapes: fields of `memory.Headers`."""
-        return {}
-
-
 @dataclass(frozen=True)
 class PhaseData:
     """The examples of a phase, encoded by its task."""
 
-    task: PhaseTask
+    task: Any  # the `task.Task` that has encoded them
     phase: RunPhase
     splits: Mapping[str, ExampleSet]
     train: Dataset  # its own examples, and replayed ones of phases before it

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ..adapters.targets import open_projector
 from ..adapters.trainable import Trainable
 from ..bases.families import check_task
@@ -21,7 +23,7 @@ from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.bad_rows import shown_counts
-from ..data.dataset import ExampleSet
+from ..data.dataset import Dataset, ExampleSet
 from ..data.rows import Splits
 from ..display import Display, clock
 from ..gates import gates_text
@@ -33,7 +35,7 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
-from .phases import OWN, PhaseData, PhaseTask, RunPhase
+from .phases import OWN, PhaseData, RunPhase
 
 if TYPE_CHECKING:
     from .rewards import RewardFunction
@@ -105,7 +107,7 @@ class Summary:
     report: dict = field(default_factory=dict)  # other keys of the report
 
 
-class Task(PhaseTask, ABC):
+class Task(ABC):
     """A task: the model and the examples that it is trained on."""
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
@@ -152,6 +154,25 @@ class Task(PhaseTask, ABC):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         """Encode the examples of its phases; errors name file and line of an example."""
+
+    @abstractmethod
+    def evaluation(self, phase: RunPhase, examples: Any, chosen: np.ndarray) -> Dataset:
+        """Return what `Objective.score` scores, of a split the examples with these indices."""
+
+    @abstractmethod
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        """Return which held-out examples a phase is evaluated on by default, in random order."""
+
+    def typical_rows(self, data: PhaseData) -> tuple[int | tuple[int, ...], int] | None:
+        """Rows of a typical batch through a frozen weight and the head; None if all is dense.
+
+        Where a batch takes several passes over the blocks, the rows of each.
+        """
+        return None
+
+    def planned_facts(self) -> dict[str, int]:
+        """Return what memory depends on besides settings and shapes: fields of `memory.Headers`."""
+        return {}
 
     def planned_settings(self, train: TrainConfig) -> TrainConfig:
         """Return settings to plan memory for, with ``auto`` as the task resolves it."""
