@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class LoRA:
-    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
+    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x.
+
+    Methods that begin with other factors, or add magnitudes, are subclasses.
+    """
 
     def check(self, base: "BaseModel", matmul_path: str) -> None:
         """Accept every base; `attach` checks what it targets."""

@@ -13,7 +13,7 @@ from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
-from .attach import attach, check_linears, install, weight_of
+from .attach import LoRA, attach, check_linears, install, weight_of
 from .lora import Attached
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_places, place_tensors
@@ -80,14 +80,11 @@ class DoRAAttached(Attached):
             self.load(trained, "trained")
 
 
-class DoRA:
+class DoRA(LoRA):
     """Low-rank adapters with magnitudes: y = m / ||W + s B A|| (W x + s B A x).
 
     DoRA: https://arxiv.org/abs/2402.09353
     """
-
-    def check(self, base: "BaseModel", matmul_path: str) -> None:
-        """Accept every base whose weights can be read."""
 
     def attach(
         self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..adapters.attach import attach, check_linears, install, weight_of
+from ..adapters.attach import LoRA, attach, check_linears, install, weight_of
 from ..adapters.lora import Attached
-from ..adapters.spec import ModuleSpec, Specs, factor_shapes
+from ..adapters.spec import ModuleSpec
 from ..adapters.tensors import AdapterPlace, load_places, place_tensors
 from ..bases.files import CONFIG, quantized_as, read_config
 from ..bases.loading import lazy_base
@@ -152,7 +152,7 @@ class Residual(Attached):
         }
 
 
-class ResidualMethod:
+class ResidualMethod(LoRA):
     """A method whose adapters begin with factors of the weights, which are left without them.
 
     Attributes:
@@ -162,9 +162,6 @@ class ResidualMethod:
 
     name: ClassVar[str]
     factors: ClassVar[Callable[[mx.array, int, float], Factors]]
-
-    def check(self, base: "BaseModel", matmul_path: str) -> None:
-        """Accept every base whose weights can be read."""
 
     def attach(
         self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
@@ -179,9 +176,6 @@ class ResidualMethod:
             attached.detach()
             raise
         return Residual(attached, self.name)
-
-    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        return factor_shapes(specs)
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
         """Return twice the rank: x A and x A0 are kept."""
@@ -202,7 +196,7 @@ class OLoRA(ResidualMethod):
     factors = staticmethod(orthonormal_factors)
 
 
-class LoftQ:
+class LoftQ(LoRA):
     """LoRA that begins with the principal factors of W - Q, as PEFT's LoftQ of one iteration.
 
     Further iterations would quantize another weight than that of the checkpoint, and the pack
@@ -247,13 +241,6 @@ class LoftQ:
 
         attached.method = "loftq"
         return attached
-
-    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        return factor_shapes(specs)
-
-    def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return the rank: x A is kept."""
-        return spec.rank
 
 
 def begin_with(
