@@ -197,20 +197,6 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     return launch
 
 
-def launches_of(
-    shape: Sequence[int],
-    dtype: mx.Dtype,
-    weights: Sequence[AffineWeight],
-    factors: Factors,
-    task: Task,
-) -> Launches | None:
-    """Return `prepared` where a kernel is faster than plain MLX; else None."""
-    backend = _backend_of(shape, dtype, weights, task)
-    if backend == "reference":
-        return None
-    return prepared(backend, shape, dtype, weights, factors, task)
-
-
 class Compiled(NamedTuple):
     """The parameters for which the two programs are compiled."""
 
@@ -230,15 +216,20 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]
 
 
-def _backend_of(
-    shape: Sequence[int], dtype: mx.Dtype, weights: Sequence[AffineWeight], task: Task
-) -> str:
+def launches_of(
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    weights: Sequence[AffineWeight],
+    factors: Factors,
+    task: Task,
+) -> Launches | None:
+    """Return `prepared` where a kernel is faster than plain MLX; else None."""
     *leading, depth = shape
     rows = math.prod(leading)
-    if not 0 < rows <= MAX_ROWS or any(w.scales.dtype != dtype for w in weights):
-        return "reference"
-    if any(n is not None and n.weight.dtype != dtype for n in task.norms):
-        return "reference"
+    dtypes = [w.scales.dtype for w in weights]
+    dtypes += [n.weight.dtype for n in task.norms if n is not None]
+    if not 0 < rows <= MAX_ROWS or any(other != dtype for other in dtypes):
+        return None
 
     instance = Compiled(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
     sizes = Sizes(depth, tuple(w.weight.shape[0] for w in weights))
@@ -247,7 +238,10 @@ def _backend_of(
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
         reason = reason or "not measured here (packs doctor)"
 
-    return SPEC.choose(instance, rows, sizes, reason)
+    backend = SPEC.choose(instance, rows, sizes, reason)
+    if backend == "reference":
+        return None
+    return prepared(backend, shape, dtype, weights, factors, task)
 
 
 def unsupported(instance: Compiled, widths: Sequence[int]) -> str | None:

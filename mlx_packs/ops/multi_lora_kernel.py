@@ -73,6 +73,24 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
     )
 
 
+class Compiled(NamedTuple):
+    """The parameters for which one program is compiled."""
+
+    dtype: mx.Dtype
+    factors: mx.Dtype
+    ranks: tuple[int, ...]
+    row_tile: int  # in fours
+
+
+class Sizes(NamedTuple):
+    """The sizes on which the cost depends besides the rows."""
+
+    sequences: int
+    inputs: int
+    widths: tuple[int, ...]
+    packs: int
+
+
 def compute(
     x: mx.array,
     outputs: Arrays,
@@ -82,7 +100,16 @@ def compute(
     pack: mx.array,
 ) -> list[mx.array]:
     """Return `multi_lora` by a kernel, or by the reference where that is faster."""
-    backend = _backend_of(x, outputs, lora_a, lora_b)
+    sequences, rows, depth = x.shape
+    ranks = tuple(a.shape[-1] for a in lora_a)
+    factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
+    instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
+    widths = tuple(y.shape[-1] for y in outputs)
+    sizes = Sizes(sequences, depth, widths, lora_a[0].shape[0])
+
+    backend = "reference"
+    if all(y.dtype == x.dtype for y in outputs):
+        backend = SPEC.choose(instance, rows, sizes, unsupported(ranks))
     if backend == "reference":
         return reference(x, outputs, lora_a, lora_b, scales, pack)
     return by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack)
@@ -174,39 +201,6 @@ def _up(
         (_row_tiles(rows), sum(tiles(width, UP_COLUMNS) for width in widths), sequences),
         [(y.shape, y.dtype) for y in outputs],
     )
-
-
-class Compiled(NamedTuple):
-    """The parameters for which one program is compiled."""
-
-    dtype: mx.Dtype
-    factors: mx.Dtype
-    ranks: tuple[int, ...]
-    row_tile: int  # in fours
-
-
-class Sizes(NamedTuple):
-    """The sizes on which the cost depends besides the rows."""
-
-    sequences: int
-    inputs: int
-    widths: tuple[int, ...]
-    packs: int
-
-
-def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) -> str:
-    if any(y.dtype != x.dtype for y in outputs):
-        return "reference"
-
-    sequences, rows, depth = x.shape
-    ranks = tuple(a.shape[-1] for a in lora_a)
-    packs = lora_a[0].shape[0]
-    widths = tuple(y.shape[-1] for y in outputs)
-    factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
-    instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
-    sizes = Sizes(sequences, depth, widths, packs)
-
-    return SPEC.choose(instance, rows, sizes, unsupported(ranks))
 
 
 def checks(backend: str, instance: Compiled) -> list[Check]:

@@ -57,9 +57,29 @@ _MATVEC = Kernel(
 )
 
 
+class Compiled(NamedTuple):
+    """The parameters for which one program is compiled."""
+
+    kernel: str
+    dtype: mx.Dtype
+    word: mx.Dtype
+    block: int
+    double_quant: bool
+    row_tile: int = 0
+
+
+class Sizes(NamedTuple):
+    """The sizes on which the cost depends besides the rows."""
+
+    weight: tuple[int, int]
+
+
 def compute_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     """Return `dequantize` by a kernel, or by the reference where that is faster."""
-    backend = _dequantize_backend(weight, dtype)
+    instance = Compiled("dequantize", dtype, *_form(weight))
+    backend = "reference"
+    if weight.weight.size:
+        backend = SPEC.choose(instance, weight.shape[0], Sizes(weight.shape))
     if backend == "reference":
         return reference_dequantize(weight, dtype)
     return _dequantized(backend, weight, dtype)
@@ -67,10 +87,19 @@ def compute_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
 
 def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] | None:
     """Return the kernel for a product with as few rows as x has; None where there is none."""
-    backend = _matvec_backend(x, weight)
+    rows = x.size // weight.shape[1] if weight.weight.size else 0
+    if not 0 < rows <= MATVEC_ROWS:
+        return None
+
+    instance = Compiled("matvec", x.dtype, *_form(weight), _row_tile(rows))
+    backend = SPEC.choose(instance, rows, Sizes(weight.shape))
     if backend == "reference":
         return None
     return functools.partial(_matvec, backend, weight)
+
+
+def _form(weight: NF4Weight) -> tuple[mx.Dtype, int, bool]:
+    return _word_dtype(weight.shape[1]), weight.block_size, weight.double_quant
 
 
 def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
@@ -115,44 +144,6 @@ def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], 
     inputs = [weight.weight.flatten().view(word), weight.absmax, dynamic_map(), nested, offset]
     template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
     return [*inputs, level_table()], template
-
-
-class Compiled(NamedTuple):
-    """The parameters for which one program is compiled."""
-
-    kernel: str
-    dtype: mx.Dtype
-    word: mx.Dtype
-    block: int
-    double_quant: bool
-    row_tile: int = 0
-
-
-class Sizes(NamedTuple):
-    """The sizes on which the cost depends besides the rows."""
-
-    weight: tuple[int, int]
-
-
-def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
-    if weight.weight.size == 0:
-        return "reference"
-
-    form = (_word_dtype(weight.shape[1]), weight.block_size, weight.double_quant)
-    instance = Compiled("dequantize", dtype, *form)
-    return SPEC.choose(instance, weight.shape[0], Sizes(weight.shape))
-
-
-def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
-    if x.size == 0 or weight.weight.size == 0:
-        return "reference"
-    rows = x.size // x.shape[-1]
-    if rows > MATVEC_ROWS:
-        return "reference"
-
-    form = (_word_dtype(weight.shape[1]), weight.block_size, weight.double_quant)
-    instance = Compiled("matvec", x.dtype, *form, _row_tile(rows))
-    return SPEC.choose(instance, rows, Sizes(weight.shape))
 
 
 def checks(backend: str, instance: Compiled) -> list[Check]:
