@@ -190,7 +190,7 @@ class Scorer:
         traces: number of traces that MLX has compiled.
     """
 
-    kind: type[ExampleScores] = ExampleScores
+    kind: Callable[..., ExampleScores] = ExampleScores
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Held-out perplexity of a student, and its divergence from a teacher with a cache."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.nn as nn
 import numpy as np
@@ -49,18 +49,17 @@ class StudentScores(ExampleScores):
     """Sums of examples; ``divergence`` [R] is that from the teacher."""
 
     divergence: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    ce_weight: float = 0.0
 
     @property
     def score(self) -> PerplexityScore:
         score = super().score
         divergence = float(self.divergence.sum()) / score.targets
-        return StudentScore(**vars(score), divergence=divergence)
+        return StudentScore(**vars(score), divergence=divergence, ce_weight=self.ce_weight)
 
 
 class StudentScorer(Scorer):
     """Scores batches with the arrays of a `TeacherCache`, which ``prepare`` may add."""
-
-    kind = StudentScores
 
     def __init__(
         self,
@@ -71,15 +70,10 @@ class StudentScorer(Scorer):
     ) -> None:
         super().__init__(model, head, prepare)
         self.distillation = distillation
+        self.kind = partial(StudentScores, ce_weight=distillation.ce_weight)
 
     def values(
         self, head: Head | None, inputs: Inputs, layout: Layout
     ) -> tuple[mx.array | None, ...]:
         losses = target_losses(self.model, head, inputs, layout, self.distillation, gradient=False)
         return losses.nll, losses.hits, losses.divergence
-
-    def score(
-        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
-    ) -> PerplexityScore:
-        score = super().score(batches, advance)
-        return dataclasses.replace(score, ce_weight=self.distillation.ce_weight)

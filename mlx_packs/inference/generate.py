@@ -222,19 +222,13 @@ def stream_batch(  # noqa: PLR0913 - what a batch of texts depends on
     Raises a PackError if the model's cache cannot be batched, or a prompt is empty.
     """
     from mlx_lm.generate import BatchGenerator
-    from mlx_lm.models.cache import make_prompt_cache
 
     from ..nn.lora import factors_cast
 
     base.model.eval()
     one_by_one = not is_batchable(base.name, base.model)
-    caches = make_prompt_cache(base.model) if not one_by_one else []
-    if other := next((c for c in caches if not hasattr(c, "merge")), None):
-        raise PackError(
-            f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
-            f"{type(other).__name__}.",
-            "unsupported",
-        )
+    if not one_by_one:
+        check_batches(base)
 
     if not all(len(prompt) for prompt in prompts):
         raise PackError("prompts: one of them is empty. Give each a token.", flag="prompts")
@@ -272,6 +266,19 @@ def stream_batch(  # noqa: PLR0913 - what a batch of texts depends on
                     yield order[response.uid], response.token, ends
     finally:
         generator.close()
+
+
+def check_batches(base: "BaseModel") -> None:
+    """Raise a PackError if mlx-lm cannot batch the caches of a model."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(base.model)
+    if other := next((c for c in caches if not hasattr(c, "merge")), None):
+        raise PackError(
+            f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
+            f"{type(other).__name__}.",
+            "unsupported",
+        )
 
 
 def _read_once(

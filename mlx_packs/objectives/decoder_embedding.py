@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..bases.encoder import Embedder, pooled
 from ..bases.files import context_of
 from ..bases.model import BaseModel
-from ..bases.sentence_config import SentenceConfig, read_sentence_config
+from ..bases.sentence_config import read_sentence_config
 from ..bases.shapes import Heads
 from ..errors import PackError
 from ..runtime import mx
@@ -26,34 +26,31 @@ class DecoderVectors(nn.Module):
     """Computes one vector per text by a decoder, as `bases.encoder.Encoder` does.
 
     Semantics: pool(states[tokens]) in float32, / its length if ``normalize``.
+
+    Args:
+        base: has the settings of pooling in its files.
+        decoder: its model with adapters; None is the model itself.
     """
 
-    def __init__(
-        self, decoder: nn.Module, name: str, config: dict, sentence_config: SentenceConfig
-    ) -> None:
+    def __init__(self, base: BaseModel, decoder: nn.Module | None = None) -> None:
         super().__init__()
-        self.decoder = decoder
-        self._states = partial(forward, decoder, hidden_states(decoder, name, "embedding"))
-        self.sentence_config = sentence_config
-        self.dims = Heads.of(config).hidden  # width of a vector
+        self.decoder = decoder or base.model
+        states = hidden_states(self.decoder, base.name, "embedding")
+        self._states = partial(forward, self.decoder, states)
+        self.sentence_config = read_sentence_config(base.path, is_decoder=True)
+        self.dims = Heads.of(base.config).hidden  # width of a vector
 
         # tokens of a text at most
-        positions = context_of(config)
-        self.longest = min(sentence_config.max_seq_length or positions, positions)
+        positions = context_of(base.config)
+        self.longest = min(self.sentence_config.max_seq_length or positions, positions)
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
         return pooled(self._states(tokens), lengths, self.sentence_config)
 
 
-def vectors_of(base: BaseModel, decoder: nn.Module | None = None) -> DecoderVectors:
-    """Return what computes vectors by a base, or by ``decoder``: its model with adapters."""
-    config = read_sentence_config(base.path, is_decoder=True)
-    return DecoderVectors(decoder or base.model, base.name, base.config, config)
-
-
 def embedder_of(base: BaseModel) -> Embedder:
     """Return a decoder as it embeds texts."""
-    vectors = vectors_of(base)
+    vectors = DecoderVectors(base)
 
     tokenizer = base.tokenizer._tokenizer
     if vectors.sentence_config.adds_eos:

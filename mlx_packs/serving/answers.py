@@ -122,8 +122,8 @@ class ChatAnswer:
         With it come the reason of its end and the hash of the adapters that gave it.
         """
         return [
-            (_trained_message(choice), choice.reason, choice.adapters)
-            for choice in self._texts.choices
+            (Message.model_validate(_message(each)).to_template(), each.reason, each.adapters)
+            for each in self._texts.choices
         ]
 
     async def whole(self) -> dict[str, Any]:
@@ -206,16 +206,9 @@ class ChatAnswer:
         return deltas
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        content = "".join(choice.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if choice.reasoning:
-            message["reasoning_content"] = "".join(choice.reasoning)
-        if choice.calls:
-            message |= {"content": content.strip() or None, "tool_calls": choice.calls}
-
         return {
             "index": i,
-            "message": message,
+            "message": _message(choice),
             "finish_reason": self._reason(choice),
             "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
         }
@@ -256,15 +249,14 @@ class CompletionAnswer(ChatAnswer):
         return {"index": i, "text": text, "finish_reason": reason, "logprobs": None}
 
 
-def _trained_message(choice: Choice) -> dict[str, Any]:
-    """Return an answer in the form of a request's messages, as chat templates read it."""
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.content)}
+def _message(choice: Choice) -> dict[str, Any]:
+    content = "".join(choice.content)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = "".join(choice.reasoning)
     if choice.calls:
-        message["content"] = message["content"].strip() or None
-        message["tool_calls"] = choice.calls
-    return Message.model_validate(message).to_template()
+        message |= {"content": content.strip() or None, "tool_calls": choice.calls}
+    return message
 
 
 def _text(written: bytes) -> str:

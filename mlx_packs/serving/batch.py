@@ -10,7 +10,6 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import PackError
 from ..runtime import mx
 from .slots import PackSlots
 
@@ -53,7 +52,6 @@ class BatchedModel:
 
     def __init__(self, slots: PackSlots) -> None:
         self._model = slots.base.model
-        self._name = slots.base.name
         self._selection = slots.selection
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -65,16 +63,6 @@ class BatchedModel:
     def new_cache(self) -> list[Any]:
         """Return empty caches of one sequence, without its pack."""
         return make_prompt_cache(self._model)
-
-    def check_batchable(self) -> None:
-        """Raise a PackError if the caches of this model cannot be batched."""
-        for cache in self.new_cache():
-            if not hasattr(cache, "merge"):
-                raise PackError(
-                    f"{self._name}: cannot be served: mlx-lm has no batch of "
-                    f"{type(cache).__name__}.",
-                    "unsupported",
-                )
 
 
 def cache_bytes(model: BatchedModel) -> tuple[int, int]:

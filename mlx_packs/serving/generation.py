@@ -15,7 +15,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from ..bases.families import is_batchable
 from ..bases.model import BaseModel
 from ..errors import PackError
-from ..inference.generate import reads_at_once
+from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx
 from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
 from .output import Output
@@ -57,7 +57,7 @@ class Generator(Worker):
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
         self._model = BatchedModel(self.registry.slots)
-        self._model.check_batchable()
+        check_batches(base)
 
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}

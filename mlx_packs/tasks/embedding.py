@@ -21,7 +21,7 @@ from ..data.rows import Splits
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
 from ..evaluation.scores import MetricScore
-from ..objectives.decoder_embedding import vectors_of
+from ..objectives.decoder_embedding import DecoderVectors
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
 from ..objectives.score import check_best
@@ -154,7 +154,7 @@ class EmbeddingTask(TextsTask):
     def bind(self, binding: Binding) -> list[Objective]:
         vectors = binding.trainable.model
         if self.base.architecture == "decoder":
-            vectors = vectors_of(self.base, vectors)
+            vectors = DecoderVectors(self.base, vectors)
         return [EmbeddingObjective(vectors, self.loss, self.train, self._score)]
 
     def _score(

@@ -172,9 +172,9 @@ def test_rows_that_cannot_be_used_are_named(embedder, tmp_path, rows, changes, c
 
 def test_base_that_scales_its_logits_is_rejected():
     with pytest.raises(PackError, match="embedding: gemma2"):
-        from mlx_packs.objectives.decoder_embedding import vectors_of
+        from mlx_packs.objectives.decoder_embedding import DecoderVectors
 
-        vectors_of(base_of("gemma2"))
+        DecoderVectors(base_of("gemma2"))
 
 
 def test_prompt_that_the_base_lacks_is_named(embedder):
