@@ -41,7 +41,6 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
-from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes, show_phase
 from .task import Binding, Summary, Trained, pack_lines, summarized
 from .tokens import TokenTask, token_lines
@@ -69,7 +68,7 @@ class ClassifyTask(TokenTask):
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base with a head besides, whose rows are known once the labels are."""
-        scored, lora = with_trained_head(base, self.lora, self.train)
+        scored, lora = self.with_trained_head(base)
         self.head = scored.model[SCORE]
         return scored, lora
 

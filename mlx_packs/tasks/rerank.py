@@ -26,7 +26,6 @@ from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
-from .score_head import with_trained_head
 from .splits import counted, encode_each, show_cut, show_notes
 from .task import Binding, Summary, Trained
 from .texts import TextsTask, scored_lines
@@ -47,8 +46,7 @@ class RerankTask(TextsTask):
         """Return the base, with a head besides that is trained in full if there is one."""
         if self.head_name == "lm":
             return base, self.lora
-
-        return with_trained_head(base, self.lora, self.train)
+        return self.with_trained_head(base)
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]

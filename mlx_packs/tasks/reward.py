@@ -18,7 +18,6 @@ from ..packs.base import Base
 from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
-from .score_head import with_trained_head
 from .task import Binding, Summary, Trained, summarized
 from .texts import scored_lines
 
@@ -29,7 +28,7 @@ class RewardTask(PreferenceTask):
     is_scored = True
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        return with_trained_head(base, self.lora, self.train)
+        return self.with_trained_head(base)
 
     def _encoded(
         self,

@@ -9,11 +9,13 @@ import pkgutil
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..adapters.score_head import fresh_score_head, with_score_head
+from ..adapters.spec import SCORE
 from ..adapters.targets import open_projector
 from ..adapters.trainable import Trainable
 from ..bases.families import check_task
@@ -31,6 +33,7 @@ from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
 from ..objectives.reference import PhaseReference
+from ..objectives.reward_model import hidden_states
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack
@@ -140,6 +143,13 @@ class Task(ABC):
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base that the loss goes through, and which of its modules are adapted."""
         return base, self.lora
+
+    def with_trained_head(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the base with a new head of scores, which is trained in full."""
+        hidden_states(base.model, base.name, self.train.task)
+        model = with_score_head(base.model, fresh_score_head(base, self.train.seed))
+        saved = (*self.lora.modules_to_save, SCORE)
+        return replace(base, model=model), replace(self.lora, modules_to_save=saved)
 
     def checked_target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return `target`, once its modules are known to exist: nothing is encoded before."""
