@@ -29,9 +29,9 @@ from .output import print_report
 def push(pack: str, repo: str, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
-    REPO is owner/name. The pack is checked first, then its folder is uploaded unchanged. A licence,
-    or the Hub's metadata that its card lacks, is therefore added to the folder itself, and held-out
-    examples are removed from it; for a pulled pack, a copy is changed.
+    REPO is owner/name. The pack is checked first, then its folder is uploaded unchanged. A licence
+    is therefore added to the folder itself, and held-out examples are removed from it; for a pulled
+    pack, a copy is changed.
     """
     from ..packs.share import push
 

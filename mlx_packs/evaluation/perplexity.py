@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
@@ -322,15 +322,9 @@ class PerplexityEvaluator:
         if self._exam is not None:
             answers = self._exam.report(base.answers, pack and pack.answers)
 
+        report = EvalReport(score.rows, score.targets, score, None, None, None, answers)
         if pack is None:
-            return EvalReport(score.rows, score.targets, score, None, None, None, answers)
+            return report
         difference = Difference.between(base.examples, pack.examples)
-        return EvalReport(
-            score.rows,
-            score.targets,
-            score,
-            pack.examples.score,
-            difference.ppl_ratio,
-            difference,
-            answers,
-        )
+        ratio = difference.ppl_ratio
+        return replace(report, pack=pack.examples.score, ppl_ratio=ratio, difference=difference)

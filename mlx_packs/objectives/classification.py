@@ -18,8 +18,6 @@ from .objective import Inputs, ScoredObjective, arrays_of
 from .reward_model import HeadReader
 from .score import Score
 
-Scoring = Callable[..., Score]  # of a `ScoreHead`, a dataset and what counts its batches
-
 
 def label_losses(logits: mx.array, labels: mx.array, problem: str) -> mx.array:
     """Return the loss of each example, [M] float32, of its logits [M, classes].
@@ -63,7 +61,7 @@ class ScoreHead(ScoredObjective):
         reader: HeadReader,
         problem: str,
         class_weights: np.ndarray | None = None,
-        score: Scoring | None = None,
+        score: Callable[..., Score] | None = None,
     ) -> None:
         self.model = reader.model
         self.reader = reader

@@ -73,8 +73,8 @@ def push(
 
     The files on the Hub are identical to those in the folder. If necessary, the folder is therefore
     rewritten first: a licence is added to the manifest and the card, paths of this machine are
-    reduced to their last part, held-out examples are removed, and a card without the Hub's metadata
-    is replaced. A pack that was pulled is rewritten in a copy.
+    reduced to their last part, and held-out examples are removed. A pack that was pulled is
+    rewritten in a copy.
 
     Args:
         pack: A pack or its folder.
@@ -174,8 +174,7 @@ def prepare(
         manifest["license"] = license
         changed.append(f"licence {license}, in manifest and card")
 
-    if changed or not _has_metadata(pack.path / CARD, manifest):
-        changed = changed or ["the card, which had no metadata for the Hub"]
+    if changed:
         pack = _rewritten(pack, manifest)
 
     for name in pack.manifest["files"]:
@@ -198,14 +197,6 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
         atomic_write(partial / MANIFEST, manifest_text(manifest))
     pack.manifest = manifest  # the caller's pack may be merged or pushed next
     return pack
-
-
-def _has_metadata(card: Path, manifest: dict) -> bool:
-    """Whether a card begins with the metadata that the Hub reads of this pack."""
-    if not card.is_file():
-        return False
-    metadata = model_card(manifest, "").split("\n---\n", 1)[0]
-    return _text_of(card).startswith(metadata + "\n---\n")
 
 
 def _license_of_base(pack: Pack, api: "HfApi") -> str | None:

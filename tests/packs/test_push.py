@@ -117,11 +117,9 @@ def test_a_pack_is_pushed_by_its_own_method(hub, here):
 
 
 def test_a_pack_in_memory_is_whole_after_a_push_that_rewrote_its_folder(hub, here):
-    pack = write_pack(here / "p", license=None)
-    (here / "p" / "README.md").write_text("no metadata\n")
-    record_as_is(here / "p", "README.md")
+    write_pack(here / "p", license=None)
     pack = Pack.open(here / "p")
-    assert pack.push("me/p", progress=False)["changed"]
+    assert pack.push("me/p", license="mit", progress=False)["changed"]
     pack.verify()
 
 
@@ -145,13 +143,10 @@ def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
     assert (here / "link").is_symlink() and {f.name for f in here.iterdir()} == {"p", "link"}
 
 
-def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
-    write_pack(here / "p")
-    card = here / "p" / "README.md"
-    card.write_text("# old\n")
-    record_as_is(here / "p", "README.md")
+def test_other_files_stay_when_a_pack_is_rewritten(hub, here):
+    write_pack(here / "p", license=None)
     (here / "p" / "notes.txt").write_text("mine")
-    assert mp.push("p", "me/p")["changed"] == ["the card, which had no metadata for the Hub"]
+    assert mp.push("p", "me/p", license="mit")["changed"] == ["licence mit, in manifest and card"]
     assert mp.push("p", "me/p")["changed"] == []
     assert (here / "p" / "notes.txt").read_text() == "mine"
     assert set(on_hub(hub, "me/p")) == NAMES | {".gitattributes"}
