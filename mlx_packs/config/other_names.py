@@ -16,7 +16,7 @@ REMOVED: Mapping[str, str] = {
     "for_merge": "Train without it: packs merge measures what a merge loses, and names a setting "
     "that passes.",
     "hosts": "Use it with packs train. Other commands run on one machine.",
-    "kv_bits": "Leave it out: lower --batch-size, so that longer requests fit into --kv-memory.",
+    "kv_bits": "Leave it out, and raise --kv-memory if a request does not fit.",
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
     "on_long_row": "Use --on-bad-row skip, which leaves out examples whose images do not fit, too.",

@@ -57,7 +57,7 @@ def test_a_function_with_other_options_rejects_it_too():
         ("quantize --format bitsandbytes", "BitsAndBytesConfig(load_in_4bit=True"),
         ("train --on-long-row drop", "Use --on-bad-row skip"),
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
-        ("serve --kv-bits 8", "lower --batch-size"),
+        ("serve --kv-bits 8", "raise --kv-memory"),
         ("quantize --block 32", "Use --group-size."),
         ("eval-batch --hosts h.json", "Use it with packs train."),
     ],
