@@ -1,9 +1,12 @@
 """Formats of rows that rerankers are trained on."""
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar, NamedTuple
 
 from ..config.data import DataConfig
+from .bad_rows import RowError
 from .cells import as_number, as_truth, texts_of, unpacked
 from .row_format import Row, RowFormat, check_unicode, plain, shown, text_of
 from .task_formats import (
@@ -15,6 +18,7 @@ from .task_formats import (
 )
 
 _MOST_LABEL = 1e6
+_NAMES = DataConfig()  # rankings have names of their own
 _QUERY_NAMES = ("anchor",)
 
 
@@ -74,7 +78,10 @@ class PositiveAndNegatives(RankingFormat):
 
 
 class LabelledDocuments(RankingFormat):
-    """A query, documents, and a label of each: the higher, the better it answers."""
+    """A query, documents, and a label of each: the higher, the better it answers.
+
+    A row may have one document with its label; `grouped` joins those of a query.
+    """
 
     name = "labelled documents"
     other_names: ClassVar = {
@@ -86,16 +93,49 @@ class LabelledDocuments(RankingFormat):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return ("query", "documents", "labels")
 
+    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
+        groups: dict[str, Row] = {}
+        joined: list[Row] = []
+
+        for row in rows:
+            query = self._query_of_one(row)
+            if query is None:
+                joined.append(row)
+                continue
+
+            if query not in groups:
+                groups[query] = self._group_of(row)
+                joined.append(groups[query])
+
+            group = groups[query].value
+            group["documents"].append(row.value[self.column(row, "documents")])
+            group["labels"].append(row.value[self.column(row, "labels")])
+
+        return joined if groups else rows
+
+    def _query_of_one(self, row: Row) -> str | None:
+        """Return the query of a row that has a single document with a label, else None."""
+        with suppress(RowError):  # encoding names such rows
+            if isinstance(row.value, Mapping) and self.matches(row, _NAMES):
+                label = row.value[self.column(row, "labels")]
+                texts = [row.value[self.column(row, name)] for name in ("query", "documents")]
+                if relevance(label) is not None and all(isinstance(t, str) for t in texts):
+                    return texts[0]
+
+        return None
+
+    def _group_of(self, row: Row) -> Row:
+        """Return a row without documents; its other columns are those of the first row."""
+        columns = {self.column(row, name): name for name in self.columns(_NAMES)}
+        others = {name: value for name, value in row.value.items() if name not in columns}
+        query = row.value[self.column(row, "query")]
+        return row.with_value({**others, "query": query, "documents": [], "labels": []})
+
     def _ranking(self, row: Row) -> Ranking:
         column = self.column(row, "labels")
         values = plain(unpacked(row.value[column]))
         if not isinstance(values, list):
-            raise row.error(
-                f"'{column}' must be a list with a label of each document, but is "
-                f"{shown(values)}. Join the rows of a query, as pandas does by "
-                "rows.groupby('query', as_index=False).agg(list).",
-                "wrong type",
-            )
+            values = [values]
 
         labels = [number for value in values if (number := relevance(value)) is not None]
         if len(labels) != len(values):

@@ -154,6 +154,7 @@ def encode_rankings(
     """Return the queries of a split."""
     columns = replace(_COLUMNS, on_bad_row=on_bad_row)
     first, row_format = first_format(rows, columns, RANKING_FORMATS)
+    rows = row_format.grouped(rows)
     where = as_rows(rows).where
     bad = BadRows(on_bad_row == "stop")
     fingerprint = hashlib.sha256()

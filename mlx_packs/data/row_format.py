@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,6 +74,10 @@ class RowFormat(ABC):
 
     def matches(self, row: Row, names: DataConfig) -> bool:
         return all(self.column(row, name) in row.value for name in self.columns(names))
+
+    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return rows with those joined that are one example."""
+        return rows
 
     def resembles(self, row: Row, names: DataConfig) -> bool:
         """Return whether a row of another task may be meant to have this format."""

@@ -7,10 +7,13 @@ from mlx_lm.utils import load_tokenizer
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.data import DataConfig
 from mlx_packs.data.dataset import Batch
+from mlx_packs.data.formats import formats_of
+from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.left_out import template_notes
 from mlx_packs.data.pairs import PairCollate, Pairs, encode_pairs
 from mlx_packs.data.rankings import Rankings, RerankPrompt, encode_rankings
 from mlx_packs.data.row_format import Row
+from mlx_packs.data.rows import load_rows
 from tests.helpers.errors import raises
 
 COLUMNS = DataConfig()
@@ -92,15 +95,28 @@ def test_a_batch_has_an_array_for_each_text(pairs_of):
     assert batch.inputs["lengths"].shape == (4, 2)
 
 
+FLAT = [
+    {"query": "a", "document": "x", "label": 1},
+    {"query": "b", "document": "x", "label": 0},
+    {"query": "a", "document": "y", "label": 0},
+    {"query": "b", "document": "z", "label": 2.5},
+]
+
+
 @pytest.mark.parametrize("label", ["label", "score", "relevance"])
 @pytest.mark.parametrize("document", ["document", "passage"])
-def test_documents_and_labels_have_other_names(rankings_of, document, label):
-    rankings = rankings_of(
-        {"query": "a", document: ["x", "y"], label: [1, 0]},
-        {"query": "b", document: ["x", "z"], label: [False, True]},
-    )
-    assert [each.tolist() for each in rankings.labels] == [[1, 0], [0, 1]]
+def test_documents_of_a_query_are_one_example(rankings_of, document, label):
+    rows = [{"query": r["query"], document: r["document"], label: r["label"]} for r in FLAT]
+    rankings = rankings_of(*rows)
+    assert [each.tolist() for each in rankings.labels] == [[1, 0], [0, 2.5]]
     assert rankings.where_of([0, 1]) == ["f:1", "f:2"]
+
+
+def test_queries_are_joined_before_rows_are_held_out(tmp_path):
+    rows = [{"query": f"q {i % 20}", "document": f"d {i}", "label": i // 20} for i in range(60)]
+    read = load_rows(DataConfig(data=source_of(rows)), formats_of("rerank"))
+    assert len(read.rows["train"]) == 19 and len(read.rows["valid"]) == 1
+    assert all(row.value["labels"] == [0, 1, 2] for row in read.rows["train"])
 
 
 @pytest.mark.parametrize(
@@ -125,12 +141,11 @@ def test_what_is_no_pair_is_named(pairs_of, row, fault):
     ("row", "fault"),
     [
         (
-            {"query": "a", "document": "x", "label": ["good"]},
-            "'label' must be numbers of 0 or more, but is ['good']",
+            {"query": "a", "document": "x", "label": "good"},
+            "'label' must be numbers of 0 or more, but is 'good'",
         ),
-        ({"query": "a", "document": 3, "label": [1]}, "'document' must be a text"),
-        ({"query": "a", "document": "x", "label": [1]}, "all labels are equal"),
-        ({"query": "a", "document": "x", "label": 1}, "rows.groupby('query'"),
+        ({"query": "a", "document": 3, "label": 1}, "'document' must be a text"),
+        ({"query": "a", "document": "x", "label": 1}, "all labels are equal"),
     ],
 )
 def test_what_is_no_ranking_is_named(rankings_of, row, fault):
