@@ -22,12 +22,9 @@ from mlx_packs.training import guards
 from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
-from tests.helpers.interpreter import run_python
 from tests.helpers.observers import observe
-from tests.helpers.rows import write_rows
 from tests.helpers.runs import LORA, Lines
 from tests.helpers.variants import slow_except
-from tests.training.conftest import ROWS
 
 SIX = {"iters": 6, "save_every": 2, "max_seq_length": 32, "val_batches": 0, "test_batches": 1}
 RUN = Path("p-run")
@@ -293,43 +290,6 @@ def test_the_system_is_asked_once_a_second(monkeypatch):
     for now[0] in (0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7):
         assert guard.between_batches(None, None, 1) is None
     assert asked == [1.2, 2.4]
-
-
-@pytest.mark.slow
-def test_a_real_limit_ends_a_run_saved(tmp_path):
-    """The address space of the process is limited to little more than it has."""
-    rows = write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:1])
-    code = f"""
-import json, resource, sys
-from pathlib import Path
-from mlx_packs.cli.main import main
-from mlx_packs.runtime import mx
-from mlx_packs.training import guards
-from mlx_packs.training.observer import Observer
-from mlx_packs.training.observers import OBSERVERS
-guards._EVERY = 0
-class Limit(Observer):
-    def on_step(self, line):
-        if line["batch"] == 2:
-            mx.clear_cache()
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = int(1.01 * pages * resource.getpagesize())
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-OBSERVERS["test"] = lambda run: Limit()
-sys.argv = ["packs"]
-try:
-    main(["train", "-q", "--data", {str(rows)!r}, "--iters", "40", "--batch-size", "4", "--out",
-          {str(tmp_path / "p")!r}])
-except SystemExit as end:
-    print(end.code)
-"""
-
-    assert run_python(code).splitlines()[-1] == "2"
-    folder = tmp_path / "p-run"
-    RunFolder(folder).check_resumable()
-    lines = RunFolder(folder).metrics()
-    assert [line["micro_batches"] for line in lines if "micro_batches" in line] == [2, 4]
-    assert 4 <= int(RunFolder(folder).latest_checkpoint().name[-6:]) < 40
 
 
 # --- the clock
