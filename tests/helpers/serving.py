@@ -141,7 +141,7 @@ class Running:
         yield from map(strict_json, lines[:-1])
 
 
-def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until something holds; fail if it does not."""
     end = time.monotonic() + seconds
     while not holds():
