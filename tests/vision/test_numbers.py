@@ -1,9 +1,8 @@
-"""The numbers of images in texts: they name images that exist."""
+"""The numbers of images in texts: they end with what holds an image, and are given anew then."""
 
 import gc
 
 from mlx_packs.vision import images
-from tests.helpers.errors import raises
 
 
 def added(table: images._Table, count: int) -> images.Image:
@@ -23,10 +22,16 @@ def test_numbers_name_images_that_exist():
         assert table.of(images.FIRST_IMAGE - number) is image
 
 
-def test_the_numbers_have_an_end(monkeypatch):
+def test_after_the_last_number_come_those_that_no_image_has(monkeypatch):
     monkeypatch.setattr(images, "_NUMBERS", 100)
     table = images._Table()
-    added(table, 90)
-    with raises("unsupported", None, "Start it again"):
-        table.reserve(20)
-    assert table.reserve(10) == 90
+    kept = added(table, 30)
+    for _ in range(3):
+        added(table, 20)
+    assert table.rounds == 0
+
+    again = added(table, 20)
+    assert (table.rounds, again.start) == (1, 30)
+    last = added(table, 40)
+    assert last.start == 50
+    assert [table.of(images.FIRST_IMAGE - number) for number in (29, 30, 89)] == [kept, again, last]
