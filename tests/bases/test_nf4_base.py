@@ -20,7 +20,7 @@ from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base_for
 from mlx_packs.packs.making import attach_pack
 from mlx_packs.runtime import mx
-from tests.helpers.bitsandbytes import config_of, to_bitsandbytes
+from tests.helpers.bitsandbytes import CONFIG, to_bitsandbytes
 from tests.helpers.checkpoints import write_dense, write_files, write_quantized
 from tests.helpers.errors import check, raises
 from tests.helpers.models import nf4_embedding
@@ -74,7 +74,7 @@ def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_pat
         elif part == "weight":
             tensors |= to_bitsandbytes(name, modules[path].nf4_weight, "bfloat16")
 
-    config = {"quantization_config": config_of(True, "bfloat16", ["lm_head"])}
+    config = {"quantization_config": CONFIG}
     folder = write_files(tmp_path / "bnb", tensors, config_in(dense) | config)
     base = load_base(folder)
     assert base.quantization == {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True}
@@ -217,7 +217,8 @@ def test_an_absmax_of_bitsandbytes_that_is_not_finite_is_named(
     packed = nf4.quantize(tensors.pop(name), 64, double_quant)
     tensors |= to_bitsandbytes(name, packed, "bfloat16")
     tensors[f"{name}.{part}"][1] = bad
-    config = {"quantization_config": config_of(double_quant, "bfloat16", [])}
+    changed = {"bnb_4bit_use_double_quant": double_quant, "llm_int8_skip_modules": []}
+    config = {"quantization_config": CONFIG | changed}
     folder = write_files(tmp_path / "bnb", tensors, config_in(dense) | config)
     with raises("unreadable", None, str(folder), f"layers.1.mlp.up_proj.{part}"):
         load_base(folder)

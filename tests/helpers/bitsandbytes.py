@@ -13,23 +13,22 @@ from mlx_packs.runtime import mx
 STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
 
 
-def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dict:
-    """``quantization_config`` as transformers writes it; ``skipped`` modules are dense."""
-    return {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double_quant,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": skipped,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }
+# quantization_config as transformers writes it, of a checkpoint whose head is dense
+CONFIG = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": ["lm_head"],
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
 
 
 def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.array]:
@@ -73,7 +72,7 @@ def write_bitsandbytes(source: Path, folder: Path) -> Path:
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = config_of(True, "bfloat16", ["lm_head"])
+    config["quantization_config"] = CONFIG
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     return folder

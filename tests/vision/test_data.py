@@ -103,9 +103,9 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
             encoded(tokenizer, rows, limit)
         assert caught.value.reason == "images beyond --max-seq-length"
 
-    kept = encoded(tokenizer, rows, last - 1, on_bad_row="skip")
-    assert [i for i, _ in kept.bad.errors] == [0]
-    assert [example.where for example in kept] == ["f:1", "f:2"]
+    examples = encoded(tokenizer, rows, last - 1, on_bad_row="skip")
+    assert [i for i, _ in examples.bad.errors] == [0]
+    assert [example.where for example in examples] == ["f:1", "f:2"]
     with raises("data", "max_seq_length", "no example fits", "f:0") as caught:
         encoded(tokenizer, rows[:1], last - 1, on_bad_row="skip")
     assert "--on-" not in caught.value.message
@@ -141,8 +141,8 @@ def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
     options = EncodingOptions(max_seq_length=int(lengths[0].max()))
     with raises("data", "max_seq_length", "f:1"):
         encode_preferences(rows, tokenizer, DataConfig(), options)
-    kept = encode_preferences(rows, tokenizer, DataConfig(on_bad_row="skip"), options)
-    assert (len(kept), kept.dropped, [i for i, _ in kept.bad.errors]) == (2, 0, [1])
+    left = encode_preferences(rows, tokenizer, DataConfig(on_bad_row="skip"), options)
+    assert (len(left), left.dropped, [i for i, _ in left.bad.errors]) == (2, 0, [1])
 
 
 def test_a_run_reports_rows_whose_images_do_not_fit(folders, here, run):
