@@ -54,16 +54,16 @@ def test_sizes_see_what_they_count(tmp_path):
     }
 
 
-def test_a_folder_of_tests_may_take_a_third_more_than_its_limit():
-    allowed = {"cli": 20, "data": 10, "nn": 30, "ops": 40, "packs": 50}
-    assert not slow_folders(allowed | {"cli": 25.9, "data": 14.9}, allowed)
-    slow = slow_folders(allowed | {"cli": 26.1, "data": 15.1, "new": 1}, allowed)
+def test_a_folder_of_tests_may_take_twice_its_limit():
+    allowed = {"cli": 20, "data": 4, "nn": 30, "ops": 40, "packs": 50}
+    assert not slow_folders(allowed | {"cli": 39.9, "data": 8.9}, allowed)
+    slow = slow_folders(allowed | {"cli": 40.1, "data": 9.1, "new": 1}, allowed)
     assert set(slow) == {"cli", "data", "new"}
     assert not slow_folders({"cli": 100}, {})
 
     twice_as_slow = {name: 2 * seconds for name, seconds in allowed.items()}
     assert not slow_folders(twice_as_slow, allowed)
-    assert set(slow_folders(twice_as_slow | {"cli": 53}, allowed)) == {"cli"}
+    assert set(slow_folders(twice_as_slow | {"cli": 81}, allowed)) == {"cli"}
 
 
 def test_figures_see_what_they_count(tmp_path):

@@ -111,7 +111,7 @@ def test_the_plan_is_within_its_error_of_the_measured_peak(
     data = write_rows(tmp_path / "data", train=[row] * 4, valid=[row], test=[row])
 
     train = TrainConfig(
-        iters=8,
+        iters=16,  # the peak of a step varies with the order of its operations
         max_seq_length=512,
         matmul_path="dense",
         recompute=recompute,
