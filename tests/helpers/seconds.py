@@ -18,7 +18,7 @@ from tests.helpers.budgets import FILE, limits
 VARIABLE = "MLX_PACKS_TEST_SECONDS"
 # Of one folder against the others: on another CPU the tests of tests/ops took 1.5 times their limit.
 SLACK = 2.0
-LEAST_SLACK_S = 5.0  # of small folders, whose sum varies most
+LEAST_SLACK_S = 15.0  # of small folders: a few other processes for a minute take as long
 # A machine may be slower than the one of the limits by this factor, in all folders alike.
 SLOWEST_MACHINE = 2.0
 
