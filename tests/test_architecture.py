@@ -16,7 +16,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 LAYERS = """
 terminal errors sandbox plugins signals fork late runtime kinds reading filesystem leftovers files cache tensors run_clock
 display gates measurements chips macos
-distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
+distributed schedules config report ops cpu optim nn bases offload vision adapters data objectives inference packs memory evaluation
 tasks training sweeps learning
 convert serving bench layers extras cli
 """.split()
@@ -144,6 +144,7 @@ OWN_READERS = {
     "bases/writer.py": "mx.load, of files that were checked",
     "bases/gguf/header.py": "mapped, of files that were checked",
     "bases/encoder.py": "mx.load, of files that were checked",
+    **dict.fromkeys(("offload/blocks.py", "offload/placing.py"), "files that were checked"),
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),

@@ -157,7 +157,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     model.eval()
 
     if not request.lazy:
-        mx.eval(model.parameters(), _constants(model))
+        mx.eval(model.parameters(), constants_of(model))
         if names and dtype == mx.float16:
             _check_range(model, names)
 
@@ -398,8 +398,8 @@ def _set_dense_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
     replace_modules(model, replaced)
 
 
-def _constants(model: nn.Module) -> list[mx.array]:
-    """Arrays that modules keep beside their parameters, such as frequencies of rope.
+def constants_of(model: nn.Module) -> list[mx.array]:
+    """Return the arrays that modules keep beside their parameters, such as frequencies of rope.
 
     What is not computed yet belongs to the thread that made it; a server computes in another.
     """

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import mlx.nn as nn
 import numpy as np
@@ -101,6 +101,8 @@ class BaseModel:
     is_lazy: bool = False  # whether its weights are read when they are used
     # relative error of the weights, where they were quantized on loading
     rounding_error: float | None = field(default=None, compare=False)
+    # `offload.blocks.OffloadedBlocks` if its blocks are read whenever they are computed
+    blocks_on_disk: Any = field(default=None, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:

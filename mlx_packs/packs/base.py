@@ -32,6 +32,7 @@ from ..late import load
 from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
 from ..objectives.rerank import rerank
+from ..offload.placing import put_on_disk
 from ..reading import read_json
 from ..runtime import mx
 from .classify import Input, Prediction, classify
@@ -440,6 +441,7 @@ def load_base(
     keep: Sequence[str] = (),
     compute_dtype: str = "auto",
     lazy: bool = False,
+    offload: bool = False,
 ) -> Base:
     """Load a checkpoint and its tokenizer as a frozen base model.
 
@@ -458,6 +460,8 @@ def load_base(
         compute_dtype: Dtype of activations: ``"auto"`` is the stored one; others are
             ``"bfloat16"``, ``"float16"`` and ``"float32"``. A CPU always computes in float32.
         lazy: Whether to read each weight only when it is first used.
+        offload: Whether the transformer blocks stay on disk, and are read whenever they are
+            computed (docs/memory.md). The base must be stored as it is used: without ``quantize``.
 
     Raises:
         PackError: If there is no such checkpoint, or its tensors do not fit its config.json.
@@ -469,9 +473,12 @@ def load_base(
         double_quant=double_quant,
         keep=keep,
         compute_dtype=compute_dtype,
-        lazy=lazy,
+        lazy=lazy or offload,
     )
-    return Base(**vars(loaded))
+    base = Base(**vars(loaded))
+    if offload:
+        put_on_disk(base)
+    return base
 
 
 def find_base(pack: Pack | None) -> str:

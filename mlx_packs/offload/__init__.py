@@ -1,0 +1,1 @@
+"""Bases whose transformer blocks stay on disk, and are read whenever they are computed."""

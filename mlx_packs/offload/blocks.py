@@ -1,0 +1,172 @@
+"""Transformer blocks that read their frozen weights from files whenever they are computed.
+
+Between calls the arrays of such a block are hollow: NaN of their shape and dtype, in a few bytes.
+A call fills them with lazy reads, builds the graph of the block and empties them again. MLX reads
+when it computes, ahead of the block before, and frees the weights after their last use. With
+activation checkpointing by blocks (nn/recompute.py) the backward pass calls a block again, which
+reads again. So about two blocks of weights are in memory at a time.
+"""
+
+import functools
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..errors import PackError
+from ..runtime import mx
+
+CODE = "base-changed"  # of the error of files that changed or cannot be read
+_OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
+
+# what tells two states of a file apart: size, time of change in ns, inode
+FileState = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """Where the frozen arrays of a block are stored.
+
+    Attributes:
+        arrays: The arrays of the model by their names in a file, by file.
+        states: The state of each file when the base was loaded.
+    """
+
+    arrays: Mapping[Path, Mapping[str, mx.array]]
+    states: Mapping[Path, FileState]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._all())
+
+    def _all(self) -> Iterator[mx.array]:
+        for of_file in self.arrays.values():
+            yield from of_file.values()
+
+    def fill(self) -> None:
+        """Let the arrays be lazy reads; whoever holds one of them sees its weights."""
+        for file, of_file in self.arrays.items():
+            stored = _lazy_read(file, self.states[file])
+            for name, array in of_file.items():
+                array[...] = stored[name].astype(array.dtype)
+
+    def empty(self) -> None:
+        """Let the arrays be hollow."""
+        for array in self._all():
+            empty(array)
+
+
+def state_of(file: Path) -> FileState:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _lazy_read(file: Path, expected: FileState) -> dict[str, mx.array]:
+    try:
+        if state_of(file) != expected:
+            raise PackError(
+                f"{file}: changed while the run reads it. Put the base back and resume.", CODE
+            )
+        return mx.load(str(file))
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise PackError(
+            f"{file}: cannot be read any more ({reason}). Put the base back and resume.", CODE
+        ) from None
+
+
+def empty(array: mx.array) -> None:
+    """Let an array be hollow: of its shape and dtype, in a few bytes."""
+    array[...] = mx.broadcast_to(_hollow_value(array.dtype), array.shape)
+
+
+@functools.cache
+def _hollow_value(dtype: mx.Dtype) -> mx.array:
+    """NaN, so that no result hides that a hollow weight was used."""
+    if mx.issubdtype(dtype, mx.floating):
+        return mx.array(float("nan"), dtype)
+    return mx.array(mx.iinfo(dtype).max, dtype)
+
+
+class OffloadedBlocks:
+    """The blocks of a model, of which the first are on disk and the others in memory.
+
+    Args:
+        blocks: The blocks of the model, in order.
+        stored: Where the weights of each are.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], stored: Sequence[StoredBlock]) -> None:
+        self._stored = list(stored)
+        self.on_disk = len(stored)
+        self.bytes_read = 0  # asked for since the base was loaded
+
+        _allow_open_files()
+        for number, block in enumerate(blocks):
+            block.__class__ = _reading(type(block))
+            block.weights_to_read = functools.partial(self._weights, number)
+            stored[number].empty()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest block."""
+        return max(stored.nbytes for stored in self._stored)
+
+    def keep_in_memory(self, count: int) -> None:
+        """Read the last ``count`` blocks, which stay in memory from now on."""
+        first = len(self._stored) - count
+        for stored in self._stored[first : self.on_disk]:
+            stored.fill()
+            mx.eval(list(stored._all()))
+        self.on_disk = min(self.on_disk, first)
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Return a context in which all weights can be read, which then stay until it ends."""
+        with ExitStack() as emptied:
+            for stored in self._stored[: self.on_disk]:
+                stored.fill()
+                emptied.callback(stored.empty)
+            yield
+
+    @contextmanager
+    def _weights(self, number: int) -> Iterator[None]:
+        """Return a context in which a block is computed."""
+        if number >= self.on_disk:
+            yield
+            return
+
+        stored = self._stored[number]
+        stored.fill()
+        self.bytes_read += stored.nbytes
+        try:
+            yield
+        finally:
+            stored.empty()
+
+
+@functools.cache
+def _reading(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of blocks that read their weights; names and paths of modules stay."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.weights_to_read():
+            return kind.__call__(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def reads_blocks(model: nn.Module) -> bool:
+    """Return whether blocks of a model read their weights when they are computed."""
+    return any(hasattr(module, "weights_to_read") for module in model.modules())
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

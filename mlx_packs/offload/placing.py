@@ -1,0 +1,153 @@
+"""Put the blocks of a loaded base on disk.
+
+Where a tensor of the model has the values of a tensor of the checkpoint, that one is read. What
+loading changed otherwise (experts that it stacks, weights that it converts) is written to the
+user's cache, a file for each block. A base that is loaded lazily is never in memory as a whole: one
+block at a time is compared, and written if need be; later loads of the same base find the result.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from ..bases.files import weight_files
+from ..bases.loading import constants_of
+from ..bases.model import BaseModel
+from ..cache import Cache, key_of
+from ..display import size
+from ..errors import PackError
+from ..nn.surgery import block_prefixes
+from ..reading import read_header, read_json
+from ..runtime import mx, on_cpu, versions
+from ..tensors import save_tensors
+from .blocks import FileState, OffloadedBlocks, StoredBlock, empty, state_of
+
+_CACHE = Cache("blocks", days=30, is_needed=True)
+_PLACES = "places.json"  # by block and name in the block: the name in the checkpoint, or null
+_FORMAT = 1
+_CHECKED = "checked"  # a file that is there once a forward pass has worked
+
+Places = list[dict[str, str | None]]
+
+
+def put_on_disk(base: BaseModel) -> None:
+    """Let the blocks of a base read their weights whenever they are computed.
+
+    Raises:
+        PackError: If the base has no blocks that can do so, or the converted ones do not fit on
+            the disk.
+    """
+    _check(base)
+    index = {name: file for file in weight_files(base.path) for name in read_header(file)[0]}
+    key = key_of(
+        _FORMAT, base.fingerprint, base.quantization, base.compute_dtype, on_cpu(), versions()
+    )
+
+    def write(folder: Path) -> None:
+        places = _write_converted(base, index, folder)
+        (folder / _PLACES).write_text(json.dumps({"blocks": places}))
+
+    folder = _CACHE.folder(key[:32], key, write)
+    blocks = base.model.layers
+    places = read_json(folder / _PLACES)["blocks"]
+
+    states: dict[Path, FileState] = {}
+    stored = []
+    for number, (block, of_block) in enumerate(zip(blocks, places, strict=True)):
+        arrays: dict[Path, dict[str, mx.array]] = {}
+        parameters = dict(tree_flatten(block.parameters()))
+        for name, source in of_block.items():
+            file = _converted(folder, number) if source is None else index[source]
+            states.setdefault(file, state_of(file))
+            arrays.setdefault(file, {})[source or name] = parameters[name]
+        stored.append(StoredBlock(arrays, states))
+
+    base.blocks_on_disk = OffloadedBlocks(blocks, stored)
+    mx.eval(base.model.parameters(), constants_of(base.model))
+    if not (folder / _CHECKED).exists():
+        _check_output(base)
+        (folder / _CHECKED).touch()
+
+
+def _check(base: BaseModel) -> None:
+    if base.architecture != "decoder":
+        raise PackError(
+            f"--offload-base: {base.name} is an encoder, and those stay in memory. Leave it out.",
+            "unsupported",
+            "offload_base",
+        )
+
+
+def _check_output(base: BaseModel) -> None:
+    """Raise a PackError if the model uses weights of a block without calling the block."""
+    logits = base.model(mx.array([[1, 2, 3]]))
+    if mx.isnan(logits).any().item():
+        raise PackError(
+            f"--offload-base: the blocks of {base.name}, a {base.config['model_type']}, cannot be "
+            "read one by one. Use --offload-base off.",
+            "unsupported",
+            "offload_base",
+        )
+
+
+def _write_converted(base: BaseModel, index: Mapping[str, Path], folder: Path) -> Places:
+    """Return where the arrays of each block are; write those that the checkpoint does not have."""
+    places: Places = []
+    prefixes = block_prefixes(base.model)
+    for number, (prefix, block) in enumerate(zip(prefixes, base.model.layers, strict=True)):
+        parameters = dict(tree_flatten(block.parameters()))
+        mx.eval(parameters)
+        names = {name: _stored_name(f"{prefix}.{name}", base.weight_map) for name in parameters}
+        files = {index[source] for source in names.values() if source in index}
+        stored = {name: array for file in files for name, array in mx.load(str(file)).items()}
+
+        of_block: dict[str, str | None] = {}
+        converted = {}
+        for name, array in parameters.items():
+            source = names[name]
+            of_block[name] = source
+            if source not in stored or not _is_equal(stored[source], array):
+                of_block[name] = None
+                converted[name] = array
+
+        if converted:
+            _check_space(folder, converted)
+            save_tensors(_converted(folder, number), converted)
+        places.append(of_block)
+
+        for array in parameters.values():
+            empty(array)
+    return places
+
+
+def _converted(folder: Path, number: int) -> Path:
+    return folder / f"block-{number}.safetensors"
+
+
+def _stored_name(name: str, weight_map: Mapping[str, str | list[str]]) -> str:
+    """Return the name that a tensor of the model probably has in the checkpoint."""
+    module, _, part = name.rpartition(".")
+    source = weight_map.get(f"{module}.weight")
+    if isinstance(source, str):
+        return source.removesuffix("weight") + part
+    return name
+
+
+def _is_equal(stored: mx.array, array: mx.array) -> bool:
+    if stored.shape != array.shape:
+        return False
+    return mx.array_equal(stored.astype(array.dtype), array, equal_nan=True).item()
+
+
+def _check_space(folder: Path, tensors: Mapping[str, mx.array]) -> None:
+    needed = sum(array.nbytes for array in tensors.values())
+    free = shutil.disk_usage(folder).free
+    if free < needed + (1 << 30):
+        raise PackError(
+            f"{folder.parent}: {size(free)} are free, too few for the converted blocks of the "
+            "base. Free some space, or name another folder in MLX_PACKS_CACHE.",
+            "unwritable",
+        )
