@@ -152,6 +152,15 @@ class CommonConfig(Settings):
         memory=True,
         resumable="without-dropout",
     )
+    offload_base: str = _memory(
+        "auto",
+        "Leave the transformer blocks of the base on disk and read each whenever it is computed, "
+        "twice a step; auto does so if the base does not fit into memory otherwise.",
+        choices=("auto", "on", "off"),
+        memory=True,
+        resumable="without-dropout",
+        common="Leave the base on disk and read its blocks when they are computed.",
+    )
     micro_batches: int = _memory(
         1,
         "Split each batch into N pieces. The update is the same up to rounding (with dropout, the "
@@ -281,8 +290,15 @@ class CommonConfig(Settings):
 
     @property
     def recomputes(self) -> str:
-        """The policy of activation checkpointing, whichever of its two settings names it."""
-        return "block" if self.grad_checkpoint else self.recompute
+        """The policy of activation checkpointing, whichever of its settings names it."""
+        if self.grad_checkpoint or (self.offloads and self.recompute == "auto"):
+            return "block"
+        return self.recompute
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the blocks of the base are on disk; ``auto`` is resolved before a run."""
+        return self.offload_base == "on"
 
     @property
     def has_magnitudes(self) -> bool:

@@ -28,7 +28,8 @@ warmup_ratio optimizer weight_decay betas grad_accumulation_steps max_grad_norm 
 loss_on packing grad_checkpoint metric patience load_best best steps_per_eval save_every time
 
 warmup_from_zero bias_correction optimizer_config loraplus_lr_ratio long_rows fim_rate
-fim_spm_rate fim_tokens num_proc on_nan recompute micro_batches cache_frozen share_prefix objective
+fim_spm_rate fim_tokens num_proc on_nan recompute offload_base micro_batches cache_frozen
+share_prefix objective
 ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path double_quant keep compute_dtype
 train_fp16_fallback phases steps_per_report val_batches test_batches keep_last clear_cache_threshold
 pack_dtype awake max_pack_mb max_ppl_ratio min_tps_ratio exchange_dtype pipeline
@@ -202,6 +203,27 @@ def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
     yield from incompatible(train, "--pipeline", unfit)
 
 
+def _offload_faults(train: TrainConfig) -> Iterator[Fault]:
+    if not train.offloads:
+        return
+
+    unfit = {
+        "recompute": train.recomputes != "block",
+        "method": train.method not in ("lora", "dora"),
+        "cache_frozen": train.cache_frozen == "on",
+        "objective": train.objective != "transformer",
+        "pipeline": train.pipeline,
+        "train_fp16_fallback": train.train_fp16_fallback,
+    }
+    yield from incompatible(train, "--offload-base on", unfit)
+    if train.quantize != "none":
+        text = (
+            f"{train.quantize} cannot be combined with --offload-base on, which reads weights as "
+            "they are stored. Quantize the base first: packs quantize."
+        )
+        yield Fault("quantize", text, "conflict")
+
+
 def _length_faults(train: TrainConfig) -> Iterator[Fault]:
     if train.fim_rate > 0 and train.max_seq_length < 32:
         text = f"needs a --max-seq-length of at least 32, but that is {train.max_seq_length}."
@@ -294,6 +316,7 @@ def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
 _CONFLICTS = (
     _objective_faults,
     _pipeline_faults,
+    _offload_faults,
     _length_faults,
     _task_faults,
     _full_faults,

@@ -25,6 +25,7 @@ from ..data.shapes import (
     widths_of,
 )
 from ..errors import PackError
+from ..offload.sizes import BlocksOnDisk
 from ..ops.profile import profile
 from .decoder_sizes import (
     HYBRID_FAMILIES,
@@ -192,13 +193,23 @@ def _plan_step(
         **_read_by_loss(headers, train, shape, sizes),
     )
 
-    return adapters.plan(
+    base = base_bytes(sizes, headers, train, itemsize)
+    offload = None
+    if train.offloads:
+        offload = BlocksOnDisk.of(
+            (name, tensor_bytes(tensor, itemsize == 4), tensor_bytes(tensor, False))
+            for name, tensor in headers.tensors.items()
+        )
+        base -= offload.saved_bytes
+
+    plan = adapters.plan(
         train,
-        base=base_bytes(sizes, headers, train, itemsize),
+        base=base,
         base_weights=sizes.weights,
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",
     )
+    return replace(plan, offload=offload)
 
 
 def _read_by_loss(

@@ -98,6 +98,8 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     quantized = headers.is_quantized or headers.as_loaded(train).quantize != "none"
     if not quantized:
         return ["dense"]
+    if train.offloads:
+        return [path for path, facts in MATMUL_PATHS.items() if not facts.keeps_dense]
     return list(MATMUL_PATHS)
 
 

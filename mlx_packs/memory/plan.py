@@ -5,10 +5,11 @@ backward pass, and what is in flight. What the estimators share is here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.choices import LOSSES, POLICIES, TASKS, LossFacts
+from ..offload.sizes import BlocksOnDisk
 
 if TYPE_CHECKING:
     from ..config.schema import TrainConfig
@@ -36,6 +37,7 @@ class MemoryPlan:
             logits in slices; working: temporaries in flight, dequantized weights among them.
         adapter_weights: Number of trainable parameters.
         tensors: Number of arrays that they are in.
+        offload: The blocks of the base that are on disk; None if all of it is in memory.
     """
 
     base: int
@@ -47,6 +49,14 @@ class MemoryPlan:
     adapter_weights: int
     base_weights: int
     tensors: int
+    offload: BlocksOnDisk | None = None
+
+    def with_blocks_in_memory(self, memory: int) -> "MemoryPlan":
+        """Return the plan with as many blocks in memory as safely fit."""
+        spare = int(memory / (1 + ERROR)) - self.peak_bytes
+        offload = self.offload.in_memory(spare)
+        kept = self.offload.saved_bytes - offload.saved_bytes
+        return replace(self, base=self.base + kept, offload=offload)
 
     @property
     def moment(self) -> str:

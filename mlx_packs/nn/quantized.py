@@ -165,6 +165,8 @@ def _dense(module: nn.Module) -> nn.Module | None:
         return None
     if type(module) not in _MLX_QUANTIZED and not isinstance(module, CustomWeight):
         return None
+    if getattr(module, "is_on_disk", False):  # it would be in memory, four times as large
+        return None
     # the dtype of activations, whatever the format dequantizes to
     return dense_module(module, device.dtype)
 

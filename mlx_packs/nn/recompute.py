@@ -6,6 +6,7 @@ norms and RoPE of q and k, attention and SwiGLU between them (https://arxiv.org/
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -112,7 +113,12 @@ def _recomputed(
     def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
-        _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
+        # the gradients of products read frozen weights too, which a block on disk has until then
+        with ExitStack() as read:
+            for module in modules:
+                if (weights_to_read := getattr(module, "weights_to_read", None)) is not None:
+                    read.enter_context(weights_to_read())
+            _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
 
         of_parameters = gradients[: len(parameters)]
         of_inputs = gradients[len(parameters) :]

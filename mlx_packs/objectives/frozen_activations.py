@@ -163,7 +163,7 @@ def open_frozen_activations(
     ``plan_bytes`` is the peak of the memory plan. Raises a PackError if the cache is requested and
     impossible.
     """
-    if train.cache_frozen == "off" or train.trains_base:
+    if train.cache_frozen == "off" or train.trains_base or train.offloads:
         return None
 
     model = attached.model

@@ -10,7 +10,7 @@ reads again. So about two blocks of weights are in memory at a time.
 import functools
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,21 @@ import mlx.nn as nn
 from ..errors import PackError
 from ..runtime import mx
 
-CODE = "base-changed"  # of the error of files that changed or cannot be read
 _OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
 
 # what tells two states of a file apart: size, time of change in ns, inode
 FileState = tuple[int, int, int]
+
+
+class BaseChanged(PackError):
+    """The files of a base that is in use changed, or cannot be read any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unreadable", "model")
+
+
+class ReadFailed(BaseChanged):
+    """A read failed while MLX computed, whose results are lost."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +78,13 @@ def state_of(file: Path) -> FileState:
 def _lazy_read(file: Path, expected: FileState) -> dict[str, mx.array]:
     try:
         if state_of(file) != expected:
-            raise PackError(
-                f"{file}: changed while the run reads it. Put the base back and resume.", CODE
+            raise BaseChanged(
+                f"{file}: changed while the base is in use. Put the former file back."
             )
         return mx.load(str(file))
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise PackError(
-            f"{file}: cannot be read any more ({reason}). Put the base back and resume.", CODE
-        ) from None
+        raise BaseChanged(f"{file}: cannot be read any more ({reason}). Put it back.") from None
 
 
 def empty(array: mx.array) -> None:
@@ -104,11 +112,14 @@ class OffloadedBlocks:
         self._stored = list(stored)
         self.on_disk = len(stored)
         self.bytes_read = 0  # asked for since the base was loaded
+        self._filled: set[int] = set()  # numbers of blocks that are not hollow now
 
         _allow_open_files()
         for number, block in enumerate(blocks):
             block.__class__ = _reading(type(block))
             block.weights_to_read = functools.partial(self._weights, number)
+            for module in block.modules():
+                module.is_on_disk = True
             stored[number].empty()
 
     @property
@@ -128,24 +139,25 @@ class OffloadedBlocks:
     def readable(self) -> Iterator[None]:
         """Return a context in which all weights can be read, which then stay until it ends."""
         with ExitStack() as emptied:
-            for stored in self._stored[: self.on_disk]:
-                stored.fill()
-                emptied.callback(stored.empty)
+            for number in range(self.on_disk):
+                emptied.enter_context(self._weights(number))
             yield
 
     @contextmanager
     def _weights(self, number: int) -> Iterator[None]:
-        """Return a context in which a block is computed."""
-        if number >= self.on_disk:
+        """Return a context in which a block is computed, or differentiated."""
+        if number >= self.on_disk or number in self._filled:
             yield
             return
 
         stored = self._stored[number]
         stored.fill()
         self.bytes_read += stored.nbytes
+        self._filled.add(number)
         try:
             yield
         finally:
+            self._filled.remove(number)
             stored.empty()
 
 
@@ -163,6 +175,26 @@ def _reading(kind: type[nn.Module]) -> type[nn.Module]:
 def reads_blocks(model: nn.Module) -> bool:
     """Return whether blocks of a model read their weights when they are computed."""
     return any(hasattr(module, "weights_to_read") for module in model.modules())
+
+
+def weights_readable(base: Any) -> AbstractContextManager[None]:
+    """Return a context in which all weights of a base can be read."""
+    if base.blocks_on_disk is None:
+        return nullcontext()
+    return base.blocks_on_disk.readable()
+
+
+@contextmanager
+def read_errors() -> Iterator[None]:
+    """Return a context in which a failed read of MLX is a `ReadFailed`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "[read]" not in str(error):
+            raise
+        raise ReadFailed(
+            "--model: the weights of the base cannot be read any more. Put the base back."
+        ) from None
 
 
 def _allow_open_files() -> None:

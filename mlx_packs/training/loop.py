@@ -3,11 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..data.dataset import Batch, Dataset
-from ..runtime import mx
+from ..offload.blocks import BaseChanged, ReadFailed, read_errors
+from ..runtime import mx, set_random_state
 from .reports import Reports
 from .state import TrainingState
 from .step import BatchStep, StartedStep
@@ -87,6 +89,7 @@ class Loop:
     reports: Reports
     _in_flight: deque[_StartedBatch] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
+    _random: mx.array | None = field(default=None, init=False)  # state before the last step
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
         """Train to the end of the phase; return why it ended before, saved.
@@ -104,13 +107,13 @@ class Loop:
         done = self.state.batches - self.phase.first_batch
         self.reports.phase_starts(train.iters, done)
         try:
-            with self.watch.deferring_signals():
+            with self.watch.deferring_signals(), self._saved_if_base_changes(), read_errors():
                 ending = self.watch.ended_before()
                 while done < train.iters and not ending:
                     batch = next(batches)
                     start = time.perf_counter()
                     # a run that leaves float16 goes back to the state before an update
-                    random = mx.random.state[0]
+                    random = self._random = mx.random.state[0]
                     done += 1
                     updates = done % train.grad_accumulation_steps == 0 or done == train.iters
                     batch = self.step.objective.prepare(batch)
@@ -126,6 +129,20 @@ class Loop:
                 return ending
         finally:
             self.reports.phase_ends()
+
+    @contextmanager
+    def _saved_if_base_changes(self) -> Iterator[None]:
+        """Save the last update if the files of the base change, whose blocks are on disk."""
+        try:
+            yield
+        except ReadFailed:  # the update at work is lost, and its weights with it
+            raise
+        except BaseChanged:
+            if not self.step.stepper.waiting:
+                self._read(leaving=0)
+                set_random_state(self._random)
+                self.guard.save_unscored()
+            raise
 
     def _between_batches(self, due: Due, batch: Batch) -> Ending | None:
         """Report, validate and save what is due; return why the phase ends now."""

@@ -26,9 +26,11 @@ from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
+from ..offload.blocks import weights_readable
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
+from .offloading import keep_what_fits, show_offload
 from .run_folder import RunFolder
 from .settings import Place, Run, RunSettings
 
@@ -87,14 +89,16 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
         run.display.line("plan", f"{error.message} Memory and disk are not checked.")
 
     rows = task.typical_rows(data[-1])
-    choice = choose_path(run, target, rows, plans)
-    plan = plans.get(choice.matmul_path)
+    with weights_readable(base):
+        choice = choose_path(run, target, rows, plans)
+    plan = keep_what_fits(run.request, base, plans.get(choice.matmul_path))
     disk = None
     if plan:
         disk = plan_disk(plan, planned)
         _show_plan(base, run, plan, disk)
         if not force:
             _check_disk(run.folder, disk)
+    show_offload(base, plan, run.display)
 
     recompute = run.train.recomputes
     if recompute == "auto":

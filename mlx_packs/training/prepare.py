@@ -35,6 +35,7 @@ from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Task, make_tasks, task_class
 from .initial_adapters import initial_adapters, with_initial_template
 from .observers.trackers import check_report_to
+from .offloading import with_offload
 from .planning import check_headers, fit_into_memory, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
 from .rates import note_rates
@@ -224,6 +225,7 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
     tasks = make_tasks(settings.phases, settings.train, settings.lora, request.calls)
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
+    settings = with_offload(request, settings)
     base, dtype = _open_base(request, settings, place, tasks)
     settings = with_initial_template(settings, request.option("resume_adapter_file"))
     base = base.with_chat_template(settings.columns.chat_template)
@@ -292,7 +294,9 @@ def _open_base(
     """Return the base, quantized as requested, and its dtype; reject it unread if it cannot fit."""
     train, base, display = settings.train, request.base, request.display
     if isinstance(base, Base):
+        unoffloaded = train.offloads and base.blocks_on_disk is None
         for flag, value, default in (
+            ("--offload-base", unoffloaded, False),
             ("--quantize", train.quantize, "none"),
             ("--compute-dtype", train.compute_dtype, "auto"),
             ("--pipeline", train.pipeline, False),
@@ -320,6 +324,7 @@ def _open_base(
                 keep=train.keep,
                 compute_dtype=dtype.cast,
                 lazy=all(task.lazy_base for task in tasks.values()),
+                offload=train.offloads,
             )
 
         if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not name it

@@ -18,6 +18,7 @@ from .. import runtime
 from ..data.dataset import Batch, Collate, Layout
 from ..distributed.group import group, summed_over_ranks
 from ..objectives.objective import Inputs, Loss, Objective, arrays_of
+from ..offload.blocks import reads_blocks
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
 
@@ -71,6 +72,9 @@ class Stepper:
         self.waiting = 0  # batches whose gradients wait for the rest of their update
         self._pending: tuple = ()
 
+        # compiled, a step would keep the weights that it reads as constants
+        self._compiles = not reads_blocks(model)
+
         self.update = update = Update(model, optimizer, max_grad_norm, skips)
         self.scaled = update.is_scaled
         self.loss = update.guarded(loss)
@@ -94,13 +98,17 @@ class Stepper:
         self.whole = self._compiled(whole)
         self._gather = self._compiled(gather)
         self._add = self._compiled(add)
-        self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
+        self._update = update.apply
+        if self._compiles:
+            self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
 
     def _compiled(self, step: Callable) -> Callable:
         def counted(*args: object) -> tuple:
             self.traces += is_traced(mx.random.state[0])
             return step(*args)
 
+        if not self._compiles:
+            return counted
         return mx.compile(counted, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Batch, last: bool, alone: bool) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from .. import signals
 from ..adapters.trainable import Trainable
 from ..errors import PackError, RunStopped
+from ..offload.blocks import BaseChanged
 from .checkpoint import save_checkpoint
 from .settings import Run
 from .state import TrainingState
@@ -27,7 +28,7 @@ def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
 
 @contextmanager
 def resumable(run: Run) -> Iterator[None]:
-    """Raise `RunStopped` for a signal or a disk that cannot be written, if there is a checkpoint.
+    """Raise `RunStopped` for a signal, a disk or a base that fails, if there is a checkpoint.
 
     The run folder contains none of another run any more.
     """
@@ -39,10 +40,11 @@ def resumable(run: Run) -> Iterator[None]:
         raise interrupted(run, checkpoint, signals.number_of(error)) from None
     except PackError as error:
         checkpoint = run.files.latest_checkpoint()
-        if isinstance(error, RunStopped) or error.code != "unwritable" or checkpoint is None:
+        can_continue = error.code == "unwritable" or isinstance(error, BaseChanged)
+        if isinstance(error, RunStopped) or not can_continue or checkpoint is None:
             raise
         reason = error.message.rstrip(".")
-        raise RunStopped(reason, checkpoint, run.pack, "unwritable") from None
+        raise RunStopped(reason, checkpoint, run.pack, error.code) from None
 
 
 def write_checkpoint(

@@ -1,0 +1,80 @@
+"""The memory and the reads of a run whose blocks are on disk, for its plan."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..display import size
+from ..measurements import recall, remember
+
+IN_FLIGHT = 2  # blocks of weights in memory while one is computed
+ASSUMED_RATE = 2.5e9  # bytes per second of a Mac's SSD
+SLOW_RATE = 100e6
+_BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_KIND = "disk-rate"
+
+
+@dataclass(frozen=True)
+class BlocksOnDisk:
+    """The blocks of a base in a plan.
+
+    Attributes:
+        blocks: The number of blocks.
+        on_disk: How many of them are on disk.
+        block_bytes: Bytes of the largest in memory.
+        stored_bytes: Bytes of the largest in its files.
+        passes: How often a step reads a block.
+    """
+
+    blocks: int
+    on_disk: int
+    block_bytes: int
+    stored_bytes: int
+    passes: int = 2
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, int, int]]) -> "BlocksOnDisk":
+        """Return those of a base, given the name of each tensor, its bytes in memory and stored."""
+        memory: dict[int, int] = {}
+        stored: dict[int, int] = {}
+        for name, nbytes, stored_bytes in tensors:
+            if place := _BLOCK.search(name):
+                block = int(place[1])
+                memory[block] = memory.get(block, 0) + nbytes
+                stored[block] = stored.get(block, 0) + stored_bytes
+        largest = max(memory.values(), default=0)
+        return cls(len(memory), len(memory), largest, max(stored.values(), default=0))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that are not in memory."""
+        return max(0, self.on_disk - IN_FLIGHT) * self.block_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that are read in a step."""
+        return self.passes * self.on_disk * self.stored_bytes
+
+    def in_memory(self, spare: int) -> "BlocksOnDisk":
+        """Return these with as many blocks in memory as ``spare`` bytes have room for."""
+        count = min(max(0, spare) // max(1, self.block_bytes), self.on_disk)
+        return replace(self, on_disk=self.on_disk - count)
+
+    def slow_line(self, rate: float) -> str:
+        """Return a warning if the disk reads less than `SLOW_RATE` bytes per second."""
+        if rate >= SLOW_RATE:
+            return ""
+        return (
+            f"the disk reads {size(int(rate))} per second: each step waits up to "
+            f"{self.step_bytes / rate:,.0f} s for it"
+        )
+
+
+def disk_rate() -> float:
+    """Return the bytes per second that this machine's disk reads, as measured, or as assumed."""
+    measured = recall(_KIND, {})
+    return measured["bytes_per_s"] if measured else ASSUMED_RATE
+
+
+def remember_disk_rate(bytes_per_s: float) -> None:
+    remember(_KIND, {}, {"bytes_per_s": bytes_per_s})
