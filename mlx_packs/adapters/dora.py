@@ -12,8 +12,9 @@ from ..config.schema import TrainConfig
 from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
+from ..offload.blocks import weights_readable
 from ..runtime import mx, on_cpu
-from .attach import LoRA, attach, check_linears, install, weight_of
+from .attach import attach, check_linears, install, weight_of
 from .lora import Attached
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_places, place_tensors
@@ -40,9 +41,10 @@ class DoRAAttached(Attached):
         modules = dict(self.model.named_modules())
         frozen: dict[int, list[tuple[nn.Module, mx.array]]] = {}
         for path, place in sorted(self.places.items(), key=lambda item: item[1].first):
-            norms = mx.linalg.norm(weight_of(path, self.frozen[path], self.base.is_lazy), axis=1)
-            if not self.base.is_lazy:
-                mx.eval(norms)
+            with weights_readable(self.base, path):
+                norms = mx.linalg.norm(weight_of(path, self.frozen[path], self.base.is_lazy), axis=1)
+                if not self.base.is_lazy:
+                    mx.eval(norms)
             frozen.setdefault(id(place.lora), []).append((_projection(modules[path]), norms))
 
         install(self, lambda lora: GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)))

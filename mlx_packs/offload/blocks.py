@@ -18,6 +18,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.surgery import block_prefixes
 from ..runtime import mx
 
 _OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
@@ -104,18 +105,19 @@ class OffloadedBlocks:
     """The blocks of a model, of which the first are on disk and the others in memory.
 
     Args:
-        blocks: The blocks of the model, in order.
-        stored: Where the weights of each are.
+        model: The model.
+        stored: Where the weights of each block are, in order.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], stored: Sequence[StoredBlock]) -> None:
+    def __init__(self, model: nn.Module, stored: Sequence[StoredBlock]) -> None:
+        self._prefixes = block_prefixes(model)
         self._stored = list(stored)
         self.on_disk = len(stored)
         self.bytes_read = 0  # asked for since the base was loaded
         self._filled: set[int] = set()  # numbers of blocks that are not hollow now
 
         _allow_open_files()
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(model.layers):
             block.__class__ = _reading(type(block))
             block.weights_to_read = functools.partial(self._weights, number)
             for module in block.modules():
@@ -136,23 +138,33 @@ class OffloadedBlocks:
         self.on_disk = min(self.on_disk, first)
 
     @contextmanager
-    def readable(self) -> Iterator[None]:
-        """Return a context in which all weights can be read, which then stay until it ends."""
+    def readable(self, path: str | None = None) -> Iterator[None]:
+        """Return a context in which weights can be read; those that are stay until it ends.
+
+        ``path`` is of a module in a block, for the weights of that block; None is for all.
+        """
         with ExitStack() as emptied:
-            for number in range(self.on_disk):
-                emptied.enter_context(self._weights(number))
+            for number, prefix in enumerate(self._prefixes[: self.on_disk]):
+                if path is None or path.startswith(f"{prefix}."):
+                    emptied.enter_context(self._filled_block(number))
             yield
 
     @contextmanager
     def _weights(self, number: int) -> Iterator[None]:
         """Return a context in which a block is computed, or differentiated."""
+        if number < self.on_disk and number not in self._filled:
+            self.bytes_read += self._stored[number].nbytes
+        with self._filled_block(number):
+            yield
+
+    @contextmanager
+    def _filled_block(self, number: int) -> Iterator[None]:
         if number >= self.on_disk or number in self._filled:
             yield
             return
 
         stored = self._stored[number]
         stored.fill()
-        self.bytes_read += stored.nbytes
         self._filled.add(number)
         try:
             yield
@@ -177,11 +189,11 @@ def reads_blocks(model: nn.Module) -> bool:
     return any(hasattr(module, "weights_to_read") for module in model.modules())
 
 
-def weights_readable(base: Any) -> AbstractContextManager[None]:
-    """Return a context in which all weights of a base can be read."""
+def weights_readable(base: Any, path: str | None = None) -> AbstractContextManager[None]:
+    """Return a context in which weights of a base can be read, as `OffloadedBlocks.readable`."""
     if base.blocks_on_disk is None:
         return nullcontext()
-    return base.blocks_on_disk.readable()
+    return base.blocks_on_disk.readable(path)
 
 
 @contextmanager

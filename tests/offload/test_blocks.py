@@ -1,0 +1,183 @@
+"""Blocks on disk compute what blocks in memory compute, to the bit, and are never in memory together."""
+
+import os
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig
+from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.dora import DoRA
+from mlx_packs.nn.quantized import apply_matmul_path
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.offload.blocks import (
+    BaseChanged,
+    OffloadedBlocks,
+    ReadFailed,
+    StoredBlock,
+    read_errors,
+    reads_blocks,
+    state_of,
+)
+from mlx_packs.packs.base import load_base
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_dense, write_quantized, write_stored
+from tests.helpers.families import family_base, randomized, targets_of
+from tests.helpers.family_sweep import FAMILIES, sweep
+from tests.helpers.models import base_of, model_of
+from tests.helpers.packing import LIMIT, aligned_batch, packed_batch
+from tests.helpers.steps import adapted, fill_b, loss_and_gradients
+from tests.helpers.trees import BATCH, tree_of
+
+
+def offloaded(model: nn.Module, folder) -> OffloadedBlocks:
+    """Write the blocks of a model to files, and let it read them."""
+    stored = []
+    for number, block in enumerate(model.layers):
+        file = folder / f"{number}.safetensors"
+        arrays = dict(tree_flatten(block.parameters()))
+        mx.save_safetensors(str(file), arrays)
+        stored.append(StoredBlock({file: arrays}, {file: state_of(file)}))
+    return OffloadedBlocks(model, stored)
+
+
+def check_bit_identical(results: list[tuple]) -> None:
+    (expected_loss, expected), (loss, gradients) = results
+    assert loss == expected_loss and set(gradients) == set(expected)
+    for name, tensor in expected.items():
+        assert mx.array_equal(gradients[name], tensor).item(), name
+
+
+@pytest.mark.parametrize("family", sweep(FAMILIES))
+def test_the_step_of_every_family_is_bit_identical(family, tmp_path):
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = family_base(family)
+        if on_disk:
+            offloaded(base.model, tmp_path)
+        attached = attach(base, LoRAConfig(rank=2, target_modules=targets_of(base, 2)))
+        randomized(attached)
+        attached.recompute("block")
+        head = split_head(base.model)
+        base.model.train()
+        results.append(loss_and_gradients(base.model, head, [BATCH]))
+    check_bit_identical(results)
+
+
+BASES = {
+    "dense": lambda folder: write_stored(folder),
+    "affine": lambda folder: write_stored(folder, bits=4, shards=2),
+    "half": lambda folder: write_stored(folder, bits=4, dtype=mx.bfloat16),
+    "nf4": lambda folder: quantized(folder, "nf4"),
+    "mxfp4": lambda folder: quantized(folder, "mxfp4"),
+}
+
+
+def quantized(folder, mode):
+    return write_quantized(folder, write_dense(folder.parent / f"dense-{mode}"), mode=mode)
+
+
+@pytest.mark.parametrize("path", ["quantized", "transient"])
+@pytest.mark.parametrize("kind", BASES)
+def test_the_step_on_every_format_is_bit_identical(kind, path, tmp_path):
+    folder = BASES[kind](tmp_path / "base")
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = load_base(folder, offload=on_disk)
+        apply_matmul_path(base.model, path)
+        attached, head = adapted(base, recompute="block")
+        results.append(loss_and_gradients(base.model, head, [BATCH]))
+        assert reads_blocks(base.model) == on_disk
+    check_bit_identical(results)
+
+
+@pytest.mark.parametrize("batch", [packed_batch(), aligned_batch(), tree_of(BATCH, 2)])
+def test_the_step_on_packed_rows_and_trees_is_bit_identical(batch, tmp_path):
+    packed = None if len(batch.layout) and not isinstance(batch.layout, tuple) else LIMIT + 1
+    folder = write_stored(tmp_path / "base", bits=4)
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = load_base(folder, offload=on_disk)
+        _, head = adapted(base, recompute="block", packed_length=packed)
+        results.append(loss_and_gradients(base.model, head, [batch]))
+    check_bit_identical(results)
+
+
+def test_dora_reads_the_norms_of_weights_on_disk(tmp_path):
+    folder = write_stored(tmp_path / "base", bits=4)
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = load_base(folder, offload=on_disk)
+        attached = DoRA().attach(base, LoRAConfig(rank=2), _train(), "quantized")
+        fill_b(attached)
+        attached.recompute("block")
+        base.model.train()
+        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
+    check_bit_identical(results)
+
+
+def _train():
+    from mlx_packs import TrainConfig
+
+    return TrainConfig(method="dora")
+
+
+def test_blocks_that_are_kept_in_memory_are_not_read_again(tmp_path):
+    model, _ = model_of("qwen3", num_hidden_layers=4)
+    tokens = mx.array([[1, 2, 3]])
+    expected = model(tokens)
+    blocks = offloaded(model, tmp_path)
+    blocks.keep_in_memory(3)
+    assert blocks.on_disk == 1
+    assert mx.array_equal(model(tokens), expected).item()
+    assert blocks.bytes_read == blocks.block_bytes
+
+
+def test_hollow_weights_are_not_numbers(tmp_path):
+    model, _ = model_of("qwen3")
+    offloaded(model, tmp_path)
+    assert mx.isnan(model.layers[0].mlp(mx.ones((1, 64)))).all().item()
+
+
+def test_two_blocks_of_weights_are_in_memory_at_a_time(tmp_path):
+    """36 blocks of 2.8 MB: a step holds the activations of `--recompute block` and few blocks."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 36}
+    base = base_of("qwen3", **sizes)
+    model = base.model
+    mx.eval(model.parameters())
+    blocks = base.blocks_on_disk = offloaded(model, tmp_path)
+    _, head = adapted(base, recompute="block")
+    mx.synchronize()
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loss_and_gradients(model, head, [BATCH])
+    assert mx.get_peak_memory() - held < 6 * blocks.block_bytes
+
+
+def test_files_that_change_or_vanish_are_an_error_of_one_line(tmp_path):
+    model, _ = model_of("qwen3")
+    offloaded(model, tmp_path)
+    file = tmp_path / "1.safetensors"
+    content = file.read_bytes()
+
+    file.unlink()
+    with pytest.raises(BaseChanged, match="cannot be read any more"):
+        model(mx.array([[1]]))
+    file.write_bytes(content + b" ")
+    with pytest.raises(BaseChanged, match="changed"):
+        model(mx.array([[1]]))
+
+
+def test_a_read_that_fails_while_mlx_computes_is_an_error_of_one_line(tmp_path):
+    model, _ = model_of("qwen3")
+    offloaded(model, tmp_path)
+    logits = model(mx.array([[1]]))
+    os.truncate(tmp_path / "1.safetensors", 1000)
+    with pytest.raises(ReadFailed), read_errors():
+        mx.eval(logits)
