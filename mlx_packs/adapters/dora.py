@@ -14,7 +14,7 @@ from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..offload.blocks import weights_readable
 from ..runtime import mx, on_cpu
-from .attach import attach, check_linears, install, weight_of
+from .attach import LoRA, attach, check_linears, install, weight_of
 from .lora import Attached
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_places, place_tensors
@@ -41,8 +41,9 @@ class DoRAAttached(Attached):
         modules = dict(self.model.named_modules())
         frozen: dict[int, list[tuple[nn.Module, mx.array]]] = {}
         for path, place in sorted(self.places.items(), key=lambda item: item[1].first):
-            with weights_readable(self.base, path):
-                norms = mx.linalg.norm(weight_of(path, self.frozen[path], self.base.is_lazy), axis=1)
+            with weights_readable(self.model, path):
+                weight = weight_of(path, self.frozen[path], self.base.is_lazy)
+                norms = mx.linalg.norm(weight, axis=1)
                 if not self.base.is_lazy:
                     mx.eval(norms)
             frozen.setdefault(id(place.lora), []).append((_projection(modules[path]), norms))

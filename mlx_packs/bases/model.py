@@ -101,8 +101,11 @@ class BaseModel:
     is_lazy: bool = False  # whether its weights are read when they are used
     # relative error of the weights, where they were quantized on loading
     rounding_error: float | None = field(default=None, compare=False)
-    # `offload.blocks.OffloadedBlocks` if its blocks are read whenever they are computed
-    blocks_on_disk: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def blocks_on_disk(self) -> Any:
+        """`offload.blocks.OffloadedBlocks` if blocks are read whenever they are computed."""
+        return getattr(self.model, "blocks_on_disk", None)
 
     @property
     def vocab_size(self) -> int:

@@ -17,6 +17,7 @@ from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..measurements import recall, remember
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
+from ..offload.blocks import weights_readable
 from ..ops import _cost
 from ..runtime import dtype_name, mx
 from .memory_choice import MatmulPathChoice
@@ -52,7 +53,7 @@ def generation_path(model: nn.Module) -> str:
     On a CPU a product with a quantized weight is slow even for one token: dequantizing all weights
     once costs about as much as ten tokens. GPUs read a quantized weight faster than a dense one.
     """
-    if not runtime.on_cpu():
+    if not runtime.on_cpu() or hasattr(model, "blocks_on_disk"):
         return "quantized"
     free = runtime.total_memory() - mx.get_active_memory()
     if dense_bytes(model) < _DENSE_SHARE_TO_GENERATE * free:
@@ -85,12 +86,16 @@ def choose_matmul_path(
     if not kinds:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
 
-    paths = [path for path in MATMUL_PATHS if path in (planned or _fitting(model))]
+    planned = planned or _fitting(model)
+    if hasattr(model, "blocks_on_disk"):
+        planned = {path for path in planned if not MATMUL_PATHS[path].keeps_dense}
+    paths = [path for path in MATMUL_PATHS if path in planned]
     left_out = _left_out(model, paths)
     if len(paths) == 1:
         return MatmulPathChoice(paths[0], {}, left_out)
 
-    source, step_s = _times(kinds, paths, steps)
+    with weights_readable(model):
+        source, step_s = _times(kinds, paths, steps)
     if step_s is None:
         expected = _expected(kinds, paths)
         best = min(expected, key=expected.__getitem__)

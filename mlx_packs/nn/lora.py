@@ -174,6 +174,8 @@ class GroupedLoRA(nn.Module):
         form = common_format(projections)
         if not self._adapted or form is None:
             return None
+        if getattr(projections[0], "is_on_disk", False):  # what is prepared would stay in memory
+            return None
         if any(n is not None and type(n) is not nn.RMSNorm for n in norms):
             return None
 

@@ -117,6 +117,7 @@ class OffloadedBlocks:
         self._filled: set[int] = set()  # numbers of blocks that are not hollow now
 
         _allow_open_files()
+        model.blocks_on_disk = self
         for number, block in enumerate(model.layers):
             block.__class__ = _reading(type(block))
             block.weights_to_read = functools.partial(self._weights, number)
@@ -184,16 +185,10 @@ def _reading(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def reads_blocks(model: nn.Module) -> bool:
-    """Return whether blocks of a model read their weights when they are computed."""
-    return any(hasattr(module, "weights_to_read") for module in model.modules())
-
-
-def weights_readable(base: Any, path: str | None = None) -> AbstractContextManager[None]:
-    """Return a context in which weights of a base can be read, as `OffloadedBlocks.readable`."""
-    if base.blocks_on_disk is None:
-        return nullcontext()
-    return base.blocks_on_disk.readable(path)
+def weights_readable(model: nn.Module, path: str | None = None) -> AbstractContextManager[None]:
+    """Return a context in which weights of a model can be read, as `OffloadedBlocks.readable`."""
+    blocks = getattr(model, "blocks_on_disk", None)
+    return nullcontext() if blocks is None else blocks.readable(path)
 
 
 @contextmanager

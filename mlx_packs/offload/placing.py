@@ -65,7 +65,7 @@ def put_on_disk(base: BaseModel) -> None:
             arrays.setdefault(file, {})[source or name] = parameters[name]
         stored.append(StoredBlock(arrays, states))
 
-    base.blocks_on_disk = OffloadedBlocks(base.model, stored)
+    OffloadedBlocks(base.model, stored)
     mx.eval(base.model.parameters(), constants_of(base.model))
     if not (folder / _CHECKED).exists():
         _check_output(base)

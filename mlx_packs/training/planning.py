@@ -26,7 +26,6 @@ from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
-from ..offload.blocks import weights_readable
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
@@ -89,8 +88,7 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
         run.display.line("plan", f"{error.message} Memory and disk are not checked.")
 
     rows = task.typical_rows(data[-1])
-    with weights_readable(base):
-        choice = choose_path(run, target, rows, plans)
+    choice = choose_path(run, target, rows, plans)
     plan = keep_what_fits(run.request, base, plans.get(choice.matmul_path))
     disk = None
     if plan:

@@ -18,7 +18,6 @@ from .. import runtime
 from ..data.dataset import Batch, Collate, Layout
 from ..distributed.group import group, summed_over_ranks
 from ..objectives.objective import Inputs, Loss, Objective, arrays_of
-from ..offload.blocks import reads_blocks
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
 
@@ -73,7 +72,7 @@ class Stepper:
         self._pending: tuple = ()
 
         # compiled, a step would keep the weights that it reads as constants
-        self._compiles = not reads_blocks(model)
+        self._compiles = not hasattr(model, "blocks_on_disk")
 
         self.update = update = Update(model, optimizer, max_grad_norm, skips)
         self.scaled = update.is_scaled
