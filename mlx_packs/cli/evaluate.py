@@ -41,6 +41,7 @@ _BUNDLED = DataConfig.data
 @options.metric
 @options.setting("share_prefix", default="auto")
 @options.limit
+@options.offload_base
 @options.execution
 def evaluate(
     pack: str | None,
@@ -48,6 +49,7 @@ def evaluate(
     model: str | None,
     data: str | None,
     trust_remote_code: bool,
+    offload_base: str,
     **settings,
 ) -> None:
     """Compare perplexity and accuracy with and without a pack.
@@ -77,7 +79,7 @@ def evaluate(
     columns = {name: value for name, value in columns.items() if value or value == 0}
 
     report = evaluate(
-        load_base_for(opened, options.base_of(model, opened), trust_remote_code),
+        load_base_for(opened, options.base_of(model, opened), trust_remote_code, offload_base),
         opened,
         data,
         columns=columns_of(opened, data, **columns),

@@ -47,6 +47,7 @@ _COMMANDS = """\
 @option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
 @options.sampling()
+@options.offload_base
 @options.execution
 def generate(
     model: str | None,
@@ -68,6 +69,7 @@ def generate(
     from ..memory.matmul_path import generation_path
     from ..packs.base import activated, load_base_for
 
+    offload_base = sampling.pop("offload_base")
     settings = Sampling.from_mapping({k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
@@ -89,7 +91,8 @@ def generate(
 
     pack = options.text_pack(packs)
     model = options.base_of(model, pack)
-    base = load_base_for(pack, model, trust_remote_code)
+    base = load_base_for(pack, model, trust_remote_code, offload_base)
+    _show_offload(base)
     base.check_architecture("generate", "decoder")
 
     messages = _messages(system, prompt, images)
@@ -108,6 +111,12 @@ def generate(
         "model": model,
     }
     print_report(report, [""])
+
+
+def _show_offload(base: "Base") -> None:
+    """Show the seconds per token of a base whose blocks are on disk."""
+    if (blocks := base.blocks_on_disk) is not None:
+        echo(f"offload {blocks.token_line()}", err=True)
 
 
 def _messages(system: str, prompt: str, images: tuple[str, ...]) -> list[dict]:
@@ -139,6 +148,7 @@ def _text(flag: str, given: str | bytes) -> str:
 @option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
 @options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
 @options.sampling(max_tokens=512)
+@options.offload_base
 @options.trust_remote_code
 @options.backend
 def chat(
@@ -147,6 +157,7 @@ def chat(
     images: tuple[str, ...],
     system: str,
     template_kwargs: dict,
+    offload_base: str,
     trust_remote_code: bool,
     **settings,
 ) -> None:
@@ -172,7 +183,8 @@ def chat(
 
     pack = options.text_pack(packs)
     model = options.base_of(model, pack)
-    base = load_base_for(pack, model, trust_remote_code)
+    base = load_base_for(pack, model, trust_remote_code, offload_base)
+    _show_offload(base)
     base.check_architecture("chat", "decoder")
     model_in_use = _ModelInUse(base)
     model_in_use.switch_to(pack)

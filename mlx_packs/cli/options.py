@@ -374,5 +374,16 @@ backend = option(
 )
 
 
+offload_base = option(
+    "--offload-base",
+    section="Memory and speed",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    help="Leave the transformer blocks of the base on disk and read each whenever it is computed; "
+    "auto does so if the base is larger than memory.",
+    default_text="auto",
+)
+
+
 # Options of every command that loads a model.
 execution = add(trust_remote_code, backend, as_json)

@@ -217,6 +217,8 @@ def remedies(
         less_rank = replace(lora, rank=max(lora.rank // 2, LEAST_RANK))
         ways = {**smaller_batches, "a smaller --rank": (less_rank, train)}
         transient = replace(train, matmul_path="transient")
+        if offloaded := _with_base_on_disk(train):
+            ways["--offload-base on"] = (lora, offloaded)
         if train.quantize == "none" and not headers.is_quantized:
             ways = {"--quantize nf4": (lora, replace(transient, quantize="nf4")), **ways}
         elif MATMUL_PATHS.get(train.matmul_path, MatmulPathFacts()).keeps_dense:
@@ -227,6 +229,17 @@ def remedies(
     if train.teacher is not None:
         helpful.insert(0, "a --teacher-cache, which --teacher writes before the run")
     return [*helpful, "a smaller base"]
+
+
+def _with_base_on_disk(train: TrainConfig) -> TrainConfig | None:
+    """Return settings with the base on disk; None if others exclude it."""
+    path = train.matmul_path
+    if MATMUL_PATHS.get(path, MatmulPathFacts()).keeps_dense:
+        path = "transient"
+    try:
+        return replace(train, offload_base="on", recompute="block", matmul_path=path)
+    except PackError:
+        return None
 
 
 @dataclass(frozen=True)

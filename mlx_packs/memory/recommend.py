@@ -24,6 +24,7 @@ from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
+from ..offload.sizes import disk_rate
 from .disk import plan_disk
 from .estimate import (
     LEAST_RANK,
@@ -109,6 +110,7 @@ class Option:
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
             "parts_max": self.plan.largest_parts(),
+            "offload": self.plan.offload and self.plan.offload.to_json(),
             "disk": plan_disk(self.plan, self.train).to_json(),
             "adapter_weights": self.plan.adapter_weights,
             "base_weights": self.plan.base_weights,
@@ -184,6 +186,8 @@ def recommend(
         return [_full_option(request)]
 
     options = [_option(request, way) for way in _ways(request)]
+    if not any(option.fits and _is_as_wanted(option, request) for option in options):
+        options += _offloaded_options(request)
     small = options[0].plan.base_weights < SMALL_WEIGHTS
     options.sort(key=lambda option: _harm(option, headers, small))
 
@@ -203,6 +207,27 @@ def recommend(
         )
         for option in options
     ]
+
+
+def _offloaded_options(request: PlanRequest) -> list[Option]:
+    """Return the options that fit once the base is on disk; none if that was decided already."""
+    if request.train.offload_base != "auto" or request.train.quantize != "none":
+        return []
+    try:
+        train = replace(request.train, offload_base="on")
+    except PackError:  # it cannot be combined with another setting
+        return []
+
+    offloaded = replace(request, train=train)
+    ways = [way for way in _ways(offloaded) if way.quantize == "none"]
+    options = [_option(offloaded, way) for way in ways]
+    return [option for option in options if option.fit != "no" and option.plan.offload is not None]
+
+
+def _is_as_wanted(option: Option, request: PlanRequest) -> bool:
+    """Return whether an option has the rank and the length of examples that were asked for."""
+    same_length = option.train.max_seq_length == request.train.max_seq_length
+    return same_length and option.lora.rank == request.lora.rank
 
 
 def _of_task(headers: Headers, train: TrainConfig) -> TrainConfig:
@@ -388,6 +413,7 @@ def _full_option(request: PlanRequest) -> Option:
         matmul_path="dense",
         compute_dtype="auto",
         cache_frozen="off",
+        offload_base="off",
         train_fp16_fallback=False,
         loraplus_lr_ratio=TrainConfig.loraplus_lr_ratio,
         **changes,
@@ -478,6 +504,8 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
         if reason := slow_in_place(headers, best.train):
             notes["path"] = f"{best.plan.matmul_path}: {reason}"
 
+    if best.plan.offload is not None:
+        notes["offload"] = best.plan.offload.line(disk_rate())
     if best.step:
         time = f"seconds per step: {best.step.source}"
         if best.step.error:

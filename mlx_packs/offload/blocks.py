@@ -17,9 +17,11 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..display import size
 from ..errors import PackError
 from ..nn.surgery import block_prefixes
 from ..runtime import mx
+from .sizes import disk_rate
 
 _OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
 
@@ -129,6 +131,12 @@ class OffloadedBlocks:
     def block_bytes(self) -> int:
         """Bytes of the largest block."""
         return max(stored.nbytes for stored in self._stored)
+
+    def token_line(self) -> str:
+        """Return a sentence on what a token reads that is generated."""
+        nbytes = sum(stored.nbytes for stored in self._stored[: self.on_disk])
+        seconds = nbytes / disk_rate()
+        return f"each token reads {size(nbytes)} of the base from disk, about {seconds:.2g} s"
 
     def keep_in_memory(self, count: int) -> None:
         """Read the last ``count`` blocks, which stay in memory from now on."""

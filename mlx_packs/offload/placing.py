@@ -16,9 +16,10 @@ from mlx.utils import tree_flatten
 from ..bases.files import weight_files
 from ..bases.loading import constants_of
 from ..bases.model import BaseModel
+from ..bases.vision_families import VISION_FAMILIES
 from ..cache import Cache, key_of
 from ..display import size
-from ..errors import PackError
+from ..errors import Float16Overflow, PackError
 from ..nn.surgery import block_prefixes
 from ..reading import read_header, read_json
 from ..runtime import mx, on_cpu, versions
@@ -79,6 +80,13 @@ def _check(base: BaseModel) -> None:
             "unsupported",
             "offload_base",
         )
+    if base.config["model_type"] in VISION_FAMILIES:
+        raise PackError(
+            f"--offload-base: {base.name} reads images, and such bases stay in memory. Leave it "
+            "out.",
+            "unsupported",
+            "offload_base",
+        )
 
 
 def _check_output(base: BaseModel) -> None:
@@ -103,6 +111,10 @@ def _write_converted(base: BaseModel, index: Mapping[str, Path], folder: Path) -
         names = {name: _stored_name(f"{prefix}.{name}", base.weight_map) for name in parameters}
         files = {index[source] for source in names.values() if source in index}
         stored = {name: array for file in files for name, array in mx.load(str(file)).items()}
+
+        for name, array in parameters.items():
+            if array.dtype == mx.float16 and not mx.isfinite(array).all().item():
+                raise Float16Overflow(f"{prefix}.{name} overflows")
 
         of_block: dict[str, str | None] = {}
         converted = {}

@@ -60,6 +60,22 @@ class BlocksOnDisk:
         count = min(max(0, spare) // max(1, self.block_bytes), self.on_disk)
         return replace(self, on_disk=self.on_disk - count)
 
+    def to_json(self) -> dict[str, int]:
+        return {
+            "blocks": self.blocks,
+            "blocks_on_disk": self.on_disk,
+            "block_bytes": self.block_bytes,
+            "step_read_bytes": self.step_bytes,
+        }
+
+    def line(self, rate: float) -> str:
+        """Return how much of the base is on disk, and how long a step reads at a rate."""
+        read = f"{self.step_bytes / rate:.2g} s at {rate / 1e9:.2g} GB/s"
+        return (
+            f"{self.on_disk} of {self.blocks} blocks stay on disk; a step reads "
+            f"{size(self.step_bytes)}, {read}"
+        )
+
     def slow_line(self, rate: float) -> str:
         """Return a warning if the disk reads less than `SLOW_RATE` bytes per second."""
         if rate >= SLOW_RATE:

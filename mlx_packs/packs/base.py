@@ -16,7 +16,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..adapters.targets import open_projector
-from ..bases.files import CONFIG, TINY, quantization_name
+from ..bases.files import CONFIG, TINY, quantization_name, resolve_checkpoint, weight_files
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model, reader_of
@@ -34,7 +34,7 @@ from ..nn.surgery import replace_modules
 from ..objectives.rerank import rerank
 from ..offload.placing import put_on_disk
 from ..reading import read_json
-from ..runtime import mx
+from ..runtime import mx, total_memory
 from .classify import Input, Prediction, classify
 from .compatibility import (
     check_activates,
@@ -532,16 +532,29 @@ def name_of(base: Base | str | Path) -> str | Path:
 
 
 def load_base_for(
-    pack: Pack | None, model: str | Path = TINY, trust_remote_code: bool = False
+    pack: Pack | None,
+    model: str | Path = TINY,
+    trust_remote_code: bool = False,
+    offload_base: str = "off",
 ) -> Base:
-    """Load a pack's base, checked from headers first and quantized as the pack was trained."""
+    """Load a pack's base, checked from headers first and quantized as the pack was trained.
+
+    ``offload_base`` is as in `TrainConfig`; ``auto`` is on for a base that is larger than memory.
+    """
+    offload = offload_base == "on" or (offload_base == "auto" and _exceeds_memory(model))
     if pack is None:
-        return load_base(model, trust_remote_code=trust_remote_code)
+        return load_base(model, trust_remote_code=trust_remote_code, offload=offload)
     _, config = check_checkpoint(pack, model)
     quantize = quantize_for(pack, config)
-    base = load_base(model, quantize, trust_remote_code, **quantize_options(pack))
+    options = quantize_options(pack)
+    base = load_base(model, quantize, trust_remote_code, **options, offload=offload)
     open_projector(base, pack.specs)  # before it encodes an image
     return base
+
+
+def _exceeds_memory(model: str | Path) -> bool:
+    stored = sum(file.stat().st_size for file in weight_files(resolve_checkpoint(model)))
+    return stored > total_memory()
 
 
 def loaded_base(

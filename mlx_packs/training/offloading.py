@@ -1,14 +1,23 @@
 """Whether the blocks of a base stay on disk in a run, and how many of them."""
 
+from collections.abc import Iterable, Sequence
+
+import mlx.nn as nn
+
 from .. import runtime
-from ..display import Display, size
+from ..bases.shapes import is_named
+from ..display import size
 from ..errors import PackError
 from ..memory.estimate import least
-from ..memory.plan import MemoryPlan, verdict
+from ..memory.memory_choice import MemoryChoice
+from ..memory.plan import verdict
 from ..memory.read import read_headers
-from ..offload.sizes import disk_rate
+from ..nn.surgery import block_prefixes
+from ..offload.placing import put_on_disk
 from ..packs.base import Base
-from .settings import Request, RunSettings
+from ..tasks.phases import PhaseData
+from .planning import fit_into_memory
+from .settings import Request, Run, RunSettings
 
 
 def with_offload(request: Request, settings: RunSettings) -> RunSettings:
@@ -41,33 +50,53 @@ def with_offload(request: Request, settings: RunSettings) -> RunSettings:
     return offloaded
 
 
-def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
-    """Show how much of a base is on disk, and the time that a step reads."""
-    blocks = base.blocks_on_disk
-    if blocks is None:
+def fit_run(
+    run: Run, base: Base, target: Base, data: Sequence[PhaseData]
+) -> tuple[Run, MemoryChoice]:
+    """Return a run and its memory plan, with the base on disk if it does not fit otherwise."""
+    try:
+        return run, fit_into_memory(run, base, target, data)
+    except PackError as error:
+        can_change = run.train.offload_base == "auto" and not isinstance(run.request.base, Base)
+        if error.code != "memory" or not can_change:
+            raise
+        try:
+            offloaded = run.with_settings({"offload_base": "on"}, {})
+            check_offload(base, offloaded)
+        except PackError:  # it cannot be combined with another setting
+            raise error from None
+
+    run.display.line("offload", "the run does not fit into memory with all of the base")
+    put_on_disk(base)
+    return offloaded, fit_into_memory(offloaded, base, target, data)
+
+
+def check_offload(base: Base, settings: RunSettings) -> None:
+    """Raise a PackError if a setting needs weights of blocks that are on disk."""
+    if not settings.train.offloads:
         return
 
-    text = f"{blocks.on_disk} of {len(base.model.layers)} blocks stay on disk"
-    if plan is not None and plan.offload is not None:
-        rate = disk_rate()
-        text += (
-            f" · a step reads {size(plan.offload.step_bytes)}, {plan.offload.step_bytes / rate:.1f} "
-            f"s at {rate / 1e9:.1f} GB/s"
+    if settings.train.matmul_path == "dense" and base.quantization:
+        raise PackError(
+            "--matmul-path: dense cannot be combined with --offload-base on. Leave one of them "
+            "out.",
+            "conflict",
+            "matmul_path",
         )
-        if slow := plan.offload.slow_line(rate):
-            display.line("offload", slow)
-    display.line("offload", text)
+    in_blocks = [path for prefix, block in _named_blocks(base) for path in _paths(prefix, block)]
+    for name in settings.lora.modules_to_save:
+        if any(is_named(path, name) for path in in_blocks):
+            raise PackError(
+                f"--modules-to-save: {name} is in the blocks, which are on disk and cannot be "
+                "trained in full. Leave it out, or use --offload-base off.",
+                "conflict",
+                "modules_to_save",
+            )
 
 
-def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:
-    """Read as many blocks into memory as the plan leaves room for, with ``--offload-base auto``.
+def _named_blocks(base: Base) -> Iterable[tuple[str, nn.Module]]:
+    return zip(block_prefixes(base.model), base.model.layers, strict=True)
 
-    Returns the plan with these blocks.
-    """
-    asked = request.recipe.train.offload_base
-    if base.blocks_on_disk is None or plan is None or plan.offload is None or asked == "on":
-        return plan
 
-    plan = plan.with_blocks_in_memory(runtime.total_memory())
-    base.blocks_on_disk.keep_in_memory(plan.offload.blocks - plan.offload.on_disk)
-    return plan
+def _paths(prefix: str, block: nn.Module) -> list[str]:
+    return [f"{prefix}.{path}" for path, _ in block.named_modules() if path]

@@ -26,12 +26,12 @@ from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
+from ..offload.sizes import disk_rate
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
-from .offloading import keep_what_fits, show_offload
 from .run_folder import RunFolder
-from .settings import Place, Run, RunSettings
+from .settings import Place, Request, Run, RunSettings
 
 
 def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:
@@ -104,6 +104,31 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
         recompute = ranks.from_first(recompute.encode()).decode()
 
     return MemoryChoice(plan, choice, recompute, disk)
+
+
+def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
+    """Show how much of a base is on disk, and the time that a step reads."""
+    if base.blocks_on_disk is None or plan is None or plan.offload is None:
+        return
+
+    rate = disk_rate()
+    display.line("offload", plan.offload.line(rate))
+    if slow := plan.offload.slow_line(rate):
+        display.line("offload", slow)
+
+
+def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:
+    """Read as many blocks into memory as the plan leaves room for, with ``--offload-base auto``.
+
+    Returns the plan with these blocks.
+    """
+    asked = request.recipe.train.offload_base
+    if base.blocks_on_disk is None or plan is None or plan.offload is None or asked == "on":
+        return plan
+
+    plan = plan.with_blocks_in_memory(runtime.total_memory())
+    base.blocks_on_disk.keep_in_memory(plan.offload.blocks - plan.offload.on_disk)
+    return plan
 
 
 def choose_path(

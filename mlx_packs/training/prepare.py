@@ -35,8 +35,8 @@ from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Task, make_tasks, task_class
 from .initial_adapters import initial_adapters, with_initial_template
 from .observers.trackers import check_report_to
-from .offloading import with_offload
-from .planning import check_headers, fit_into_memory, run_dtype, show_dtype
+from .offloading import check_offload, fit_run, with_offload
+from .planning import check_headers, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
 from .rates import note_rates
 from .run_folder import PACKAGES, RunFolder, check_unchanged
@@ -254,7 +254,7 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
     check_examples(counts_of(data))
 
     base_weights = count_weights(base.model)
-    memory = fit_into_memory(run, base, target, data)
+    run, memory = fit_run(run, base, target, data)
     if run.train.matmul_path == "auto":
         identity["matmul_path"] = memory.choice.matmul_path
 
@@ -333,6 +333,7 @@ def _open_base(
     for task in tasks.values():
         task.check(base.name, base.config["model_type"])
     find_method(train.method).check(base, train.matmul_path)
+    check_offload(base, settings)
     display.line("base", base.summary())
     show_dtype(display, dtype, train.compute_dtype)
     return base, dtype

@@ -1,0 +1,143 @@
+"""Runs with the base on disk end with the packs of runs with the base in memory, to the byte."""
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.errors import RunStopped
+from mlx_packs.offload import placing
+from mlx_packs.packs.base import load_base
+from mlx_packs.reading import sha256
+from tests.helpers.checkpoints import write_stored
+from tests.helpers.errors import raises
+from tests.helpers.observers import Observer
+from tests.helpers.preferences import preference
+from tests.helpers.rows import write_rows
+
+LORA = LoRAConfig(rank=2)
+RUN = TrainConfig(
+    iters=3,
+    batch_size=2,
+    max_seq_length=64,
+    matmul_path="transient",
+    recompute="block",
+    cache_frozen="off",
+    save_every=1,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+    val_batches=1,
+    test_batches=1,
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_stored(tmp_path_factory.mktemp("base") / "b", bits=4)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rows = [preference(i) for i in range(12)]
+    prompts = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in rows]
+    chats = [{"prompt": p["prompt"], "completion": p["completion"] + " ."} for p in prompts]
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "chats": write_rows(folder / "c", train=chats[:8], valid=chats[8:10], test=chats[10:]),
+        "pairs": write_rows(folder / "p", train=rows[:8], valid=rows[8:10], test=rows[10:]),
+        "prompts": write_rows(folder / "q", train=prompts[:8], valid=prompts[8:]),
+    }
+
+
+def hash_of_pack(base, data, train, out, **options) -> str:
+    run = train_pack(str(base), data, LORA, train, out, progress=False, **options)
+    return sha256(run.pack.path / "adapters.safetensors")
+
+
+def shorter(completions, **_):
+    return [-len(text) / 20 for text in completions]
+
+
+GRPO = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
+RUNS = {
+    "lm": ("chats", {}, {}),
+    "packed": ("chats", {"packing": True}, {}),
+    "accumulated": ("chats", {"grad_accumulation_steps": 2, "iters": 4}, {}),
+    "shared": ("pairs", {"task": "dpo", "share_prefix": "on"}, {}),
+    "dpo": ("pairs", {"task": "dpo", "share_prefix": "off"}, {}),
+    "dora": ("chats", {"method": "dora"}, {}),
+    "grpo": ("prompts", {"task": "grpo", **GRPO}, {"reward": shorter}),
+}
+QUICK = ("lm",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RUNS]
+)
+def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
+    rows, changes, options = RUNS[name]
+    train = replace(RUN, **changes)
+    hashes = {
+        hash_of_pack(base, data[rows], replace(train, offload_base=how), tmp_path / how, **options)
+        for how in ("on", "off")
+    }
+    assert len(hashes) == 1
+
+
+class Stops(Observer):
+    """Does something after the first report."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_report(self, line, batches_per_s):
+        self.action()
+
+
+@pytest.mark.slow
+def test_a_run_whose_base_vanishes_is_saved_and_can_be_resumed(base, data, tmp_path):
+    whole = hash_of_pack(base, data["chats"], replace(RUN, offload_base="on"), tmp_path / "whole")
+    mine = shutil.copytree(base, tmp_path / "mine")
+    file = mine / "model.safetensors"
+    train = replace(RUN, offload_base="on", steps_per_report=1, save_every=100)
+    gone = [Stops(lambda: file.exists() and os.rename(file, tmp_path / "gone"))]
+
+    with pytest.raises(RunStopped, match="cannot be read any more"):
+        hash_of_pack(mine, data["chats"], train, tmp_path / "o", callbacks=gone)
+
+    os.rename(tmp_path / "gone", file)
+    assert hash_of_pack(mine, data["chats"], train, tmp_path / "o", resume=True) == whole
+
+
+@pytest.mark.parametrize(
+    "changes, flag",
+    [
+        ({"method": "full"}, "method"),
+        ({"method": "pissa"}, "method"),
+        ({"recompute": "none"}, "recompute"),
+        ({"cache_frozen": "on"}, "cache_frozen"),
+        ({"quantize": "nf4"}, "quantize"),
+    ],
+)
+def test_settings_that_need_the_base_in_memory_are_rejected(changes, flag):
+    with raises("conflict", flag):
+        TrainConfig(offload_base="on", **changes)
+
+
+def test_modules_in_full_inside_blocks_are_rejected(base, data, tmp_path):
+    saved = LoRAConfig(rank=2, modules_to_save=("input_layernorm",))
+    with raises("conflict", "modules_to_save"):
+        train_pack(str(base), data["chats"], saved, replace(RUN, offload_base="on"), tmp_path / "o")
+
+
+def test_weights_that_the_files_do_not_have_are_written_once(tmp_path, monkeypatch):
+    folder = write_stored(tmp_path / "base")
+    monkeypatch.setattr(placing, "_stored_name", lambda name, _: f"other.{name}")
+    expected = load_base(folder)
+    base = load_base(folder, offload=True)
+    tokens = placing.mx.array([[1, 2, 3]])
+    assert placing.mx.array_equal(base.model(tokens), expected.model(tokens)).item()
+    monkeypatch.setattr(placing, "save_tensors", None)
+    load_base(folder, offload=True)
