@@ -45,6 +45,7 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     MLX.
     """
     from ..files import atomic_write, to_json
+    from ..offload.disk import examine_disk
     from ..ops.diagnostics import examine_all, kernel_instances
 
     if file is not None and not file.parent.is_dir():
@@ -53,6 +54,7 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     instances = kernel_instances() if model is None else instances_of(model, rank)
     with Display().task("kernels", len(instances), "instances") as bar:
         report = examine_all(instances, bar.advance)
+    report["disk_bytes_per_s"] = examine_disk()
 
     lines = report_lines(report, verbose)
     if file is not None:
@@ -153,6 +155,8 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]
 
+    if rate := report["disk_bytes_per_s"]:
+        lines.append(f"disk    reads {rate / 1e9:.2f} GB/s (for --offload-base)")
     if chip := report["chip"]:
         lines.insert(1, _chip_line(chip))
 

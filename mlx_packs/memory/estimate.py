@@ -219,7 +219,7 @@ def remedies(
         transient = replace(train, matmul_path="transient")
         if offloaded := _with_base_on_disk(train):
             ways["--offload-base on"] = (lora, offloaded)
-        if train.quantize == "none" and not headers.is_quantized:
+        if train.quantize == "none" and not headers.is_quantized and not train.offloads:
             ways = {"--quantize nf4": (lora, replace(transient, quantize="nf4")), **ways}
         elif MATMUL_PATHS.get(train.matmul_path, MatmulPathFacts()).keeps_dense:
             ways = {"--matmul-path transient": (lora, transient), **ways}

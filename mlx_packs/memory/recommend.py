@@ -218,9 +218,9 @@ def _offloaded_options(request: PlanRequest) -> list[Option]:
     except PackError:  # it cannot be combined with another setting
         return []
 
-    offloaded = replace(request, train=train)
-    ways = [way for way in _ways(offloaded) if way.quantize == "none"]
-    options = [_option(offloaded, way) for way in ways]
+    specified = request.specified | {"quantize"}  # weights are read as they are stored
+    offloaded = replace(request, train=train, specified=specified)
+    options = [_option(offloaded, way) for way in _ways(offloaded)]
     return [option for option in options if option.fit != "no" and option.plan.offload is not None]
 
 

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from ..display import size
 from ..errors import PackError
 from ..nn.surgery import block_prefixes
+from ..reading import read_header
 from ..runtime import mx
 from .sizes import disk_rate
 
@@ -54,7 +55,17 @@ class StoredBlock:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return sum(array.nbytes for array in self._all())
+
+    def stored_bytes(self) -> int:
+        """Bytes in the files."""
+        total = 0
+        for file, of_file in self.arrays.items():
+            header, _ = read_header(file)
+            spans = (header[name]["data_offsets"] for name in of_file)
+            total += sum(stop - start for start, stop in spans)
+        return total
 
     def _all(self) -> Iterator[mx.array]:
         for of_file in self.arrays.values():
@@ -116,6 +127,7 @@ class OffloadedBlocks:
         self._stored = list(stored)
         self.on_disk = len(stored)
         self.bytes_read = 0  # asked for since the base was loaded
+        self._stored_bytes: list[int] = []
         self._filled: set[int] = set()  # numbers of blocks that are not hollow now
 
         _allow_open_files()
@@ -126,15 +138,27 @@ class OffloadedBlocks:
             for module in block.modules():
                 module.is_on_disk = True
             stored[number].empty()
+            self._stored_bytes.append(stored[number].stored_bytes())
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest block."""
         return max(stored.nbytes for stored in self._stored)
 
+    def to_json(self, seconds: float) -> dict[str, float | int]:
+        """Return what a run of ``seconds`` read, as its report has it."""
+        return {
+            "blocks": len(self._stored),
+            "blocks_on_disk": self.on_disk,
+            "read_gb": self.bytes_read / 1e9,
+            "read_gb_per_s": self.bytes_read / 1e9 / max(seconds, 1e-9),
+            # MLX reads while it computes: the part of the time that was lost is not known
+            "waited_share_at_most": min(1.0, self.bytes_read / disk_rate() / max(seconds, 1e-9)),
+        }
+
     def token_line(self) -> str:
         """Return a sentence on what a token reads that is generated."""
-        nbytes = sum(stored.nbytes for stored in self._stored[: self.on_disk])
+        nbytes = sum(self._stored_bytes[: self.on_disk])
         seconds = nbytes / disk_rate()
         return f"each token reads {size(nbytes)} of the base from disk, about {seconds:.2g} s"
 
@@ -162,7 +186,7 @@ class OffloadedBlocks:
     def _weights(self, number: int) -> Iterator[None]:
         """Return a context in which a block is computed, or differentiated."""
         if number < self.on_disk and number not in self._filled:
-            self.bytes_read += self._stored[number].nbytes
+            self.bytes_read += self._stored_bytes[number]
         with self._filled_block(number):
             yield
 

@@ -202,13 +202,25 @@ def test_remedies_name_only_what_is_not_so_already_and_helps():
         return remedies(headers, LoRAConfig(**lora), settings, partial(estimate, headers))
 
     smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
-    assert ways(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]
-    assert ways(tiny, {"rank": 4}, **smallest) == ["--matmul-path transient", "a smaller base"]
-    assert ways(tiny, {"rank": 4}, **smallest, matmul_path="transient") == ["a smaller base"]
+    assert ways(small, {"rank": 4}, **smallest) == [
+        "--quantize nf4",
+        "--offload-base on",
+        "a smaller base",
+    ]
+    assert ways(tiny, {"rank": 4}, **smallest) == [
+        "--matmul-path transient",
+        "--offload-base on",
+        "a smaller base",
+    ]
+    assert ways(tiny, {"rank": 4}, **smallest, matmul_path="transient") == [
+        "--offload-base on",
+        "a smaller base",
+    ]
     assert ways(tiny, {}, matmul_path="transient") == [
         "a smaller --batch-size",
         "--recompute block",
         "a smaller --max-seq-length",
+        "--offload-base on",
         "a smaller base",
     ]
     assert "a smaller --rank" in ways(tiny, {"rank": 128}, **smallest)

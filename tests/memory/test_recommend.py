@@ -235,7 +235,7 @@ def test_seeds_are_in_the_command(run):
 
 def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     last = run("plan", "--memory", "0.02")[1].splitlines()[-1]
-    assert last == "try:    a smaller base or more memory"
+    assert last == "try:    --offload-base on, a smaller base or more memory"
     specified = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
     last = run("plan", "--memory", "0.02", *specified)[1].splitlines()[-1]
     assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last
