@@ -343,7 +343,7 @@ def text_pack(texts: Iterable[str]) -> "Pack | None":
 
 def base_of(model: str | None, pack: "Pack | None") -> str:
     """Return the base that was named, or else that of the pack."""
-    from ..packs.base import find_base
+    from ..packs.compatibility import find_base
 
     return model or find_base(pack)
 

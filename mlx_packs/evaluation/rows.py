@@ -14,7 +14,7 @@ from ..data.rows import load_rows, read_rows
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import is_hub_id
-from ..packs.base import recipe_of_run
+from ..packs.compatibility import recipe_of_run
 from ..packs.pack import Pack
 
 

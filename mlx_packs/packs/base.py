@@ -6,7 +6,7 @@ arrays, so that going back and forth builds nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,21 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..adapters.targets import open_projector
-from ..bases.files import CONFIG, TINY, quantization_name, resolve_checkpoint, weight_files
+from ..bases.files import TINY, quantization_name, resolve_checkpoint, weight_files
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
-from ..bases.readers import is_local_model, reader_of
 from ..bases.templated import with_template
 from ..config.arguments import checked_arguments
 from ..config.choices import MATMUL_PATHS
 from ..config.sampling import Sampling
 from ..data.messages import turns_of
 from ..errors import Float16Overflow, PackError
-from ..files import is_hub_id
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..late import load
 from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
 from ..objectives.rerank import rerank
 from ..offload.placing import put_on_disk
-from ..reading import read_json
 from ..runtime import mx, total_memory
 from .classify import Input, Prediction, classify
 from .compatibility import (
@@ -43,6 +40,7 @@ from .compatibility import (
     check_generates,
     check_use,
     checked_scorer,
+    find_base,
     quantize_for,
     quantize_options,
     text_limit,
@@ -479,51 +477,6 @@ def load_base(
     if offload:
         put_on_disk(base)
     return base
-
-
-def find_base(pack: Pack | None) -> str:
-    """The base that a pack was trained on, as `load_base` takes it; ``tiny`` without a pack.
-
-    It is a name of the Hub, or a folder: where the run beside the pack has it, or here under its
-    name. Raises PackError if there is no such folder.
-    """
-    if pack is None:
-        return TINY
-
-    name = pack.manifest["base"]["id"]
-    if name == TINY or is_hub_id(name) or is_local_model(name):
-        return name
-
-    folders = _bases_of_runs(pack)
-    if Path(name).name == name:  # a pack leads to no other place
-        folders.append(name)
-
-    for folder in folders:
-        path = Path(folder).expanduser()
-        if is_local_model(folder) or path.is_dir() or (path.is_file() and reader_of(path)):
-            return folder
-
-    raise PackError(
-        f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: "
-        "--model DIR.",
-        "not-found",
-        "model",
-    )
-
-
-def _bases_of_runs(pack: Pack) -> list[str]:
-    """The base of the run beside a pack, or beside the parts of a sum."""
-    folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
-    recipes = [recipe_of_run(folder) for folder in folders if isinstance(folder, Path)]
-    return [str(recipe["model"]) for recipe in recipes if "model" in recipe]
-
-
-def recipe_of_run(folder: Path) -> Mapping:
-    """The recipe in the run folder next to a pack, which has paths; empty without it."""
-    with suppress(PackError, OSError, ValueError):
-        recipe = read_json(folder.with_name(f"{folder.name}-run") / CONFIG).get("recipe")
-        return recipe if isinstance(recipe, Mapping) else {}
-    return {}
 
 
 def name_of(base: Base | str | Path) -> str | Path:

@@ -1,10 +1,13 @@
-"""Whether a base is the one that a pack was trained on, or one that a pack fits, by its headers."""
+"""The base that a pack was trained on, and whether a base is that one or fits, by its headers."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bases.files import (
+    CONFIG,
+    TINY,
     check_files,
     context_of,
     quantization_name,
@@ -12,9 +15,12 @@ from ..bases.files import (
     stored_quantization,
 )
 from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_fingerprint
+from ..bases.readers import is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
 from ..errors import PackError
+from ..files import is_hub_id
+from ..reading import read_json
 from .manifest import check_quantization, generates, pack_facts, task_code, task_of
 from .pack import Pack
 
@@ -171,3 +177,48 @@ def unsuited(pack: Pack, task: str) -> PackError:
     return PackError(
         f"{pack.name}: is {described} (--task {own}), not {wanted}. {facts.instead}", "unsupported"
     )
+
+
+def find_base(pack: Pack | None) -> str:
+    """The base that a pack was trained on, as `load_base` takes it; ``tiny`` without a pack.
+
+    It is a name of the Hub, or a folder: where the run beside the pack has it, or here under its
+    name. Raises PackError if there is no such folder.
+    """
+    if pack is None:
+        return TINY
+
+    name = pack.manifest["base"]["id"]
+    if name == TINY or is_hub_id(name) or is_local_model(name):
+        return name
+
+    folders = _bases_of_runs(pack)
+    if Path(name).name == name:  # a pack leads to no other place
+        folders.append(name)
+
+    for folder in folders:
+        path = Path(folder).expanduser()
+        if is_local_model(folder) or path.is_dir() or (path.is_file() and reader_of(path)):
+            return folder
+
+    raise PackError(
+        f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: "
+        "--model DIR.",
+        "not-found",
+        "model",
+    )
+
+
+def _bases_of_runs(pack: Pack) -> list[str]:
+    """The base of the run beside a pack, or beside the parts of a sum."""
+    folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
+    recipes = [recipe_of_run(folder) for folder in folders if isinstance(folder, Path)]
+    return [str(recipe["model"]) for recipe in recipes if "model" in recipe]
+
+
+def recipe_of_run(folder: Path) -> Mapping:
+    """The recipe in the run folder next to a pack, which has paths; empty without it."""
+    with suppress(PackError, OSError, ValueError):
+        recipe = read_json(folder.with_name(f"{folder.name}-run") / CONFIG).get("recipe")
+        return recipe if isinstance(recipe, Mapping) else {}
+    return {}

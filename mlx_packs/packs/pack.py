@@ -260,7 +260,7 @@ class Pack:
             PackError: As in `merge_pack`, or if the base model cannot be found.
         """
         if base is None:
-            base = _later("base:find_base")(self)
+            base = _later("compatibility:find_base")(self)
         return load("convert.merge:merge_pack")(self, base, out, **options)
 
     @checked_arguments
