@@ -14,14 +14,17 @@ plan`, which computes nothing.
 import argparse
 from dataclasses import replace
 
+import mlx.nn as nn
+
+from mlx_packs.bases.model_classes import classes_of
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import size
 from mlx_packs.memory.estimate import estimate
-from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe, read_headers
 from mlx_packs.memory.recommend import Option, recommend
-from mlx_packs.runtime import assumed_device, metal_share
+from mlx_packs.runtime import assumed_device, metal_share, mx
 
 from .apple_gpu.capture import OURS, StepJob
 from .apple_gpu.step import lay_out
@@ -163,9 +166,19 @@ def holds(mac_gb: int, peak: int) -> bool:
     return peak * (1 + ERROR) <= metal_share(mac_gb << 30)
 
 
-def smallest_mac(headers: Headers, batch: int) -> str:
-    """The peak of QLoRA with recomputed blocks, and the smallest Mac that holds it."""
-    peak = qlora_peak(headers, batch)
+def peak_on_disk(name: str, config: dict) -> int:
+    """The peak of QLoRA on a stored 4-bit base whose blocks stay on disk, in bytes."""
+    model_class, arguments_class = classes_of(config)
+    model = model_class(arguments_class.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=64, bits=4)
+    headers = Headers(name, config, tensors_of(model))
+    train = TrainConfig(matmul_path="quantized", offload_base="on", batch_size=1)
+    return estimate(headers, LoRAConfig(), train).peak_bytes
+
+
+def smallest_mac(peak: int) -> str:
+    """A peak, and the smallest Mac that holds it."""
     macs = (gb for gb in MACS_GB if holds(gb, peak))
     return f"{size(peak)} → {next(macs)} GB"
 
@@ -184,10 +197,12 @@ def largest_batches(name: str) -> list[str]:
 
 
 def fits(name: str) -> list[str]:
-    """What a model of `FITTED` needs on a Mac, for each of `BATCHES`."""
+    """What a model of `FITTED` needs on a Mac: for each of `BATCHES`, and with blocks on disk."""
     with assumed_device("gpu"):
         headers = describe(name, FITTED[name] | {"torch_dtype": "bfloat16"})
-        return [smallest_mac(headers, batch) for batch in BATCHES]
+        peaks = [qlora_peak(headers, batch) for batch in BATCHES]
+        peaks.append(peak_on_disk(name, headers.config))
+        return [smallest_mac(peak) for peak in peaks]
 
 
 def tokens_per_s(config: dict) -> list[str]:
@@ -200,6 +215,7 @@ def tokens_per_s(config: dict) -> list[str]:
 def print_fits() -> None:
     """Print the README's table of what fits."""
     shapes = [f"{batch} × 2,048: peak → smallest Mac" for batch in BATCHES]
+    shapes.append("1 × 2,048, blocks on disk")
     speeds = [f"{chip}, tokens/s" for chip in CHIPS]
     print("| " + " | ".join(["4-bit base model", *shapes, *speeds]) + " |")
     print("|---" * (1 + len(shapes) + len(speeds)) + "|")
