@@ -129,6 +129,30 @@ class BackOff(Exception):
     """A run continues from its last checkpoint with half the rate (``--on-nan back-off``)."""
 
 
+class BaseChanged(PackError):
+    """The files of a base that is in use changed, or cannot be read any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unreadable", "model")
+
+
+class ReadFailed(BaseChanged):
+    """A read failed while MLX computed, whose results are lost."""
+
+
+@contextmanager
+def read_errors() -> Iterator[None]:
+    """Turn a failed read of MLX into a `ReadFailed`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "[read]" not in str(error):
+            raise
+        raise ReadFailed(
+            "--model: the weights of the base cannot be read any more. Put the base back."
+        ) from None
+
+
 class Float16Overflow(PackError):
     """Numbers are out of the range of float16; a run falls back to bfloat16.
 

@@ -155,7 +155,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]
 
-    if rate := report["disk_bytes_per_s"]:
+    if rate := report.get("disk_bytes_per_s"):
         lines.append(f"disk    reads {rate / 1e9:.2f} GB/s (for --offload-base)")
     if chip := report["chip"]:
         lines.insert(1, _chip_line(chip))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _TASKS = ("auto", "kto", "dpo", "lm")
 _SETTINGS = (
     *("epochs", "iters", "learning_rate", "batch_size", "max_seq_length"),
-    *("rank", "beta", "seed", "awake"),
+    *("rank", "beta", "seed", "offload_base", "awake"),
 )
 _DEFAULTS = {"epochs": "3", "iters": None, "rank": "16; a version that is continued keeps its rank"}
 _ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use have no other setting

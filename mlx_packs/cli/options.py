@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..config.choices import MATMUL_PATHS, TASKS, without_extras
+from ..config.choices import AUTO_ON_OFF, MATMUL_PATHS, TASKS, without_extras
 from ..config.data import DataConfig
 from ..config.fields import SECTIONS, default_in_words, facts_of, flags_of
 from ..config.lora import LoRAConfig
@@ -374,15 +374,7 @@ backend = option(
 )
 
 
-offload_base = option(
-    "--offload-base",
-    section="Memory and speed",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    help="Leave the transformer blocks of the base on disk and read each whenever it is computed; "
-    "auto does so if the base is larger than memory.",
-    default_text="auto",
-)
+offload_base = setting("offload_base", default="auto", type=click.Choice(AUTO_ON_OFF))
 
 
 # Options of every command that loads a model.

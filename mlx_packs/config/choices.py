@@ -509,6 +509,7 @@ SEARCHES = {  # of packs sweep
     "halving": SearchFacts(draws=True, halves=True),
     "tpe": SearchFacts(draws=True, learns=True),
 }
+AUTO_ON_OFF = ("auto", "on", "off")
 SWEEP_RUNNERS = ("local", "ray")  # that train the trials of packs sweep
 DISTANCES = ("euclidean", "cosine", "manhattan")
 

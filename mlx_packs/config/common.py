@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import any_of
-from .choices import MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
+from .choices import AUTO_ON_OFF, MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
 from .fields import Fault, Settings, facts_of, option
 
 _data = partial(option, section="Model and data")
@@ -154,9 +154,9 @@ class CommonConfig(Settings):
     )
     offload_base: str = _memory(
         "auto",
-        "Leave the transformer blocks of the base on disk and read each whenever it is computed, "
-        "twice a step; auto does so if the base does not fit into memory otherwise.",
-        choices=("auto", "on", "off"),
+        "Leave the transformer blocks of the base on disk and read each whenever it is computed; "
+        "auto does so if the base does not fit into memory otherwise.",
+        choices=AUTO_ON_OFF,
         memory=True,
         resumable="without-dropout",
         common="Leave the base on disk and read its blocks when they are computed.",
@@ -172,7 +172,7 @@ class CommonConfig(Settings):
         "auto",
         "Compute the blocks below the trained ones once per example and cache their output; auto "
         "does so if it saves time.",
-        choices=("auto", "on", "off"),
+        choices=AUTO_ON_OFF,
         resumable=True,
         dense=("auto", "off"),
     )

@@ -59,8 +59,9 @@ def from_mlx_lm(values: Mapping, where: str) -> dict:
     if "mask_prompt" in flat:
         masked = typed_value(flat.pop("mask_prompt"), bool, "mask_prompt", where)
         _set_by(flat, "mask_prompt", "loss_on", "completion" if masked else "all", where)
-    if isinstance(flat.get("cache_frozen"), bool):  # on and off, as YAML reads them
-        flat["cache_frozen"] = "on" if flat["cache_frozen"] else "off"
+    for name in ("cache_frozen", "offload_base", "share_prefix"):
+        if isinstance(flat.get(name), bool):  # on and off, as YAML reads them
+            flat[name] = "on" if flat[name] else "off"
 
     flat.pop("config", None)
     if "adapter_path" in flat:

@@ -283,7 +283,8 @@ def learn(
             f"version {job.start}",
         )
         pack = train_candidate(folder, job, model, display)
-        base = load_base_for(pack, model, "trust_remote_code" in settings)
+        offload_base = settings.get("offload_base", "auto")
+        base = load_base_for(pack, model, "trust_remote_code" in settings, offload_base)
 
         served = folder.pack_of(job.start)
         comparison = compare(base, served, pack, job.task, folder.candidate / DATA)

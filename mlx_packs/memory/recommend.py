@@ -24,7 +24,7 @@ from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
-from ..offload.sizes import disk_rate
+from ..offload.disk import plan_line
 from .disk import plan_disk
 from .estimate import (
     LEAST_RANK,
@@ -73,7 +73,9 @@ class Option:
 
     @property
     def kind(self) -> str:
-        """The method, with the format that the base is quantized in for it."""
+        """The method, with the format that the base is quantized in for it, or where it stays."""
+        if self.plan.offload is not None:
+            return f"{self.method} on disk"
         if self.quantize == "none":
             return self.method
         return f"{self.method} {self.quantize}"
@@ -186,8 +188,11 @@ def recommend(
         return [_full_option(request)]
 
     options = [_option(request, way) for way in _ways(request)]
-    if not any(option.fits and _is_as_wanted(option, request) for option in options):
-        options += _offloaded_options(request)
+    as_wanted = request.lora.rank, request.train.max_seq_length
+    if not any(o.fits and (o.lora.rank, o.train.max_seq_length) == as_wanted for o in options):
+        nothing_fits = all(option.fit == "no" for option in options)
+        offloaded = _offloaded_options(request)
+        options += [option for option in offloaded if nothing_fits or option.fit != "no"]
     small = options[0].plan.base_weights < SMALL_WEIGHTS
     options.sort(key=lambda option: _harm(option, headers, small))
 
@@ -210,7 +215,7 @@ def recommend(
 
 
 def _offloaded_options(request: PlanRequest) -> list[Option]:
-    """Return the options that fit once the base is on disk; none if that was decided already."""
+    """Return the options with the base on disk; none if that was decided already."""
     if request.train.offload_base != "auto" or request.train.quantize != "none":
         return []
     try:
@@ -218,16 +223,9 @@ def _offloaded_options(request: PlanRequest) -> list[Option]:
     except PackError:  # it cannot be combined with another setting
         return []
 
-    specified = request.specified | {"quantize"}  # weights are read as they are stored
-    offloaded = replace(request, train=train, specified=specified)
+    offloaded = replace(request, train=train)
     options = [_option(offloaded, way) for way in _ways(offloaded)]
-    return [option for option in options if option.fit != "no" and option.plan.offload is not None]
-
-
-def _is_as_wanted(option: Option, request: PlanRequest) -> bool:
-    """Return whether an option has the rank and the length of examples that were asked for."""
-    same_length = option.train.max_seq_length == request.train.max_seq_length
-    return same_length and option.lora.rank == request.lora.rank
+    return [option for option in options if option.plan.offload is not None]
 
 
 def _of_task(headers: Headers, train: TrainConfig) -> TrainConfig:
@@ -275,7 +273,8 @@ def _ways(request: PlanRequest) -> list[_Way]:
         return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
 
     formats = ["none", "nf4", "affine4"]
-    if "quantize" in request.specified or train.quantize != "none":
+    # weights on disk are read as they are stored
+    if "quantize" in request.specified or train.quantize != "none" or train.offloads:
         formats = [train.quantize]
 
     ways = []
@@ -444,13 +443,14 @@ def table(
     dtype = best.dtype(headers.config)
     has_times = any(option.step for option in options)
     seconds_title = "s/step " if has_times else ""
+    indent = max(13, *(len(option.kind) for option in options))
 
     lines = [
         f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         f"dtype   {dtype.name}: {dtype.why}",
         "",
-        f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
+        f"{'method':<{indent}} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
         f"{seconds_title}fits",
     ]
 
@@ -463,7 +463,7 @@ def table(
             step_s = f"{o.step.seconds:.3g}" if o.step else "-"
             seconds = f"{step_s:>6} "
         lines.append(
-            f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
+            f"{o.kind:<{indent}} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{answer}"
         )
 
@@ -505,7 +505,7 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
             notes["path"] = f"{best.plan.matmul_path}: {reason}"
 
     if best.plan.offload is not None:
-        notes["offload"] = best.plan.offload.line(disk_rate())
+        notes["offload"] = plan_line(best.plan.offload)
     if best.step:
         time = f"seconds per step: {best.step.source}"
         if best.step.error:

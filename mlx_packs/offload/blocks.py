@@ -18,27 +18,17 @@ from typing import Any
 import mlx.nn as nn
 
 from ..display import size
-from ..errors import PackError
+from ..errors import BaseChanged
 from ..nn.surgery import block_prefixes
 from ..reading import read_header
 from ..runtime import mx
-from .sizes import disk_rate
+from ..terminal import short
+from .disk import disk_rate
 
 _OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
 
 # what tells two states of a file apart: size, time of change in ns, inode
 FileState = tuple[int, int, int]
-
-
-class BaseChanged(PackError):
-    """The files of a base that is in use changed, or cannot be read any more."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "unreadable", "model")
-
-
-class ReadFailed(BaseChanged):
-    """A read failed while MLX computed, whose results are lost."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +92,13 @@ def _lazy_read(file: Path, expected: FileState) -> dict[str, mx.array]:
 
 
 def empty(array: mx.array) -> None:
-    """Let an array be hollow: of its shape and dtype, in a few bytes."""
-    array[...] = mx.broadcast_to(_hollow_value(array.dtype), array.shape)
+    """Let an array be hollow: of its shape and dtype, in a few bytes.
 
-
-@functools.cache
-def _hollow_value(dtype: mx.Dtype) -> mx.array:
-    """NaN, so that no result hides that a hollow weight was used."""
-    if mx.issubdtype(dtype, mx.floating):
-        return mx.array(float("nan"), dtype)
-    return mx.array(mx.iinfo(dtype).max, dtype)
+    Its numbers are NaN, so that no result hides that a hollow weight was used.
+    """
+    is_floating = mx.issubdtype(array.dtype, mx.floating)
+    value = float("nan") if is_floating else mx.iinfo(array.dtype).max
+    array[...] = mx.broadcast_to(mx.array(value, array.dtype), array.shape)
 
 
 class OffloadedBlocks:
@@ -130,8 +117,8 @@ class OffloadedBlocks:
         self._stored_bytes: list[int] = []
         self._filled: set[int] = set()  # numbers of blocks that are not hollow now
 
-        _allow_open_files()
         model.blocks_on_disk = self
+        _allow_open_files(_OPEN_FILES)
         for number, block in enumerate(model.layers):
             block.__class__ = _reading(type(block))
             block.weights_to_read = functools.partial(self._weights, number)
@@ -159,8 +146,8 @@ class OffloadedBlocks:
     def token_line(self) -> str:
         """Return a sentence on what a token reads that is generated."""
         nbytes = sum(self._stored_bytes[: self.on_disk])
-        seconds = nbytes / disk_rate()
-        return f"each token reads {size(nbytes)} of the base from disk, about {seconds:.2g} s"
+        seconds = short(nbytes / disk_rate())
+        return f"each token reads {size(nbytes)} of the base from disk, about {seconds} s"
 
     def keep_in_memory(self, count: int) -> None:
         """Read the last ``count`` blocks, which stay in memory from now on."""
@@ -223,21 +210,10 @@ def weights_readable(model: nn.Module, path: str | None = None) -> AbstractConte
     return nullcontext() if blocks is None else blocks.readable(path)
 
 
-@contextmanager
-def read_errors() -> Iterator[None]:
-    """Return a context in which a failed read of MLX is a `ReadFailed`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "[read]" not in str(error):
-            raise
-        raise ReadFailed(
-            "--model: the weights of the base cannot be read any more. Put the base back."
-        ) from None
-
-
-def _allow_open_files() -> None:
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files to ``count``, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if hard != resource.RLIM_INFINITY:
+        count = min(hard, count)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

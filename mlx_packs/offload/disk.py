@@ -1,4 +1,4 @@
-"""The rate at which the disk of the user's cache reads large files."""
+"""The rate at which this machine's disk reads large files, and what that means for a plan."""
 
 import fcntl
 import os
@@ -6,10 +6,35 @@ import tempfile
 import time
 
 from ..cache import Cache
-from .sizes import remember_disk_rate
+from ..display import size
+from ..measurements import recall, remember
+from ..terminal import short
+from .sizes import BlocksOnDisk
 
+ASSUMED_RATE = 2.5e9  # bytes per second of a Mac's SSD
+_SLOW_RATE = 100e6
+_KIND = "disk-rate"
 _BYTES = 256 << 20
 _BLOCK = 16 << 20
+
+
+def disk_rate() -> float:
+    """Return the bytes per second that were measured on this machine, else `ASSUMED_RATE`."""
+    measured = recall(_KIND, {})
+    return measured["bytes_per_s"] if measured else ASSUMED_RATE
+
+
+def plan_line(blocks: BlocksOnDisk) -> str:
+    """Return how much of a base is on disk, and how long a step reads."""
+    rate = disk_rate()
+    seconds = short(blocks.step_bytes / rate)
+    line = (
+        f"{blocks.on_disk} of {blocks.blocks} blocks stay on disk; a step reads "
+        f"{size(blocks.step_bytes)}, {seconds} s at {size(rate)}/s"
+    )
+    if rate < _SLOW_RATE:
+        line += f"; the disk is slow: each step may wait {seconds} s for it"
+    return line
 
 
 def examine_disk() -> float | None:
@@ -24,7 +49,7 @@ def examine_disk() -> float | None:
             rate = _rate(file.fileno())
     except OSError:
         return None
-    remember_disk_rate(rate)
+    remember(_KIND, {}, {"bytes_per_s": rate})
     return rate
 
 
@@ -33,17 +58,13 @@ def _rate(descriptor: int) -> float:
     for _ in range(0, _BYTES, _BLOCK):
         os.write(descriptor, content)
     os.fsync(descriptor)
-    _leave_page_cache(descriptor)
+    # the next reads come from the disk, where the system can be told so
+    if hasattr(fcntl, "F_NOCACHE"):
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     start = time.perf_counter()
     for offset in range(0, _BYTES, _BLOCK):
         os.pread(descriptor, _BLOCK, offset)
     return _BYTES / (time.perf_counter() - start)
-
-
-def _leave_page_cache(descriptor: int) -> None:
-    """Let the next reads come from the disk, where the system can be told so."""
-    if hasattr(fcntl, "F_NOCACHE"):
-        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from ..bases.files import weight_files
+from ..bases.files import resolve_checkpoint, weight_files
 from ..bases.loading import constants_of
 from ..bases.model import BaseModel
 from ..bases.vision_families import VISION_FAMILIES
@@ -22,7 +22,7 @@ from ..display import size
 from ..errors import Float16Overflow, PackError
 from ..nn.surgery import block_prefixes
 from ..reading import read_header, read_json
-from ..runtime import mx, on_cpu, versions
+from ..runtime import mx, on_cpu, total_memory, versions
 from ..tensors import save_tensors
 from .blocks import FileState, OffloadedBlocks, StoredBlock, empty, state_of
 
@@ -73,17 +73,28 @@ def put_on_disk(base: BaseModel) -> None:
         (folder / _CHECKED).touch()
 
 
+def exceeds_memory(model: str | Path) -> bool:
+    """Return whether the weights of a base, as the device stores them, exceed its memory."""
+    nbytes = 0
+    for file in weight_files(resolve_checkpoint(model)):
+        for tensor in read_header(file)[0].values():
+            start, stop = tensor["data_offsets"]
+            # a CPU computes in float32
+            is_widened = on_cpu() and tensor["dtype"] in ("F16", "BF16")
+            nbytes += (stop - start) * (1 + is_widened)
+    return nbytes > total_memory()
+
+
 def _check(base: BaseModel) -> None:
     if base.architecture != "decoder":
         raise PackError(
-            f"--offload-base: {base.name} is an encoder, and those stay in memory. Leave it out.",
+            f"--offload-base: {base.name} is an encoder, and those stay in memory. Use off.",
             "unsupported",
             "offload_base",
         )
     if base.config["model_type"] in VISION_FAMILIES:
         raise PackError(
-            f"--offload-base: {base.name} reads images, and such bases stay in memory. Leave it "
-            "out.",
+            f"--offload-base: {base.name} reads images, and such bases stay in memory. Use off.",
             "unsupported",
             "offload_base",
         )
@@ -95,7 +106,7 @@ def _check_output(base: BaseModel) -> None:
     if mx.isnan(logits).any().item():
         raise PackError(
             f"--offload-base: the blocks of {base.name}, a {base.config['model_type']}, cannot be "
-            "read one by one. Use --offload-base off.",
+            "read one by one. Use off.",
             "unsupported",
             "offload_base",
         )
@@ -121,7 +132,7 @@ def _write_converted(base: BaseModel, index: Mapping[str, Path], folder: Path) -
         for name, array in parameters.items():
             source = names[name]
             of_block[name] = source
-            if source not in stored or not _is_equal(stored[source], array):
+            if not _is_equal(stored.get(source), array):
                 of_block[name] = None
                 converted[name] = array
 
@@ -148,9 +159,11 @@ def _stored_name(name: str, weight_map: Mapping[str, str | list[str]]) -> str:
     return name
 
 
-def _is_equal(stored: mx.array, array: mx.array) -> bool:
-    if stored.shape != array.shape:
+def _is_equal(stored: mx.array | None, array: mx.array) -> bool:
+    """Return whether a tensor of the files, read in the model's dtype, is the model's."""
+    if stored is None or stored.shape != array.shape:
         return False
+
     return mx.array_equal(stored.astype(array.dtype), array, equal_nan=True).item()
 
 

@@ -4,14 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..display import size
-from ..measurements import recall, remember
-
 IN_FLIGHT = 2  # blocks of weights in memory while one is computed
-ASSUMED_RATE = 2.5e9  # bytes per second of a Mac's SSD
-SLOW_RATE = 100e6
 _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-_KIND = "disk-rate"
 
 
 @dataclass(frozen=True)
@@ -67,30 +61,3 @@ class BlocksOnDisk:
             "block_bytes": self.block_bytes,
             "step_read_bytes": self.step_bytes,
         }
-
-    def line(self, rate: float) -> str:
-        """Return how much of the base is on disk, and how long a step reads at a rate."""
-        read = f"{self.step_bytes / rate:.2g} s at {rate / 1e9:.2g} GB/s"
-        return (
-            f"{self.on_disk} of {self.blocks} blocks stay on disk; a step reads "
-            f"{size(self.step_bytes)}, {read}"
-        )
-
-    def slow_line(self, rate: float) -> str:
-        """Return a warning if the disk reads less than `SLOW_RATE` bytes per second."""
-        if rate >= SLOW_RATE:
-            return ""
-        return (
-            f"the disk reads {size(int(rate))} per second: each step waits up to "
-            f"{self.step_bytes / rate:,.0f} s for it"
-        )
-
-
-def disk_rate() -> float:
-    """Return the bytes per second that this machine's disk reads, as measured, or as assumed."""
-    measured = recall(_KIND, {})
-    return measured["bytes_per_s"] if measured else ASSUMED_RATE
-
-
-def remember_disk_rate(bytes_per_s: float) -> None:
-    remember(_KIND, {}, {"bytes_per_s": bytes_per_s})

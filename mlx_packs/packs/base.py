@@ -16,7 +16,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..adapters.targets import open_projector
-from ..bases.files import TINY, quantization_name, resolve_checkpoint, weight_files
+from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..bases.templated import with_template
@@ -30,8 +30,8 @@ from ..late import load
 from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
 from ..objectives.rerank import rerank
-from ..offload.placing import put_on_disk
-from ..runtime import mx, total_memory
+from ..offload.placing import exceeds_memory, put_on_disk
+from ..runtime import mx
 from .classify import Input, Prediction, classify
 from .compatibility import (
     check_activates,
@@ -494,20 +494,16 @@ def load_base_for(
 
     ``offload_base`` is as in `TrainConfig`; ``auto`` is on for a base that is larger than memory.
     """
-    offload = offload_base == "on" or (offload_base == "auto" and _exceeds_memory(model))
-    if pack is None:
-        return load_base(model, trust_remote_code=trust_remote_code, offload=offload)
-    _, config = check_checkpoint(pack, model)
-    quantize = quantize_for(pack, config)
-    options = quantize_options(pack)
-    base = load_base(model, quantize, trust_remote_code, **options, offload=offload)
-    open_projector(base, pack.specs)  # before it encodes an image
+    options: dict[str, Any] = {}
+    if pack is not None:
+        _, config = check_checkpoint(pack, model)
+        options = {"quantize": quantize_for(pack, config), **quantize_options(pack)}
+    is_auto = offload_base == "auto" and options.get("quantize", "none") == "none"
+    options["offload"] = offload_base == "on" or (is_auto and exceeds_memory(model))
+    base = load_base(model, trust_remote_code=trust_remote_code, **options)
+    if pack is not None:
+        open_projector(base, pack.specs)  # before it encodes an image
     return base
-
-
-def _exceeds_memory(model: str | Path) -> bool:
-    stored = sum(file.stat().st_size for file in weight_files(resolve_checkpoint(model)))
-    return stored > total_memory()
 
 
 def loaded_base(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..data.dataset import Batch, Dataset
-from ..offload.blocks import BaseChanged, ReadFailed, read_errors
+from ..errors import BaseChanged, ReadFailed, read_errors
 from ..runtime import mx, set_random_state
 from .reports import Reports
 from .state import TrainingState
@@ -89,7 +89,7 @@ class Loop:
     reports: Reports
     _in_flight: deque[_StartedBatch] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
-    _random: mx.array | None = field(default=None, init=False)  # state before the last step
+    _random: mx.array | None = field(default=None, init=False)  # state before the next step
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
         """Train to the end of the phase; return why it ended before, saved.
@@ -119,6 +119,7 @@ class Loop:
                     batch = self.step.objective.prepare(batch)
                     step = self.step.start(batch, updates, train.grad_accumulation_steps == 1)
                     self._in_flight.append(_StartedBatch(batch, done, updates, random, step, start))
+                    self._random = mx.random.state[0]
 
                     # a GPU has this step already when the one before it is read
                     due.after(done, in_update=stepper.waiting > 0)
@@ -138,8 +139,9 @@ class Loop:
         except ReadFailed:  # the update at work is lost, and its weights with it
             raise
         except BaseChanged:
-            if not self.step.stepper.waiting:
-                self._read(leaving=0)
+            if self._random is not None and not self.step.stepper.waiting:
+                with read_errors():
+                    self._read(leaving=0)
                 set_random_state(self._random)
                 self.guard.save_unscored()
             raise

@@ -1,8 +1,6 @@
 """Whether the blocks of a base stay on disk in a run, and how many of them."""
 
-from collections.abc import Iterable, Sequence
-
-import mlx.nn as nn
+from collections.abc import Sequence
 
 from .. import runtime
 from ..bases.shapes import is_named
@@ -67,7 +65,8 @@ def fit_run(
             raise error from None
 
     run.display.line("offload", "the run does not fit into memory with all of the base")
-    put_on_disk(base)
+    if base.blocks_on_disk is None:
+        put_on_disk(base)
     return offloaded, fit_into_memory(offloaded, base, target, data)
 
 
@@ -83,20 +82,13 @@ def check_offload(base: Base, settings: RunSettings) -> None:
             "conflict",
             "matmul_path",
         )
-    in_blocks = [path for prefix, block in _named_blocks(base) for path in _paths(prefix, block)]
+    prefixes = tuple(f"{prefix}." for prefix in block_prefixes(base.model))
+    paths = [path for path, _ in base.model.named_modules() if path.startswith(prefixes)]
     for name in settings.lora.modules_to_save:
-        if any(is_named(path, name) for path in in_blocks):
+        if any(is_named(path, name) for path in paths):
             raise PackError(
                 f"--modules-to-save: {name} is in the blocks, which are on disk and cannot be "
                 "trained in full. Leave it out, or use --offload-base off.",
                 "conflict",
                 "modules_to_save",
             )
-
-
-def _named_blocks(base: Base) -> Iterable[tuple[str, nn.Module]]:
-    return zip(block_prefixes(base.model), base.model.layers, strict=True)
-
-
-def _paths(prefix: str, block: nn.Module) -> list[str]:
-    return [f"{prefix}.{path}" for path, _ in block.named_modules() if path]

@@ -26,7 +26,7 @@ from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
-from ..offload.sizes import disk_rate
+from ..offload.disk import plan_line
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
@@ -108,13 +108,8 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
 
 def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
     """Show how much of a base is on disk, and the time that a step reads."""
-    if base.blocks_on_disk is None or plan is None or plan.offload is None:
-        return
-
-    rate = disk_rate()
-    display.line("offload", plan.offload.line(rate))
-    if slow := plan.offload.slow_line(rate):
-        display.line("offload", slow)
+    if base.blocks_on_disk is not None and plan is not None and plan.offload is not None:
+        display.line("offload", plan_line(plan.offload))
 
 
 def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:

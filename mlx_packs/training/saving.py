@@ -77,6 +77,10 @@ def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> 
     memory = prepared.memory
     gates = _check_gates(prepared, pack, summary)  # first: they change its size
 
+    offload = {}
+    if (blocks := prepared.base.blocks_on_disk) is not None:
+        offload["offload"] = blocks.to_json(fit.measured["train_s"])
+
     return {
         "gates": gates,
         "pack": str(run.pack),
@@ -109,12 +113,5 @@ def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> 
         "bad_rows": {key: bad.counts() for key, bad in prepared.left_out.items()},
         "compute_dtype": prepared.dtype.to_json(),
         "base_weights": prepared.base_weights,
-        **_offload_report(prepared, fit),
+        **offload,
     }
-
-
-def _offload_report(prepared: PreparedRun, fit: Fit) -> dict[str, Any]:
-    """Return what was read of a base whose blocks are on disk; nothing of others."""
-    if (blocks := prepared.base.blocks_on_disk) is None:
-        return {}
-    return {"offload": blocks.to_json(fit.measured["train_s"])}

@@ -10,8 +10,7 @@ from mlx.utils import tree_flatten
 
 from .. import signals
 from ..adapters.trainable import Trainable
-from ..errors import PackError, RunStopped
-from ..offload.blocks import BaseChanged
+from ..errors import BaseChanged, PackError, RunStopped
 from .checkpoint import save_checkpoint
 from .settings import Run
 from .state import TrainingState

@@ -167,3 +167,10 @@ def test_read_yaml_reads_json_and_nothing(tmp_path):
     (tmp_path / "c.json").write_text('{"iters": 5}')
     assert read_settings(tmp_path / "c.json") == {"iters": 5}
     assert yaml_of(tmp_path, "# only a comment\n") == {}
+
+
+@pytest.mark.parametrize("name", ["cache_frozen", "offload_base"])
+def test_on_and_off_of_yaml_are_no_booleans(name, tmp_path):
+    for value in ("on", "off"):
+        recipe = resolve(yaml_of(tmp_path, f"{name}: {value}"), "c.yaml")
+        assert getattr(recipe.train, name) == value

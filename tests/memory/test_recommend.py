@@ -144,14 +144,14 @@ def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
 
 
 def test_a_reward_model_has_no_plan_of_full_fine_tuning():
-    options = recommend(dense_headers("small"), int(8e9), train=TrainConfig(task="reward"))
+    options = recommend(dense_headers("small"), int(4e9), train=TrainConfig(task="reward"))
     assert options and all(option.method != "full" for option in options)
 
 
 def test_what_is_specified_is_not_searched():
     train = TrainConfig(batch_size=3, max_seq_length=300)
     specified = frozenset({"batch_size", "max_seq_length"})
-    for option in recommend(read_headers("tiny"), int(8e9), train=train, specified=specified):
+    for option in recommend(read_headers("tiny"), int(4e9), train=train, specified=specified):
         assert (option.train.batch_size, option.train.max_seq_length) == (3, 300)
 
 
@@ -233,9 +233,17 @@ def test_seeds_are_in_the_command(run):
     assert run("plan", "--seeds", "3")[1].splitlines()[-1].endswith("--seeds 3 --out DIR")
 
 
+def test_the_base_is_on_disk_where_nothing_else_fits():
+    kinds = {option.kind: option.fit for option in recommend(dense_headers("qwen3-4b"), int(4e9))}
+    assert kinds["lora-fp32 on disk"] == "fits" and kinds["lora-fp32"] == "no"
+    train = TrainConfig(offload_base="on")
+    first, full = recommend(dense_headers("qwen3-4b"), int(4e9), train=train)
+    assert (first.quantize, full.method) == ("none", "full") and first.plan.offload is not None
+
+
 def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     last = run("plan", "--memory", "0.02")[1].splitlines()[-1]
-    assert last == "try:    --offload-base on, a smaller base or more memory"
+    assert last == "try:    a smaller base or more memory"
     specified = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
     last = run("plan", "--memory", "0.02", *specified)[1].splitlines()[-1]
     assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last

@@ -1,13 +1,16 @@
 """Runs with the base on disk end with the packs of runs with the base in memory, to the byte."""
 
 import os
+import re
 import shutil
 from dataclasses import replace
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.errors import RunStopped
+from mlx_packs.memory.estimate import least
+from mlx_packs.memory.read import read_headers
 from mlx_packs.offload import placing
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
@@ -130,6 +133,41 @@ def test_modules_in_full_inside_blocks_are_rejected(base, data, tmp_path):
     saved = LoRAConfig(rank=2, modules_to_save=("input_layernorm",))
     with raises("conflict", "modules_to_save"):
         train_pack(str(base), data["chats"], saved, replace(RUN, offload_base="on"), tmp_path / "o")
+
+
+def test_the_dense_path_is_rejected(base, data, tmp_path):
+    train = replace(RUN, offload_base="on", matmul_path="dense")
+    with raises("conflict", "matmul_path"):
+        train_pack(str(base), data["chats"], LORA, train, tmp_path / "o", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_room_for_two_blocks_says_what_would_do(base, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "total_memory", lambda: 10_000)
+    with raises("memory") as caught:
+        train_pack(str(base), data["chats"], LORA, replace(RUN, offload_base="on"), tmp_path / "o")
+    assert re.search(r"would take at least [\d.]+ MB", caught.value.message)
+    assert "--offload-base on" not in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_auto_keeps_as_many_blocks_in_memory_as_fit(data, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
+    base = write_stored(tmp_path / "base", bits=8, **sizes)
+    room = (plan_of(base, "off") + 2 * plan_of(base, "on")) // 3
+    monkeypatch.setattr(runtime, "total_memory", lambda: room)
+
+    train = replace(RUN, batch_size=1, iters=1)
+    run = train_pack(str(base), data["chats"], LORA, train, tmp_path / "o", progress=False)
+    assert 0 < run.report["offload"]["blocks_on_disk"] < 24
+    with raises("memory"):
+        train = replace(train, offload_base="off")
+        train_pack(str(base), data["chats"], LORA, train, tmp_path / "p", progress=False)
+
+
+def plan_of(base, how: str) -> int:
+    return least(read_headers(base), LORA, replace(RUN, offload_base=how)).peak_bytes
 
 
 def test_weights_that_the_files_do_not_have_are_written_once(tmp_path, monkeypatch):

@@ -1,0 +1,26 @@
+"""The disk's rate is measured, remembered, and used for the lines about a base on disk."""
+
+from mlx_packs.measurements import remember
+from mlx_packs.offload import disk
+from mlx_packs.offload.sizes import BlocksOnDisk
+
+BLOCKS = BlocksOnDisk(36, 36, 120_000_000, 100_000_000)  # a step reads 7.2 GB
+
+
+def test_the_rate_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
+    monkeypatch.setattr(disk, "_BYTES", disk._BLOCK)
+    assert disk.examine_disk() == disk.disk_rate() > 0
+
+
+def test_a_plan_says_what_a_step_reads():
+    line = "36 of 36 blocks stay on disk; a step reads 7.20 GB, 2.88 s at 2.50 GB/s"
+    assert disk.plan_line(BLOCKS) == line
+
+
+def test_a_slow_disk_is_named_with_what_a_step_waits(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
+    remember("disk-rate", {}, {"bytes_per_s": 50e6})
+    assert disk.plan_line(BLOCKS).endswith(
+        "144 s at 50.0 MB/s; the disk is slow: each step may wait 144 s for it"
+    )
