@@ -3,7 +3,7 @@
 A new method is one class and its entry in `config.choices.METHODS`, which names the class.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,6 +88,17 @@ class TrainableWrapper:
 def trainable_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules with trainable parameters of their own, in the order of the model."""
     return [module for module in model.modules() if _has_trainable(module)]
+
+
+def compiled(model: nn.Module, function: Callable) -> Callable:
+    """Compile a function of a model whose trainable parameters change between calls.
+
+    It stays as it is if blocks of the model are on disk: what a trace reads would be constants of
+    the compiled function, and all blocks would be in memory.
+    """
+    if hasattr(model, "blocks_on_disk"):
+        return function
+    return mx.compile(function, inputs=[module.state for module in trainable_modules(model)])
 
 
 def _has_trainable(module: nn.Module) -> bool:

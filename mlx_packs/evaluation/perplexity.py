@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.trainable import trainable_modules
+from ..adapters.trainable import compiled
 from ..bases.turns import why_no_trees
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch, Layout
@@ -206,7 +206,7 @@ class Scorer:
             self.traces += is_traced(inputs["positions"])
             return self.values(head, inputs, layout)
 
-        self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
+        self._forward = compiled(model, forward)
 
     def values(
         self, head: Head | None, inputs: Inputs, layout: Layout

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from ..adapters.trainable import trainable_modules
+from ..adapters.trainable import compiled
 from ..config.choices import PREFERENCE_TASKS, registered
 from ..config.schema import TrainConfig
 from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, PairLoss, PreferenceConfig, SimPOConfig
@@ -239,7 +239,7 @@ class PreferenceObjective(ScoredObjective):
             loss, _ = self._sum(completions)
             return loss, rewards, completions.log_probs, completions.targets
 
-        self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
+        self.outcome = compiled(model, outcome)
 
     def begin(self, fresh: bool) -> None:
         if self.reference is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from ..adapters.trainable import Trainable, trainable_modules
+from ..adapters.trainable import Trainable, compiled
 from ..data.dataset import Batch, Dataset, Layout
 from ..distributed.group import group
 from ..errors import PackError
@@ -111,9 +111,7 @@ class Reference:
         self._first = FirstBatches(training)
         self._known: dict[tuple, mx.array] = {}  # by the rows of a held-out batch, [slots, 2]
         self._places: dict[int, tuple[mx.array, int]] = {}  # of training rows
-
-        state = [module.state for module in trainable_modules(model)]
-        self._forward = mx.compile(sums, inputs=state)
+        self._forward = compiled(model, sums)
 
     def begin(self, fresh: bool) -> None:
         """Take the model that began the phase; the argument is that of `PhaseReference.begin`."""

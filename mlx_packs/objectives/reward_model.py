@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.nn as nn
 
-from ..adapters.trainable import trainable_modules
+from ..adapters.trainable import compiled
 from ..data.dataset import Layout
 from ..errors import PackError
 from ..runtime import mx
@@ -104,7 +104,7 @@ class RewardModel(ScoredObjective):
             rewards, _ = self._rewards(inputs, layout)
             return reward_losses(rewards, self.centering), rewards
 
-        self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(self.model)])
+        self.outcome = compiled(self.model, outcome)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         rewards, is_row = self._rewards(inputs, layout)

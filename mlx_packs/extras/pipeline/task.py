@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from ...adapters.trainable import trainable_modules
+from ...adapters.trainable import compiled
 from ...config.lora import LoRAConfig
 from ...data.dataset import Batch, Layout
 from ...distributed.group import group
@@ -146,8 +146,7 @@ class PipelinedScorer(Scorer):
     def __init__(self, model: nn.Module, stage: Stage) -> None:
         super().__init__(model, stage.head)
         self._stage = stage
-        states = [module.state for module in trainable_modules(model)]
-        self._output = mx.compile(stage.output, inputs=states)
+        self._output = compiled(model, stage.output)
 
     def _values(self, batch: Batch) -> list[mx.array]:
         """Return NLL [M] and whether the target ranks first [M], both in float32."""
