@@ -17,6 +17,7 @@ from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
+from ..nn.tables_on_disk import read_tables
 from ..runtime import mx
 from .lora import Attached, add_adapters
 from .spec import ModuleSpec, Specs, factor_shapes
@@ -77,7 +78,9 @@ def attach(
         check_trainable(base.name, base.model)
     lora = lora or LoRAConfig()
 
-    open_projector(base, lora.target_modules if specs is None else specs)
+    names = lora.target_modules if specs is None else specs
+    open_projector(base, names)
+    read_tables(base.model, names)
     groups, fallback, notes = _probed(base, lora, specs, fp16_fallback)
     if not groups and specs != {}:
         raise PackError("--target-modules: no projection gets an adapter.", "unknown")

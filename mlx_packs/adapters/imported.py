@@ -1,12 +1,13 @@
 """Attach what a pack stores: values of adapters, and tensors in full."""
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import mlx.nn as nn
 
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED, bare_module, dense_module
+from ..nn.tables_on_disk import read_tables
 from ..runtime import mx
 from .lora import Attached
 from .score_head import stored_score_head
@@ -56,9 +57,10 @@ def attach_full_tensors(
 
 
 def full_tensor_modules(
-    model: nn.Module, names: Iterable[str], tensors: Mapping[str, mx.array], where: str
+    model: nn.Module, names: Collection[str], tensors: Mapping[str, mx.array], where: str
 ) -> list[tuple[str, nn.Module]]:
     """Return a copy of each module with the given tensors, dense where the base's is quantized."""
+    read_tables(model, (name.rpartition(".")[0] for name in names))
     modules = dict(model.named_modules())
     by_path: dict[str, dict[str, mx.array]] = {}
     for name in names:

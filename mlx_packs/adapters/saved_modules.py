@@ -21,6 +21,7 @@ from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.lora import is_switch_linear
 from ..nn.quantized import QUANTIZED, bare_module, dense_module
+from ..nn.tables_on_disk import read_tables
 from ..nn.wrapped import FullCopy
 from ..runtime import mx
 from .spec import check_shapes
@@ -108,6 +109,7 @@ def attach_method(
     base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
 ) -> Trainable:
     """Attach what the method of a run trains, and the modules that it saves in full beside it."""
+    read_tables(base.model, lora.modules_to_save)
     saved = [path for path, _ in select_saved(base.model, lora.modules_to_save)]
     trainable = find_method(train.method).attach(base, lora, train, matmul_path)
     if not saved:

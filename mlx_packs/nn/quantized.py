@@ -23,6 +23,7 @@ from .frozen_weight import (
 )
 from .lora import is_switch_linear
 from .surgery import replace_modules
+from .tables_on_disk import kind_of
 
 LINEARS = (nn.QuantizedLinear, CustomLinear)
 EMBEDDINGS = (nn.QuantizedEmbedding, CustomEmbedding)
@@ -149,9 +150,10 @@ def _unchanged(module: nn.Module) -> None:
 
 def _transient(module: nn.Module) -> nn.Module | None:
     """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
-    if type(module) is nn.QuantizedLinear:
+    kind = kind_of(module)
+    if kind is nn.QuantizedLinear:
         return TransientLinear(module)
-    if type(module) in _MLX_EMBEDDINGS:
+    if kind in _MLX_EMBEDDINGS:
         return TransientEmbedding(module)
     return None
 

@@ -19,6 +19,7 @@ from ..nn.images import tree_of_images
 from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
+from ..nn.tables_on_disk import kind_of
 from ..nn.wrapped import injected
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
 from ..runtime import mx
@@ -109,7 +110,7 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
     own = bare_module(module)
     if isinstance(own, QUANTIZED):
         return _head(own, keeps_quantized=own is module)
-    if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
+    if kind_of(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, keeps_quantized=False)
     return None
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import mlx.nn as nn
 
@@ -64,7 +64,7 @@ class StoredBlock:
     def fill(self) -> None:
         """Let the arrays be lazy reads; whoever holds one of them sees its weights."""
         for file, of_file in self.arrays.items():
-            stored = _lazy_read(file, self.states[file])
+            stored = lazy_read(file, self.states[file])
             for name, array in of_file.items():
                 array[...] = stored[name].astype(array.dtype)
 
@@ -79,13 +79,27 @@ def state_of(file: Path) -> FileState:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def _lazy_read(file: Path, expected: FileState) -> dict[str, mx.array]:
+def lazy_read(file: Path, expected: FileState) -> dict[str, mx.array]:
+    """Return the arrays of a file, which are read when they are computed."""
+    with _unchanged(file, expected):
+        return mx.load(str(file))
+
+
+@contextmanager
+def open_unchanged(file: Path, expected: FileState) -> Iterator[IO[bytes]]:
+    with _unchanged(file, expected), open(file, "rb") as opened:
+        yield opened
+
+
+@contextmanager
+def _unchanged(file: Path, expected: FileState) -> Iterator[None]:
+    """Raise `BaseChanged` if a file is not what it was, or cannot be read any more."""
     try:
         if state_of(file) != expected:
             raise BaseChanged(
                 f"{file}: changed while the base is in use. Put the former file back."
             )
-        return mx.load(str(file))
+        yield
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise BaseChanged(f"{file}: cannot be read any more ({reason}). Put it back.") from None
@@ -126,6 +140,10 @@ class OffloadedBlocks:
                 module.is_on_disk = True
             stored[number].empty()
             self._stored_bytes.append(stored[number].stored_bytes())
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that are read beside the blocks."""
+        self.bytes_read += nbytes
 
     @property
     def block_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Put the blocks of a loaded base on disk.
+"""Put the blocks of a loaded base on disk, and its embeddings and head.
 
 Where a tensor of the model has the values of a tensor of the checkpoint, that one is read. What
 loading changed otherwise (experts that it stacks, weights that it converts) is written to the
@@ -8,9 +8,10 @@ block at a time is compared, and written if need be; later loads of the same bas
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.files import resolve_checkpoint, weight_files
@@ -24,14 +25,16 @@ from ..nn.surgery import block_prefixes
 from ..reading import read_header, read_json
 from ..runtime import mx, on_cpu, total_memory, versions
 from ..tensors import save_tensors
-from .blocks import FileState, OffloadedBlocks, StoredBlock, empty, state_of
+from .blocks import OffloadedBlocks, StoredBlock, empty, state_of
+from .tables import Table, piece_files, tables_of, write_pieces
 
 _CACHE = Cache("blocks", days=30, is_needed=True)
-_PLACES = "places.json"  # by block and name in the block: the name in the checkpoint, or null
-_FORMAT = 1
+_PLACES = "places.json"  # by module and name in it: the name in the checkpoint, or null
+_FORMAT = 2
 _CHECKED = "checked"  # a file that is there once a forward pass has worked
 
-Places = list[dict[str, str | None]]
+Places = dict[str, dict[str, str | None]]
+Found = dict[str, tuple[Path, str]]  # file of an array of a module, and its name there
 
 
 def put_on_disk(base: BaseModel) -> None:
@@ -42,35 +45,55 @@ def put_on_disk(base: BaseModel) -> None:
             the disk.
     """
     _check(base)
+    blocks = dict(zip(block_prefixes(base.model), base.model.layers, strict=True))
+    tables = tables_of(base.model)
+    folder, found = _find_arrays(base, blocks, tables)
+
+    on_disk = OffloadedBlocks(
+        base.model, [_stored_block(block, found[path]) for path, block in blocks.items()]
+    )
+    for path, table in tables.items():
+        pieces = piece_files(folder, path, table.rows) if table.is_head else []
+        table.put_on_disk(found[path], pieces, on_disk.count)
+
+    mx.eval(base.model.parameters(), constants_of(base.model))
+    if not (folder / _CHECKED).exists():
+        _check_output(base)
+        (folder / _CHECKED).touch()
+
+
+def _find_arrays(
+    base: BaseModel, blocks: Mapping[str, nn.Module], tables: Mapping[str, Table]
+) -> tuple[Path, dict[str, Found]]:
+    """Return the cached folder of a base, and where the arrays of its blocks and tables are."""
+    modules = {**blocks, **{path: table.module for path, table in tables.items()}}
+    heads = {path for path, table in tables.items() if table.is_head}
     index = {name: file for file in weight_files(base.path) for name in read_header(file)[0]}
     key = key_of(
         _FORMAT, base.fingerprint, base.quantization, base.compute_dtype, on_cpu(), versions()
     )
 
     def write(folder: Path) -> None:
-        places = _write_converted(base, index, folder)
-        (folder / _PLACES).write_text(json.dumps({"blocks": places}))
+        places = _write_converted(base, modules, heads, index, folder)
+        (folder / _PLACES).write_text(json.dumps(places))
 
     folder = _CACHE.folder(key[:32], key, write)
-    blocks = base.model.layers
-    places = read_json(folder / _PLACES)["blocks"]
+    places = read_json(folder / _PLACES)
+    return folder, {
+        path: {
+            name: (_converted(folder, path), name) if source is None else (index[source], source)
+            for name, source in of_module.items()
+        }
+        for path, of_module in places.items()
+    }
 
-    states: dict[Path, FileState] = {}
-    stored = []
-    for number, (block, of_block) in enumerate(zip(blocks, places, strict=True)):
-        arrays: dict[Path, dict[str, mx.array]] = {}
-        parameters = dict(tree_flatten(block.parameters()))
-        for name, source in of_block.items():
-            file = _converted(folder, number) if source is None else index[source]
-            states.setdefault(file, state_of(file))
-            arrays.setdefault(file, {})[source or name] = parameters[name]
-        stored.append(StoredBlock(arrays, states))
 
-    OffloadedBlocks(base.model, stored)
-    mx.eval(base.model.parameters(), constants_of(base.model))
-    if not (folder / _CHECKED).exists():
-        _check_output(base)
-        (folder / _CHECKED).touch()
+def _stored_block(block: nn.Module, found: Found) -> StoredBlock:
+    arrays: dict[Path, dict[str, mx.array]] = {}
+    for name, array in tree_flatten(block.parameters()):
+        file, stored_name = found[name]
+        arrays.setdefault(file, {})[stored_name] = array
+    return StoredBlock(arrays, {file: state_of(file) for file in arrays})
 
 
 def exceeds_memory(model: str | Path) -> bool:
@@ -112,12 +135,17 @@ def _check_output(base: BaseModel) -> None:
         )
 
 
-def _write_converted(base: BaseModel, index: Mapping[str, Path], folder: Path) -> Places:
-    """Return where the arrays of each block are; write those that the checkpoint does not have."""
-    places: Places = []
-    prefixes = block_prefixes(base.model)
-    for number, (prefix, block) in enumerate(zip(prefixes, base.model.layers, strict=True)):
-        parameters = dict(tree_flatten(block.parameters()))
+def _write_converted(
+    base: BaseModel,
+    modules: Mapping[str, nn.Module],
+    heads: Collection[str],
+    index: Mapping[str, Path],
+    folder: Path,
+) -> Places:
+    """Return where the arrays of blocks and tables are; write what the checkpoint does not have."""
+    places: Places = {}
+    for prefix, module in modules.items():
+        parameters = dict(tree_flatten(module.parameters()))
         mx.eval(parameters)
         names = {name: _stored_name(f"{prefix}.{name}", base.weight_map) for name in parameters}
         files = {index[source] for source in names.values() if source in index}
@@ -127,27 +155,29 @@ def _write_converted(base: BaseModel, index: Mapping[str, Path], folder: Path) -
             if array.dtype == mx.float16 and not mx.isfinite(array).all().item():
                 raise Float16Overflow(f"{prefix}.{name} overflows")
 
-        of_block: dict[str, str | None] = {}
+        places[prefix] = of_module = {}
         converted = {}
         for name, array in parameters.items():
             source = names[name]
-            of_block[name] = source
+            of_module[name] = source
             if not _is_equal(stored.get(source), array):
-                of_block[name] = None
+                of_module[name] = None
                 converted[name] = array
 
         if converted:
             _check_space(folder, converted)
-            save_tensors(_converted(folder, number), converted)
-        places.append(of_block)
+            save_tensors(_converted(folder, prefix), converted)
+        if prefix in heads:
+            _check_space(folder, parameters)
+            write_pieces(piece_files(folder, prefix, len(module.weight)), parameters)
 
         for array in parameters.values():
             empty(array)
     return places
 
 
-def _converted(folder: Path, number: int) -> Path:
-    return folder / f"block-{number}.safetensors"
+def _converted(folder: Path, path: str) -> Path:
+    return folder / f"{path}.safetensors"
 
 
 def _stored_name(name: str, weight_map: Mapping[str, str | list[str]]) -> str:

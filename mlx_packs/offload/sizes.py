@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 IN_FLIGHT = 2  # blocks of weights in memory while one is computed
+_TABLE = re.compile(r"(?:^|\.)(embed_tokens\w*|wte|lm_head)\.(?:weight|scales|biases)$")
 _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -17,6 +18,8 @@ class BlocksOnDisk:
         on_disk: How many of them are on disk.
         block_bytes: Bytes of the largest in memory.
         stored_bytes: Bytes of the largest in its files.
+        table_bytes: Bytes of embeddings and head in memory, of which steps read parts.
+        head_bytes: Bytes of the head in its files, which a step reads once.
         passes: How often a step reads a block.
     """
 
@@ -24,6 +27,8 @@ class BlocksOnDisk:
     on_disk: int
     block_bytes: int
     stored_bytes: int
+    table_bytes: int = 0
+    head_bytes: int = 0
     passes: int = 2
 
     @classmethod
@@ -31,23 +36,34 @@ class BlocksOnDisk:
         """Return those of a base, given the name of each tensor, its bytes in memory and stored."""
         memory: dict[int, int] = {}
         stored: dict[int, int] = {}
+        tables: dict[str, int] = {}
+        heads: dict[str, int] = {}
         for name, nbytes, stored_bytes in tensors:
-            if place := _BLOCK.search(name):
+            if table := _TABLE.search(name):
+                tables[name] = nbytes
+                heads[table[1]] = heads.get(table[1], 0) + stored_bytes
+            elif place := _BLOCK.search(name):
                 block = int(place[1])
                 memory[block] = memory.get(block, 0) + nbytes
                 stored[block] = stored.get(block, 0) + stored_bytes
-        largest = max(memory.values(), default=0)
-        return cls(len(memory), len(memory), largest, max(stored.values(), default=0))
+        return cls(
+            len(memory),
+            len(memory),
+            max(memory.values(), default=0),
+            max(stored.values(), default=0),
+            sum(tables.values()),
+            heads.get("lm_head", max(heads.values(), default=0)),
+        )
 
     @property
     def saved_bytes(self) -> int:
         """Bytes that are not in memory."""
-        return max(0, self.on_disk - IN_FLIGHT) * self.block_bytes
+        return max(0, self.on_disk - IN_FLIGHT) * self.block_bytes + self.table_bytes
 
     @property
     def step_bytes(self) -> int:
         """Bytes that are read in a step."""
-        return self.passes * self.on_disk * self.stored_bytes
+        return self.passes * self.on_disk * self.stored_bytes + self.head_bytes
 
     def in_memory(self, spare: int) -> "BlocksOnDisk":
         """Return these with as many blocks in memory as ``spare`` bytes have room for."""

@@ -97,6 +97,7 @@ def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
     memory(4e9)
     base = write_headers(tmp_path / "base", dense_headers("llama-3-8b"))
     arguments = ["train", "--model", base, "--data", long_chats, "--out", tmp_path / "p"]
+    arguments += ["--offload-base", "off"]
 
     code, _, err = run(*arguments)
     assert code == 2 and len(err.splitlines()) == 1 and not (tmp_path / "p").exists()

@@ -6,13 +6,15 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig
+from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRA
+from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.errors import BaseChanged, ReadFailed, read_errors
-from mlx_packs.nn.quantized import apply_matmul_path
+from mlx_packs.nn.tables_on_disk import TableOnDisk
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.offload.blocks import OffloadedBlocks, StoredBlock, state_of
+from mlx_packs.offload.tables import piece_files, tables_of, write_pieces
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense, write_quantized, write_stored
@@ -25,19 +27,30 @@ from tests.helpers.trees import BATCH, tree_of
 
 
 def offloaded(model: nn.Module, folder) -> OffloadedBlocks:
-    """Write the blocks of a model to files, and let it read them."""
+    """Write blocks and tables of a model to files, and let it read them."""
     stored = []
     for number, block in enumerate(model.layers):
         file = folder / f"{number}.safetensors"
         arrays = dict(tree_flatten(block.parameters()))
         mx.save_safetensors(str(file), arrays)
         stored.append(StoredBlock({file: arrays}, {file: state_of(file)}))
-    return OffloadedBlocks(model, stored)
+    tables = tables_of(model)
+    blocks = OffloadedBlocks(model, stored)
+
+    for path, table in tables.items():
+        file = folder / f"{path}.safetensors"
+        arrays = table.arrays()
+        mx.save_safetensors(str(file), arrays)
+        pieces = piece_files(folder, path, table.rows) if table.is_head else []
+        write_pieces(pieces, arrays)
+        table.put_on_disk({name: (file, name) for name in arrays}, pieces, blocks.count)
+    return blocks
 
 
 def check_bit_identical(results: list[tuple]) -> None:
     (expected_loss, expected), (loss, gradients) = results
     assert loss == expected_loss and set(gradients) == set(expected)
+    assert any(gradient.any().item() for gradient in expected.values())
     for name, tensor in expected.items():
         assert mx.array_equal(gradients[name], tensor).item(), name
 
@@ -84,9 +97,11 @@ def test_the_step_on_every_format_is_bit_identical(kind, path, tmp_path):
     for on_disk in (False, True):
         mx.random.seed(0)
         base = load_base(folder, offload=on_disk)
-        apply_matmul_path(base.model, path)
-        attached, head = adapted(base, recompute="block")
-        results.append(loss_and_gradients(base.model, head, [BATCH]))
+        attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
+        fill_b(attached)
+        attached.recompute("block")
+        base.model.train()
+        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
         assert (base.blocks_on_disk is not None) == on_disk
     check_bit_identical(results)
 
@@ -110,7 +125,7 @@ def test_dora_reads_the_norms_of_weights_on_disk(tmp_path):
     for on_disk in (False, True):
         mx.random.seed(0)
         base = load_base(folder, offload=on_disk)
-        attached = DoRA().attach(base, LoRAConfig(rank=2), _train(), "quantized")
+        attached = DoRA().attach(base, LoRAConfig(rank=2), TrainConfig(method="dora"), "quantized")
         fill_b(attached)
         attached.recompute("block")
         base.model.train()
@@ -118,10 +133,25 @@ def test_dora_reads_the_norms_of_weights_on_disk(tmp_path):
     check_bit_identical(results)
 
 
-def _train():
-    from mlx_packs import TrainConfig
-
-    return TrainConfig(method="dora")
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_with_adapters_and_those_trained_in_full_are_in_memory(tied, tmp_path):
+    folder = write_stored(tmp_path / "base", bits=4, tie_word_embeddings=tied)
+    targets = ("embed_tokens", "q_proj") if tied else ("lm_head", "q_proj")
+    lora = LoRAConfig(
+        rank=2, target_modules=targets, modules_to_save=() if tied else ("embed_tokens",)
+    )
+    train = TrainConfig(method="lora", recompute="block")
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = load_base(folder, offload=on_disk)
+        attached = attach_method(base, lora, train, "quantized")
+        attached.recompute("block")
+        base.model.train()
+        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
+        names = {path for path, m in base.model.named_modules() if isinstance(m, TableOnDisk)}
+        assert not names
+    check_bit_identical(results)
 
 
 def test_blocks_that_are_kept_in_memory_are_not_read_again(tmp_path):
@@ -129,10 +159,14 @@ def test_blocks_that_are_kept_in_memory_are_not_read_again(tmp_path):
     tokens = mx.array([[1, 2, 3]])
     expected = model(tokens)
     blocks = offloaded(model, tmp_path)
-    blocks.keep_in_memory(3)
-    assert blocks.on_disk == 1
-    assert mx.array_equal(model(tokens), expected).item()
-    assert blocks.bytes_read == blocks.block_bytes
+    read = []
+    for count in (3, 4):
+        blocks.keep_in_memory(count)
+        assert blocks.on_disk == 4 - count
+        before = blocks.bytes_read
+        assert mx.array_equal(model(tokens), expected).item()
+        read.append(blocks.bytes_read - before)
+    assert read[0] - read[1] == blocks.block_bytes
 
 
 def test_hollow_weights_are_not_numbers(tmp_path):
