@@ -18,10 +18,10 @@ LISTINGS = {
     n for n, each in vars(choices).items() if n.isupper() and isinstance(each, dict | tuple)
 }
 # Methods and formats of weights name their class, searches, policies and metrics are their facts, a listing is
-# some of the tasks, and objectives name what makes a task.
+# some of the tasks, objectives name what makes a task, and a switch has no code.
 WITHOUT_REGISTRY = {
     *("METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
-    *("METRICS", "WEIGHT_MODES", "WEIGHT_FORMATS"),
+    *("METRICS", "WEIGHT_MODES", "WEIGHT_FORMATS", "AUTO_ON_OFF"),
 }
 
 
