@@ -46,7 +46,7 @@ from .files import (
 from .fingerprint import fingerprint
 from .model import BaseModel, Source, weight_map
 from .model_classes import classes_of
-from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
+from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype, with_rounded_scales
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .sandboxed_tokenizer import read_ahead
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
@@ -117,7 +117,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     if as_stored:
         options = None
     if options and (kind := quantized_as(path, stored)):
-        raise already_quantized(quantize, kind)
+        raise already_quantized(quantize, kind, stored)
 
     dtype = _activation_dtype(stored, request.compute_dtype)
     rounding = RoundingError()
@@ -126,7 +126,7 @@ def _load_decoder(request: _Request) -> BaseModel:
         if options:
             weights = quantize_weights(model, weights, options, rounding)
         place_custom_weights(model, weights, dtype, stored, path)
-        return weights
+        return with_rounded_scales(weights, stored, dtype)
 
     model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
     if as_stored:
@@ -195,7 +195,7 @@ def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) 
 def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         place_custom_weights(model, weights, dense_dtype(weights), stored, path)
-        return weights
+        return with_rounded_scales(weights, stored, DTYPES[stored_dtype(stored)])
 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
     _set_dense_dtype(model, dense_dtype(dict(tree_flatten(model.parameters()))))

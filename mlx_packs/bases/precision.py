@@ -10,6 +10,7 @@ from .. import chips, runtime
 from ..config.choices import architecture_of
 from ..runtime import dtype_name, mx
 from .files import text_config
+from .gguf.header import ERRORS as GGUF_ERRORS
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 STORED = "as stored"
@@ -77,6 +78,21 @@ def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
     if not dtypes:
         return mx.bfloat16
     return max(set(dtypes), key=dtypes.count)
+
+
+def with_rounded_scales(
+    weights: Mapping[str, mx.array], config: Mapping, dtype: mx.Dtype
+) -> dict[str, mx.array]:
+    """Weights with the float32 scales of K-quants in ``dtype``, which a device computes in.
+
+    MLX multiplies in the widest dtype, so activations would become float32 otherwise.
+    """
+    rounded = dict(weights)
+    if GGUF_ERRORS in config:
+        for name, tensor in weights.items():
+            if name.endswith((".scales", ".biases")) and tensor.dtype == mx.float32:
+                rounded[name] = tensor.astype(dtype)
+    return rounded
 
 
 def _chip_without_bfloat16() -> str | None:

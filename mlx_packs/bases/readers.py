@@ -18,6 +18,7 @@ from ..kinds import check_keys
 from ..reading import read_json
 from .gguf.header import is_gguf
 
+DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
 _log = logging.getLogger("mlx_packs")
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
@@ -43,11 +44,12 @@ class Reader:
     code: str
     suffixes: tuple[str, ...] = ()
 
-    def folder(self, file: Path) -> Path:
-        return pkgutil.resolve_name(self.code)(file)
+    def folder(self, file: Path, **options: bool) -> Path:
+        return pkgutil.resolve_name(self.code)(file, **options)
 
 
-READERS = (Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder", (".gguf",)),)
+_GGUF = Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder", (".gguf",))
+READERS = (_GGUF,)
 
 
 def reader_of(path: Path) -> Reader | None:
@@ -78,7 +80,7 @@ def is_local_model(name: str) -> bool:
 
 
 def local_model(name: str) -> Path:
-    """The GGUF file of ``ollama:NAME`` or ``lmstudio:PUBLISHER/MODEL``, or PackError."""
+    """The GGUF file of ``ollama:NAME`` or ``lmstudio:PUBLISHER/MODEL``; of ``dense:`` a folder."""
     program, _, rest = name.partition(":")
     return PROGRAMS[program](rest)
 
@@ -168,4 +170,19 @@ def _lmstudio(name: str) -> Path:
     return folder / names[0]
 
 
-PROGRAMS: dict[str, Callable[[str], Path]] = {"ollama": _ollama, "lmstudio": _lmstudio}
+def _dense(name: str) -> Path:
+    path = Path(name).expanduser()
+    if is_local_model(name) and not os.path.exists(path):
+        path = local_model(name)
+    if not is_gguf(path):
+        raise PackError(
+            f"--model {DENSE}{name}: is not a GGUF file. Name it without {DENSE!r}.", "unsupported"
+        )
+    return _GGUF.folder(path, dense_k=True)
+
+
+PROGRAMS: dict[str, Callable[[str], Path]] = {
+    "ollama": _ollama,
+    "lmstudio": _lmstudio,
+    DENSE.removesuffix(":"): _dense,
+}

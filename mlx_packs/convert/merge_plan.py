@@ -18,8 +18,10 @@ from ..adapters.tensors import delta_of
 from ..bases import compressed_tensors
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD
+from ..bases.gguf.header import ERRORS as GGUF_ERRORS
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
+from ..bases.precision import stored_dtype, with_rounded_scales
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.requantize import format_after, smaller_formats
 from ..bases.vision_families import has_vision_tower
@@ -229,6 +231,8 @@ def _config(
     options: QuantizeOptions,
     requantize: str,
 ) -> dict:
+    # weights are no longer the file's
+    config = {key: value for key, value in config.items() if key != GGUF_ERRORS}
     is_stored = quantization or not any(c.weight_format for c in changes)
     if requantize == "same" and is_stored and not _is_rewritten(config):
         return config
@@ -375,6 +379,7 @@ def _own_names(source: Path, planned: Changes) -> _Names | None:
         tensors |= mx.load(str(file))
 
     base = planned.base
+    tensors = with_rounded_scales(tensors, base.config, DTYPES[stored_dtype(base.config)])
     modules = dict(base.model.named_modules())
     is_gpt2 = base.config["model_type"] == "gpt2"
     paths = [c.path for c in planned.changes]

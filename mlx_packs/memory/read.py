@@ -17,6 +17,7 @@ from ..bases.files import (
     unknown_to_hub,
     weight_files,
 )
+from ..bases.gguf.header import ERRORS as GGUF_ERRORS
 from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
 from ..config.lora import LoRAConfig
@@ -106,7 +107,15 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
 
 
 def _as_loaded(tensors: Tensors, config: dict) -> Tensors:
-    return renamed_headers(tensors, config, DTYPES[stored_dtype(config)])
+    dtype = DTYPES[stored_dtype(config)]
+    tensors = renamed_headers(tensors, config, dtype)
+    if GGUF_ERRORS not in config:
+        return tensors
+    # as `bases.precision.with_rounded_scales`; a plan for float32 widens half precision
+    return {
+        name: {**t, "dtype": dtype} if name.endswith((".scales", ".biases")) else t
+        for name, t in tensors.items()
+    }
 
 
 @cache

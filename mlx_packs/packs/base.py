@@ -448,8 +448,9 @@ def load_base(
 
     Args:
         name: ``"tiny"``, a checkpoint folder, a GGUF file (or ``ollama:NAME``,
-            ``lmstudio:PUBLISHER/MODEL``) or a Hub id. Every checkpoint that mlx-lm loads is
-            supported, and NF4 as `packs quantize` and bitsandbytes write it.
+            ``lmstudio:PUBLISHER/MODEL``; with ``dense:`` before it K-quants become dense) or a Hub
+            id. Every checkpoint that mlx-lm loads is supported, and NF4 as `packs quantize` and
+            bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"``, ``"nf4"``, ``"mxfp4"`` or ``"nvfp4"`` quantizes a
             dense checkpoint while it is read. A checkpoint that is NF4 already stays as it is.
         trust_remote_code: Whether to allow executing Python code shipped with the checkpoint.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from mlx_packs.bases.gguf.blocks import EXACT, read_affine, read_dense
+from mlx_packs.bases.gguf.blocks import FORMATS, read_affine, read_dense
 from mlx_packs.bases.gguf.header import read_gguf
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
@@ -25,13 +25,16 @@ def cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
 def random_blocks(kind: str, rows: int = 8, columns: int = 96) -> np.ndarray:
     """Blocks of random bits whose scales are finite: also subnormal, negative and large ones."""
     rng = np.random.default_rng(3)
-    _, size, _ = EXACT[kind]
-    blocks = rng.integers(0, 256, (rows * columns // 32, size), dtype=np.uint8)
+    per_block, size = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (rows * columns // per_block, size), dtype=np.uint8)
     scales = rng.normal(0, 1, (len(blocks), 2)) * 10.0 ** rng.integers(-8, 3, (len(blocks), 2))
-    count = 2 if kind.endswith("1") else 1
+    count = 2 if kind.endswith(("1", "K")) else 1
     blocks[:, : 2 * count] = scales[:, :count].astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
@@ -47,18 +50,20 @@ def file_of(tmp_path, data: np.ndarray, kind: str):
     return read_gguf(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_exact_types_have_the_very_weights_of_the_file(tmp_path, kind):
-    blocks = random_blocks(kind)
+@pytest.mark.parametrize("kind", [*HALF_SCALES, "Q4_K", "Q5_K"])
+def test_exact_types_have_the_very_weights_of_the_file(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("mlx_packs.bases.gguf.blocks._ROWS_BYTES", 1000)  # several slices
+    blocks = random_blocks(kind, columns=512 if kind.endswith("K") else 96)
     file = file_of(tmp_path, blocks, kind)
+    (block_format,) = FORMATS[kind]
 
-    affine = read_affine(file, file.tensors["w"])
+    affine = read_affine(file, file.tensors["w"], block_format)
 
     parts = (mx.array(affine.scales).astype(mx.float32), mx.array(affine.biases).astype(mx.float32))
-    actual = mx.dequantize(mx.array(affine.weight), *parts, 32, affine.bits)
+    actual = mx.dequantize(mx.array(affine.weight), *parts, 32, block_format.bits)
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(np.array(actual), expected)
-    assert affine.scales.dtype == np.float16
+    assert affine.scales.dtype == (np.float32 if kind.endswith("K") else np.float16)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q5_K"])
@@ -83,7 +88,7 @@ def test_a_bias_that_overflows_float16_is_an_error_or_exact(tmp_path):
     blocks.reshape(-1, 34)[:, :2] = scales.view(np.uint8).reshape(-1, 2)
     file = file_of(tmp_path, blocks, "Q8_0")
 
-    affine = read_affine(file, file.tensors["w"])
+    affine = read_affine(file, file.tensors["w"], FORMATS["Q8_0"][0])
 
     assert affine.scales.dtype == affine.biases.dtype == np.float32
     assert (affine.biases == -128 * 600).all()

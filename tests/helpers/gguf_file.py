@@ -53,29 +53,50 @@ def add_sentence_piece(writer: gguf.GGUFWriter) -> int:
     return len(tokens)
 
 
-def shapes_of(architecture: str, vocab: int) -> dict[str, tuple[int, ...]]:
+def shapes_of(architecture: str, vocab: int, times: int = 1) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors by llama.cpp's names."""
-    shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab, HIDDEN), "output_norm": (HIDDEN,)}
-    q, kv = HEADS * WIDTH, KV_HEADS * WIDTH
+    hidden, width, ffn = times * HIDDEN, times * WIDTH, times * FFN
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab, hidden), "output_norm": (hidden,)}
+    q, kv = HEADS * width, KV_HEADS * width
     biases: dict[str, tuple[int, ...]] = {}
 
     for i in range(BLOCKS):
-        block = {"attn_output": (HIDDEN, q), "ffn_down": (HIDDEN, FFN)}
-        block |= dict.fromkeys(_NORMS.get(architecture, ("attn_norm", "ffn_norm")), (HIDDEN,))
+        block = {"attn_output": (hidden, q), "ffn_down": (hidden, ffn)}
+        block |= dict.fromkeys(_NORMS.get(architecture, ("attn_norm", "ffn_norm")), (hidden,))
 
         if architecture == "phi3":
-            block |= {"attn_qkv": (q + 2 * kv, HIDDEN), "ffn_up": (2 * FFN, HIDDEN)}
+            block |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * ffn, hidden)}
         else:
-            block |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
-            block |= {"ffn_gate": (FFN, HIDDEN), "ffn_up": (FFN, HIDDEN)}
+            block |= {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+            block |= {"ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden)}
 
         if architecture == "qwen2":
             biases |= {f"blk.{i}.attn_{n}.bias": (w,) for n, w in (("q", q), ("k", kv), ("v", kv))}
         if architecture in _HEAD_NORMS:
-            block |= {"attn_q_norm": (WIDTH,), "attn_k_norm": (WIDTH,)}
+            block |= {"attn_q_norm": (width,), "attn_k_norm": (width,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
 
     return shapes | biases
+
+
+# Where the float16 numbers of a block are, and which they are: weights become like 0.1.
+_K_SCALES = {
+    "Q2_K": (80, (0.006, 0.004)),
+    "Q3_K": (108, (0.002,)),
+    "Q4_K": (0, (3e-4, 2e-3)),
+    "Q5_K": (0, (1.5e-4, 2e-3)),
+    "Q6_K": (208, (6e-5,)),
+}
+
+
+def k_blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Rows of random blocks of a K-quant, which the package gguf does not write."""
+    _, size = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rows, columns = shape
+    blocks = rng.integers(0, 256, (rows * columns // 256, size), dtype=np.uint8)
+    start, scales = _K_SCALES[kind]
+    blocks[:, start : start + 2 * len(scales)] = np.float16(scales).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def write_tiny(
@@ -86,6 +107,7 @@ def write_tiny(
     template: str | None = TEMPLATE,
     tokenizer: str = "gpt2",
     change=lambda writer: None,
+    times: int = 1,
 ) -> dict[str, np.ndarray]:
     """Write a model with random weights and return them by llama.cpp's names, as gguf dequantizes them.
 
@@ -97,6 +119,7 @@ def write_tiny(
         template: the chat template.
         tokenizer: ``gpt2``, ``llama`` or nothing.
         change: called with the writer before the tensors are added.
+        times: widths are multiplied by it; 8 makes rows of whole blocks of K-quants.
     """
     writer = gguf.GGUFWriter(file, architecture)
     vocab = 270
@@ -109,13 +132,13 @@ def write_tiny(
             writer.add_chat_template(template)
 
     writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(times * HIDDEN)
     writer.add_block_count(BLOCKS)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(times * FFN)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(WIDTH)
-    writer.add_value_length(WIDTH)
+    writer.add_key_length(times * WIDTH)
+    writer.add_value_length(times * WIDTH)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
 
@@ -124,13 +147,16 @@ def write_tiny(
     change(writer)
 
     rng, stored = np.random.default_rng(7), {}
-    for name, shape in shapes_of(architecture, vocab).items():
+    for name, shape in shapes_of(architecture, vocab, times).items():
         weight = rng.normal(0, 0.1, shape).astype(np.float32)
         type_name = kinds.get(name, kind if len(shape) == 2 else "F32")
         if len(shape) == 1:
             weight += 1
         quantized_type = gguf.GGMLQuantizationType[type_name]
-        data = gguf.quants.quantize(weight, quantized_type)
+        if type_name.endswith("_K"):
+            data = k_blocks(rng, shape, type_name)
+        else:
+            data = gguf.quants.quantize(weight, quantized_type)
         raw = None if type_name in ("F32", "F16") else quantized_type
         full_name = name if name.endswith(".bias") else f"{name}.weight"
         writer.add_tensor(full_name, data, raw_dtype=raw)

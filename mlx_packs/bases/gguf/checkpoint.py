@@ -1,6 +1,6 @@
 """Writes the checkpoint folder of a GGUF file, one tensor at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from ...files import atomic_write, free_bytes, to_json
 from ...runtime import mx
 from ...tensors import write_tensors
 from .architectures import Architecture, architecture_of, config_of, names_of
-from .blocks import DENSE, EXACT, GROUP_SIZE, Affine, read_affine, read_dense
-from .header import GgufFile, TensorInfo, read_gguf
+from .blocks import DENSE, FORMATS, Affine, BlockFormat, read_affine, read_dense
+from .formats import choose_formats
+from .header import ERRORS, GgufFile, TensorInfo, read_gguf
 from .tokenizer import tokenizer_files
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -30,11 +31,12 @@ class Conversion:
     config: dict[str, Any]
     names: dict[str, str]  # tensors of the file by the names of MLX's model
     dtype: mx.Dtype  # of weights that are not exact: norms, biases, and what is dequantized
+    formats: dict[str, BlockFormat]  # by the names of MLX's weights; others become dense
     tokenizer: tuple[str, dict[str, Any]]  # tokenizer.json and tokenizer_config.json
 
     @classmethod
-    def of(cls, path: Path) -> "Conversion":
-        """Read and check everything of a file but its weights."""
+    def of(cls, path: Path, *, dense_k: bool = False) -> "Conversion":
+        """Read and check everything of a file but most of its weights."""
         file = read_gguf(path)
         architecture = architecture_of(file)
         config = config_of(file, architecture)
@@ -48,9 +50,13 @@ class Conversion:
         bos = file.metadata.get("tokenizer.ggml.bos_token_id")
         if isinstance(bos, int):
             config["bos_token_id"] = bos
-        if quantization := _quantization(file, names):
+
+        formats, errors = choose_formats(file, names, dtype, dense_k=dense_k)
+        if quantization := _quantization(file, names, formats):
             config |= {"quantization": quantization, "quantization_config": quantization}
-        return cls(file, architecture, config, names, dtype, (text, tokenizer_config))
+        if any(block_format.is_k for block_format in formats.values()):
+            config[ERRORS] = errors
+        return cls(file, architecture, config, names, dtype, formats, (text, tokenizer_config))
 
     def write(self, folder: Path) -> None:
         """The folder is there and empty."""
@@ -79,19 +85,20 @@ class Conversion:
             yield name, self.file.tensors[tensor]
 
     def _zeros(self, name: str, info: TensorInfo) -> Iterator[tuple[str, mx.array]]:
-        if _is_exact(info):
+        if block_format := self.formats.get(name):
             rows, columns = info.shape
-            bits = EXACT[info.type][0]
             path = name.removesuffix(".weight")
-            yield name, mx.zeros((rows, columns * bits // 32), mx.uint32)
+            yield name, mx.zeros((rows, columns * block_format.bits // 32), mx.uint32)
+            groups = rows, columns // block_format.group_size
             for part in ("scales", "biases"):
-                yield f"{path}.{part}", mx.zeros((rows, columns // GROUP_SIZE), self._scale_dtype)
+                yield f"{path}.{part}", mx.zeros(groups, self._scale_dtype(block_format))
         else:
             yield name, mx.zeros(info.shape, self._dense_dtype(info))
 
-    @property
-    def _scale_dtype(self) -> mx.Dtype:
-        return mx.float32 if self.dtype == mx.float32 else mx.float16
+    def _scale_dtype(self, block_format: BlockFormat) -> mx.Dtype:
+        if block_format.is_k or self.dtype == mx.float32:
+            return mx.float32
+        return mx.float16
 
     def _dense_dtype(self, info: TensorInfo) -> mx.Dtype:
         """Matrices in F16 and BF16 keep their own."""
@@ -102,11 +109,11 @@ class Conversion:
     def _tensors(self) -> Iterator[tuple[str, mx.array]]:
         for name, info in self._infos():
             order = self._order(name, info)
-            if _is_exact(info):
-                weight = read_affine(self.file, info)
+            if block_format := self.formats.get(name):
+                weight = read_affine(self.file, info, block_format)
                 if order is not None:
                     weight = weight.rows(order)
-                yield from self._affine(name, weight)
+                yield from self._affine(name, weight, block_format)
                 continue
 
             array = read_dense(self.file, info)
@@ -122,14 +129,17 @@ class Conversion:
 
             yield name, tensor
 
-    def _affine(self, name: str, weight: Affine) -> Iterator[tuple[str, mx.array]]:
+    def _affine(
+        self, name: str, weight: Affine, block_format: BlockFormat
+    ) -> Iterator[tuple[str, mx.array]]:
         path = name.removesuffix(".weight")
         yield name, mx.array(weight.weight)
         for part, values in (("scales", weight.scales), ("biases", weight.biases)):
-            tensor = mx.array(values).astype(self._scale_dtype)
-            if not mx.isfinite(tensor).all().item():
+            tensor = mx.array(values)
+            # the dtype on a GPU, which rounds the scales of K-quants when it loads them
+            if self.dtype != mx.float32 and not mx.isfinite(tensor.astype(mx.float16)).all().item():
                 raise self.file.fault(f"{name} has a scale beyond float16. Get it again.")
-            yield f"{path}.{part}", tensor
+            yield f"{path}.{part}", tensor.astype(self._scale_dtype(block_format))
 
     def _order(self, name: str, info: TensorInfo) -> np.ndarray | None:
         """The rows of q and k in MLX's order; None if they are in it."""
@@ -151,7 +161,9 @@ def _heads_of(name: str, config: dict[str, Any]) -> int | None:
 
 
 def _is_exact(info: TensorInfo) -> bool:
-    return info.type in EXACT and len(info.shape) == 2
+    """Whether a tensor stays as it is with scales in float16."""
+    is_matrix = len(info.shape) == 2
+    return is_matrix and any(not block_format.is_k for block_format in FORMATS.get(info.type, ()))
 
 
 def _check_shapes(
@@ -207,25 +219,25 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     return _STORED.get(most, mx.float16)
 
 
-def _quantization(file: GgufFile, names: dict[str, str]) -> dict[str, Any]:
-    """The settings of most weights, and the others by path; {} if no weight is exact."""
-    bits_of: dict[str, int] = {}
-    sizes: dict[int, int] = {}
-
-    for name, tensor in names.items():
-        info = file.tensors[tensor]
-        if _is_exact(info):
-            bits = EXACT[info.type][0]
-            bits_of[name.removesuffix(".weight")] = bits
-            sizes[bits] = sizes.get(bits, 0) + info.nbytes
-
-    if not sizes:
+def _quantization(
+    file: GgufFile, names: Mapping[str, str], formats: Mapping[str, BlockFormat]
+) -> dict[str, Any]:
+    """The settings of most weights, and the others by path; {} if no weight is quantized."""
+    if not formats:
         return {}
 
-    main = max(sizes, key=lambda bits: sizes[bits])
+    sizes: dict[tuple[int, int], int] = {}
+    for name, block_format in formats.items():
+        key = (block_format.group_size, block_format.bits)
+        sizes[key] = sizes.get(key, 0) + file.tensors[names[name]].nbytes
+    main = max(sizes, key=lambda key: sizes[key])
 
-    def settings(bits: int) -> dict[str, Any]:
-        return {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+    def settings(group_size: int, bits: int) -> dict[str, Any]:
+        return {"group_size": group_size, "bits": bits, "mode": "affine"}
 
-    others = {path: settings(bits) for path, bits in bits_of.items() if bits != main}
-    return settings(main) | others
+    others = {
+        name.removesuffix(".weight"): settings(block_format.group_size, block_format.bits)
+        for name, block_format in formats.items()
+        if (block_format.group_size, block_format.bits) != main
+    }
+    return settings(*main) | others

@@ -9,11 +9,11 @@ from ...errors import PackError
 from ...reading import check_regular
 
 _CACHE = Cache("gguf", days=30, is_needed=True)
-_FORMAT = "mlx_packs gguf 2"
+_FORMAT = "mlx_packs gguf 3"
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """It is written if it is not there; PackError if the file cannot be used as a base model."""
+def checkpoint_folder(path: Path, *, dense_k: bool = False) -> Path:
+    """Write it if it is missing, with ``dense_k`` another one; PackError for an unusable file."""
     from .checkpoint import Conversion  # which loads MLX
 
     path = path.resolve()
@@ -27,14 +27,17 @@ def checkpoint_folder(path: Path) -> Path:
     state = _state(path)
 
     def write(folder: Path) -> None:
-        Conversion.of(path).write(folder)
+        Conversion.of(path, dense_k=dense_k).write(folder)
         if _state(path) != state:
             raise PackError(
                 f"{path}: changed while it was read. Wait until it is written.", "unreadable"
             )
 
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return _CACHE.folder(f"{path.stem[:80]}-{digest[:12]}", key_of(state), write)
+    name = f"{path.stem[:80]}-{digest[:12]}"
+    if dense_k:
+        name += "-dense"
+    return _CACHE.folder(name, key_of(state), write)
 
 
 def _state(path: Path) -> list:

@@ -17,6 +17,7 @@ from ...errors import PackError
 from ...reading import open_regular
 
 MAGIC = b"GGUF"
+ERRORS = "gguf_errors"  # in the config.json of a file whose K-quants stay quantized: by type
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 1 << 17
 _MAX_KEYS = 1 << 16
