@@ -194,15 +194,30 @@ class CPUProfile(Profile):
     ) -> mx.array:
         """Return the same by array operations, which are vectorized, unlike `mx.dequantize`."""
         in_float32 = scales.dtype == (dtype or mx.float32) == mx.float32
-        if mode != "affine" or bits not in (4, 8) or not in_float32:
+        if mode != "affine" or bits not in (4, 5, 8) or not in_float32:
             return super().dequantize(weight, scales, biases, group_size, bits, mode, dtype)
 
         codes = weight.view(mx.uint8)
         if bits == 4:  # spread two at a time: three operations on half as many bytes as weights
             pairs = codes.astype(mx.uint16)  # 00ab to 0a0b, whose lower byte comes first
             codes = ((pairs | (pairs << 4)) & 0x0F0F).view(mx.uint8)
+        elif bits == 5:
+            codes = _codes_of_5_bits(codes)
         codes = codes.reshape(*scales.shape, group_size).astype(mx.float32)
         return (codes * scales[..., None] + biases[..., None]).reshape(len(weight), -1)
+
+
+def _codes_of_5_bits(packed: mx.array) -> mx.array:
+    """Return the eight codes of each five bytes, whose lowest bits come first."""
+    packed = packed.reshape(-1, 5).astype(mx.uint16)
+    codes = []
+    for start in range(0, 40, 5):
+        byte, shift = divmod(start, 8)
+        code = packed[:, byte]
+        if shift > 3:  # the code continues in the next byte
+            code = code | (packed[:, byte + 1] << 8)
+        codes.append((code >> shift) & 31)
+    return mx.stack(codes, axis=-1)
 
 
 CPU = CPUProfile()
