@@ -397,6 +397,8 @@ def _run(
         path = given["matmul_path"]
         if path == "auto":
             path = generation_path(base.model)
+            if path == "transient":  # its modules cannot have the adapters of several packs
+                path = "quantized"
         worker = Generator(base, _limits(base, given), path)
 
     library = Library(worker, folder)

@@ -48,17 +48,18 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def generation_path(model: nn.Module) -> str:
-    """Return the matmul path to generate text by: ``quantized``, or ``dense`` on most CPUs.
+    """Return the matmul path to generate text by.
 
-    On a CPU a product with a quantized weight is slow even for one token: dequantizing all weights
-    once costs about as much as ten tokens. GPUs read a quantized weight faster than a dense one.
+    On a CPU it is ``dense`` if there is the memory, else ``transient``: the products of a prompt
+    with quantized weights are some 18 times as slow, those of a single token hardly faster. GPUs
+    read a quantized weight faster than a dense one.
     """
     if not runtime.on_cpu() or hasattr(model, "blocks_on_disk"):
         return "quantized"
     free = runtime.total_memory() - mx.get_active_memory()
     if dense_bytes(model) < _DENSE_SHARE_TO_GENERATE * free:
         return "dense"
-    return "quantized"
+    return "transient"
 
 
 def choose_matmul_path(

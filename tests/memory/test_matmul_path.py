@@ -210,6 +210,6 @@ def test_text_is_generated_with_dense_weights_on_a_cpu_that_has_the_memory(monke
         assert generation_path(model) == "dense"
         needed = matmul_path.dense_bytes(model)
         monkeypatch.setattr(runtime, "total_memory", lambda: mx.get_active_memory() + 2 * needed)
-        assert generation_path(model) == "quantized"
+        assert generation_path(model) == "transient"
     with runtime.assumed_device("gpu"):
         assert generation_path(model) == "quantized"
