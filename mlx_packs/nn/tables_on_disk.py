@@ -19,7 +19,7 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding, FloatingEmbedding)
 KINDS = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)  # what can be on disk: exactly these classes
 
 
-class Rows(Protocol):
+class StoredRows(Protocol):
     """Rows of the arrays [V, ...] of a module, by their names in it."""
 
     def at(self, tokens: np.ndarray) -> dict[str, mx.array]:
@@ -36,7 +36,7 @@ class TableOnDisk(nn.Module):
     """
 
     in_memory: type[nn.Module]
-    rows_on_disk: Rows
+    rows_on_disk: StoredRows
 
     def with_arrays(self, arrays: dict[str, mx.array]) -> Any:
         """Return the module as it is in memory, with some rows."""
@@ -128,7 +128,7 @@ def _on_disk(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (TableOnDisk, kind), namespace)
 
 
-def put_table_on_disk(module: nn.Module, rows: Rows) -> None:
+def put_table_on_disk(module: nn.Module, rows: StoredRows) -> None:
     """Let a module of one of `KINDS` read its rows; whoever holds it sees that."""
     module.__class__ = _on_disk(type(module))
     module.rows_on_disk = rows

@@ -26,7 +26,7 @@ from ..reading import read_header, read_json
 from ..runtime import mx, on_cpu, total_memory, versions
 from ..tensors import save_tensors
 from .blocks import OffloadedBlocks, StoredBlock, empty, state_of
-from .tables import Table, piece_files, tables_of, write_pieces
+from .tables import TableModule, piece_files, tables_of, write_pieces
 
 _CACHE = Cache("blocks", days=30, is_needed=True)
 _PLACES = "places.json"  # by module and name in it: the name in the checkpoint, or null
@@ -63,7 +63,7 @@ def put_on_disk(base: BaseModel) -> None:
 
 
 def _find_arrays(
-    base: BaseModel, blocks: Mapping[str, nn.Module], tables: Mapping[str, Table]
+    base: BaseModel, blocks: Mapping[str, nn.Module], tables: Mapping[str, TableModule]
 ) -> tuple[Path, dict[str, Found]]:
     """Return the cached folder of a base, and where the arrays of its blocks and tables are."""
     modules = {**blocks, **{path: table.module for path, table in tables.items()}}

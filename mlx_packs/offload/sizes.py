@@ -38,6 +38,7 @@ class BlocksOnDisk:
         stored: dict[int, int] = {}
         tables: dict[str, int] = {}
         heads: dict[str, int] = {}
+
         for name, nbytes, stored_bytes in tensors:
             if table := _TABLE.search(name):
                 tables[name] = nbytes
@@ -46,6 +47,7 @@ class BlocksOnDisk:
                 block = int(place[1])
                 memory[block] = memory.get(block, 0) + nbytes
                 stored[block] = stored.get(block, 0) + stored_bytes
+
         return cls(
             len(memory),
             len(memory),

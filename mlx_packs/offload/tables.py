@@ -20,7 +20,7 @@ PIECE_ROWS = 1024  # of a file of a head: a slice of the vocabulary reads some f
 
 
 @dataclass(frozen=True)
-class Table:
+class TableModule:
     """An embedding or a head of a model.
 
     Attributes:
@@ -58,7 +58,7 @@ class Table:
         put_table_on_disk(self.module, StoredTable(stored, pieces, count))
 
 
-def tables_of(model: nn.Module) -> dict[str, Table]:
+def tables_of(model: nn.Module) -> dict[str, TableModule]:
     """Return the embeddings and the head of a model that can be on disk, by their paths."""
     blocks = tuple(f"{prefix}." for prefix in block_prefixes(model))
     modules = {
@@ -71,8 +71,8 @@ def tables_of(model: nn.Module) -> dict[str, Table]:
     heads = {p: m for p, m in modules.items() if p not in embeddings and len(m.weight) in rows}
 
     is_tied = not heads
-    tables = {path: Table(module, is_tied) for path, module in embeddings.items()}
-    return tables | {path: Table(module, True) for path, module in heads.items()}
+    tables = {path: TableModule(module, is_tied) for path, module in embeddings.items()}
+    return tables | {path: TableModule(module, True) for path, module in heads.items()}
 
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "uint16", "U32": "uint32", "U8": "uint8"}
@@ -127,7 +127,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """The rows of a module; see `nn.tables_on_disk.Rows`.
+    """The rows of a module; see `nn.tables_on_disk.StoredRows`.
 
     Attributes:
         arrays: Its arrays by their names in it.
