@@ -3,10 +3,12 @@
     python -m benchmarks.plan_table --device gpu --memory 8,16,24,64
     python -m benchmarks.plan_table --fits
     python -m benchmarks.plan_table --batches
+    python -m benchmarks.plan_table --disk
 
 `--fits` prints the table of the README: QLoRA on Macs, with the predicted speed of a step
 (`python -m benchmarks graph`). `--batches` prints the table of docs/choose.md: the largest batch of
-QLoRA on each size of Mac. Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
+QLoRA on each size of Mac. `--disk` prints the table of docs/memory.md: steps with the base on disk.
+Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
 those of the published config.json; without one, all of these. The numbers are those of `packs
 plan`, which computes nothing.
 """
@@ -21,9 +23,10 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import size
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers, tensors_of
-from mlx_packs.memory.plan import ERROR
+from mlx_packs.memory.plan import ERROR, MemoryPlan
 from mlx_packs.memory.read import describe, read_headers
 from mlx_packs.memory.recommend import Option, recommend
+from mlx_packs.offload.disk import ASSUMED_RATE
 from mlx_packs.runtime import assumed_device, metal_share, mx
 
 from .apple_gpu.capture import OURS, StepJob
@@ -116,6 +119,35 @@ CHOSEN = {
         "num_attention_heads": 64,
     },
 }
+# The same for steps with the base on disk.
+ON_DISK = {
+    "Qwen3-8B": QWEN3_8B,
+    "Qwen3-14B": QWEN3_14B,
+    "Qwen3-30B-A3B": QWEN3_8B
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "Qwen3-32B": CHOSEN["Qwen3-32B"],
+    "Llama-3-70B": CHOSEN["Llama-3-70B"],
+}
+DISK_SHAPES = ((1, 256), (4, 512))
+DISK_CHIPS = {
+    "M1": "M1 in float16",
+    "M2 Pro": "M2 Pro in float16",
+    "M4": "M4",
+    "M4 Max": "M4 Max",
+    "M5": "M5",
+}
 CHOSEN_MACS_GB = (8, 16, 24, 64, 128)
 LARGEST_BATCHES = (1, 2, 4, 8)
 _BATCH, _LENGTH = 4, 512  # of the step whose speed is predicted
@@ -166,15 +198,17 @@ def holds(mac_gb: int, peak: int) -> bool:
     return peak * (1 + ERROR) <= metal_share(mac_gb << 30)
 
 
-def peak_on_disk(name: str, config: dict) -> int:
-    """The peak of QLoRA on a stored 4-bit base whose blocks stay on disk, in bytes."""
+def plan_on_disk(name: str, config: dict, batch: int = 1, length: int = 2048) -> MemoryPlan:
+    """The plan of QLoRA on a stored 4-bit base that stays on disk."""
     model_class, arguments_class = classes_of(config)
     model = model_class(arguments_class.from_dict(config))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=64, bits=4)
     headers = Headers(name, config, tensors_of(model))
-    train = TrainConfig(matmul_path="quantized", offload_base="on", batch_size=1)
-    return estimate(headers, LoRAConfig(), train).peak_bytes
+    train = TrainConfig(
+        matmul_path="quantized", offload_base="on", batch_size=batch, max_seq_length=length
+    )
+    return estimate(headers, LoRAConfig(), train)
 
 
 def smallest_mac(peak: int) -> str:
@@ -201,7 +235,7 @@ def fits(name: str) -> list[str]:
     with assumed_device("gpu"):
         headers = describe(name, FITTED[name] | {"torch_dtype": "bfloat16"})
         peaks = [qlora_peak(headers, batch) for batch in BATCHES]
-        peaks.append(peak_on_disk(name, headers.config))
+        peaks.append(plan_on_disk(name, headers.config).peak_bytes)
         return [smallest_mac(peak) for peak in peaks]
 
 
@@ -232,6 +266,48 @@ def print_batches() -> None:
         print("| " + " | ".join([name, *largest_batches(name)]) + " |")
 
 
+def print_disk() -> None:
+    """Print the table of docs/memory.md: seconds of a step, and the share that waits for the disk.
+
+    A step waits as long as reading takes longer than computing, at `ASSUMED_RATE`.
+    """
+    print(
+        "| 4-bit base model | tokens | peak → smallest Mac | read | " + " | ".join(DISK_CHIPS), "|"
+    )
+    print("|---" * (4 + len(DISK_CHIPS)) + "|")
+    for name, config in ON_DISK.items():
+        for batch, length in DISK_SHAPES:
+            with assumed_device("gpu"):
+                headers = config | {"torch_dtype": "bfloat16"}
+                plan = plan_on_disk(name, headers, batch, length)
+            peak = smallest_mac(plan.peak_bytes)
+            read = plan.offload.step_bytes
+            times = seconds_on_disk(config, batch, length, read / ASSUMED_RATE)
+            print("|", " | ".join([name, f"{batch} × {length}", peak, size(read), *times]), "|")
+
+
+def seconds_on_disk(config: dict, batch: int, length: int, reading: float) -> list[str]:
+    """The predicted seconds of a step on each of `DISK_CHIPS` whose blocks are read meanwhile.
+
+    Experts count as a dense feed-forward as wide as those of a token, which computes as much.
+    """
+    if routed := config.get("num_experts_per_tok"):
+        width = routed * config["moe_intermediate_size"]
+        config = config | {"model_type": "qwen3", "intermediate_size": width}
+    job = StepJob(config=config, batch=batch, length=length, rank=16, recompute="block")
+    (step,) = lay_out([(OURS, job)], list(DISK_CHIPS.values()))
+
+    cells = []
+    for chip in DISK_CHIPS.values():
+        computing = step.whole.seconds[chip]
+        seconds = max(computing, reading)
+        cell = f"≈ {float(f'{seconds:.2g}'):g} s"
+        if reading > computing:
+            cell += f", {1 - computing / seconds:.0%} waiting"
+        cells.append(cell)
+    return cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bases", nargs="*", default=list(CONFIGS))
@@ -239,12 +315,17 @@ def main() -> None:
     parser.add_argument("--memory", default="8,16,24,64")
     parser.add_argument("--fits", action="store_true", help="the README's table")
     parser.add_argument("--batches", action="store_true", help="the table of docs/choose.md")
+    parser.add_argument("--disk", action="store_true", help="the table of docs/memory.md")
     options = parser.parse_args()
     if options.fits:
         print_fits()
         return
     if options.batches:
         print_batches()
+        return
+
+    if options.disk:
+        print_disk()
         return
 
     memories = [float(part) for part in options.memory.split(",")]

@@ -1,6 +1,7 @@
 """Whether the blocks of a base stay on disk in a run, and how many of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .. import runtime
 from ..bases.shapes import is_named
@@ -8,11 +9,12 @@ from ..display import size
 from ..errors import PackError
 from ..memory.estimate import least
 from ..memory.memory_choice import MemoryChoice
-from ..memory.plan import verdict
+from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.surgery import block_prefixes
 from ..offload.placing import put_on_disk
 from ..packs.base import Base
+from ..runtime import mx
 from ..tasks.phases import PhaseData
 from .planning import fit_into_memory
 from .settings import Request, Run, RunSettings
@@ -68,6 +70,20 @@ def fit_run(
     if base.blocks_on_disk is None:
         put_on_disk(base)
     return offloaded, fit_into_memory(offloaded, base, target, data)
+
+
+@contextmanager
+def reads_limited(base: Base, plan: MemoryPlan | None) -> Iterator[None]:
+    """Return a context in which MLX computes before it reads more than the plan has room for."""
+    if base.blocks_on_disk is None or plan is None:
+        yield
+        return
+
+    limit = mx.set_memory_limit(int(plan.peak_bytes * (1 + ERROR)))
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(limit)
 
 
 def check_offload(base: Base, settings: RunSettings) -> None:

@@ -10,10 +10,12 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.memory.estimate import least
+from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import read_headers
 from mlx_packs.offload import placing
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
+from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import raises
 from tests.helpers.observers import Observer
@@ -97,6 +99,26 @@ class Stops(Observer):
 
     def on_report(self, line, batches_per_s):
         self.action()
+
+
+def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path):
+    limits = []
+
+    def note():
+        limits.append(mx.set_memory_limit(1 << 40))
+        mx.set_memory_limit(limits[0])
+
+    outside = mx.set_memory_limit(1 << 40)
+    mx.set_memory_limit(outside)
+    train = replace(RUN, iters=1, offload_base="on", steps_per_report=1)
+    rows = data["chats"]
+    run = train_pack(
+        str(base), rows, LORA, train, tmp_path / "o", progress=False, callbacks=[Stops(note)]
+    )
+
+    assert limits == [int(1e9 * run.report["plan_peak_gb"] * (1 + ERROR))]
+    note()
+    assert limits[1] == outside
 
 
 @pytest.mark.slow
