@@ -1,4 +1,4 @@
-"""Estimate the peak memory of training a decoder: of the Llama family, or a hybrid.
+"""Estimate the peak memory of training a decoder: of the Llama family, a hybrid or a mixture.
 
 `memory.step` follows a step by hand. On a GPU the same formula is used with the dtype of the
 checkpoint. It was **not measured there**.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .. import runtime
-from ..bases.precision import activation_bytes
+from ..bases.precision import activation_bytes, stored_dtype
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.vision_families import is_of_projector
 from ..bases.weight_formats import named_format
@@ -27,6 +27,7 @@ from ..data.shapes import (
 from ..errors import PackError
 from ..offload.sizes import BlocksOnDisk
 from ..ops.profile import profile
+from ..tensors import DTYPES
 from .decoder_sizes import (
     HYBRID_FAMILIES,
     TEXT_FAMILIES,
@@ -101,6 +102,13 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
             quantized.add(path)
             total -= tensor_bytes(stored, widen)
             total += weight_format.nbytes(shape, itemsize)
+        # experts by their shapes: they are stored one by one, or under other names
+        for path, shape in sizes.stacks.items():
+            weight_format = format_for(path, shape, options, "other")
+            if isinstance(weight_format, str):
+                continue
+            dense = {"dtype": DTYPES[stored_dtype(headers.config)], "shape": shape}
+            total += weight_format.nbytes(shape, itemsize) - tensor_bytes(dense, widen)
 
     if MATMUL_PATHS[_path_of(train)].keeps_dense:
         dense = (shape for path, shape in sizes.modules.items() if path in quantized)

@@ -17,6 +17,7 @@ HYBRID_FAMILIES = (
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "qwen3_moe",
 )
 # The language model of families with a vision tower, as a base without images.
 TEXT_FAMILIES = {name: f.widths for name, f in VISION_FAMILIES.items() if f.widths is not None}
@@ -70,6 +71,11 @@ class Sizes:
     def projections(self) -> dict[str, tuple[int, int]]:
         """Those of ``modules`` that are in blocks."""
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, int, int]]:
+        """Path -> (experts, out, in) of the experts of a mixture, as mlx-lm stacks them."""
+        return {}
 
     @property
     def weights(self) -> int:

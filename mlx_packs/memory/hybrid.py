@@ -1,8 +1,9 @@
-"""Estimate the peak memory of training a Qwen3.5 or Qwen3-Next, dense or a mixture of experts.
+"""Estimate the peak memory of training a Qwen3.5, a Qwen3-Next, or a mixture of experts of Qwen3.
 
-Most of their blocks have the gated delta rule (`ops.gated_delta`) in place of attention. What a
-block keeps was read off measured peaks of small models on a CPU, one size changed at a time; it is
-all that autodiff keeps, since the families' own blocks recompute nothing by themselves.
+Most blocks of the first two have the gated delta rule (`ops.gated_delta`) in place of attention,
+and their mixtures a shared expert. What a block keeps was read off measured peaks of small models
+on a CPU, one size changed at a time; it is all that autodiff keeps, since the families' own blocks
+recompute nothing by themselves.
 """
 
 from collections.abc import Mapping
@@ -38,14 +39,19 @@ _MIXTURE_KEYS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
+# what the config of a qwen3_moe lacks: attention is in every block, and no expert is shared
+_NOT_HYBRID = {
+    **dict.fromkeys((*_HEAD_KEYS, "linear_conv_kernel_dim"), 0),
+    **{"full_attention_interval": 1, "shared_expert_intermediate_size": 0},
+}
 
 
 @dataclass(frozen=True)
 class HybridSizes(Sizes):
-    """Widths of a hybrid base.
+    """Widths of a hybrid base, or of a mixture with attention in every block.
 
     Attributes:
-        ffn: Width of the feed-forward, or of the shared expert of a mixture.
+        ffn: Width of the feed-forward, or of the shared expert of a mixture; 0 without one.
         recurrent: By block, whether it has the gated delta rule rather than attention.
         experts: Of a mixture, beside the shared one.
         routed: Experts of a token.
@@ -61,16 +67,34 @@ class HybridSizes(Sizes):
     expert_ffn: int = 0
 
     @property
+    def is_hybrid(self) -> bool:
+        return any(self.recurrent)
+
+    @property
     def weights(self) -> int:
         of_experts = self.experts * self.hidden * (3 * self.expert_ffn + 1)
         return super().weights + self.blocks * of_experts
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, int, int]]:
+        if not self.experts:
+            return {}
+        into = (self.experts, self.expert_ffn, self.hidden)
+        out = (self.experts, self.hidden, self.expert_ffn)
+        shapes = {"gate_proj": into, "up_proj": into, "down_proj": out}
+        return {
+            f"model.layers.{i}.mlp.switch_mlp.{name}": shape
+            for i in range(self.blocks)
+            for name, shape in shapes.items()
+        }
 
     @property
     def feed_forward(self) -> float:
         """Numbers per token that a feed-forward keeps for its backward pass."""
         if not self.experts:
             return 5 * self.ffn
-        return self.routed * (3.5 * self.expert_ffn + 1.7 * self.hidden) + 4.2 * self.ffn
+        of_experts = self.routed * (4 * self.expert_ffn + self.hidden) + 2 * self.experts
+        return of_experts + 4.2 * self.ffn
 
     @property
     def values(self) -> int:
@@ -96,9 +120,14 @@ def adapted_sizes(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Hyb
 def hybrid_sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
     """Return the sizes; raise a PackError where a config lacks one."""
     mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
+    needed = dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0")
+    is_hybrid = config["model_type"] != "qwen3_moe"
+    if not is_hybrid:
+        config = {**config, **_NOT_HYBRID}
+        needed = {key: kind for key, kind in needed.items() if key not in _NOT_HYBRID}
 
     try:
-        check_keys(dict(config), dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0"))
+        check_keys(dict(config), needed)
     except ValueError as error:
         raise PackError(f"no plan: in config.json {error}.", "unsupported") from None
 
@@ -118,7 +147,7 @@ def hybrid_sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
     values = value_heads * value_width
 
     recurrent = tuple((i + 1) % every != 0 for i in range(blocks))
-    attention = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden)}
+    attention = {"q_proj": ((1 + is_hybrid) * queries, hidden), "k_proj": (keys, hidden)}
     attention |= {"v_proj": (keys, hidden), "o_proj": (hidden, queries)}
     if config["model_type"] == "qwen3_next":
         widths = {"in_proj_qkvz": mixed + 2 * values, "in_proj_ba": 2 * value_heads}
@@ -136,7 +165,8 @@ def hybrid_sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
         kind, parts = ("linear_attn", rule) if is_recurrent else ("self_attn", attention)
         block = f"model.layers.{i}"
         modules |= {f"{block}.{kind}.{name}": shape for name, shape in parts.items()}
-        modules |= {f"{block}.{feed_forward}.{name}": shape for name, shape in mlp.items()}
+        if ffn:
+            modules |= {f"{block}.{feed_forward}.{name}": shape for name, shape in mlp.items()}
 
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
@@ -166,15 +196,33 @@ class HybridStep(Step):
             keys = sizes.key_heads * sizes.key_width
             return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
 
-        # probabilities, and half of what makes them; a fused gradient keeps neither
-        kept = kept + 4.7 * sizes.queries + 2.3 * sizes.keys
+        # the attention of a hybrid has a gate
+        queries = 4.7 if sizes.is_hybrid else 3
+        kept = kept + queries * sizes.queries + 2.3 * sizes.keys
+        # probabilities, and some of what makes them; a fused gradient keeps neither
         if runtime.on_cpu():
-            kept += 1.6 * sizes.heads * own.keys
+            kept += 1.2 * sizes.heads * own.keys
         return kept
 
     def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         sizes = self.sizes
         (level,) = own.levels
+        # gradients inside the experts; of a block that is computed again more is there at a time
+        in_experts = sizes.routed * 2 * sizes.hidden
+        if self.policy.blocks:
+            in_experts = sizes.routed * (4.5 * sizes.hidden + 3 * sizes.expert_ffn)
+
+        mlp = own.tokens * (4 * sizes.hidden + sizes.feed_forward + in_experts)
+        scores = 2.5 * sizes.heads * level.keys if runtime.on_cpu() else 0
+        attention = own.tokens * (scores + 8 * (sizes.queries + sizes.keys))
+
+        moments = {
+            "mlp": (itemsize * (mlp + self.dense_slices()), 0),
+            "attention": (itemsize * attention, 0),
+        }
+        if not sizes.is_hybrid:
+            return moments
+
         rule = gated_delta.Sizes(
             level.rows,
             int(level.length),
@@ -183,15 +231,6 @@ class HybridStep(Step):
             sizes.key_width,
             sizes.value_width,
         )
-
-        mlp = own.tokens * (4 * sizes.hidden + sizes.feed_forward)
-        scores = 3 * sizes.heads * level.keys if runtime.on_cpu() else 0
-        attention = own.tokens * (scores + 2 * (sizes.queries + sizes.keys))
-
         # of a block that is computed again half of the feed-forward is gone before the recurrence
         gone = 0.6 * sizes.feed_forward if self.policy.blocks else 0
-        return {
-            "mlp": (itemsize * (mlp + self.dense_slices()), 0),
-            "attention": (itemsize * attention, 0),
-            "recurrence": (gated_delta.working_bytes(rule), gone),
-        }
+        return {**moments, "recurrence": (gated_delta.working_bytes(rule), gone)}

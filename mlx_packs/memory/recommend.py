@@ -9,6 +9,7 @@ import itertools
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -202,7 +203,8 @@ def recommend(
         options[0] = replace(best, why=f"{reason}; {best.why}")
 
     if not has_score_head(train):
-        options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
+        with suppress(PackError):  # that of a mixture of experts has no plan
+            options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
 
     return [
         replace(

@@ -1,4 +1,6 @@
-"""The plan of hybrid models against measured peaks, and against the parameters that mlx-lm makes."""
+"""The plan of hybrid models and mixtures against measured peaks, and against the parameters that mlx-lm makes."""
+
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from mlx_packs.memory.decoder_sizes import language_model
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
+from mlx_packs.memory.recommend import recommend
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import assumed_device
 from tests.helpers.errors import raises
@@ -58,9 +61,10 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
     if family.startswith("qwen3_5"):
         return {"model_type": family, "vocab_size": VOCAB, "text_config": text}
 
-    moe = MIXTURE | {"shared_expert_intermediate_size": ffn}
-    more = {"mlp_only_layers": [], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    return text | moe | more
+    text |= MIXTURE | {"mlp_only_layers": [], "rope_theta": 1e4}
+    if family == "qwen3_moe":
+        return {k: v for k, v in text.items() if "linear" not in k} | {"norm_topk_prob": True}
+    return text | {"shared_expert_intermediate_size": ffn, "partial_rotary_factor": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -83,16 +87,70 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
 def test_the_plan_is_within_its_error_of_the_measured_peak(name, length, recompute):
     """Of LoRA on a batch of one row."""
     family = "qwen3_5_moe" if name == "mixture" else "qwen3_5"
-    base = base_of_config(config_of(family, *SHAPES[name]))
+    check_plan(config_of(family, *SHAPES[name]), 1, length, recompute)
+
+
+def check_plan(config: dict, rows: int, length: int, recompute: str) -> None:
+    base = base_of_config(config)
     lora = LoRAConfig(rank=4)
-    train = TrainConfig(batch_size=1, recompute=recompute, matmul_path="dense")
-    planned = estimate(Headers.of(base), lora, train, [(length, length)]).peak_bytes
+    train = TrainConfig(batch_size=rows, recompute=recompute, matmul_path="dense")
+    planned = estimate(Headers.of(base), lora, train, [(length, rows * length)]).peak_bytes
     tokens = np.random.default_rng(0).integers(0, VOCAB, length + 1).astype(np.int32)
-    batch = make_batch([Example(tokens, np.arange(length + 1) > 0, "row")], [0], 1, length)
+    examples = [Example(tokens, np.arange(length + 1) > 0, "row")] * rows
+    batch = make_batch(examples, list(range(rows)), rows, length)
     assert planned == pytest.approx(peak_of_step(base, lora, train, batch), rel=ERROR)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "routed", "rows", "length", "recompute"),
+    [
+        ("qwen3_moe", 2, 1, 128, "none"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_moe", 2, 4, 128, "block"),
+                ("qwen3_moe", 8, 4, 128, "none"),
+                ("qwen3_moe", 8, 4, 128, "block"),
+                ("qwen3_moe", 4, 1, 1024, "none"),
+                ("qwen3_5_moe", 8, 1, 256, "none"),
+                ("qwen3_5_moe", 8, 1, 256, "block"),
+            )
+        ),
+    ],
+)
+def test_the_plan_of_a_mixture_counts_the_experts_of_a_token(
+    family, routed, rows, length, recompute
+):
+    config = config_of(family, *SHAPES["mixture"])
+    text = config.get("text_config", config)
+    text |= {"num_experts": 16, "num_experts_per_tok": routed}
+    check_plan(config, rows, length, recompute)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "qwen3_next"])
+def test_experts_that_loading_quantizes_count_so_whatever_their_names(family):
+    config = config_of(family, 128, 64, 4, 2)
+    dense = describe(config)
+    stacked = {n: t for n, t in dense.items() if "switch_mlp" in n}
+    assert len(stacked) == 6
+    one_by_one = {n: t for n, t in dense.items() if n not in stacked} | {
+        n.replace("switch_mlp", f"experts.{e}"): {**t, "shape": t["shape"][1:]}
+        for n, t in stacked.items()
+        for e in range(t["shape"][0])
+    }
+    plans = [
+        estimate(Headers("base", config, tensors), LoRAConfig(rank=4), TrainConfig(quantize=form))
+        for form in ("none", "affine4", "nf4")
+        for tensors in (dense, one_by_one)
+    ]
+    assert plans[::2] == plans[1::2]
+
+    none, affine, nf4 = (plan.base for plan in plans[::2])
+    of_experts = sum(4 * math.prod(t["shape"]) for t in stacked.values())
+    assert none > of_experts > affine and nf4 > of_experts
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_moe"])
 def test_described_headers_are_those_of_the_model(family):
     config = config_of(family, *SHAPES["narrow"])
     base = base_of_config(config)
@@ -145,8 +203,9 @@ def test_full_fine_tuning_of_a_dense_base_has_a_plan():
     assert full.adapters == 4 * full.base_weights
 
 
-def test_training_experts_has_no_plan():
-    headers = Headers.of(family_base("qwen3_next"))
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_training_experts_has_no_plan(family):
+    headers = Headers.of(family_base(family))
     with raises("unsupported", None, "experts"):
         estimate(headers, LoRAConfig(rank=2, target_modules=("down_proj",)), TrainConfig())
     with raises("unsupported", None, "experts"):
@@ -154,3 +213,10 @@ def test_training_experts_has_no_plan():
     dense = {**headers.config, "decoder_sparse_step": 2}
     with raises("unsupported", None, "some blocks"):
         estimate(Headers("base", dense, headers.tensors), LoRAConfig(rank=2), TrainConfig())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_a_mixture_has_ways_of_training_but_not_in_full(family):
+    config = config_of(family, *SHAPES["mixture"])
+    options = recommend(Headers("base", config, describe(config)), int(1e9))
+    assert options and all(option.method != "full" for option in options)
