@@ -193,6 +193,7 @@ def _plan_step(
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
+        waiting_at_loss=adapters.waiting_at_loss(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
         custom=custom,
         head=adapters.head,
@@ -208,6 +209,7 @@ def _plan_step(
             (name, tensor_bytes(tensor, itemsize == 4), tensor_bytes(tensor, False))
             for name, tensor in headers.tensors.items()
         )
+        offload = replace(offload, in_flight=1 if runtime.on_cpu() else 2)
         base -= offload.saved_bytes
 
     plan = adapters.plan(

@@ -31,6 +31,7 @@ def forward_bytes(
         kept=[],
         policy=POLICIES["none"],
         waiting=0,
+        waiting_at_loss=0,
         unpacks=False,
         custom=False,
         evaluated=batch.levels[0],

@@ -47,7 +47,13 @@ class PlannedAdapters:
     def waiting(self, train: TrainConfig) -> int:
         """Return the bytes of gradients that wait for the update at the worst moment."""
         # in recomputed blocks the last one is the worst, and all other gradients are there
-        if accumulates(train) or POLICIES[recompute_policies(train)[0]].blocks:
+        if POLICIES[recompute_policies(train)[0]].blocks:
+            return 4 * self.weights
+        return self.waiting_at_loss(train)
+
+    def waiting_at_loss(self, train: TrainConfig) -> int:
+        """Return the bytes of gradients of earlier batches, and of modules saved in full."""
+        if accumulates(train):
             return 4 * self.weights
         return 4 * sum(map(math.prod, self.saved))
 

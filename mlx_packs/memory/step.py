@@ -111,7 +111,8 @@ class Step:
     targets: int
     kept: list[dict[str, int]]  # as of `PlannedAdapters`
     policy: PolicyFacts
-    waiting: int  # bytes of gradients that wait for the update
+    waiting: int  # bytes of gradients that wait for the update in the backward pass
+    waiting_at_loss: int
     unpacks: bool  # whether weights are dequantized by slices, which wait for each other
     custom: bool  # whether they are quantized in a format that MLX lacks
     head: bool = False  # whether the head is trained or adapted, and all logits are made
@@ -127,7 +128,9 @@ class Step:
             states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
             if own is self.passes[-1]:
                 logits = itemsize * self.loss_numbers() + self.teacher_bytes()
-                moments["loss"] = moment_parts(self.waiting, itemsize * (before + states), logits)
+                moments["loss"] = moment_parts(
+                    self.waiting_at_loss, itemsize * (before + states), logits
+                )
 
             again = (
                 max(self._kept(own), default=0) * self.policy.blocks

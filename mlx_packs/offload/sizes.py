@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-IN_FLIGHT = 2  # blocks of weights in memory while one is computed
 _TABLE = re.compile(r"(?:^|\.)(embed_tokens\w*|wte|lm_head)\.(?:weight|scales|biases)$")
 _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
@@ -20,6 +19,7 @@ class BlocksOnDisk:
         stored_bytes: Bytes of the largest in its files.
         table_bytes: Bytes of embeddings and head in memory, of which steps read parts.
         head_bytes: Bytes of the head in its files, which a step reads once.
+        in_flight: How many of those on disk are in memory at the peak: one was measured on CPUs.
         passes: How often a step reads a block.
     """
 
@@ -29,6 +29,7 @@ class BlocksOnDisk:
     stored_bytes: int
     table_bytes: int = 0
     head_bytes: int = 0
+    in_flight: int = 2
     passes: int = 2
 
     @classmethod
@@ -60,7 +61,7 @@ class BlocksOnDisk:
     @property
     def saved_bytes(self) -> int:
         """Bytes that are not in memory."""
-        return max(0, self.on_disk - IN_FLIGHT) * self.block_bytes + self.table_bytes
+        return max(0, self.on_disk - self.in_flight) * self.block_bytes + self.table_bytes
 
     @property
     def step_bytes(self) -> int:
