@@ -150,6 +150,11 @@ class OffloadedBlocks:
         """Bytes of the largest block."""
         return max(stored.nbytes for stored in self._stored)
 
+    @property
+    def stored_block_bytes(self) -> int:
+        """Bytes of the largest block in its files."""
+        return max(self._stored_bytes)
+
     def to_json(self, seconds: float) -> dict[str, float | int]:
         """Return what a run of ``seconds`` read, as its report has it."""
         return {

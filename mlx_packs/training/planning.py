@@ -108,8 +108,11 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
 
 def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
     """Show how much of a base is on disk, and the time that a step reads."""
-    if base.blocks_on_disk is not None and plan is not None and plan.offload is not None:
-        display.line("offload", plan_line(plan.offload))
+    blocks = base.blocks_on_disk
+    if blocks is not None and plan is not None and plan.offload is not None:
+        # the plan has the dtypes of memory, which are wider on a CPU
+        stored = replace(plan.offload, stored_bytes=blocks.stored_block_bytes)
+        display.line("offload", plan_line(stored))
 
 
 def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:
