@@ -33,6 +33,7 @@ RUNS = {
     "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
     "cached": {"data": "chats", "cache_frozen": "on", "iters": 4},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
+    "disk": {"data": "chats", "offload_base": "on", "matmul_path": "transient"},
     "dpo": {**PREFERENCES, "task": "dpo"},
     "kto": {"data": "rated", "task": "kto"},
     "reward": {"data": "preferences", "task": "reward"},
@@ -100,7 +101,7 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
     resume = settings.pop("resume", False)
     data = str(folder / settings.pop("data"))
 
-    base = "tiny" if name in PIPELINES else dense_tiny()
+    base = "tiny" if name in PIPELINES or "offload_base" in settings else dense_tiny()
     if settings.get("task") == "embedding":
         base = folder / "encoder"
         settings.pop("matmul_path")

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,10 +18,12 @@ from mlx_packs.offload import placing
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import write_stored
+from tests.helpers.checkpoints import write_dense, write_quantized, write_stored
+from tests.helpers.documents import ROOT
 from tests.helpers.errors import raises
+from tests.helpers.gguf_base import write_gguf
 from tests.helpers.observers import Observer
-from tests.helpers.preferences import preference
+from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
 
 LORA = LoRAConfig(rank=2)
@@ -48,10 +52,12 @@ def data(tmp_path_factory):
     rows = [preference(i) for i in range(12)]
     prompts = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in rows]
     chats = [{"prompt": p["prompt"], "completion": p["completion"] + " ."} for p in prompts]
+    marked = [rated(i) for i in range(12)]
     folder = tmp_path_factory.mktemp("data")
     return {
         "chats": write_rows(folder / "c", train=chats[:8], valid=chats[8:10], test=chats[10:]),
         "pairs": write_rows(folder / "p", train=rows[:8], valid=rows[8:10], test=rows[10:]),
+        "rated": write_rows(folder / "r", train=marked[:8], valid=marked[8:]),
         "prompts": write_rows(folder / "q", train=prompts[:8], valid=prompts[8:]),
     }
 
@@ -73,6 +79,9 @@ RUNS = {
     "shared": ("pairs", {"task": "dpo", "share_prefix": "on"}, {}),
     "dpo": ("pairs", {"task": "dpo", "share_prefix": "off"}, {}),
     "dora": ("chats", {"method": "dora"}, {}),
+    "kto": ("rated", {"task": "kto"}, {}),
+    "twenty": ("chats", {"iters": 20, "save_every": 10}, {}),
+    "validated": ("chats", {"steps_per_eval": 1, "load_best": True}, {}),
     "grpo": ("prompts", {"task": "grpo", **GRPO}, {"reward": shorter}),
 }
 QUICK = ("lm",)
@@ -89,6 +98,46 @@ def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
         for how in ("on", "off")
     }
     assert len(hashes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "gguf"])
+def test_packs_on_other_formats_are_the_same_to_the_byte(kind, data, tmp_path):
+    dense = write_dense(tmp_path / "dense", vocab_size=4096, eos_token_id=0)
+    if kind == "gguf":
+        base = write_gguf(dense, tmp_path / "base.gguf")
+    else:
+        base = write_quantized(tmp_path / "base", dense, mode=kind)
+    train = replace(RUN, iters=20, save_every=10)
+    hashes = {
+        hash_of_pack(base, data["chats"], replace(train, offload_base=how), tmp_path / how)
+        for how in ("on", "off")
+    }
+    assert len(hashes) == 1
+
+
+KILLED = """
+import os, sys
+from tests.offload.test_runs import *
+base, data, out = sys.argv[1:]
+reports = []
+def kill_after_two():
+    reports.append(1)
+    if len(reports) == 2:
+        os.kill(os.getpid(), 9)
+train = replace(RUN, offload_base="on", steps_per_report=1)
+hash_of_pack(base, data, train, out, callbacks=[Stops(kill_after_two)])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_can_be_resumed(base, data, tmp_path):
+    whole = hash_of_pack(base, data["chats"], replace(RUN, offload_base="off"), tmp_path / "whole")
+    out = tmp_path / "o"
+    arguments = [sys.executable, "-c", KILLED, str(base), str(data["chats"]), str(out)]
+    assert subprocess.run(arguments, cwd=ROOT).returncode == -9
+    train = replace(RUN, offload_base="on", steps_per_report=1)
+    assert hash_of_pack(base, data["chats"], train, out, resume=True) == whole
 
 
 class Stops(Observer):
