@@ -66,8 +66,14 @@ class SamplePrompt:
         wanted, thoughts = expected_answer(content, base, tokens)
         return cls(text, tokens, wanted, is_raw, thoughts)
 
-    def complete(self, base: Base) -> str:
-        """Return the base's answer as it is now: greedy, as `packs generate` gives it."""
+    def complete(self, base: Base) -> str | None:
+        """Return the base's answer as it is now: greedy, as `packs generate` gives it.
+
+        None if the base is on disk: each token would read all of it.
+        """
+        if base.blocks_on_disk is not None:
+            return None
+
         text = complete(base, self.tokens, self.thoughts + SAMPLE_TOKENS)
         answer = answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
         return " ".join(answer.split())
@@ -350,6 +356,9 @@ def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
     labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
     if not sample.get("wanted") or sample["wanted"] == sample["after"]:
         labels.pop("wanted")
+
+    if sample.get("before") is None and sample.get("after") is None:  # it was not completed
+        return []
 
     texts = {label: sample.get(key) for label, key in labels.items()}
     return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]

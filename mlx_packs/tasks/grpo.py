@@ -255,7 +255,7 @@ class GRPOTask(Task):
             "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
             "sample": sample,
         }
-        facts = {"samples": [stored_sample(sample)]}
+        facts = {"samples": [stored_sample(sample)]} if sample["after"] is not None else {}
 
         return summarized(trained, metrics, named, facts, report)
 

@@ -150,7 +150,7 @@ class Stops(Observer):
         self.action()
 
 
-def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path):
+def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path, sample_text):
     limits = []
 
     def note():
@@ -165,6 +165,7 @@ def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path):
         str(base), rows, LORA, train, tmp_path / "o", progress=False, callbacks=[Stops(note)]
     )
 
+    assert run.report["sample"]["after"] is None  # each token would read the base
     assert limits == [int(1e9 * run.report["plan_peak_gb"] * (1 + ERROR))]
     note()
     assert limits[1] == outside
