@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+import re
 import tempfile
 import time
+from pathlib import Path
 
 from ..cache import Cache
 from ..display import size
+from ..macos import output
 from ..measurements import recall, remember
 from ..terminal import short
 from .sizes import BlocksOnDisk
@@ -16,6 +19,7 @@ _SLOW_RATE = 100e6
 _KIND = "disk-rate"
 _BYTES = 256 << 20
 _BLOCK = 16 << 20
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "fuse.sshfs", "9p")
 
 
 def disk_rate() -> float:
@@ -35,6 +39,27 @@ def plan_line(blocks: BlocksOnDisk) -> str:
     if rate < _SLOW_RATE:
         line += f"; the disk is slow: each step may wait {seconds} s for it"
     return line
+
+
+def remote_note(file: Path) -> str | None:
+    """Return a warning if a file of a base is not on a disk of this machine, else None."""
+    file = file.resolve()
+    place = None
+    if "Mobile Documents" in file.parts:
+        place = "in iCloud Drive, which may remove it from this machine"
+    elif _filesystem(file) in _NETWORK:
+        place = "on a network volume"
+    if place is None:
+        return None
+    return f"{file.name}: is {place}; each step reads it. Copy the base to this machine's disk"
+
+
+def _filesystem(file: Path) -> str:
+    """Return the type of the file system of a file; empty if it is not known."""
+    # Linux: DEVICE on FOLDER type TYPE (...); macOS: DEVICE on FOLDER (TYPE, ...)
+    lines = re.findall(r"^.* on (/.*?) (?:type ([\w.]+) )?\((\w+)", output(["mount"]) or "", re.M)
+    types = {Path(folder): kind or first for folder, kind, first in lines}
+    return next((types[folder] for folder in file.parents if folder in types), "")
 
 
 def examine_disk() -> float | None:

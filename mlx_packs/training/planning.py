@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .. import runtime
 from ..adapters.trainable import Trainable
+from ..bases.files import weight_files
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..bases.turns import images_of
 from ..config.choices import MATMUL_PATHS
@@ -26,7 +27,7 @@ from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
-from ..offload.disk import plan_line
+from ..offload.disk import plan_line, remote_note
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
@@ -113,6 +114,8 @@ def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
         # the plan has the dtypes of memory, which are wider on a CPU
         stored = replace(plan.offload, stored_bytes=blocks.stored_block_bytes)
         display.line("offload", plan_line(stored))
+        if note := remote_note(weight_files(base.path)[0]):
+            display.line("note", note)
 
 
 def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:

@@ -1,5 +1,9 @@
 """The disk's rate is measured, remembered, and used for the lines about a base on disk."""
 
+from pathlib import Path
+
+import pytest
+
 from mlx_packs.measurements import remember
 from mlx_packs.offload import disk
 from mlx_packs.offload.sizes import BlocksOnDisk
@@ -24,3 +28,23 @@ def test_a_slow_disk_is_named_with_what_a_step_waits(tmp_path, monkeypatch):
     assert disk.plan_line(BLOCKS).endswith(
         "144 s at 50.0 MB/s; the disk is slow: each step may wait 144 s for it"
     )
+
+
+LINUX = "/dev/sda on / type ext4 (rw)\nnas:/models on /mnt/nas type nfs4 (rw,relatime)\n"
+MAC = "/dev/disk3s1 on / (apfs, local)\n//me@nas/models on /Volumes/My Models (smbfs, nodev)\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "file", "place"),
+    [
+        (LINUX, "/mnt/nas/base/model.safetensors", "on a network volume"),
+        (LINUX, "/mnt/other/model.safetensors", None),
+        (MAC, "/Volumes/My Models/base/model.safetensors", "on a network volume"),
+        (MAC, "/Volumes/Other/model.safetensors", None),
+        (MAC, "/Users/me/Library/Mobile Documents/x/model.safetensors", "in iCloud Drive"),
+    ],
+)
+def test_files_that_are_not_on_this_machine_are_named(mounts, file, place, monkeypatch):
+    monkeypatch.setattr(disk, "output", lambda _: mounts)
+    note = disk.remote_note(Path(file))
+    assert note is None if place is None else f": is {place}" in note
