@@ -155,7 +155,7 @@ def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path, sa
 
     def note():
         limits.append(mx.set_memory_limit(1 << 40))
-        mx.set_memory_limit(limits[0])
+        mx.set_memory_limit(limits[-1])
 
     outside = mx.set_memory_limit(1 << 40)
     mx.set_memory_limit(outside)
