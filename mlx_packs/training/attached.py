@@ -17,6 +17,7 @@ from ..packs.adapter_config import adapter_config_of
 from ..tasks.task import Binding
 from .fit import Objectives
 from .initial_adapters import load_adapters
+from .offloading import reads_limited
 from .planning import matmul_paths_by_name
 from .prepare import PreparedRun
 
@@ -63,7 +64,8 @@ def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
         if run.train.pipeline:
             trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
 
-        yield trainable, paths
+        with reads_limited(prepared.base, memory.plan):
+            yield trainable, paths
     finally:
         trainable.detach()
 

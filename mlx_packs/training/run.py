@@ -26,7 +26,6 @@ from ..run_clock import RunClock
 from .attached import attached, bound_objectives
 from .fit import start_fit
 from .observer import Observer
-from .offloading import reads_limited
 from .prepare import prepare, prepared_request
 from .ranks import folders_of_rank, ranks_of_run
 from .result import RunReport, TrainRun, in_order
@@ -147,8 +146,7 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
     """Train as a request and its settings specify, in the run's own folders."""
     prepared = prepare(request, settings, place)
     run = prepared.run
-    limited = reads_limited(prepared.base, prepared.memory.plan)
-    with limited, attached(prepared) as (trainable, matmul_paths):
+    with attached(prepared) as (trainable, matmul_paths):
         with bound_objectives(prepared, trainable) as (objectives, origin):
             fit = start_fit(prepared, trainable, objectives, origin)
             with resumable(run):
