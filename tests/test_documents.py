@@ -176,6 +176,8 @@ def shortened(args: list[str]) -> list[str]:
         quick.pop("--iters", None)
     if "--task" in args:
         quick.pop("--metric", None)  # a metric needs completions
+    if "--offload-base" in args:
+        quick.pop("--matmul-path", None)  # it keeps no dense weights
 
     added = [word for flag, value in quick.items() if flag not in args for word in (flag, value)]
     if args[0] == "train":

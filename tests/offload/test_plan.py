@@ -12,7 +12,7 @@ from tests.helpers.rows import chat, write_rows
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "blocks", "length", "batch"),
-    [(512, 24, 128, 1), (768, 6, 128, 2)],
+    [(512, 24, 128, 1), (768, 16, 256, 2)],
 )
 def test_the_estimate_is_within_its_error_of_the_measured_peak(
     hidden, blocks, length, batch, tmp_path
@@ -24,7 +24,7 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
     rows = write_rows(tmp_path / "rows", train=turns, valid=turns[:1], test=turns[:1])
 
     train = TrainConfig(
-        iters=2,
+        iters=12,  # on a busy machine MLX allocates less ahead in some steps
         batch_size=batch,
         max_seq_length=length,
         matmul_path="transient",
