@@ -40,7 +40,7 @@ def browser():
 def expect(browser):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=90_000)
     return expect
 
 
@@ -56,6 +56,7 @@ def opened(browser):
     def go(server, **options):
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
+        page.set_default_timeout(90_000)  # two busy cores took over 30 s for a click
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", note)
         page.goto(server.url)
