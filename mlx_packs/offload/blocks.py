@@ -100,7 +100,7 @@ def _unchanged(file: Path, expected: FileState) -> Iterator[None]:
                 f"{file}: changed while the base is in use. Put the former file back."
             )
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # the last of a short read
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise BaseChanged(f"{file}: cannot be read any more ({reason}). Put it back.") from None
 

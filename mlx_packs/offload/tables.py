@@ -114,7 +114,8 @@ class StoredArray:
         nbytes = rows[:1].nbytes
         with open_unchanged(self.file, self.state) as file:
             for row, number in zip(rows, numbers.tolist(), strict=True):
-                os.preadv(file.fileno(), [row], self.offset + number * nbytes)
+                content = os.pread(file.fileno(), nbytes, self.offset + number * nbytes)
+                row[...] = np.frombuffer(content, row.dtype).reshape(row.shape)
 
         array = mx.array(rows)
         if self.stored == "BF16":
