@@ -203,7 +203,7 @@ def recommend(
         options[0] = replace(best, why=f"{reason}; {best.why}")
 
     if not has_score_head(train):
-        with suppress(PackError):  # that of a mixture of experts has no plan
+        with suppress(PackError):  # full fine-tuning of a mixture of experts has no plan
             options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
 
     return [

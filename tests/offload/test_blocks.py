@@ -141,6 +141,7 @@ def test_tables_with_adapters_and_those_trained_in_full_are_in_memory(tied, tmp_
         rank=2, target_modules=targets, modules_to_save=() if tied else ("embed_tokens",)
     )
     train = TrainConfig(method="lora", recompute="block")
+
     results = []
     for on_disk in (False, True):
         mx.random.seed(0)
