@@ -69,7 +69,8 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
         losses += [ours.step(batch)[1] for _ in range(STEPS)]
     return results | {
         "peak": mx.get_peak_memory(),
-        "peak_rss": alone.peak_rss_bytes(),
+        # The kernel counts pages by processor: its peak can be a page below what it said at rest.
+        "peak_rss": max(alone.peak_rss_bytes(), results["rss"]),
         "losses": losses,
         "targets": rows.targets,
         "stock_blas": not stock.blas_is_replaced(),
