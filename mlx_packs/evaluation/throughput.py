@@ -44,7 +44,7 @@ def cut_prompts(rows: Sequence[np.ndarray], count: int, length: int) -> list[lis
 
 
 @dataclass(frozen=True)
-class Timing:
+class RoundTiming:
     """One round of one model: seconds to the first token of all, tokens per second, GB."""
 
     first_s: float
@@ -52,7 +52,7 @@ class Timing:
     peak_gb: float
 
 
-def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timing:
+def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> RoundTiming:
     """Complete all prompts together, with exactly ``max_tokens`` each."""
     started_prompts: set[int] = set()
     mx.clear_cache()
@@ -72,7 +72,7 @@ def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: in
 
     ended = time.perf_counter()
     decode_tps = (count - at_first) / (ended - first)
-    return Timing(first - started, decode_tps, mx.get_peak_memory() / 1e9)
+    return RoundTiming(first - started, decode_tps, mx.get_peak_memory() / 1e9)
 
 
 def measure_throughput(
@@ -90,7 +90,7 @@ def measure_throughput(
     down or speeds up favours none. Prompts have one length, completions 2 or more tokens; after
     each measurement ``advance`` is called.
     """
-    timings: list[list[Timing]] = [[] for _ in packs]
+    timings: list[list[RoundTiming]] = [[] for _ in packs]
     order = list(range(len(packs)))
 
     for number in range(rounds + 1):

@@ -8,9 +8,9 @@ from ..bases.files import quantization_name
 from ..config.choices import METRICS, TASKS, is_lower_better
 from ..display import size
 from ..report.facts import (
-    Change,
-    Facts,
+    MetricChange,
     Norms,
+    Page,
     Points,
     loss_name,
     name_alone,
@@ -37,7 +37,7 @@ _NAMES = {
 }
 
 
-def manifest_facts(manifest: Mapping, title: str) -> Facts:
+def manifest_facts(manifest: Mapping, title: str) -> Page:
     """Without the pack's run and without its tensors."""
     measured = _mapping(manifest, "measured")
     result = _mapping(manifest, "eval")
@@ -47,7 +47,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
     command = text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
 
-    return Facts(
+    return Page(
         title=text(title),
         base=_base_line(manifest),
         figures=figures_of(changes, measured) + _size(manifest),
@@ -73,10 +73,10 @@ def notebook_html(manifest: Mapping, title: str, curve: Mapping[str, Points] | N
 
 
 def report_html(report: Mapping, title: str) -> str:
-    return render_fragment(Facts(title=title, figures=figures_of(changes_of(report), report)))
+    return render_fragment(Page(title=title, figures=figures_of(changes_of(report), report)))
 
 
-def changes_of(result: Mapping) -> list[Change]:
+def changes_of(result: Mapping) -> list[MetricChange]:
     """Every metric that has a value before and one after."""
     changes = []
     for key in result:
@@ -87,14 +87,14 @@ def changes_of(result: Mapping) -> list[Change]:
 
         errors = [number(result.get(f"{name}_{end}_se")) for end in ("before", "after")]
         shown = _NAMES.get(name) or text(name, 40).replace("_", " ").capitalize()
-        changes.append(Change(shown, *values, *errors, lower_is_better=is_lower_better(name)))
+        changes.append(MetricChange(shown, *values, *errors, lower_is_better=is_lower_better(name)))
 
     if answers := _mapping(result, "answers"):
         ends = [_mapping(answers, end) for end in ("before", "after")]
         values = [number(end.get(key)) for key in ("share", "se") for end in ends]
         if None not in values[:2]:
             shown = f"Right answers ({text(answers.get('metric'), 40)})"
-            changes.append(Change(shown, *values, lower_is_better=False))
+            changes.append(MetricChange(shown, *values, lower_is_better=False))
     return changes
 
 
@@ -118,7 +118,7 @@ def held_out_line(result: Mapping) -> str:
     return line
 
 
-def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]]:
+def figures_of(changes: list[MetricChange], measured: Mapping) -> list[tuple[str, str]]:
     figures = []
     if changes:
         first = changes[0]

@@ -53,7 +53,7 @@ def check_weight(weight: float, where: str, flag: str | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WeightedPack:
     pack: Pack
     weight: float
     specs: Specs
@@ -79,7 +79,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     for pack, weight in packs:
         check_weight(weight, f"--pack {pack.name}={weight:g}")
 
-    parts = [_Part(pack, float(weight), pack.specs) for pack, weight in packs]
+    parts = [_WeightedPack(pack, float(weight), pack.specs) for pack, weight in packs]
     check_distinct([part.pack for part in parts])
 
     first = parts[0].pack
@@ -152,7 +152,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
     check_same_use(packs)
 
 
-def _sum_groups(parts: list[_Part]) -> list[list[str]]:
+def _sum_groups(parts: list[_WeightedPack]) -> list[list[str]]:
     groups: list[list[str]] = []
     seen: set[str] = set()
     for group in (g for part in parts for g in part.pack.manifest["adapters"]["groups"]):
@@ -162,7 +162,7 @@ def _sum_groups(parts: list[_Part]) -> list[list[str]]:
     return groups
 
 
-def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
+def _sum_spec(path: str, parts: list[_WeightedPack]) -> ModuleSpec:
     """One projection's adapter with the ranks of all packs, and scale 1.
 
     If one pack has slices that another has not, they become one slice with all ranks.
@@ -189,7 +189,7 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
     return ModuleSpec(path, first.in_features, tuple(slices), first.experts)
 
 
-def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
+def _sum_tensors(spec: ModuleSpec, parts: list[_WeightedPack]) -> dict[str, mx.array]:
     """A and B as on disk: slice by slice, and in each slice the packs in order."""
     columns: list[list[mx.array]] = [[] for _ in spec.slices]
     rows: list[list[mx.array]] = [[] for _ in spec.slices]

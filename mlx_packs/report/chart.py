@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .. import display
 from ..terminal import with_error
-from .facts import Change, Points, thinned
+from .facts import MetricChange, Points, thinned
 
 _LABEL = 7.2  # width of a character of a label
 
@@ -183,7 +183,7 @@ def chart(
     )
 
 
-def change_bars(change: Change) -> list[Bar]:
+def change_bars(change: MetricChange) -> list[Bar]:
     """Return a bar before and one after with their errors, from 0 to the larger."""
     values = (("before", change.before, change.before_error),)
     values += (("after", change.after, change.after_error),)

@@ -28,7 +28,7 @@ MOST_TEXT = 3000  # characters of a sample on a page
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """A metric on held-out examples before and after, each with its standard error or None."""
 
     name: str
@@ -47,7 +47,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleTexts:
     """A held-out prompt, the wanted answer, and the completions before and after."""
 
     prompt: str
@@ -108,7 +108,7 @@ class Confusions:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Page:
     """The content of a page; every part but the title may be empty.
 
     Attributes:
@@ -127,13 +127,13 @@ class Facts:
     status: str = ""
     base: str = ""
     figures: Sequence[tuple[str, str]] = ()
-    changes: Sequence[Change] = ()
+    changes: Sequence[MetricChange] = ()
     held_out: str = ""
     curve: Mapping[str, Points] = field(default_factory=dict)
     unit: str = "tokens"
     loss_name: str = "loss"
     best: float | None = None
-    samples: Sequence[Sample] = ()
+    samples: Sequence[SampleTexts] = ()
     masks: Sequence[Masked] = ()
     memory_gb: Sequence[tuple[str, float]] = ()
     norms: Norms | None = None
@@ -262,7 +262,7 @@ def stored_curve(manifest: Mapping) -> dict[str, Points]:
     return {name: series for name in names if (series := points(stored.get(name)))}
 
 
-def samples_of(stored: object) -> list[Sample]:
+def samples_of(stored: object) -> list[SampleTexts]:
     if not isinstance(stored, list):
         return []
 
@@ -271,7 +271,7 @@ def samples_of(stored: object) -> list[Sample]:
         if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
             keys = ("prompt", "wanted", "before", "after")
             texts = [text(entry.get(key), MOST_TEXT).strip() for key in keys]
-            samples.append(Sample(*texts))
+            samples.append(SampleTexts(*texts))
     return samples
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..terminal import printable_text
 from .chart import Chart, change_bars, chart, memory_bars, shown
-from .facts import Facts, progress_series, rate_name
+from .facts import Page, progress_series, rate_name
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -54,7 +54,7 @@ def norm(value: float, largest: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def render(facts: Facts) -> str:
+def render(facts: Page) -> str:
     mark = (facts.best, "best") if facts.best is not None else None
 
     template = environment().get_template("page.html.jinja")
@@ -74,13 +74,13 @@ def render(facts: Facts) -> str:
     )
 
 
-def render_fragment(facts: Facts) -> str:
+def render_fragment(facts: Page) -> str:
     """Return the view for a notebook: figures, results and the loss curve, without a page."""
     template = environment().get_template("fragment.html.jinja")
     return template.render(facts=facts, curve=_progress(facts, (640, 240), None))
 
 
-def _progress(facts: Facts, size: tuple[int, int], mark: tuple[float, str] | None) -> Chart | None:
+def _progress(facts: Page, size: tuple[int, int], mark: tuple[float, str] | None) -> Chart | None:
     training, validation = progress_series(facts.curve)
     series = {
         (f"training {training}", "train"): facts.curve.get(training, []),

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from .chart import Chart, chart
-from .facts import Change, Points, number, progress_series, rate_name
+from .facts import MetricChange, Points, number, progress_series, rate_name
 from .page import environment
 
 _WIDE = (1040, 360)
@@ -31,12 +31,12 @@ class SeedFacts:
     link: str = ""
     curve: Mapping[str, Points] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    changes: Sequence[Change] = ()
+    changes: Sequence[MetricChange] = ()
 
 
 @dataclass(frozen=True)
 class SeedsFacts:
-    """The content of a page; ``status`` is what is missing, ``recipe`` as of `Facts`."""
+    """The content of a page; ``status`` is what is missing, ``recipe`` as of `Page`."""
 
     title: str
     seeds: Sequence[SeedFacts]
@@ -52,7 +52,7 @@ class SeedsFacts:
 
 
 @dataclass(frozen=True)
-class Row:
+class NumberRow:
     """A number of several seeds as text: mean with its standard error, and each seed's value."""
 
     name: str
@@ -97,7 +97,7 @@ def statistics(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, floa
     return {"mean": means, "standard_error": errors}
 
 
-def rows_of(numbers: Sequence[Mapping[str, float]]) -> list[Row]:
+def rows_of(numbers: Sequence[Mapping[str, float]]) -> list[NumberRow]:
     """Return a row for each number that all of at least two seeds have."""
     summary = statistics(numbers)
     rows = []
@@ -109,11 +109,11 @@ def rows_of(numbers: Sequence[Mapping[str, float]]) -> list[Row]:
         shown = _fixed(mean, digits)
         if error:
             shown += f" ± {_error(error)}"
-        rows.append(Row(name, shown, [_fixed(value, digits) for value in values]))
+        rows.append(NumberRow(name, shown, [_fixed(value, digits) for value in values]))
     return rows
 
 
-def result_rows(seeds: Sequence[SeedFacts]) -> list[Row]:
+def result_rows(seeds: Sequence[SeedFacts]) -> list[NumberRow]:
     """Return a row for each held-out metric after training, with its mean before."""
     before = rows_of([{change.name: change.before for change in seed.changes} for seed in seeds])
     after = rows_of([{change.name: change.after for change in seed.changes} for seed in seeds])
@@ -122,7 +122,7 @@ def result_rows(seeds: Sequence[SeedFacts]) -> list[Row]:
     rows = []
     for old, new in zip(before, after, strict=True):
         better = "lower" if directions[new.name] else "higher"
-        rows.append(Row(f"{new.name} ({better} is better)", new.mean, new.values, old.mean))
+        rows.append(NumberRow(f"{new.name} ({better} is better)", new.mean, new.values, old.mean))
     return rows
 
 
@@ -147,7 +147,7 @@ def render(facts: SeedsFacts) -> str:
 
 
 def _figures(
-    facts: SeedsFacts, results: Sequence[Row], rows: Sequence[Row]
+    facts: SeedsFacts, results: Sequence[NumberRow], rows: Sequence[NumberRow]
 ) -> list[tuple[str, str]]:
     seeds = str(len(facts.seeds))
     if len(facts.finished) < len(facts.seeds):

@@ -27,7 +27,7 @@ _FORMAT = "mlx_packs sweep 2"
 
 
 @dataclass(frozen=True)
-class Row:
+class RankedTrial:
     """A trial with its last result, and the metric that it is compared by."""
 
     trial: Trial
@@ -117,16 +117,16 @@ class Sweep:
     def prune(self, trial: Trial) -> None:
         self.study.tell(trial.number - 1, state=TrialState.PRUNED, skip_if_finished=True)
 
-    def ranked(self, rung: int | None = None) -> list[Row]:
+    def ranked(self, rung: int | None = None) -> list[RankedTrial]:
         """Return the trials that have a result of a rung, or their last one, the best first."""
         rungs = range(len(self.plan.rungs)) if rung is None else [rung]
         rows = {
-            trial.number: Row(trial, each, result, *self.metric_of(result))
+            trial.number: RankedTrial(trial, each, result, *self.metric_of(result))
             for each in rungs
             for trial in self.trials
             if (result := trial.result(each)) is not None
         }
-        return sorted(rows.values(), key=Row.order)
+        return sorted(rows.values(), key=RankedTrial.order)
 
     def leaderboard(self) -> dict[str, Any]:
         """Return the leaderboard as `packs sweep --json` prints it."""

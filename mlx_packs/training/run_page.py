@@ -19,7 +19,7 @@ from ..packs.pack import Pack
 from ..reading import check_seal, read_json, sealed, without_seal
 from ..report.facts import (
     PAGE,
-    Facts,
+    Page,
     confusions_of,
     curve_of,
     loss_name,
@@ -201,12 +201,12 @@ def page_file(out: str | Path) -> Path:
     return file
 
 
-def pack_facts(pack: Pack, title: str) -> Facts:
+def pack_facts(pack: Pack, title: str) -> Page:
     """Return the facts of a pack for a page: its manifest, and the norms of its deltas."""
     return replace(manifest_facts(pack.manifest, title), norms=delta_norms(pack))
 
 
-def run_facts(run: Path) -> Facts:
+def run_facts(run: Path) -> Page:
     """Return the facts of a run folder for a page, with its pack once the run is over."""
     identity = RunFolder(run).read_identity()
     lines = RunFolder(run).metrics()
@@ -224,8 +224,8 @@ def facts_of_run(
     recipe: Mapping,
     lines: Sequence[Mapping],
     report: Mapping | None,
-    facts: Facts,
-) -> Facts:
+    facts: Page,
+) -> Page:
     """Return the facts of a pack, or of a run without one, with what the run itself knows."""
     facts = replace(
         facts,
@@ -278,7 +278,7 @@ def read_report(run: Path) -> dict | None:
     return without_seal(report)
 
 
-def run_stage(run: Path, identity: Mapping) -> Facts:
+def run_stage(run: Path, identity: Mapping) -> Page:
     recipe = identity["recipe"]
     batches = [line["batch"] for line in RunFolder(run).metrics()]
     batches += [batches_of(folder) for folder in RunFolder(run).checkpoints()]
@@ -293,7 +293,7 @@ def run_stage(run: Path, identity: Mapping) -> Facts:
         status = "Trained to the last batch, but the result was not recorded"
     if read_report(run) is not None:
         status = "The pack of this run is not beside it"
-    return Facts(title="", status=status)
+    return Page(title="", status=status)
 
 
 def _pack_of(run: Path) -> Pack | None:

@@ -193,7 +193,7 @@ def test_throughput_warms_up_alternates_and_pairs_the_ratio(packs_here, base, mo
         order.append("base" if base.active is None else "pack")
         pace = 2.0 ** -((len(order) - 1) // 2)
         rounds.append(pace)
-        return speed.Timing(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
+        return speed.RoundTiming(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
 
     monkeypatch.setattr(speed, "time_generation", timed)
     speeds = speed.measure_throughput(base, [None, pack], [[1, 2]] * 3, 4, rounds=3)

@@ -13,12 +13,12 @@ from mlx_packs.packs.facts import delta_norms, manifest_facts
 from mlx_packs.packs.pack import Pack
 from mlx_packs.report.chart import change_bars, chart, ticks
 from mlx_packs.report.facts import (
-    Change,
     Confusions,
-    Facts,
     Masked,
+    MetricChange,
     Norms,
-    Sample,
+    Page,
+    SampleTexts,
     confusions_of,
     curve_of,
     masks_of,
@@ -55,21 +55,21 @@ class Elements(HTMLParser):
         self.words += data
 
 
-def hostile_facts() -> Facts:
+def hostile_facts() -> Page:
     """Facts with a hostile text wherever one can be."""
     recipe = {"model": HOSTILE, "data": HOSTILE, "optimizer": HOSTILE, "rank_pattern": {HOSTILE: 1}}
 
-    return Facts(
+    return Page(
         title=HOSTILE,
         status=HOSTILE,
         base=HOSTILE,
         figures=[(HOSTILE, HOSTILE)],
-        changes=[Change(HOSTILE, 2.0, 1.0)],
+        changes=[MetricChange(HOSTILE, 2.0, 1.0)],
         held_out=HOSTILE,
         curve=curve_of(LINES),
         unit=HOSTILE,
         best=50,
-        samples=[Sample(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        samples=[SampleTexts(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
         masks=[Masked(HOSTILE, 1, 2, [(HOSTILE, True), (HOSTILE, False)])],
         memory_gb=[(HOSTILE, 1.0)],
         norms=Norms([HOSTILE], [(HOSTILE, [1.0])]),
@@ -108,7 +108,7 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
     spans = [{"text": "ab", "learned": i % 2 == 0} for i in range(50_000)]
     mask = {"where": "t:1", "learned": 1, "total": 2, "spans": spans}
 
-    facts = Facts(
+    facts = Page(
         title="long",
         curve=curve_of(lines),
         samples=samples_of([sample] * 100),
@@ -121,11 +121,11 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
 
 
 def test_a_page_shows_what_there_is_and_no_more():
-    page = Elements(render(Facts(title="bare"))).words
+    page = Elements(render(Page(title="bare"))).words
     assert "No curve" in page
     for heading in ("Held-out", "Sample", "Memory", "Recipe", "Origin", "What the loss is on"):
         assert heading not in page
-    facts = Facts(title="x", samples=[Sample("ask me", "wanted one", "", "said after")])
+    facts = Page(title="x", samples=[SampleTexts("ask me", "wanted one", "", "said after")])
     page = Elements(render(facts)).words
     for text in ("ask me", "wanted one", "(nothing)", "said after"):
         assert text in page
@@ -156,11 +156,11 @@ def test_a_chart_maps_values_to_its_box():
 
 
 def test_bars_begin_at_zero_and_carry_their_errors():
-    before, after = change_bars(Change("PPL", 80.0, 40.0, 20.0, 5.0))
+    before, after = change_bars(MetricChange("PPL", 80.0, 40.0, 20.0, 5.0))
     assert (before.share, after.share) == (0.8, 0.4)
     assert before.error == (0.6, 1.0) and after.error == (0.35, 0.45)
     assert after.label == "40.00 ± 5.00"
-    assert [bar.error for bar in change_bars(Change("MRR", 0.0, 0.0))] == [None, None]
+    assert [bar.error for bar in change_bars(MetricChange("MRR", 0.0, 0.0))] == [None, None]
 
 
 def test_a_thinned_curve_keeps_its_mean_and_its_end():
@@ -190,7 +190,7 @@ def test_a_path_is_shown_by_its_last_part():
     }
     assert {path: name_alone(path) for path in paths} == paths
     home = "/home/bob/secret/notes"
-    page = render(Facts(title="t", recipe=recipe_sections({"model": home, "data": [home, home]})))
+    page = render(Page(title="t", recipe=recipe_sections({"model": home, "data": [home, home]})))
     assert "notes" in page and home not in page
 
 
@@ -213,7 +213,7 @@ def test_confusions_are_a_table_or_a_picture(labels):
     stored = {"labels": [f"label {i}" for i in range(labels)], "counts": counts}
     confusions = confusions_of(stored)
     assert confusions.mistakes == [("label 1", "label 2", 4)]
-    page = render(Facts(title="x", confusions=confusions))
+    page = render(Page(title="x", confusions=confusions))
     assert "label 1 → label 2: 4" in page and ('class="confusions"' in page) == (labels == 40)
 
 
@@ -248,7 +248,7 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
     )
 
     facts = manifest_facts(Pack.open(pack.path).manifest, "p")
-    assert facts.changes == [Change("Perplexity", 10.0, 5.0, 1.0, 0.5)]
+    assert facts.changes == [MetricChange("Perplexity", 10.0, 5.0, 1.0, 0.5)]
     assert dict(facts.figures)["Training time"] == "1 min 15 s"
     assert facts.memory_gb == [("planned", 2.0), ("measured (MLX)", 1.5)]
     assert facts.curve == {"loss": [(1.0, 3.0), (2.0, 2.5)]}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.report import seeds as report
-from mlx_packs.report.facts import Change, curve_of
+from mlx_packs.report.facts import MetricChange, curve_of
 from mlx_packs.report.seeds import SeedFacts, SeedsFacts, render, rows_of
 from mlx_packs.terminal import printable_text
 from tests.report.test_page import HOSTILE, LINES, Elements
@@ -16,7 +16,7 @@ LOSSES = (1.0, 2.0, 6.0)
 
 
 def seed(name: str, loss: float, **facts) -> SeedFacts:
-    changes = [Change("Perplexity", 8.0, loss)]
+    changes = [MetricChange("Perplexity", 8.0, loss)]
     return SeedFacts(name, "done", "", curve_of(LINES), {"loss": loss}, changes, **facts)
 
 
@@ -80,7 +80,7 @@ def test_no_text_becomes_markup_or_steers():
             HOSTILE,
             curve_of(LINES),
             {HOSTILE: value},
-            [Change(HOSTILE, 1.0, value)],
+            [MetricChange(HOSTILE, 1.0, value)],
         )
         for value in (1.0, 2.0)
     ]

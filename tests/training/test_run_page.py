@@ -11,7 +11,7 @@ import pytest
 import mlx_packs as mp
 from mlx_packs import train_pack
 from mlx_packs.packs.card import model_card
-from mlx_packs.report.facts import Facts
+from mlx_packs.report.facts import Page
 from mlx_packs.report.page import render
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import run_files
@@ -145,7 +145,7 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
 )
 def test_a_loss_has_a_unit_if_it_is_a_mean_over_tokens(task, unit, loss):
     lines = [{"batch": n, "loss": 1.0, f"{unit}_per_s": 9.0} for n in (1, 2)]
-    facts = facts_of_run("o", {"task": task}, lines, None, Facts("o"))
+    facts = facts_of_run("o", {"task": task}, lines, None, Page("o"))
     assert facts.loss_name == loss and facts.unit == unit
     assert len(facts.curve["rate"]) == 2 and f">{loss}</" in render(facts)
 
