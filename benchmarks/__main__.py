@@ -24,6 +24,7 @@ NAMES = (
     "timeline",
     "whole",
     "prefix",
+    "offload",
     "trees",
     "image_steps",
     "quantization_error",

@@ -19,6 +19,7 @@ from benchmarks import (
     implementations,
     load,
     memory,
+    offload,
     ops,
     patched,
     prefix,
@@ -131,6 +132,7 @@ RUNS = {
         {"prompt", "decode", "mlx_packs dense"},
     ),
     timeline: (f"{SMALL} --recompute block --out line.png", {"base", "for scale: whole logits"}),
+    offload: ("--rounds 2 --rank 2 --length 32", {"step", "times in memory", "waited at most"}),
     steady: ("--iters 6 --every 2 --length 96 --out steady", {"step"}),
     train_run: ("--iters 6 --held-out 4 --implementation STOCK", {STOCK, train_run.OURS}),
 }
