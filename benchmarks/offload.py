@@ -1,8 +1,8 @@
 """Training steps with the base in memory and on disk, in turn, on the same batch.
 
-The losses of both must be equal to the bit. *Waited* is the most that a step can have waited for the
-disk: what it read, by the rate that the disk was measured to have. The files are in the page cache
-if the machine has room for them there.
+Losses must be exactly equal. *Waited* is the most that a step can have waited for the disk: what it
+read, by the rate that the disk was measured to have. The files are in the page cache if the machine
+has room for them there.
 
     python -m benchmarks offload --model Qwen/Qwen3-8B --length 512 --batch-size 4
 """
