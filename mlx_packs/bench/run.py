@@ -13,7 +13,7 @@ from ..display import Display
 from ..errors import Float16Overflow
 from ..files import CACHE_VARIABLE, cache_folder
 from ..memory.step_time import remember_steps
-from ..ops._check import Instance
+from ..ops._backend import Instance
 from ..ops.diagnostics import examine_all
 from ..packs.base import Base, check_forward, load_base
 from ..runtime import on_cpu

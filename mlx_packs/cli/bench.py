@@ -14,7 +14,7 @@ from .options import option
 from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
-    from ..ops._check import Instance
+    from ..ops._backend import Instance
 
 
 @click.command()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..bases.shapes import Group
-    from ..ops._check import Instance
+    from ..ops._backend import Instance
 
 
 @click.command()

@@ -18,7 +18,7 @@ from .. import measurements
 from ..chips import chip_here
 from ..runtime import dtype_name, mx
 from . import dispatch
-from ._check import Check, Instance, first_fault
+from ._check import Check, first_fault
 from ._cost import MARGIN, Launch, seconds
 
 MAKERS = {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}
@@ -125,11 +125,13 @@ class KernelSpec:
         op: Its name.
         checks: For a backend and an instance, inputs for which it is compared with its reference.
         plans: For an instance, rows and sizes, launches of plain MLX and of the kernels.
+        workload: For a backend, an instance, rows and sizes, inputs of these sizes.
     """
 
     op: str
     checks: Callable[[str, Any], list[Check]]
     plans: Callable[[Any, int, Any], Plans]
+    workload: Callable[[str, Any, int, Any], Check] | None = None
 
     def choose(
         self, instance: tuple, rows: int, sizes: tuple, unsupported: str | None = None
@@ -158,17 +160,32 @@ class KernelSpec:
         _calls[call] = decision
         return decision[0]
 
-    def instance(
-        self,
-        name: str,
-        call: tuple[tuple, int, tuple],
-        workload: Callable[[str], Check],
-        trains: bool = False,
-    ) -> Instance:
-        """Return an instance for the doctor: ``call`` has what `choose` is asked for it."""
-        return Instance(
-            self.op, name, call, lambda backend: self.checks(backend, call[0]), workload, trains
-        )
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel instance that people are likely to meet, for the doctor and for tests.
+
+    Attributes:
+        call: What `KernelSpec.choose` is asked for it: the instance, rows and sizes.
+        trains: Whether its gradient counts in the choice.
+    """
+
+    spec: KernelSpec
+    name: str
+    call: tuple[tuple, int, tuple]
+    trains: bool = False
+
+    @property
+    def op(self) -> str:
+        return self.spec.op
+
+    def checks(self, backend: str) -> list[Check]:
+        """Return small inputs with tails."""
+        return self.spec.checks(backend, self.call[0])
+
+    def workload(self, backend: str) -> Check:
+        """Return inputs of the sizes of the call."""
+        return self.spec.workload(backend, *self.call)
 
 
 def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> Decision:

@@ -27,26 +27,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Instance:
-    """A kernel instance that people are likely to meet, for the doctor and for tests.
-
-    Attributes:
-        call: what `KernelSpec.choose` is asked for the workload, after the op: the instance that is
-            compiled, rows, sizes.
-        checks: by backend, small inputs with tails.
-        workload: by backend, inputs of a real size.
-        trains: whether its gradient counts in the choice.
-    """
-
-    op: str
-    name: str
-    call: tuple[tuple, int, tuple]
-    checks: Callable[[str], list[Check]]
-    workload: Callable[[str], Check]
-    trains: bool = False
-
-
-@dataclass(frozen=True)
 class Finding:
     """The largest error of a check, relative to the largest number of that output or gradient."""
 

@@ -20,7 +20,8 @@ from . import (
     multi_lora_kernel,
     nf4_kernel,
 )
-from ._check import Check, Instance, Op, examine, outputs_and_gradients
+from ._backend import Instance
+from ._check import Check, Op, examine, outputs_and_gradients
 from .profile import profile
 
 OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)

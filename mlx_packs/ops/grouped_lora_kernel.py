@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, KernelSpec, Plans, table
-from ._check import Check, Instance, seeded
+from ._backend import Instance, Kernel, KernelSpec, Plans, table
+from ._check import Check, seeded
 from ._cost import Launch, level, product
 from .dispatch import forced
 from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of, reference, stacks
@@ -257,11 +257,10 @@ def unsupported(ranks: Sequence[int]) -> str | None:
 
 def checks(backend: str, instance: Compiled) -> list[Check]:
     """Return inputs with tails in rows and columns, exact and random, for one kernel instance."""
-    dtype, factors, ranks, output_of, rows4 = instance
-    sizes = (ranks, check_widths(ranks), output_of, factors)
+    widths = check_widths(instance.ranks)
     return [
-        check_of(backend, dtype, Workload(rows, depth, *sizes, chunk), exact)
-        for rows, depth, chunk, exact in tails(rows4, 3)
+        check_of(backend, instance, rows, Sizes(depth, widths), exact, chunk)
+        for rows, depth, chunk, exact in tails(instance.row_tile, 3)
     ]
 
 
@@ -283,21 +282,20 @@ def check_widths(ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(rank, (UP_COLUMNS + 43, 37, 22, 52)[i % 4]) for i, rank in enumerate(ranks))
 
 
-class Workload(NamedTuple):
-    """The sizes of all arrays, and how a launch splits the columns of x."""
+def check_of(
+    backend: str,
+    instance: Compiled,
+    rows: int,
+    sizes: Sizes,
+    exact: bool = False,
+    chunk: int | None = None,
+) -> Check:
+    """Return seeded inputs of these sizes; a scale for each slice, powers of two.
 
-    rows: int
-    depth: int
-    ranks: tuple[int, ...]
-    widths: tuple[int, ...]
-    output_of: tuple[int, ...]
-    factors: mx.Dtype = mx.float32
-    chunk: int | None = None
-
-
-def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
-    """Return seeded inputs of a workload; a scale for each slice, powers of two."""
-    rows, depth, ranks, widths, output_of, factors, chunk = workload
+    ``chunk`` is as of `by_kernel`.
+    """
+    dtype, factors, ranks, output_of, _ = instance
+    depth, widths = sizes
     scales = tuple((2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks)))
 
     strides = [0] * (max(output_of) + 1)
@@ -348,14 +346,9 @@ def instance_of(
     """Return the instance of a group of these sizes; by default each slice is an output."""
     output_of = output_of or tuple(range(len(widths)))
     compiled = Compiled(dtype, dtype, ranks, output_of, row_tile(rows))
-    workload = Workload(rows, depth, ranks, widths, output_of, dtype)
-
     rank = "/".join(map(str, sorted(set(ranks))))
-    return SPEC.instance(
-        f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",
-        (compiled, rows, Sizes(depth, widths)),
-        lambda backend: check_of(backend, dtype, workload, exact=False),
-    )
+    name = f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}"
+    return Instance(SPEC, name, (compiled, rows, Sizes(depth, widths)))
 
 
 def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
@@ -398,4 +391,4 @@ def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     return plain, [down, Launch("up", moved, 2 * computed * area, f * row_tiles * area)]
 
 
-SPEC = KernelSpec(OP, checks, plans)
+SPEC = KernelSpec(OP, checks, plans, check_of)

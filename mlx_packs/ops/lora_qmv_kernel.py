@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from ..chips import BANDWIDTH_REACHED
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, KernelSpec, Plans, measured, padded, table
-from ._check import Check, Instance, seeded
+from ._backend import Instance, Kernel, KernelSpec, Plans, measured, padded, table
+from ._check import Check, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
+from .grouped_lora_kernel import Sizes
 from .lora_qmv import MAX_ROWS, OP, AffineWeight, Factors, Format, Launches, Norm, Task, reference
 from .profile import tiles
 
@@ -209,13 +210,6 @@ class Compiled(NamedTuple):
     gated: bool
 
 
-class Sizes(NamedTuple):
-    """The sizes on which the cost depends besides the rows."""
-
-    inputs: int
-    widths: tuple[int, ...]
-
-
 def launches_of(
     shape: Sequence[int],
     dtype: mx.Dtype,
@@ -264,13 +258,11 @@ def checks(backend: str, instance: Compiled) -> list[Check]:
     The lanes take several turns over the columns, the last of them not all lanes.
     """
     rows = {1: 1, 2: 2, 4: 3, 8: 7}[instance.row_tile]
-    depth = 2 * LANES * 16 + 128
-
-    widths = check_widths(instance)
+    sizes = Sizes(2 * LANES * 16 + 128, check_widths(instance))
     forms = (True, False)
     if instance.gated or any(instance.heads):  # what follows the products is never exact
         forms = (False,)
-    return [check_of(backend, instance, rows, depth, widths, exact) for exact in forms]
+    return [check_of(backend, instance, rows, sizes, exact) for exact in forms]
 
 
 def check_widths(instance: Compiled) -> tuple[int, ...]:
@@ -285,14 +277,10 @@ def check_widths(instance: Compiled) -> tuple[int, ...]:
 
 
 def check_of(
-    backend: str,
-    instance: Compiled,
-    rows: int,
-    depth: int,
-    widths: Sequence[int],
-    exact: bool,
+    backend: str, instance: Compiled, rows: int, sizes: Sizes, exact: bool = False
 ) -> Check:
     """Return a seeded row or more for a group with seeded weights and factors of these sizes."""
+    depth, widths = sizes
     dtype = instance.dtype
     form = Format(instance.group_size, instance.bits)
     least = -4
@@ -374,12 +362,9 @@ def instance_of(compiled: Compiled, depth: int, widths: tuple[int, ...]) -> Inst
     """Return the instance of a group of these sizes, with as many rows as it is compiled for."""
     dtype, _, bits, rows, ranks, *_ = compiled
     rank = "/".join(map(str, sorted(set(ranks))))
-    return SPEC.instance(
-        f"{dtype_name(dtype)} {bits} bits rank {rank} {depth} to {'/'.join(map(str, widths))}"
-        f" rows {rows}",
-        (compiled, rows, Sizes(depth, widths)),
-        lambda backend: check_of(backend, compiled, rows, depth, widths, exact=False),
-    )
+    columns = "/".join(map(str, widths))
+    name = f"{dtype_name(dtype)} {bits} bits rank {rank} {depth} to {columns} rows {rows}"
+    return Instance(SPEC, name, (compiled, rows, Sizes(depth, widths)))
 
 
 def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
@@ -419,4 +404,4 @@ def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     return plain, kernel
 
 
-SPEC = KernelSpec(OP, checks, plans)
+SPEC = KernelSpec(OP, checks, plans, check_of)

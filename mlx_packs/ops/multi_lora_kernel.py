@@ -1,12 +1,12 @@
 """The launches of kernels/multi_lora, checks against the reference, and what they cost."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Kernel, KernelSpec, Plans, table
-from ._check import Check, Instance, seeded
+from ._backend import Instance, Kernel, KernelSpec, Plans, table
+from ._check import Check, seeded
 from ._cost import Launch, casts, level
 from .grouped_lora import factor_dtype
 from .grouped_lora_kernel import (
@@ -205,35 +205,31 @@ def _up(
 
 def checks(backend: str, instance: Compiled) -> list[Check]:
     """Return small inputs with tails in rows and columns, exact and random, for one instance."""
-    dtype, factors, ranks, rows4 = instance
-    sizes = (3, ranks, check_widths(ranks), factors)
+    widths = check_widths(instance.ranks)
     return [
-        check_of(backend, dtype, Workload((2, -1, 0), rows, depth, *sizes, chunk), exact)
-        for rows, depth, chunk, exact in tails(rows4, 1)
+        check_of(backend, instance, rows, Sizes(3, depth, widths, 3), exact, (2, -1, 0), chunk)
+        for rows, depth, chunk, exact in tails(instance.row_tile, 1)
     ]
 
 
-class Workload(NamedTuple):
-    """Sequences that use these packs, and the sizes of all arrays."""
+def check_of(
+    backend: str,
+    instance: Compiled,
+    rows: int,
+    sizes: Sizes,
+    exact: bool = False,
+    pack: Sequence[int] | None = None,
+    chunk: int | None = None,
+) -> Check:
+    """Return seeded inputs of these sizes; every scale is a power of two.
 
-    pack: tuple[int, ...]
-    rows: int
-    depth: int
-    packs: int
-    ranks: tuple[int, ...]
-    widths: tuple[int, ...]
-    factors: mx.Dtype = mx.float32
-    chunk: int | None = None
-
-
-def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
-    """Return seeded inputs of a workload; every scale is a power of two.
-
-    ``pack`` and ``scales`` are long enough for kernels to read them in place.
+    ``pack`` of each sequence is by default one after the other. It and ``scales`` are long enough
+    for kernels to read them in place. ``chunk`` is as of `by_kernel`.
     """
-    pack, rows, depth, packs, ranks, widths, factors, chunk = workload
+    dtype, factors, ranks, _ = instance
+    sequences, depth, widths, packs = sizes
     s = len(ranks)
-    sequences = len(pack)
+    pack = pack or [i % packs for i in range(sequences)]
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
@@ -256,29 +252,18 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
 def instances() -> list[Instance]:
     """Return instances of q, k, v of Qwen3-4B at rank 16 with 4 packs: decode and prefill."""
     return [
-        _instance(dtype, sequences, rows)
+        instance_of(dtype, sequences, rows)
         for dtype in (mx.float32, mx.bfloat16, mx.float16)
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128))
     ]
 
 
-def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
-    ranks = (16, 16, 16)
-    widths = (4096, 1024, 1024)
-    packs = 4
-    workload = Workload(
-        tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
-    )
-
-    return SPEC.instance(
-        f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
-        (
-            Compiled(dtype, dtype, ranks, row_tile(rows)),
-            rows,
-            Sizes(sequences, 2560, widths, packs),
-        ),
-        lambda backend: check_of(backend, dtype, workload, exact=False),
-    )
+def instance_of(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
+    """Return the instance of q, k, v of Qwen3-4B for these sequences, of so many rows each."""
+    compiled = Compiled(dtype, dtype, (16, 16, 16), row_tile(rows))
+    sizes = Sizes(sequences, 2560, (4096, 1024, 1024), 4)
+    name = f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}"
+    return Instance(SPEC, name, (compiled, rows, sizes))
 
 
 PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
@@ -332,4 +317,4 @@ def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
     return [launch for step in steps for launch in level(step)], [down, up]
 
 
-SPEC = KernelSpec(OP, checks, plans)
+SPEC = KernelSpec(OP, checks, plans, check_of)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import THREADS, Kernel, KernelSpec, Plans, table
-from ._check import Check, Instance, normal, sparse_signs
+from ._backend import THREADS, Instance, Kernel, KernelSpec, Plans, table
+from ._check import Check, normal, sparse_signs
 from ._cost import Launch, casts, product
 from .blockwise import dynamic_map, nearest
 from .nf4 import NESTED_BLOCK_SIZE, OP, NF4Weight, level_table, quantize, reference_dequantize
@@ -20,6 +20,7 @@ MATVEC_THREADS = 64
 MATVEC_OUTPUTS = 4
 ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
 MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
+_MANY_ROWS = 512  # of the product for which a weight is dequantized and timed
 UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
 
 
@@ -148,33 +149,32 @@ def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], 
 
 def checks(backend: str, instance: Compiled) -> list[Check]:
     """Return small inputs with tails in all directions and blocks across rows."""
-    kernel, dtype, word, block_size, double_quant, tile = instance
-    rows = tile
-    if kernel == "dequantize":
+    rows = instance.row_tile
+    if instance.kernel == "dequantize":
         rows = MATVEC_ROWS + 1
-    elif tile == ROW_TILES[-1]:
+    elif rows == ROW_TILES[-1]:
         rows += 3  # a second tile, with a tail
 
     depth = 264
-    if word != mx.uint32:
+    if instance.word != mx.uint32:
         depth += 2
-    outputs = tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
-    shape = (dtype, rows, depth, outputs, block_size, double_quant)
-    return [check_of(backend, *shape, exact) for exact in (True, False)]
+    # two nested blocks, a tail
+    outputs = tiles((NESTED_BLOCK_SIZE + 1) * instance.block, depth) | 1
+    sizes = Sizes((outputs, depth))
+    return [check_of(backend, instance, rows, sizes, exact) for exact in (True, False)]
 
 
-def check_of(
-    backend: str,
-    dtype: mx.Dtype,
-    rows: int,
-    depth: int,
-    outputs: int,
-    block_size: int,
-    double_quant: bool,
-    exact: bool,
-) -> Check:
+def workload(backend: str, instance: Compiled, rows: int, sizes: Sizes) -> Check:
+    """Return inputs of a call; a weight is dequantized for a product with many rows."""
+    if instance.kernel == "dequantize":
+        rows = _MANY_ROWS
+    return check_of(backend, instance, rows, sizes, exact=False)
+
+
+def check_of(backend: str, instance: Compiled, rows: int, sizes: Sizes, exact: bool) -> Check:
     """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
-    drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
+    outputs, depth = sizes.weight
+    drawn = _drawn_weight(outputs, depth, instance.block, instance.double_quant, exact)
     matvec = functools.partial(_matvec, backend, drawn) if rows <= MATVEC_ROWS else None
 
     def by_kernel(x: mx.array) -> list[mx.array]:
@@ -184,7 +184,7 @@ def check_of(
         return [x @ reference_dequantize(drawn, x.dtype).T]
 
     draw = sparse_signs if exact else normal
-    x = draw((rows, depth), 0).astype(dtype)
+    x = draw((rows, depth), 0).astype(instance.dtype)
     name = f"{'exact' if exact else 'random'} {rows} x {depth} to {outputs}"
     return Check(name, by_kernel, by_reference, [x], exact)
 
@@ -214,7 +214,7 @@ def instances() -> list[Instance]:
         instance_of(dtype, rows, (4096, 2560), 64, double_quant)
         for dtype in (mx.float32, mx.bfloat16, mx.float16)
         for double_quant in (False, True)
-        for rows in (1, 512)
+        for rows in (1, _MANY_ROWS)
     ]
 
 
@@ -232,14 +232,8 @@ def instance_of(
         rows_of_call = outputs
 
     kind = "nf4 double" if double_quant else "nf4"
-    sizes = (rows, depth, outputs, block_size, double_quant)
-
-    return SPEC.instance(
-        f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
-        (compiled, rows_of_call, Sizes(shape)),
-        lambda backend: check_of(backend, dtype, *sizes, exact=False),
-        trains=many,
-    )
+    name = f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}"
+    return Instance(SPEC, name, (compiled, rows_of_call, Sizes(shape)), trains=many)
 
 
 def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
@@ -295,4 +289,4 @@ def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
     return n / 2 + absmax
 
 
-SPEC = KernelSpec(OP, checks, plans)
+SPEC = KernelSpec(OP, checks, plans, workload)

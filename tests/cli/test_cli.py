@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.nn as nn
@@ -27,6 +27,7 @@ from tests.helpers.emulation import emulation
 from tests.helpers.errors import check
 from tests.helpers.packs import merged_weights
 from tests.helpers.rows import chat, write_rows
+from tests.ops.cases import with_workload
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
 
     with emulation("metal", orders=("forward",)):
-        small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
+        small = [with_workload(i, lambda b, *_, i=i: i.checks(b)[0]) for i in instances]
         monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
         good = invoke("doctor")
         assert good.exit_code == 0 and "kernels metal" in good.stdout

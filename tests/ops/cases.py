@@ -1,6 +1,7 @@
 """Cases of kernels in each dtype, and a weight of zeros."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -32,3 +33,8 @@ def quantized_weight(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Wei
         return nf4.NF4Weight(codes, mx.zeros((blocks,)))
     nested = mx.zeros((-(-blocks // 256),))
     return nf4.NF4Weight(codes, mx.zeros((blocks,), mx.uint8), nested, mx.zeros((1,)))
+
+
+def with_workload(instance, workload):
+    """An instance that is timed on other inputs."""
+    return replace(instance, spec=replace(instance.spec, workload=workload))

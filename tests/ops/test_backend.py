@@ -14,6 +14,7 @@ from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
 from tests.helpers.errors import check, raises
+from tests.ops.cases import with_workload
 
 
 def call() -> list[mx.array]:
@@ -158,7 +159,7 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
 
 def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypatch):
     instance = next(i for i in grouped_lora_kernel.instances() if i.name.endswith("rows 1"))
-    small = replace(instance, workload=lambda backend: instance.checks(backend)[0])
+    small = with_workload(instance, lambda backend, *_: instance.checks(backend)[0])
     calls = {"kernel": 0, "reference": 0}
 
     def counted(side, op):
@@ -175,7 +176,7 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
     with emulation("metal", orders=("forward",)):
         workload = small.workload("metal")
         sides = {side: counted(side, getattr(workload, side)) for side in calls}
-        watched = replace(small, workload=lambda _: replace(workload, **sides))
+        watched = with_workload(small, lambda *_: replace(workload, **sides))
         result = diagnostics.examine_kernel(watched)
 
         assert result["ok"], result["fault"]
@@ -192,7 +193,7 @@ def test_doctor_finds_an_error_that_small_inputs_do_not_show(remembered, monkeyp
     instance = grouped_lora_kernel.instances()[0]
     with emulation("metal", orders=("forward",)):
         wrong = replace(instance.checks("metal")[1], kernel=lambda *v: [y + 1 for y in v[1:4]])
-        result = diagnostics.examine_kernel(replace(instance, workload=lambda _: wrong))
+        result = diagnostics.examine_kernel(with_workload(instance, lambda *_: wrong))
         assert not result["ok"] and result["choice"] is None
         assert _backend.measured("metal", (instance.op, *instance.call)) is None
 

@@ -106,7 +106,8 @@ def test_lora_qmv_compiles_at_every_geometry(name, language):
             )
             for rows in (1, 8):
                 sized = instance._replace(row_tile=rows)
-                check = lora_qmv_kernel.check_of(language, sized, rows, depth, widths, exact=False)
+                sizes = lora_qmv_kernel.Sizes(depth, widths)
+                check = lora_qmv_kernel.check_of(language, sized, rows, sizes)
                 check.kernel(*check.inputs)
         assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2
         check_launches(built)

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs.ops._check import examine
 from mlx_packs.ops.grouped_lora import grouped_lora, reference
-from mlx_packs.ops.grouped_lora_kernel import Workload, check_of
+from mlx_packs.ops.grouped_lora_kernel import Compiled, Sizes, check_of, row_tile
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -116,15 +116,18 @@ CASES = by_dtype(
     ("dtype", "name"), [*CASES, *slow_except((dtype, LARGE) for dtype in DTYPES)]
 )
 def test_grouped_lora_kernel_is_no_worse_than_the_reference(emulated, dtype, name):
+    rows, depth, ranks, widths, outputs = WORKLOADS[name]
     for factors in {mx.float32, dtype}:
-        workload = Workload(*WORKLOADS[name], factors)
-        assert examine(check_of(emulated.backend, dtype, workload, exact=False)).fault is None
+        instance = Compiled(dtype, factors, ranks, outputs, row_tile(rows))
+        check = check_of(emulated.backend, instance, rows, Sizes(depth, widths))
+        assert examine(check).fault is None
 
 
 @pytest.mark.parametrize(("dtype", "rank"), by_dtype((1, 4, 8, 16, 33, 64), (8, 33)))
 def test_grouped_lora_kernel_is_exact_at_every_rank(emulated, dtype, rank):
-    workload = Workload(18, 140, (rank, rank), (70, 64), (0, 1))
-    assert examine(check_of(emulated.backend, dtype, workload, exact=True)).fault is None
+    instance = Compiled(dtype, mx.float32, (rank, rank), (0, 1), row_tile(18))
+    check = check_of(emulated.backend, instance, 18, Sizes(140, (70, 64)), exact=True)
+    assert examine(check).fault is None
 
 
 def test_grouped_lora_runs_its_kernels_and_has_gradients(emulated):

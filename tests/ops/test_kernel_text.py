@@ -114,7 +114,8 @@ def test_arrays_of_nf4_kernels_stay_in_registers(arrays):
 def test_arrays_of_lora_qmv_kernels_stay_in_registers(arrays, rows):
     for ranks, heads, gated in (((16, 5), (128, 0), False), ((16, 16), (0, 0), True)):
         instance = lora_qmv_kernel.Compiled(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
-        check = lora_qmv_kernel.check_of("metal", instance, rows, 2560, (256, 256), exact=False)
+        sizes = lora_qmv_kernel.Sizes(2560, (256, 256))
+        check = lora_qmv_kernel.check_of("metal", instance, rows, sizes)
         check.kernel(*check.inputs)
     assert len(arrays) == 4 and not any(arrays.values()), arrays
 

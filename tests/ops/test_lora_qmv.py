@@ -135,10 +135,10 @@ QUICK = ("qwen3_4b_qkv_normed", "qwen3_4b_gate_up", "qwen3_4b_down", "qwen3_4b_o
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WORKLOADS]
 )
 def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
-    fields, *sizes = WORKLOADS[name]
-    instance = op_kernel.Compiled(*fields)
-    for exact in (False,) if instance.gated or any(instance.heads) else (True, False):
-        assert examine(op_kernel.check_of(emulated.backend, instance, *sizes, exact)).fault is None
+    fields, rows, *sizes = WORKLOADS[name]
+    call = op_kernel.Compiled(*fields), rows, op_kernel.Sizes(*sizes)
+    for exact in (False,) if call[0].gated or any(call[0].heads) else (True, False):
+        assert examine(op_kernel.check_of(emulated.backend, *call, exact)).fault is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
 )
 def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
     instance = op_kernel.Compiled(FP16, 32, 4, op_kernel.row_tile(rows), (3, 2), (0, 0), False)
-    check = op_kernel.check_of(emulated.backend, instance, rows, 352, (9, 5), exact=True)
+    check = op_kernel.check_of(emulated.backend, instance, rows, op_kernel.Sizes(352, (9, 5)), True)
     assert examine(check).fault is None
 
 
@@ -154,11 +154,11 @@ def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_lora_qmv_kernels_round_once(emulated, dtype):
     """Their error is that of the result in its dtype, and of sums in float32."""
-    for fields, *sizes in WORKLOADS.values():
+    for fields, rows, *sizes in WORKLOADS.values():
         instance = op_kernel.Compiled(*fields)._replace(dtype=dtype)
-        if sizes[1] > 1200:
+        if sizes[0] > 1200:
             continue
-        check = op_kernel.check_of(emulated.backend, instance, *sizes, exact=False)
+        check = op_kernel.check_of(emulated.backend, instance, rows, op_kernel.Sizes(*sizes))
         outputs = check.kernel(*check.inputs)
         with mx.stream(mx.cpu):
             truth = check.reference(check.inputs[0].astype(mx.float64))

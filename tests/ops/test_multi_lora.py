@@ -8,8 +8,9 @@ import pytest
 from mlx_packs.ops import _backend, dispatch
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
+from mlx_packs.ops.grouped_lora_kernel import row_tile
 from mlx_packs.ops.multi_lora import multi_lora, reference
-from mlx_packs.ops.multi_lora_kernel import Compiled, Sizes, Workload, check_of, instances, plans
+from mlx_packs.ops.multi_lora_kernel import Compiled, Sizes, check_of, instances, plans
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -191,8 +192,11 @@ WORKLOADS = {  # pack of each sequence, rows, D, packs, ranks, widths
 
 @pytest.mark.parametrize(("dtype", "name"), by_dtype(WORKLOADS, ("decode_8", "rank_64")))
 def test_multi_lora_kernel_passes_its_random_and_exact_checks(emulated, dtype, name):
+    pack, rows, depth, packs, ranks, widths = WORKLOADS[name]
+    instance = Compiled(dtype, mx.float32, ranks, row_tile(rows))
+    sizes = Sizes(len(pack), depth, widths, packs)
     for exact in (False, True):
-        check = check_of(emulated.backend, dtype, Workload(*WORKLOADS[name]), exact)
+        check = check_of(emulated.backend, instance, rows, sizes, exact, pack)
         assert examine(check).fault is None
 
 
