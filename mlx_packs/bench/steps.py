@@ -16,8 +16,7 @@ from ..errors import PackError
 from ..memory.estimate import estimate, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
-from ..memory.memory_choice import MatmulPathChoice
-from ..memory.plan import MemoryPlan
+from ..memory.plan import MatmulPathChoice, MemoryPlan
 from ..memory.step_time import StepTime, predict
 from ..packs.base import Base
 from ..runtime import memory_limits, mx, total_memory

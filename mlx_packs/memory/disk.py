@@ -1,13 +1,12 @@
 """Estimate the disk space of a run: checkpoints and the pack."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError
 from ..files import free_bytes
-from .plan import MemoryPlan
+from .plan import DiskPlan, MemoryPlan
 
 # Measured, by tensor: an entry in the header of safetensors, and one of a manifest.
 _ENTRY_BYTES = 110
@@ -17,40 +16,6 @@ _STATE_BYTES = 1_000
 _PACK_BYTES = 5_700
 _COPIES = 3  # of each trainable parameter in a checkpoint: itself and two moments
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class DiskPlan:
-    """The most that a run has on disk at a time, in bytes.
-
-    Attributes:
-        checkpoint: One checkpoint.
-        checkpoints: How many there are at most, the one that is being written among them.
-        pack: The pack.
-    """
-
-    checkpoint: int
-    checkpoints: int
-    pack: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.checkpoint * self.checkpoints + self.pack
-
-    def to_json(self) -> dict:
-        return {
-            "total_gb": self.total_bytes / 1e9,
-            "checkpoint_bytes": self.checkpoint,
-            "checkpoints": self.checkpoints,
-            "pack_bytes": self.pack,
-        }
-
-    def summary(self) -> str:
-        plural = "s" if self.checkpoints > 1 else ""
-        return (
-            f"{size(self.total_bytes)} ({self.checkpoints} checkpoint{plural} of "
-            f"{size(self.checkpoint)}, pack {size(self.pack)})"
-        )
 
 
 def plan_disk(plan: MemoryPlan, train: TrainConfig) -> DiskPlan:
@@ -74,14 +39,22 @@ def _most_checkpoints(train: TrainConfig) -> int:
     return min(written, train.keep_last + scored + 1)
 
 
+def disk_summary(plan: DiskPlan) -> str:
+    plural = "s" if plan.checkpoints > 1 else ""
+    return (
+        f"{size(plan.total_bytes)} ({plan.checkpoints} checkpoint{plural} of "
+        f"{size(plan.checkpoint)}, pack {size(plan.pack)})"
+    )
+
+
 def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:
     """Raise a PackError if a run does not fit; ``present`` are bytes that it will replace there."""
     free = free_bytes(folder)
     if free is not None and plan.total_bytes > free + present:
         raise PackError(
-            f"{folder}: the run would take {plan.summary()} of disk, but {size(free + present)} "
-            "are free. Free some space, choose another --out, take a smaller --keep-last, or pass "
-            "--force to try anyway.",
+            f"{folder}: the run would take {disk_summary(plan)} of disk, but "
+            f"{size(free + present)} are free. Free some space, choose another --out, take a "
+            "smaller --keep-last, or pass --force to try anyway.",
             "unwritable",
             "out",
         )

@@ -103,17 +103,28 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     return list(MATMUL_PATHS)
 
 
-def least(
-    headers: Headers, lora: LoRAConfig, train: TrainConfig, estimate_of: Estimate = estimate
+def cheapest(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    estimate_of: Estimate = estimate,
+    shapes: Iterable[Shape] | None = None,
 ) -> MemoryPlan:
-    """Return the plan of the shortest batches, by the cheapest matmul path and recomputation."""
-    shape = estimator_of(headers.config).smallest_shape(train)
+    """Return the plan of the matmul path and the policy of recomputation that take the least."""
     plans = [
-        estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), [shape])
+        estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), shapes)
         for path in matmul_paths(headers, train)
         for policy in recompute_policies(train)
     ]
     return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def least(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, estimate_of: Estimate = estimate
+) -> MemoryPlan:
+    """Return the cheapest plan of the shortest batches."""
+    shape = estimator_of(headers.config).smallest_shape(train)
+    return cheapest(headers, lora, train, estimate_of, [shape])
 
 
 def check_least(
@@ -154,9 +165,9 @@ def plan_run(
         if fitting := {p: plan for p, plan in plans.items() if verdict(plan, memory) == wanted}:
             return fitting
 
-    cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
+    smallest = min(plans.values(), key=lambda plan: plan.peak_bytes)
     if force:
-        return {cheapest.matmul_path: cheapest}
+        return {smallest.matmul_path: smallest}
     resized = estimator_of(headers.config).resized
 
     def plan_of(lora: LoRAConfig, less: TrainConfig) -> MemoryPlan:
@@ -164,11 +175,11 @@ def plan_run(
 
     planned = replace(
         train,
-        matmul_path=cheapest.matmul_path,
-        recompute=cheapest.recompute,
+        matmul_path=smallest.matmul_path,
+        recompute=smallest.recompute,
         grad_checkpoint=False,
     )
-    raise _too_large(cheapest, remedies(headers, lora, planned, plan_of))
+    raise _too_large(smallest, remedies(headers, lora, planned, plan_of))
 
 
 def _first_fitting(

@@ -20,8 +20,8 @@ from ..nn.quantized import quantized_modules
 from ..offload.blocks import weights_readable
 from ..ops import _cost
 from ..runtime import dtype_name, mx
-from .memory_choice import MatmulPathChoice
 from .path_timing import WeightKind, time_paths, weight_kinds
+from .plan import MatmulPathChoice
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
 _SHARE = 0.1  # of the work that follows

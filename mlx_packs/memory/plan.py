@@ -1,4 +1,4 @@
-"""The memory plan of a training run: bytes by part at the moments that can be its worst.
+"""The plan of a training run: its memory by part at the moments that can be its worst, its disk.
 
 An estimator (`decoder`, `encoder`) follows a step by hand: what the forward pass keeps for the
 backward pass, and what is in flight. What the estimators share is here.
@@ -83,6 +83,66 @@ class MemoryPlan:
     def _parts(self, moment: Mapping[str, int]) -> dict[str, int]:
         constant = {"base": self.base, "adapters": self.adapters, "optimizer": self.optimizer}
         return {name: (constant | moment)[name] for name in PARTS}
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """The most that a run has on disk at a time, in bytes.
+
+    Attributes:
+        checkpoint: One checkpoint.
+        checkpoints: How many there are at most, the one that is being written among them.
+        pack: The pack.
+    """
+
+    checkpoint: int
+    checkpoints: int
+    pack: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.checkpoint * self.checkpoints + self.pack
+
+    def to_json(self) -> dict:
+        return {
+            "total_gb": self.total_bytes / 1e9,
+            "checkpoint_bytes": self.checkpoint,
+            "checkpoints": self.checkpoints,
+            "pack_bytes": self.pack,
+        }
+
+
+@dataclass(frozen=True)
+class MatmulPathChoice:
+    matmul_path: str
+    step_ms: dict[str, float]  # that each measured path would take
+    reason: str  # where the times are from or why there are none, why another path was left out
+
+    def line(self) -> str:
+        times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
+        choice = self.matmul_path
+        if times:
+            choice = f"{times} → {choice}"
+        if self.reason:
+            choice = f"{choice} ({self.reason})"
+        return choice
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """The plans of a run (None where none is possible) and their decisions."""
+
+    plan: MemoryPlan | None
+    choice: MatmulPathChoice
+    recompute: str
+    disk: DiskPlan | None = None
+    unplanned: str = ""  # why there is no plan
+
+    @property
+    def peak_gb(self) -> float | None:
+        if self.plan is None:
+            return None
+        return self.plan.peak_gb
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:

@@ -26,7 +26,7 @@ from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
 from ..offload.disk import plan_line
-from .disk import plan_disk
+from .disk import disk_summary, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
@@ -494,7 +494,7 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
         assumed = estimator_of(headers.config).assumed(headers.config)
 
     notes = {
-        "disk": plan_disk(best.plan, best.train).summary(),
+        "disk": disk_summary(plan_disk(best.plan, best.train)),
         "why": f"{best.kind}: {best.why}",
         "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py), ± 20 % on an "
         f"NVIDIA GPU; not measured on a Mac. {assumed}".strip(),

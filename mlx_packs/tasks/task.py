@@ -29,7 +29,7 @@ from ..data.dataset import Dataset, ExampleSet
 from ..data.rows import Splits
 from ..display import Display, clock
 from ..gates import gates_text
-from ..memory.memory_choice import MemoryChoice
+from ..memory.plan import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
 from ..objectives.reference import PhaseReference

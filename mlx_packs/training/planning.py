@@ -19,56 +19,36 @@ from ..display import VERBOSE, Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..late import load
-from ..memory.disk import DiskPlan, check_disk, plan_disk
-from ..memory.estimate import Estimate, check_least, estimate, plan_run
+from ..memory.disk import check_disk, disk_summary, plan_disk
+from ..memory.estimate import Estimate, estimate, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
-from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
-from ..memory.plan import ERROR, MemoryPlan, verdict
-from ..memory.read import read_headers
+from ..memory.plan import ERROR, DiskPlan, MatmulPathChoice, MemoryChoice, MemoryPlan, verdict
 from ..nn.quantized import matmul_path_of
 from ..offload.disk import plan_line, remote_note
 from ..packs.base import Base
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
 from .run_folder import RunFolder
-from .settings import Place, Request, Run, RunSettings
+from .settings import Place, Run
 
 
-def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:
-    """Check, before a weight is read, that a base could fit whatever the examples are.
-
-    Where headers cannot be read or no plan is possible, loading reports what is wrong.
-    """
-    train = settings.train
-    try:
-        headers = read_headers(name)
-        least = check_least(headers, settings.lora, train, _estimate_of(train))
-    except PackError as error:
-        if error.code == "memory":
-            raise
-        return
-
-    _check_disk(folder, plan_disk(least, train))
-
-
-def _estimate_of(train: TrainConfig) -> Estimate:
+def estimate_of(train: TrainConfig) -> Estimate:
     if train.pipeline:
         return load("extras.pipeline.memory:of_stages")(group().size)
     return estimate
 
 
-def _check_disk(run: Path, disk: DiskPlan) -> None:
+def check_disk_of(run: Path, disk: DiskPlan) -> None:
     """Check that a run fits on the disk in the place of its own earlier checkpoints."""
     files = (file for folder in RunFolder(run).checkpoints() for file in folder.iterdir())
     check_disk(disk, run, sum(file.stat().st_size for file in files))
 
 
-def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData]) -> MemoryChoice:
+def plan_training(run: Run, base: Base, target: Base, data: Sequence[PhaseData]) -> MemoryChoice:
     """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
-    The loss goes through ``target``. Raises PackError if nothing is within memory and disk,
-    unless forced.
+    The loss goes through ``target``. Raises PackError if nothing fits into memory, unless forced.
     """
     ranks = group()
     task = data[-1].task
@@ -77,59 +57,30 @@ def fit_into_memory(run: Run, base: Base, target: Base, data: Sequence[PhaseData
     headers = replace(Headers.of(base), **task.planned_facts())
     if images := images_of(base.tokenizer):
         headers = replace(headers, image_tokens=images.counts()["tokens"])
-    force = run.request.force
 
     plans = {}
+    unplanned = ""
     shapes = {shape for each in data for shape in each.shapes()}
     try:
-        plans = plan_run(headers, run.lora, planned, shapes, force, _estimate_of(run.train))
+        plans = plan_run(
+            headers, run.lora, planned, shapes, run.request.force, estimate_of(run.train)
+        )
     except PackError as error:
         if error.code == "memory":
             raise
-        run.display.line("plan", f"{error.message} Memory and disk are not checked.")
+        unplanned = error.message
 
-    rows = task.typical_rows(data[-1])
-    choice = choose_path(run, target, rows, plans)
-    plan = keep_what_fits(run.request, base, plans.get(choice.matmul_path))
-    disk = None
-    if plan:
-        disk = plan_disk(plan, planned)
-        _show_plan(base, run, plan, disk)
-        if not force:
-            _check_disk(run.folder, disk)
-    show_offload(base, plan, run.display)
+    choice = choose_path(run, target, task.typical_rows(data[-1]), plans)
+    plan = plans.get(choice.matmul_path)
+    if plan and plan.offload and run.request.recipe.train.offload_base != "on":
+        plan = plan.with_blocks_in_memory(runtime.total_memory())
 
     recompute = run.train.recomputes
     if recompute == "auto":
         recompute = plan.recompute if plan else task.unplanned_recompute
         recompute = ranks.from_first(recompute.encode()).decode()
 
-    return MemoryChoice(plan, choice, recompute, disk)
-
-
-def show_offload(base: Base, plan: MemoryPlan | None, display: Display) -> None:
-    """Show how much of a base is on disk, and the time that a step reads."""
-    blocks = base.blocks_on_disk
-    if blocks is not None and plan is not None and plan.offload is not None:
-        # the plan has the dtypes of memory, which are wider on a CPU
-        stored = replace(plan.offload, stored_bytes=blocks.stored_block_bytes)
-        display.line("offload", plan_line(stored))
-        if note := remote_note(weight_files(base.path)[0]):
-            display.line("note", note)
-
-
-def keep_what_fits(request: Request, base: Base, plan: MemoryPlan | None) -> MemoryPlan | None:
-    """Read as many blocks into memory as the plan leaves room for, with ``--offload-base auto``.
-
-    Returns the plan with these blocks.
-    """
-    asked = request.recipe.train.offload_base
-    if base.blocks_on_disk is None or plan is None or plan.offload is None or asked == "on":
-        return plan
-
-    plan = plan.with_blocks_in_memory(runtime.total_memory())
-    base.blocks_on_disk.keep_in_memory(plan.offload.blocks - plan.offload.on_disk)
-    return plan
+    return MemoryChoice(plan, choice, recompute, plan and plan_disk(plan, planned), unplanned)
 
 
 def choose_path(
@@ -167,7 +118,6 @@ def choose_path(
         if not ranks.is_first:
             choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
 
-    run.display.line("path", choice.line(), VERBOSE)
     return choice
 
 
@@ -187,9 +137,16 @@ def matmul_paths_by_name(trainable: Trainable) -> dict[str, dict]:
     return names
 
 
-def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
-    """Show the estimates for the path that was chosen, and a warning if memory is tight."""
-    memory = runtime.total_memory()
+def show_plan(base: Base, run: Run, memory: MemoryChoice) -> None:
+    """Show the choices of a run: its estimates, what is tight, and how much of its base is read."""
+    display = run.display
+    plan = memory.plan
+    if memory.unplanned:
+        display.line("plan", f"{memory.unplanned} Memory and disk are not checked.")
+    display.line("path", memory.choice.line(), VERBOSE)
+    if plan is None:
+        return
+
     method = f"LoRA r{run.lora.rank}"
     if base.quantization:
         method = f"Q{method}"
@@ -200,16 +157,25 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     if runtime.on_cuda():  # docs/kernels.md
         error = "on a Mac; CUDA takes more"
 
-    run.display.line(
+    available = runtime.total_memory()
+    display.line(
         "plan",
-        f"{method} · {size(plan.peak_bytes)} of {size(memory)} ({error}) · "
-        f"disk {size(disk.total_bytes)}",
+        f"{method} · {size(plan.peak_bytes)} of {size(available)} ({error}) · "
+        f"disk {size(memory.disk.total_bytes)}",
     )
-    run.display.line("", f"recompute {plan.recompute} · disk {disk.summary()}", VERBOSE)
+    display.line("", f"recompute {plan.recompute} · disk {disk_summary(memory.disk)}", VERBOSE)
 
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
-    if warning := warnings.get(verdict(plan, memory)):
-        run.display.line("plan", warning)
+    if warning := warnings.get(verdict(plan, available)):
+        display.line("plan", warning)
+
+    blocks = base.blocks_on_disk
+    if blocks is not None and plan.offload is not None:
+        # the plan has the dtypes of memory, which are wider on a CPU
+        stored = replace(plan.offload, stored_bytes=blocks.stored_block_bytes)
+        display.line("offload", plan_line(stored))
+        if note := remote_note(weight_files(base.path)[0]):
+            display.line("note", note)
 
 
 def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype:

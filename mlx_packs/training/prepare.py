@@ -28,15 +28,15 @@ from ..data.teacher_cache import TeacherCache
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.images import images_of_run
-from ..memory.memory_choice import MemoryChoice
+from ..memory.plan import MemoryChoice
 from ..nn.quantized import count_weights
 from ..packs.base import Base, load_base
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Task, make_tasks, task_class
 from .initial_adapters import initial_adapters, with_initial_template
 from .observers.trackers import check_report_to
-from .offloading import check_offload, fit_run, with_offload
-from .planning import check_headers, run_dtype, show_dtype
+from .offloading import check_offload, checked_by_headers, fit_run
+from .planning import run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
 from .rates import note_rates
 from .run_folder import PACKAGES, RunFolder, check_unchanged
@@ -225,7 +225,7 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
     tasks = make_tasks(settings.phases, settings.train, settings.lora, request.calls)
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
-    settings = with_offload(request, settings)
+    settings = checked_by_headers(request, settings, folder)
     base, dtype = _open_base(request, settings, place, tasks)
     settings = with_initial_template(settings, request.option("resume_adapter_file"))
     base = base.with_chat_template(settings.columns.chat_template)
@@ -311,8 +311,6 @@ def _open_base(
         config = check_files(resolve_checkpoint(base))
         for task in tasks.values():
             task.check(str(base), config["model_type"])
-        if not request.force:
-            check_headers(base, settings, place.folder)
 
         dtype = run_dtype(train, place, config)
         with display.working("base", f"loading {base}"):

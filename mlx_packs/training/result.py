@@ -17,7 +17,7 @@ from ..report.facts import Points, curve_of, loss_name, progress_series, short_c
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..memory.memory_choice import MemoryChoice
+    from ..memory.plan import MemoryChoice
     from .fit import Fit
 
 

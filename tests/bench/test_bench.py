@@ -29,7 +29,7 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import Float16Overflow, PackError
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
-from mlx_packs.memory.memory_choice import MatmulPathChoice
+from mlx_packs.memory.plan import MatmulPathChoice
 from mlx_packs.ops import diagnostics
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx

@@ -7,7 +7,7 @@ from pathlib import Path
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.config.data import DataConfig
-from mlx_packs.memory.memory_choice import MatmulPathChoice, MemoryChoice
+from mlx_packs.memory.plan import MatmulPathChoice, MemoryChoice
 from mlx_packs.objectives.objective import Objective
 from mlx_packs.objectives.reference import PhaseReference
 from mlx_packs.packs.base import Base

@@ -15,11 +15,11 @@ from mlx_packs.errors import CRASHED
 from mlx_packs.memory import disk
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.memory_choice import MatmulPathChoice, MemoryChoice
-from mlx_packs.memory.plan import ERROR
+from mlx_packs.memory.plan import ERROR, MatmulPathChoice, MemoryChoice
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
-from mlx_packs.training.planning import choose_path, fit_into_memory
+from mlx_packs.training.offloading import fit_run
+from mlx_packs.training.planning import choose_path
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.settings import Place, Request, Run
 from tests.helpers.errors import check, raises
@@ -176,7 +176,7 @@ def fitted(base, folder: Path, **settings) -> tuple[MemoryChoice, str]:
         "unplanned_recompute": "none",
     }
     rows = Mock(**{"shapes.return_value": {(128, 300)}, "task": Mock(**task)})
-    choice = fit_into_memory(run, base, base, [rows])
+    _, choice = fit_run(run, base, base, [rows])
     return choice, "\n".join(run.display.lines)
 
 

@@ -117,7 +117,7 @@ def test_wrong_modules_are_said_before_anything_is_measured(train, monkeypatch):
         raise AssertionError("rows were encoded or products measured")
 
     monkeypatch.setattr(tokens, "encode_cached", measured)
-    monkeypatch.setattr(planning, "load", lambda name: measured)
+    monkeypatch.setattr(planning, "choose_matmul_path", measured)
     with raises("unknown", "target_modules", "q_prj", "q_proj"):
         train(lora={"target_modules": ("q_prj",)})
 

@@ -159,7 +159,7 @@ def test_resume_takes_the_matmul_path_that_auto_chose(shared_tiny, trained_copy,
     assert identity["matmul_path"] == report["matmul_path"]
     identity["matmul_path"] = "transient"
     config.write_text(json.dumps(sealed(identity)))
-    monkeypatch.setattr(planning, "load", None)  # by which it would choose again
+    monkeypatch.setattr(planning, "choose_matmul_path", None)  # by which it would choose again
     report = train_pack(shared_tiny, "d", LORA, replace(auto, iters=2), "a", resume=True).report
     assert report["matmul_path"] == json.loads(config.read_text())["matmul_path"] == "transient"
 

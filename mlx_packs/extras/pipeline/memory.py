@@ -9,9 +9,9 @@ from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...display import size
 from ...memory.decoder_sizes import FAMILIES, sizes_of
-from ...memory.estimate import Estimate, estimate, estimator_of, matmul_paths
+from ...memory.estimate import Estimate, cheapest, estimate, estimator_of
 from ...memory.headers import Headers
-from ...memory.plan import MemoryPlan, Shape, recompute_policies, verdict
+from ...memory.plan import MemoryPlan, Shape, verdict
 from .stage import stage_blocks
 
 _BLOCKS = "model.layers."
@@ -172,19 +172,3 @@ def plan_machines(
             break
 
     return Machines(count, alone, shared, pipelines, memory)
-
-
-def cheapest(
-    headers: Headers,
-    lora: LoRAConfig,
-    train: TrainConfig,
-    estimate_of: Estimate = estimate,
-    shapes: Iterable[Shape] | None = None,
-) -> MemoryPlan:
-    """Return the plan of the matmul path and the policy that take the least memory."""
-    plans = [
-        estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), shapes)
-        for path in matmul_paths(headers, train)
-        for policy in recompute_policies(train)
-    ]
-    return min(plans, key=lambda plan: plan.peak_bytes)
