@@ -8,20 +8,21 @@ too short to measure for takes the path that a formula expects to be the fastest
 import math
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 
 import mlx.nn as nn
 
 from .. import chips, runtime
-from ..config.choices import MATMUL_PATHS, MatmulPathFacts
+from ..config.choices import MATMUL_PATHS
 from ..measurements import recall, remember
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
 from ..offload.blocks import weights_readable
-from ..ops import _cost
 from ..runtime import dtype_name, mx
 from .path_timing import WeightKind, time_paths, weight_kinds
 from .plan import MatmulPathChoice
+
+# Bits, group size and mode of quantized weights, and the dtype that they are dense in
+Precision = tuple[tuple[int, int, str], str]
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
 _SHARE = 0.1  # of the work that follows
@@ -180,34 +181,58 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
 
     They are by the rates of this device, where it was measured, and else by nominal ones.
     """
-    seconds_of = _expected_on_cpu if runtime.on_cpu() else _expected_on_gpu
-
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:
-        rates = matmul_rates(*_precision(kind))
-        for path in paths:
-            if expected.keys() <= rates.keys():
+        precision = _precision(kind)
+        if expected.keys() <= (rates := matmul_rates(precision)).keys():
+            for path in paths:
                 expected[path] += kind.multiply_adds / rates[path]
-            else:
-                both = 2 * seconds_of(kind, MATMUL_PATHS[path])  # forward and backward
-                expected[path] += kind.count * both
+            continue
+
+        chip = None if runtime.on_cpu() else chips.chip_here()
+        used = 2 * kind.count * math.prod(kind.shape)  # forward and backward
+        for path in paths:
+            expected[path] += nominal_seconds(kind.multiply_adds, used, path, precision, chip)
 
     return expected
 
 
-def matmul_rates(quantization: Sequence, dtype: str) -> dict[str, float]:
-    """Return the multiply-adds per second by path that this device reached, where measured.
+def nominal_seconds(
+    multiply_adds: float, used: float, path: str, precision: Precision, chip: chips.Chip | None
+) -> float:
+    """Return the seconds of products with frozen weights by nominal rates; None is a CPU's chip.
 
-    ``quantization`` is bits, group size and mode of the weights, ``dtype`` what they are dense in.
+    ``used`` counts the numbers of the weights, once for each use.
     """
-    return recall("matmul-rates", _rates_of(quantization, dtype)) or {}
+    facts = MATMUL_PATHS[path]
+    if chip is None:
+        cores = os.cpu_count() or 1
+        seconds = multiply_adds / cores / (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)
+        dequantized_s = used / _CPU_DEQUANTIZED
+    else:
+        (bits, group_size, mode), dtype = precision
+        share = chip.quantized_share(mode) if facts.in_place else 1.0
+        itemsize = 4 if dtype == "float32" else 2
+        reading_s = itemsize * used / chip.bytes_per_s
+        seconds = max(reading_s, 2 * multiply_adds / (chip.products_per_s * share))
+        dequantized_s = reading_s + used * (bits + 32 / group_size) / 8 / chip.bytes_per_s
+
+    if facts.dequantizes:
+        seconds += dequantized_s
+    return seconds
 
 
-def _rates_of(quantization: Sequence, dtype: str) -> dict:
+def matmul_rates(precision: Precision) -> dict[str, float]:
+    """Return the multiply-adds per second by path that this device reached, where measured."""
+    return recall("matmul-rates", _rates_of(precision)) or {}
+
+
+def _rates_of(precision: Precision) -> dict:
+    quantization, dtype = precision
     return {"quantization": list(quantization), "dtype": dtype}
 
 
-def _precision(kind: WeightKind) -> tuple[tuple[int, int, str], str]:
+def _precision(kind: WeightKind) -> Precision:
     return kind.quantization, dtype_name(frozen_weight(kind.module).dtype)
 
 
@@ -220,29 +245,4 @@ def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, f
 
     rates = {path: kind.multiply_adds / seconds for path, seconds in step_s[largest].items()}
     precision = _precision(kind)
-    remember("matmul-rates", _rates_of(*precision), matmul_rates(*precision) | rates)
-
-
-def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
-    rate = (os.cpu_count() or 1) * (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)
-    numbers = math.prod(kind.shape)
-    seconds = kind.tokens * numbers / rate
-    if facts.dequantizes:
-        seconds += numbers / _CPU_DEQUANTIZED
-    return seconds
-
-
-def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
-    out, width = kind.shape
-    bits, group_size, mode = kind.quantization
-    chip = chips.chip_here()
-    itemsize = 4 if frozen_weight(kind.module).dtype == mx.float32 else 2
-    quantized = out * width * (bits + 32 / group_size) / 8  # bytes
-
-    launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
-    if facts.in_place:
-        flops = launches[0].flops / chip.quantized_share(mode)
-        launches = [replace(launches[0], flops=flops)]
-    if facts.dequantizes:
-        launches.append(_cost.Launch("dequantize", quantized + itemsize * out * width))
-    return _cost.seconds(launches, chip)
+    remember("matmul-rates", _rates_of(precision), matmul_rates(precision) | rates)

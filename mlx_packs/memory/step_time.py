@@ -19,8 +19,8 @@ from .. import chips, runtime
 from ..bases.compressed_tensors import quantization_in_mlx
 from ..bases.precision import activation_bytes, choose_compute_dtype
 from ..bases.weight_formats import named_format
-from ..chips import MATMUL_REACHED, Chip
-from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
+from ..chips import MATMUL_REACHED
+from ..config.choices import POLICIES, architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
@@ -28,7 +28,7 @@ from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
-from .matmul_path import matmul_rates
+from .matmul_path import Precision, matmul_rates, nominal_seconds
 from .plan import has_logits, recompute_policies
 from .planned_adapters import plan_adapters
 
@@ -236,36 +236,26 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         return None
 
     on_cpu = runtime.on_cpu()
-    nominal = chip.vector_tflops if on_cpu else chip.matrix_tflops
+    nominal = 1e12 * (chip.vector_tflops if on_cpu else chip.matrix_tflops)
+    multiply_adds = needed.products / 2
     if not headers.is_quantized and train.quantize == "none":
-        products = _product_seconds(needed, chip, "dense", "affine", nominal)
+        products = needed.products / (nominal * MATMUL_REACHED)
     else:
         path = "quantized" if train.matmul_path == "auto" else train.matmul_path
-        quantization, dtype = _precision(headers, train)
-        rates = matmul_rates(quantization, dtype)
+        precision = _precision(headers, train)
+        rates = matmul_rates(precision)
         if path in rates:
-            products = needed.products / (2 * rates[path])
+            products = multiply_adds / rates[path]
         elif on_cpu:
             return None
         else:
-            products = _product_seconds(needed, chip, path, quantization[2], nominal)
+            products = nominal_seconds(multiply_adds, needed.dequantized, path, precision, chip)
 
     dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
-    return products + dense / (1e12 * nominal) + needed.bytes / chip.bytes_per_s
+    return products + dense / nominal + needed.bytes / chip.bytes_per_s
 
 
-def _product_seconds(needed: Work, chip: Chip, path: str, mode: str, tflops: float) -> float:
-    facts = MATMUL_PATHS[path]
-    seconds = needed.products / (1e12 * tflops * MATMUL_REACHED)
-    if facts.in_place:
-        seconds /= chip.quantized_share(mode)
-    if facts.dequantizes:
-        seconds += 2.6 * needed.dequantized / chip.bytes_per_s  # bytes: 4 bits in, 16 out
-    return seconds
-
-
-def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, str], str]:
-    """Return bits, group size and mode of a base's weights, and their dtype when dense."""
+def _precision(headers: Headers, train: TrainConfig) -> Precision:
     written = headers.custom_format(train.quantize)
     if written is None and not headers.is_quantized:
         written = named_format(train.quantize)
