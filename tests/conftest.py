@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_packs import train_pack
-from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.bases.files import TINY, resolve_checkpoint
+from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import perplexity

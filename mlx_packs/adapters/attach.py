@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.families import check_trainable
 from ..bases.geometry import find_groups
 from ..bases.shapes import Group
+from ..bases.supported import check_trainable
 from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.families import check_trainable
 from ..bases.files import quantization_name
 from ..bases.shapes import check_num_layers
+from ..bases.supported import check_trainable
 from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig

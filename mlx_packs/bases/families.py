@@ -1,20 +1,105 @@
-"""Architectures and families of mlx-lm and mlx-vlm that cannot be trained.
+"""Model families, and what is particular to each.
 
-Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
+Families of mlx-lm and mlx-vlm that are not in the table are trained, too; docs/families.md lists
+them all, and tests/bases/test_families.py trains each.
 """
 
 from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
-import mlx.nn as nn
 
-from ..config.choices import ARCHITECTURES, TASKS, architecture_of, package_of
-from ..errors import PackError, any_of, warn_once
-from ..nn.lora import is_switch_linear
-from ..runtime import mx
+@dataclass(frozen=True)
+class ImageFacts:
+    """How a family takes images, by the vision tower and the image processor of mlx-vlm.
 
-# By the name of the module in mlx_lm.models, or in mlx_vlm.models where mlx-lm has none.
+    placeholder: what its chat template writes for an image.
+    before, after: what its chat template writes around the placeholder, without which mlx-vlm's
+        processor does not count or place the tokens of an image.
+    scaled: whether the language model scales what it embeds, and so features, too.
+    divided: whether mlx-vlm divides features by that scale, of the hidden_size beside text_config.
+    interleaved: whether three axes of positions take turns in the pairs of a head.
+    sees: in which blocks the tokens of an image see each other: ``none``, ``all``, or ``config``,
+        those with a window if ``use_bidirectional_attention`` is ``vision``.
+    projector: the linears, with GELU between them, that are the last part of the tower, as mlx-vlm
+        names them; none if the projector has other weights.
+    """
+
+    placeholder: str
+    before: str = ""
+    after: str = ""
+    scaled: bool = False
+    divided: bool = False
+    interleaved: bool = False
+    sees: str = "none"
+    projector: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular to a model family.
+
+    text_model: the language model's family in mlx-lm, if its own name is none there.
+    one_by_one: whether texts in a batch of mlx-lm differ from each alone: a mask without a batch
+        axis, or a recurrent state that padding runs through.
+    reads_in_parts: whether the logits after a prompt are the same if a part of it is read before;
+        windows that show a key more than caches keep make them differ.
+    """
+
+    plan: str | None  # ``dense`` or ``hybrid``, or the family of the language model beside a tower
+    text_model: str | None = None
+    images: ImageFacts | None = None
+    gguf: str = ""  # ``general.architecture`` of its GGUF files; empty if it is not known
+    # In GGUF files, the tensors of a block by their path in it, and whether rows of q and k are in
+    # the order of interleaved rotary embeddings.
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    permuted: bool = False
+    untrainable: str = ""
+    untrainable_on_metal: str = ""
+    one_by_one: bool = False
+    reads_in_parts: bool = True
+    cache_differs: bool = False  # logits with a cache are other ones than without
+
+
+_ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+_DENSE = {
+    **_ATTENTION,
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_PHI3 = {
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GPT2 = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_LLAMA = Family(plan="dense", gguf="llama", gguf_names=_DENSE, permuted=True)
+_QWEN3_5 = Family(plan="hybrid", gguf="qwen35", gguf_names=_DENSE)
+
+_QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+_MERGER = ("vision_tower.merger.mlp.0", "vision_tower.merger.mlp.2")
+_MERGER_OF_QWEN3 = ("vision_tower.merger.linear_fc1", "vision_tower.merger.linear_fc2")
+_EMBEDDING = ("embed_vision.embedding_projection",)
+_TWO_LINEARS = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+_QWEN2_VL = Family(plan="qwen2", images=ImageFacts(*_QWEN, projector=_MERGER))
+_IDEFICS3 = Family(
+    plan="llama",
+    text_model="llama",
+    images=ImageFacts("<image>", projector=("connector.modality_projection.proj",)),
+)
+
 UNTRAINABLE = {
     "bitnet": "its projections (BitLinear) are a kernel for Metal that has no gradient",
     "dbrx": "its experts are chosen on the host, which a compiled step cannot do",
@@ -28,124 +113,160 @@ UNTRAINABLE = {
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
-# Of mlx-vlm, those whose steps tests/bases/test_mlx_vlm.py compares with plain LoRA.
-COMPARED = frozenset(
-    "cohere2_moe deepseek_v4 glm5_next hy_v4 k2_horizon kolibri1 mimo_v2 minimax_m3 "
-    "mistral_large3 qwen4_exp step3p7 xing4_0 z1t".split()
+# Families that need nothing particular; mlx-vlm's steps were compared with plain LoRA.
+_PLAIN = (
+    "cohere2_moe glm5_next hy_v4 k2_horizon kolibri1 mimo_v2 minimax_m3 mistral_large3 step3p7 "
+    "xing4_0"
 )
-UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no gradient"}
-# Families whose texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or
-# a recurrent state that padding runs through. tests/inference/test_families.py compares every one.
-ONE_BY_ONE = frozenset(
-    "afm7 baichuan_m1 bailing_moe_linear gear gemma2 gpt_bigcode jamba longcat_flash_ngram mamba "
-    "nemotron-nas nemotron_h olmo_hybrid phi3small qwen4_exp rwkv7 z1t".split()
+_ONE_BY_ONE = (
+    "afm7 baichuan_m1 bailing_moe_linear gear gpt_bigcode jamba longcat_flash_ngram mamba "
+    "nemotron-nas nemotron_h olmo_hybrid phi3small qwen4_exp z1t"
 )
-# Its windows show a key more than its caches keep: other logits if a prompt is read in parts.
-READ_WHOLE = frozenset({"plamo3"})
-CACHE_DIFFERS = frozenset({"deepseek_v4", "gemma3n"})  # other logits with a cache than without
-MIXTURES_SINCE = (0, 32)  # of mlx-lm
-# Encoders of other families that people train with sentence-transformers, by model_type.
-_UNSUPPORTED_TYPES = (
-    "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert mpnet "
-    "new nomic_bert roberta t5 xlm-roberta"
-).split()
+# By ``model_type``, or the name of the module in mlx_lm.models or mlx_vlm.models.
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": Family(plan="dense", gguf="qwen3", gguf_names=_DENSE),
+    "qwen2": Family(plan="dense", gguf="qwen2", gguf_names=_DENSE),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": Family(plan="hybrid"),
+    "qwen3_5_moe_text": Family(plan="hybrid"),
+    "qwen3_next": Family(plan="hybrid"),
+    "qwen3_moe": Family(plan="hybrid", gguf="qwen3moe", gguf_names=_ATTENTION),
+    "gemma": Family(plan=None, gguf="gemma", gguf_names=_DENSE),
+    "gemma2": Family(plan=None, gguf="gemma2", gguf_names=_DENSE, one_by_one=True),
+    "gemma3_text": Family(plan=None, gguf="gemma3", gguf_names=_DENSE),
+    "phi3": Family(plan=None, gguf="phi3", gguf_names=_PHI3),
+    "gpt2": Family(plan=None, gguf="gpt2", gguf_names=_GPT2),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": Family(
+        plan="qwen3", images=ImageFacts(*_QWEN, interleaved=True, projector=_MERGER_OF_QWEN3)
+    ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
+    "gemma3": Family(
+        plan=None,
+        gguf="gemma3",
+        gguf_names=_DENSE,
+        images=ImageFacts("<start_of_image>", scaled=True, divided=True, sees="all"),
+    ),
+    "llava": Family(plan="llama", images=ImageFacts("<image>", projector=_TWO_LINEARS)),
+    "mistral3": Family(plan="mistral", images=ImageFacts("[IMG]", projector=_TWO_LINEARS)),
+    "gemma4": Family(
+        plan=None, images=ImageFacts("<|image|>", scaled=True, sees="config", projector=_EMBEDDING)
+    ),
+    "rwkv7": Family(
+        plan=None,
+        untrainable_on_metal="its kernel for Metal (the recurrence) has no gradient",
+        one_by_one=True,
+    ),
+    "plamo3": Family(plan=None, reads_in_parts=False),
+    "deepseek_v4": Family(plan=None, cache_differs=True),
+    "gemma3n": Family(plan=None, cache_differs=True),
+    **dict.fromkeys(_PLAIN.split(), Family(plan=None)),
+    **dict.fromkeys(_ONE_BY_ONE.split(), Family(plan=None, one_by_one=True)),
+    **{name: Family(plan=None, untrainable=reason) for name, reason in UNTRAINABLE.items()},
+}
+_OTHER = Family(plan=None)
+VISION_FAMILIES = {name: family.images for name, family in FAMILIES.items() if family.images}
+
+# Where the last linears of a tower are in a base, if adapters on them are asked for.
+PROJECTOR = "projector"
+
+# How names of tensors of a language model begin, in files and in memory, and in one of mlx-lm.
+_TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "text_model.": "model.",
+    **{name: name for name in ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")},
+}
+
+# How paths begin in a base and in another program: where mlx-lm has the family, and where the
+# language model is of another one (`Family.text_model`).
+_ELSEWHERE: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
+    "transformers": (
+        {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"},
+        {"model.": "model.text_model."},
+    ),
+    "mlx-vlm": ({}, {"model.": "language_model.", "lm_head": "language_model.lm_head"}),
+}
 
 
-def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
-    if (model_type := config.get("model_type")) in _UNSUPPORTED_TYPES:
-        raise PackError(
-            f"{where}: has model_type '{model_type}'. Of encoders only "
-            f"{', '.join(ARCHITECTURES['encoder'].model_types)} is supported.",
-            "unsupported",
-        )
+def facts_of(name: str | None) -> Family:
+    """The facts of a family; the usual ones if it is not in the table."""
+    return FAMILIES.get(name, _OTHER) if name else _OTHER
 
 
-def check_architecture(command: str, wanted: str, name: str | Path, model_type: str) -> None:
-    if (actual := architecture_of(model_type)) != wanted:
-        raise PackError(
-            f"{command}: takes {ARCHITECTURES[wanted].described}, but {name} is a {model_type}. "
-            f"{ARCHITECTURES[actual].instead}".rstrip(),
-            "unsupported",
-            "model",
-        )
+def is_of_projector(path: str) -> bool:
+    """Return whether a path names the projector, or a linear of it."""
+    return path.partition(".")[0] == PROJECTOR
 
 
-def check_task(task: str, name: str | Path, model_type: str) -> None:
-    if not TASKS[task].trains(architecture_of(model_type)):
-        wanted = TASKS[task].architecture
-        raise PackError(
-            f"--task {task}: trains {ARCHITECTURES[wanted].described}, but {name} is a "
-            f"{model_type}. Pass --task {any_of(tasks_of(model_type))}.",
-            "mismatch",
-        )
+def projector_paths(model_type: str) -> dict[str, str]:
+    """Return the linears of a projector, as they are named here and in mlx-vlm."""
+    paths = VISION_FAMILIES[model_type].projector
+    return {f"{PROJECTOR}.linear_{i}": path for i, path in enumerate(paths, 1)}
 
 
-def tasks_of(model_type: str) -> list[str]:
-    """The default task is first."""
-    architecture = architecture_of(model_type)
-    return [name for name, facts in TASKS.items() if facts.trains(architecture)]
+def name_in_text_model(stored: str) -> str | None:
+    """Return the name of a tensor in a language model without images; None for other tensors."""
+    if is_of_projector(stored):
+        return stored
+    begin = next((begin for begin in _TEXT_NAMES if stored.startswith(begin)), None)
+    return begin and _TEXT_NAMES[begin] + stored.removeprefix(begin)
 
 
-def family_of(model: nn.Module) -> str:
-    """The module of a package's models that a model comes from, or where else it is defined."""
-    return getattr(model, "family", type(model).__module__.rpartition(".")[2])
+def path_in(path: str, model_type: str, program: str) -> str:
+    """Return the path of a module of a base as ``transformers`` or ``mlx-vlm`` names it."""
+    return _renamed(path, _names_in(program, model_type))
 
 
-def reads_in_parts(model: nn.Module) -> bool:
-    """Whether the logits after a prompt are the same if a part of it is read before."""
-    return family_of(model) not in READ_WHOLE
+def path_from(path: str, model_type: str, program: str) -> str:
+    """Return the path in a base of a module that ``transformers`` or ``mlx-vlm`` names."""
+    names = {there: here for here, there in reversed(_names_in(program, model_type).items())}
+    return _renamed(path, names)
 
 
-def is_batchable(name: str, model: nn.Module) -> bool:
-    """Whether texts in a batch equal each alone; if they do not, this is logged once."""
-    if (family := family_of(model)) not in ONE_BY_ONE:
-        return True
-    warn_once(
-        "%s: a %s gives other texts in a batch than alone, so texts are generated one at a time.",
-        name,
-        family,
-    )
-    return False
+def _names_in(program: str, model_type: str) -> dict[str, str]:
+    names = projector_paths(model_type)
+    if program == "transformers":
+        for here, there in names.items():
+            names[here] = "model." + there.replace("vision_tower.", "visual.")
+    return names | _ELSEWHERE[program][FAMILIES[model_type].text_model is not None]
 
 
-def why_untrainable(family: str) -> str | None:
-    """The reason on this device; None if it can be trained."""
-    on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
-    if on_metal and family in UNTRAINABLE_ON_METAL:
-        return f"{UNTRAINABLE_ON_METAL[family]}. A CPU or CUDA trains it"
-    return UNTRAINABLE.get(family)
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """Replace the first of these beginnings that a path has."""
+    for begin, other in names.items():
+        if path.startswith(begin):
+            return other + path.removeprefix(begin)
+    return path
 
 
-def check_trainable(name: str, model: nn.Module) -> None:
-    family = family_of(model)
-    if family in CACHE_DIFFERS:
-        warn_once(
-            "%s: a %s computes other logits with a cache than without. Training uses none and "
-            "generation uses one, so texts can be worse than the loss suggests.",
-            name,
-            family,
-        )
-    if "language_model" in model and package_of(family) == "mlx-vlm" and family not in COMPARED:
-        warn_once(
-            "%s: a %s of mlx-vlm, which was not tested here: its steps may differ from plain LoRA.",
-            name,
-            family,
-        )
-
-    reason = why_untrainable(family)
-
-    is_old = version_of_mlx_lm() < MIXTURES_SINCE
-    if reason is None and is_old and any(is_switch_linear(m) for m in model.modules()):
-        reason = (
-            f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
-            "experts, which MLX rejects. Upgrade mlx-lm (0.32 needs Python 3.11)"
-        )
-
-    if reason:
-        raise PackError(f"{name}: a {family} cannot be trained: {reason}.", "unsupported")
+def has_vision_tower(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint is of one of these families, with its vision tower."""
+    is_of_family = config.get("model_type") in VISION_FAMILIES
+    return is_of_family and bool(config.get("vision_config")) and image_token_of(config) is not None
 
 
-def version_of_mlx_lm() -> tuple[int, int]:
-    """Major and minor."""
-    major, minor = metadata.version("mlx-lm").split(".")[:2]
-    return int(major), int(minor)
+def image_token_of(config: Mapping[str, Any]) -> int | None:
+    """Return the token that stands for a feature of an image; None if a config names none."""
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(token := config.get(name), int):
+            return token
+    return None
+
+
+def mrope_sections(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return how many pairs of a head turn by each axis of positions; None with one axis."""
+    text = config.get("text_config") or config
+    for name in ("rope_scaling", "rope_parameters"):
+        for part in (text, config):
+            if sections := (part.get(name) or {}).get("mrope_section"):
+                return tuple(sections)
+    return None

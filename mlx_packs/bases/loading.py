@@ -32,7 +32,6 @@ from .custom_weights import (
     place_custom_weights,
     stored_as_asked,
 )
-from .families import check_supported
 from .files import (
     CONFIG,
     TINY,
@@ -49,6 +48,7 @@ from .model_classes import classes_of
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype, with_rounded_scales
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .sandboxed_tokenizer import read_ahead
+from .supported import check_supported
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
 from .unsupported import unreadable
 from .weight_formats import named_format

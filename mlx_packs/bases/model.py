@@ -16,7 +16,6 @@ from ..errors import PackError
 from ..late import load
 from ..runtime import mx
 from .encoder import Embedder
-from .families import check_architecture
 from .files import (
     context_of,
     public_name,
@@ -26,6 +25,7 @@ from .files import (
     weight_files,
 )
 from .gguf.header import ERRORS as GGUF_ERRORS
+from .supported import check_architecture
 from .templated import with_template
 
 if TYPE_CHECKING:

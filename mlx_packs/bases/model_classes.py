@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 
 from ..config.choices import package_of
 from ..runtime import mx
-from .vision_families import TEXT_MODELS, name_in_text_model
+from .families import facts_of, name_in_text_model
 
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")  # of a config.json, for mlx-vlm
 _KEPT = "language_model."
@@ -25,8 +25,8 @@ def classes_of(config: Mapping) -> tuple[Callable[[Any], nn.Module], Any]:
     """
     from mlx_lm.utils import _get_classes
 
-    if config["model_type"] in TEXT_MODELS:
-        return _classes_of_text_model(TEXT_MODELS[config["model_type"]])
+    if text_model := facts_of(config["model_type"]).text_model:
+        return _classes_of_text_model(text_model)
     if package_of(config["model_type"]) == "mlx-lm" or find_spec("mlx_vlm") is None:
         return _get_classes(config)
     return _classes_of_mlx_vlm()

@@ -15,11 +15,11 @@ from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..sandbox.process import IMAGES
 from ..terminal import guarded_native
+from .families import has_vision_tower
 from .sandboxed_tokenizer import confine, read_ahead
 from .templated import adds_bos, tool_parser_of
 from .turns import images_of, stop_at_answer_end
 from .unsupported import unreadable_tokenizer
-from .vision_families import has_vision_tower
 
 
 def load_tokenizer(

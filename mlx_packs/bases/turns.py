@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import PackError
 from .chat_template import Beginnings, encode_rendered, render_beginnings, render_chat
-from .vision_families import VISION_FAMILIES
+from .families import VISION_FAMILIES
 
 IMAGE_MARK = "\ufffc"  # stands for an image in the text of a message
 NO_IMAGES = (

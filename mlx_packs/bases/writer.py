@@ -28,12 +28,12 @@ from ..reading import read_json, sha256
 from ..runtime import mx
 from ..tensors import write_tensors
 from . import files as base_files
-from .families import check_architecture, check_supported
+from .families import has_vision_tower
 from .files import RECORD
 from .fingerprint import fingerprint
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
-from .vision_families import has_vision_tower
+from .supported import check_architecture, check_supported
 from .weight_formats import WeightFormat, check_finite
 from .write_plan import Item, WritePlan, in_shards
 

@@ -111,9 +111,9 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
 
     Raises: PackError, if it is no base model that can be read.
     """
+    from ..bases.families import has_vision_tower
     from ..bases.fingerprint import short_fingerprint
     from ..bases.loading import lazy_base
-    from ..bases.vision_families import has_vision_tower
 
     base = lazy_base(name)
     facts = {
@@ -174,9 +174,9 @@ def _pin_of(folder: Path) -> dict | None:
 
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
+    from ..bases.families import has_vision_tower
     from ..bases.files import CONFIG, quantization_name, read_config
     from ..bases.fingerprint import short_fingerprint
-    from ..bases.vision_families import has_vision_tower
 
     images = []
     if has_vision_tower(read_config(folder / CONFIG)):

@@ -16,7 +16,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
-from ..bases.families import check_architecture
+from ..bases.supported import check_architecture
 from ..config.arguments import checked_arguments
 from ..config.data import Columns
 from ..data.in_memory import Data

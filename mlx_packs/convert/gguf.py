@@ -7,14 +7,13 @@ The file has ``blk.N.attn_q.weight.lora_a`` [r, in] and ``.lora_b`` [out, r], an
 
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..adapters.spec import ModuleSpec
 from ..adapters.tensors import read_factors
+from ..bases.families import FAMILIES, Family, facts_of
 from ..bases.readers import DENSE
 from ..errors import PackError
 from ..files import atomic_folder
@@ -26,76 +25,24 @@ from .modelfile import modelfile
 
 ALPHA = "adapter.lora.alpha"
 _SUFFIXES = (".weight.lora_a", ".weight.lora_b")
-_ATTENTION = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-}
-_MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-_PHI3 = {
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GPT2 = {
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
 _HEAD_COUNTS = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}  # in a manifest
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names of a family's linear layers in llama.cpp.
-
-    Attributes:
-        architecture: ``general.architecture``, which must be that of the base's GGUF.
-        names: tensors of a block by their path in it.
-        permuted: whether rows of q and k are in the order of interleaved rotary embeddings.
-    """
-
-    architecture: str
-    names: Mapping[str, str]
-    permuted: bool = False
-
-
-_DENSE = {**_ATTENTION, **_MLP}
-LAYOUTS = {
-    "llama": Layout("llama", _DENSE, permuted=True),
-    "mistral": Layout("llama", _DENSE, permuted=True),
-    "qwen2": Layout("qwen2", _DENSE),
-    "qwen3": Layout("qwen3", _DENSE),
-    "qwen3_moe": Layout("qwen3moe", _ATTENTION),
-    "qwen3_5": Layout("qwen35", _DENSE),
-    "qwen3_5_text": Layout("qwen35", _DENSE),
-    "gemma": Layout("gemma", _DENSE),
-    "gemma2": Layout("gemma2", _DENSE),
-    "gemma3": Layout("gemma3", _DENSE),
-    "gemma3_text": Layout("gemma3", _DENSE),
-    "phi3": Layout("phi3", _PHI3),
-    "gpt2": Layout("gpt2", _GPT2),
-}
 
 
 def write_gguf(pack: Pack, out: Path, start: str | None) -> dict:
     """Write a GGUF file and a Modelfile of Ollama; note the line that starts llama.cpp with it."""
-    layout = layout_of(pack)
+    family = family_of(pack)
     name = f"{out.name}.gguf"
     text, base, notes = modelfile(pack, name, start)
-    tensors, alpha = gguf_tensors(pack, layout)
+    tensors, alpha = gguf_tensors(pack, family)
 
     with atomic_folder(out) as partial:
-        save_gguf(partial / name, tensors, layout.architecture, alpha)
-        verify_gguf(pack, partial / name, layout)
+        save_gguf(partial / name, tensors, family.gguf, alpha)
+        verify_gguf(pack, partial / name, family)
         (partial / "Modelfile").write_text(text, encoding="utf-8")
-    return {"tensors": len(tensors), "notes": [*_commands(base, layout, out / name), *notes]}
+    return {"tensors": len(tensors), "notes": [*_commands(base, family, out / name), *notes]}
 
 
-def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
+def _commands(base: str, family: Family, adapter: Path) -> list[str]:
     """Return the command that starts llama.cpp with an adapter, and what its BASE.gguf is."""
     lora = shlex.quote(str(adapter))
     if base.lower().endswith(".gguf"):  # it was trained on this file
@@ -104,18 +51,20 @@ def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
 
     return [
         f"llama-server -m BASE.gguf --lora {lora}",
-        f"BASE.gguf is a GGUF of {base} ({layout.architecture})",
+        f"BASE.gguf is a GGUF of {base} ({family.gguf})",
     ]
 
 
-def layout_of(pack: Pack) -> Layout:
+def family_of(pack: Pack) -> Family:
     """Return llama.cpp's names for a pack's base; a PackError says what it has no place for."""
-    family = pack.manifest["base"]["model_type"]
+    name = pack.manifest["base"]["model_type"]
     where = pack.name
-    if not architecture_facts(pack.manifest).in_mlx_lm or family not in LAYOUTS:
+    family = facts_of(name)
+    if not (architecture_facts(pack.manifest).in_mlx_lm and family.gguf):
+        known = ", ".join(name for name, facts in FAMILIES.items() if facts.gguf)
         raise PackError(
-            f"{where}: GGUF adapters of {family} are not known here. Known are "
-            f"{', '.join(LAYOUTS)}. Merge the pack and convert the whole model.",
+            f"{where}: GGUF adapters of {name} are not known here. Known are {known}. "
+            "Merge the pack and convert the whole model.",
             "unsupported",
         )
 
@@ -126,13 +75,12 @@ def layout_of(pack: Pack) -> Layout:
             "unsupported",
         )
 
-    layout = LAYOUTS[family]
     for path, spec in pack.specs.items():
-        _tensor_name(path, spec, layout, where)
-    return layout
+        _tensor_name(path, spec, family, where)
+    return family
 
 
-def _tensor_name(path: str, spec: ModuleSpec, layout: Layout, where: str) -> str:
+def _tensor_name(path: str, spec: ModuleSpec, family: Family, where: str) -> str:
     """Return the name of a base's tensor in GGUF: ``blk.3.attn_q``."""
     reason = None
     match = re.fullmatch(r".*?\.(\d+)\.(.+)", path)
@@ -140,7 +88,7 @@ def _tensor_name(path: str, spec: ModuleSpec, layout: Layout, where: str) -> str
         reason = f"is {spec.kind}, and llama.cpp adds LoRA to linears alone"
     elif spec.experts is not None:
         reason = "adapts all experts of a mixture"
-    elif match is None or match[2] not in layout.names:
+    elif match is None or match[2] not in family.gguf_names:
         reason = "has no name there"
 
     if reason or match is None:
@@ -150,10 +98,10 @@ def _tensor_name(path: str, spec: ModuleSpec, layout: Layout, where: str) -> str
             "unsupported",
         )
 
-    return f"blk.{match[1]}.{layout.names[match[2]]}"
+    return f"blk.{match[1]}.{family.gguf_names[match[2]]}"
 
 
-def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
+def gguf_tensors(pack: Pack, family: Family) -> tuple[Tensors, float]:
     """Return the tensors of a GGUF adapter in float32, and its alpha."""
     alpha = max(s.scale * spec.rank for spec in pack.specs.values() for s in spec.slices if s.rank)
     result: Tensors = {}
@@ -161,20 +109,20 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
     for path, spec in pack.specs.items():
         a, b = (factor.astype(mx.float32) for factor in read_factors(spec, pack.load_tensors()))
         b = folded(spec, b, alpha / spec.rank).T
-        if heads := _permuted_heads(path, pack, layout):
+        if heads := _permuted_heads(path, pack, family):
             b = _interleaved(b, heads)
 
-        name = _tensor_name(path, spec, layout, pack.name)
+        name = _tensor_name(path, spec, family, pack.name)
         for suffix, factor in zip(_SUFFIXES, (a.T, b), strict=True):
             result[name + suffix] = mx.contiguous(factor)
 
     return result, alpha
 
 
-def _permuted_heads(path: str, pack: Pack, layout: Layout) -> int:
+def _permuted_heads(path: str, pack: Pack, family: Family) -> int:
     """Return how many heads a projection's rows are permuted in; 0 where they are not."""
     key = _HEAD_COUNTS.get(path.rpartition(".")[2])
-    if not layout.permuted or key is None:
+    if not family.permuted or key is None:
         return 0
 
     heads = pack.manifest["base"].get(key)
@@ -212,16 +160,16 @@ def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> 
     mx.save_gguf(str(file), tensors, metadata)
 
 
-def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
+def verify_gguf(pack: Pack, file: Path, family: Family) -> None:
     """Compare what a GGUF adapter adds, as it was read back, with what the pack adds."""
     tensors, metadata = mx.load(str(file), return_metadata=True)
     alpha = float(np.array(metadata[ALPHA]))
     deltas: dict[str, Delta] = {}
 
     for path, spec in pack.specs.items():
-        name = _tensor_name(path, spec, layout, pack.name)
+        name = _tensor_name(path, spec, family, pack.name)
         a, b = (tensors[name + suffix] for suffix in _SUFFIXES)
-        if heads := _permuted_heads(path, pack, layout):
+        if heads := _permuted_heads(path, pack, family):
             b = _separated(b, heads)
         deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
 

@@ -18,13 +18,13 @@ from ..adapters.tensors import delta_of
 from ..bases import compressed_tensors
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD
+from ..bases.families import has_vision_tower
 from ..bases.gguf.header import ERRORS as GGUF_ERRORS
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.precision import stored_dtype, with_rounded_scales
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.requantize import format_after, smaller_formats
-from ..bases.vision_families import has_vision_tower
 from ..bases.weight_formats import WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES

@@ -6,10 +6,11 @@ padded with zeros to the largest rank, and scales that differ go into lora_b.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from ..bases.families import VISION_FAMILIES, path_from, path_in
 from ..bases.model import BaseModel
-from ..bases.vision_families import VISION_FAMILIES, path_in_mlx_vlm, path_of_mlx_vlm
 from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of
@@ -58,7 +59,7 @@ class MlxLm:
             )
 
     def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
-        stored = _renamed(stored, model_type, path_of_mlx_vlm)
+        stored = _renamed(stored, model_type, path_from)
         adapter = ExternalAdapter(dict(stored.tensors))
         for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
@@ -103,12 +104,12 @@ class MlxLm:
         if lower := sum(spec.rank < rank for spec in specs.values()):
             notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)
         converted = StoredAdapter(padded(specs, tensors, rank), config, file, notes)
-        return _renamed(converted, base["model_type"], path_in_mlx_vlm)
+        return _renamed(converted, base["model_type"], path_in)
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scale * (x lora_a) lora_b of each module."""
         deltas = {}
-        stored = _renamed(stored, model_type, path_of_mlx_vlm)
+        stored = _renamed(stored, model_type, path_from)
         for name, a in stored.tensors.items():
             if name.endswith(".lora_a") and a.ndim == 2:
                 path = name.removesuffix(".lora_a")
@@ -118,16 +119,17 @@ class MlxLm:
 
 
 def _renamed(
-    stored: StoredAdapter, model_type: str, renamed: Callable[[str, str], str]
+    stored: StoredAdapter, model_type: str, renamed: Callable[[str, str, str], str]
 ) -> StoredAdapter:
     """Rename modules where mlx-vlm has other names, and mlx-lm none."""
     if model_type not in VISION_FAMILIES:
         return stored
 
-    tensors = {renamed(name, model_type): array for name, array in stored.tensors.items()}
+    renamed = partial(renamed, model_type=model_type, program="mlx-vlm")
+    tensors = {renamed(name): array for name, array in stored.tensors.items()}
     parameters = dict(stored.config["lora_parameters"])
     if "keys" in parameters:
-        parameters["keys"] = [renamed(key, model_type) for key in parameters["keys"]]
+        parameters["keys"] = [renamed(key) for key in parameters["keys"]]
     config = {**stored.config, "lora_parameters": parameters}
     return dataclasses.replace(stored, tensors=tensors, config=config)
 

@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten
 
 from ..adapters.spec import SCORE_WEIGHT, Specs, leaf_names
 from ..adapters.targets import match_pattern
+from ..bases.families import VISION_FAMILIES, path_from, path_in
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..bases.readers import is_local_model
-from ..bases.vision_families import VISION_FAMILIES, path_in_transformers, path_of_transformers
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..data.labels import ORDINAL, Classes
 from ..errors import PackError
@@ -67,7 +67,7 @@ _PART = re.compile(
 def path_here(theirs: str, model_type: str) -> str:
     """Return a module's path in mlx-lm, or in `bases.encoder`."""
     if model_type in VISION_FAMILIES:
-        return path_of_transformers(theirs, model_type)
+        return path_from(theirs, model_type, "transformers")
     if model_type == "gpt2":
         return re.sub(r"^transformer\.", "model.", theirs)
     return theirs.removeprefix(ARCHITECTURES[architecture_of(model_type)].prefix)
@@ -76,7 +76,7 @@ def path_here(theirs: str, model_type: str) -> str:
 def path_there(ours: str, model_type: str) -> str:
     """Return a module's path in transformers."""
     if model_type in VISION_FAMILIES:
-        return path_in_transformers(ours, model_type)
+        return path_in(ours, model_type, "transformers")
     if model_type == "gpt2":
         return re.sub(r"^model\.", "transformer.", ours)
     return ours

@@ -5,7 +5,7 @@ import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bases.families import is_batchable, reads_in_parts
+from ..bases.supported import is_batchable, reads_in_parts
 from ..bases.tokenizer import text_tokens
 from ..bases.turns import encode_conversation, given_variables
 from ..config.sampling import Sampling

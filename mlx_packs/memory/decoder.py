@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .. import runtime
+from ..bases.families import is_of_projector
 from ..bases.precision import activation_bytes, stored_dtype
 from ..bases.quantization import QuantizeOptions, format_for
-from ..bases.vision_families import is_of_projector
 from ..bases.weight_formats import named_format
 from ..config.choices import MATMUL_PATHS, OPTIMIZERS, POLICIES, TASKS
 from ..config.lora import LoRAConfig
@@ -28,14 +28,7 @@ from ..errors import PackError
 from ..offload.sizes import BlocksOnDisk
 from ..ops.profile import profile
 from ..tensors import DTYPES
-from .decoder_sizes import (
-    HYBRID_FAMILIES,
-    TEXT_FAMILIES,
-    Sizes,
-    language_model,
-    sizes_of,
-    text_config,
-)
+from .decoder_sizes import Sizes, has_images, language_model, plan_of, sizes_of, text_config
 from .headers import Headers, Tensors, dense_tensors, tensor_bytes
 from .hybrid import HybridSizes, HybridStep, adapted_sizes, hybrid_sizes
 from .plan import (
@@ -55,7 +48,7 @@ _SMALL = "small base: full precision fits, quantizing would cost accuracy for me
 
 
 def assumed(config: Mapping) -> str:
-    if config.get("model_type") in TEXT_FAMILIES:
+    if has_images(config):
         return "Every token is taken as a target, and as one of an image."
     return "Every token is taken as a target."
 
@@ -67,7 +60,7 @@ def describe(config: Mapping) -> Tensors:
 
 
 def _sizes(config: Mapping, tensors: Tensors) -> Sizes:
-    if config.get("model_type") in HYBRID_FAMILIES:
+    if plan_of(config) == "hybrid":
         return hybrid_sizes(config, tensors)
     return sizes_of(config, tensors)
 
@@ -125,17 +118,17 @@ def estimate(
     """
     _check_objective(train)
     text = language_model(headers)
-    has_images = headers.config.get("model_type") in TEXT_FAMILIES
-    if has_images and any(map(is_of_projector, lora.target_modules)):
+    takes_images = has_images(headers.config)
+    if takes_images and any(map(is_of_projector, lora.target_modules)):
         text = replace(text, tensors={**projector_tensors(headers), **text.tensors})
     text.check_formats()
 
-    if text.config.get("model_type") in HYBRID_FAMILIES:
+    if plan_of(text.config) == "hybrid":
         sizes: Sizes = adapted_sizes(text, lora, train)
     else:
         sizes = sizes_of(text.config, text.tensors)
     plan = _plan_step(text, lora, train, shape, sizes)
-    if not has_images:
+    if not takes_images:
         return plan
 
     features = feature_bytes(text, headers, train.sequences * (shape or largest_shape(train))[0])

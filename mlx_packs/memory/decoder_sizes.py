@@ -4,34 +4,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
+from ..bases.families import FAMILIES, facts_of, is_of_projector, name_in_text_model
 from ..bases.shapes import Heads
-from ..bases.vision_families import VISION_FAMILIES, is_of_projector, name_in_text_model
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Headers, Tensors
 
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
-HYBRID_FAMILIES = (
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "qwen3_moe",
-)
-# The language model of families with a vision tower, as a base without images.
-TEXT_FAMILIES = {name: f.widths for name, f in VISION_FAMILIES.items() if f.widths is not None}
 _OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
+
+
+def plan_of(config: Mapping) -> str | None:
+    return facts_of(config.get("model_type")).plan
+
+
+def has_images(config: Mapping) -> bool:
+    """Whether the plan is the one of the language model beside a vision tower."""
+    return plan_of(config) not in (None, "dense", "hybrid")
 
 
 def text_config(config: Mapping) -> dict:
     """Return the config of the language model of a checkpoint that may have more."""
-    family = config.get("model_type")
-    if family not in (*HYBRID_FAMILIES, *TEXT_FAMILIES):
+    plan = plan_of(config)
+    if plan in (None, "dense"):
         return dict(config)
 
     text = config.get("text_config") or {}
-    family = TEXT_FAMILIES.get(family, family)
+    family = config["model_type"] if plan == "hybrid" else plan
     if text.get("model_type") in _OTHER_TEXTS:
         family = text["model_type"]
     return {"dtype": config.get("dtype"), **config, **text, "model_type": family}
@@ -39,7 +37,7 @@ def text_config(config: Mapping) -> dict:
 
 def language_model(headers: Headers) -> Headers:
     """Return the headers of the language model of a base, by the names of one without images."""
-    if headers.config.get("model_type") not in (*HYBRID_FAMILIES, *TEXT_FAMILIES):
+    if plan_of(headers.config) in (None, "dense"):
         return headers
 
     named = {name_in_text_model(stored): tensor for stored, tensor in headers.tensors.items()}
@@ -85,9 +83,9 @@ class Sizes:
 def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
     """Return the sizes; raise a PackError where the formula does not know the family."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if plan_of(config) != "dense":
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
-        names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *TEXT_FAMILIES, *others))
+        names = ", ".join((*(name for name, facts in FAMILIES.items() if facts.plan), *others))
         raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
 
     heads = Heads.of(dict(config))

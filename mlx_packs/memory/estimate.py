@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from .. import late, runtime
-from ..bases.families import check_supported
+from ..bases.supported import check_supported
 from ..config.choices import MATMUL_PATHS, TASKS, MatmulPathFacts, architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import runtime
-from ..bases.families import check_task, tasks_of
 from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
+from ..bases.supported import check_task, tasks_of
 from ..bases.weight_formats import named_format
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, architecture_of
 from ..config.fields import fields_where

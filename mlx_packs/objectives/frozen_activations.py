@@ -14,8 +14,8 @@ import numpy as np
 from .. import runtime
 from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
+from ..bases.families import is_of_projector
 from ..bases.geometry import is_embedding
-from ..bases.vision_families import is_of_projector
 from ..config.schema import TrainConfig
 from ..data.batches import token_collate
 from ..data.dataset import Batch

@@ -14,10 +14,10 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..bases.families import VISION_FAMILIES
 from ..bases.files import resolve_checkpoint, weight_files
 from ..bases.loading import constants_of
 from ..bases.model import BaseModel
-from ..bases.vision_families import VISION_FAMILIES
 from ..cache import Cache, key_of
 from ..display import size
 from ..errors import Float16Overflow, PackError

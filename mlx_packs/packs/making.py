@@ -11,10 +11,10 @@ from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
 from ..adapters.targets import open_projector, tied_tables
 from ..adapters.trainable import Trainable
+from ..bases.families import has_vision_tower
 from ..bases.fingerprint import text_hashes
 from ..bases.loading import lazy_base
 from ..bases.shapes import Group, Heads
-from ..bases.vision_families import has_vision_tower
 from ..errors import PackError
 from ..nn.surgery import block_prefixes
 from ..reading import read_header

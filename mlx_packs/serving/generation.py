@@ -12,8 +12,8 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from ..bases.families import is_batchable
 from ..bases.model import BaseModel
+from ..bases.supported import is_batchable
 from ..errors import PackError
 from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx

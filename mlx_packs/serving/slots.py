@@ -8,8 +8,8 @@ from ..adapters.attach import attach, check_bare
 from ..adapters.lora import Attached
 from ..adapters.spec import SCORE_WEIGHT, SliceSpec, Specs
 from ..adapters.tensors import read_factors
+from ..bases.families import is_of_projector
 from ..bases.model import BaseModel
-from ..bases.vision_families import is_of_projector
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path

@@ -18,8 +18,8 @@ from ..adapters.score_head import fresh_score_head, with_score_head
 from ..adapters.spec import SCORE
 from ..adapters.targets import open_projector
 from ..adapters.trainable import Trainable
-from ..bases.families import check_task
 from ..bases.geometry import select_targets
+from ..bases.supported import check_task
 from ..config.choices import METHODS, OBJECTIVES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from .. import runtime
+from ..bases.families import VISION_FAMILIES, image_token_of, mrope_sections
 from ..bases.files import text_config
-from ..bases.vision_families import VISION_FAMILIES, image_token_of, mrope_sections
 from ..errors import PackError
 from ..nn.image_tokens import FIRST_IMAGE, names_images
 from ..nn.images import ImageInputs, ImageRules, ShownImages

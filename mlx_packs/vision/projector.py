@@ -10,11 +10,11 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from .. import runtime
+from ..bases.families import PROJECTOR, has_vision_tower, projector_paths
 from ..bases.files import weight_files
 from ..bases.model import BaseModel
 from ..bases.shapes import is_named
 from ..bases.turns import images_of
-from ..bases.vision_families import PROJECTOR, has_vision_tower, projector_paths
 from ..errors import PackError
 from ..reading import read_header
 from ..runtime import mx

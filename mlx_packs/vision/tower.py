@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from .. import runtime
-from ..bases.vision_families import VisionFamily
+from ..bases.families import ImageFacts
 from ..errors import PackError, library_errors
 from ..runtime import mx
 from .stop import Stop
@@ -56,7 +56,7 @@ class Tower:
     """
 
     def __init__(
-        self, path: Path, family: VisionFamily, token: int, before: Sequence[str] = ()
+        self, path: Path, family: ImageFacts, token: int, before: Sequence[str] = ()
     ) -> None:
         self._model = load_tower(path)
         self._processor = _processor_of(path)  # which the module of the model registers

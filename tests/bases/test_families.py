@@ -14,7 +14,8 @@ from mlx_lm.utils import _get_classes
 
 from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.families import UNTRAINABLE, check_trainable
+from mlx_packs.bases.families import UNTRAINABLE
+from mlx_packs.bases.supported import check_trainable
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.nn.surgery import replace_modules

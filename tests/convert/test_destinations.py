@@ -11,8 +11,9 @@ import pytest
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.bases.families import FAMILIES
 from mlx_packs.cli.main import packs
-from mlx_packs.convert.gguf import LAYOUTS, gguf_tensors, layout_of, verify_gguf, write_gguf
+from mlx_packs.convert.gguf import family_of, gguf_tensors, verify_gguf, write_gguf
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs import making
@@ -67,7 +68,7 @@ def test_a_gguf_adds_what_the_pack_adds(family, tmp_path):
     report = export_pack(pack, "gguf", tmp_path / "out")
     deltas = deltas_in(tmp_path / "out" / "out.gguf")
     assert len(deltas) == len(pack.specs) == report["modules"] == report["tensors"] // 2
-    names = LAYOUTS[family].names
+    names = FAMILIES[family].gguf_names
     for path, spec in pack.specs.items():
         block, rest = re.search(r"\b(?:layers|h)\.(\d+)\.(.+)", path).groups()
         delta = np.array(delta_of(spec, pack.load_tensors()), dtype=np.float64)
@@ -123,13 +124,13 @@ def test_a_manifest_without_heads_is_not_exported_in_a_wrong_order(pack, tmp_pat
 
 
 def test_a_wrong_number_in_the_file_is_noticed(pack, tmp_path):
-    layout = layout_of(pack)
-    tensors, alpha = gguf_tensors(pack, layout)
+    family = family_of(pack)
+    tensors, alpha = gguf_tensors(pack, family)
     tensors["blk.0.attn_q.weight.lora_b"] = tensors["blk.0.attn_q.weight.lora_b"][::-1]
     metadata = {"adapter.lora.alpha": mx.array(alpha)}
     mx.save_gguf(str(tmp_path / "bad.gguf"), tensors, metadata)
     with raises("mismatch", None, "bad.gguf", "model.layers.0.self_attn.q_proj"):
-        verify_gguf(pack, tmp_path / "bad.gguf", layout)
+        verify_gguf(pack, tmp_path / "bad.gguf", family)
 
 
 @pytest.mark.parametrize(

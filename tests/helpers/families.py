@@ -20,15 +20,15 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
+from mlx_packs.bases.families import FAMILIES, UNTRAINABLE, VISION_FAMILIES, facts_of
 from mlx_packs.bases.geometry import linears
 from mlx_packs.bases.model_classes import classes_of
-from mlx_packs.bases.vision_families import TEXT_MODELS, VISION_FAMILIES
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
+ONE_BY_ONE = {name for name, facts in FAMILIES.items() if facts.one_by_one}
 LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's
 
 # By field name; sizes are multiples of 32, so that most weights can be packed in groups of 32.
@@ -473,7 +473,7 @@ def _row(family: str) -> str:
     experts = dict.fromkeys(path.rpartition(".")[2] for path in expert_paths(base.model))
     how = "grouped" if grouped else "per projection"
     how += ", MoE" if experts else ""
-    how += " (not on Metal)" if family in UNTRAINABLE_ON_METAL else ""
+    how += " (not on Metal)" if facts_of(family).untrainable_on_metal else ""
     return f"| {family} | {how} | {', '.join(leaves)} | {', '.join(experts)} |"
 
 
@@ -517,7 +517,7 @@ def table() -> str:
     rows = [_row(family) for family in architectures()]
     refused = [row for row in rows if "| not supported |" in row]
     aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
-    metal = [f"`{name}`: {reason}" for name, reason in UNTRAINABLE_ON_METAL.items()]
+    metal = {f"`{name}`": facts.untrainable_on_metal for name, facts in FAMILIES.items()}
     others = {name: reason for name, reason in UNTRAINABLE.items() if name not in architectures()}
     return "\n".join(
         [
@@ -570,7 +570,11 @@ def table() -> str:
             + "; ".join(f"{name} ({reason})" for name, reason in others.items())
             + ". tests/bases/test_mlx_vlm.py compares losses and gradients with plain LoRA, and "
             "logits with mlx-vlm's own.",
-            *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
+            *[
+                f"- Not on Metal: {n}: {why}. A CPU or CUDA trains it."
+                for n, why in metal.items()
+                if why
+            ],
             "",
             "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",
             "",
@@ -591,7 +595,7 @@ def _image_row(family: str) -> str:
     """The line of a family that takes images."""
     from mlx_lm.utils import MODEL_REMAPPING
 
-    text = TEXT_MODELS.get(family) or MODEL_REMAPPING.get(family, family)
+    text = FAMILIES[family].text_model or MODEL_REMAPPING.get(family, family)
     sees = {"none": "no", "all": "yes", "config": "if `use_bidirectional_attention` is `vision`"}
     return f"| {family} | {text} | {sees[VISION_FAMILIES[family].sees]} |"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.bases.families import MIXTURES_SINCE, UNTRAINABLE, version_of_mlx_lm
+from mlx_packs.bases.families import UNTRAINABLE
+from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from tests.helpers.families import architectures
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"

@@ -6,12 +6,11 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_packs.bases import families
-from mlx_packs.bases.families import ONE_BY_ONE
+from mlx_packs.bases import supported
 from mlx_packs.errors import warn_once
 from mlx_packs.inference.generate import sample_batch, stream_batch
 from mlx_packs.runtime import mx
-from tests.helpers.families import OF_MLX_VLM, architectures, family_base
+from tests.helpers.families import OF_MLX_VLM, ONE_BY_ONE, architectures, family_base
 from tests.helpers.family_sweep import FAMILIES, sweep
 
 LONG = [(5 * i + 3) % 120 for i in range(37)]
@@ -126,10 +125,10 @@ def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
 def test_training_says_that_a_family_generates_as_another_model(caplog):
     warn_once.cache_clear()
     base = base_of("gemma3n")
-    families.check_trainable("mine", base.model)
+    supported.check_trainable("mine", base.model)
     assert "mine" in caplog.text and "cache" in caplog.text
     caplog.clear()
-    families.check_trainable("mine", base_of("qwen3").model)
+    supported.check_trainable("mine", base_of("qwen3").model)
     assert not caplog.text
 
 

@@ -255,7 +255,8 @@ def test_a_resumed_run_takes_its_path_while_it_fits(
 
 
 def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, here):
-    monkeypatch.setattr("mlx_packs.memory.decoder_sizes.FAMILIES", ())
+    monkeypatch.setattr("mlx_packs.memory.decoder_sizes.plan_of", lambda _: None)
+    monkeypatch.setattr("mlx_packs.memory.decoder.plan_of", lambda _: None)
     write_rows(here / "d", train=CHATS)
     train = replace(TRAIN, iters=1, val_batches=0)
     run = train_pack("tiny", "d", LORA, train, "p")

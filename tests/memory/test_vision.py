@@ -7,12 +7,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base, train_pack
+from mlx_packs.bases.families import FAMILIES, Family
 from mlx_packs.bases.precision import activation_bytes
-from mlx_packs.bases.vision_families import VisionFamily
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory import vision
-from mlx_packs.memory.decoder_sizes import FAMILIES, TEXT_FAMILIES
 from mlx_packs.memory.estimate import estimator_of
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe
@@ -37,15 +36,19 @@ TEXT = {
 }
 
 
-def test_every_family_says_which_widths_its_plan_has():
-    assert set(TEXT_FAMILIES.values()) <= set(FAMILIES)
-    with pytest.raises(TypeError, match="widths"):
-        VisionFamily("<image>")
+# The language models of families that take images and have a plan.
+TEXTS = {name: f.plan for name, f in FAMILIES.items() if f.images and f.plan}
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_every_family_says_which_plan_it_has():
+    assert all(FAMILIES[text].plan == "dense" for text in TEXTS.values())
+    with pytest.raises(TypeError, match="plan"):
+        Family()
+
+
+@pytest.mark.parametrize("family", TEXTS)
 def test_the_plan_is_that_of_the_language_model(family):
-    plain = {**TEXT, "model_type": TEXT_FAMILIES[family]}
+    plain = {**TEXT, "model_type": TEXTS[family]}
     whole = {"model_type": family, "text_config": TEXT, "vision_config": {"hidden_size": 4096}}
 
     lora = LoRAConfig()

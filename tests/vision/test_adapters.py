@@ -9,12 +9,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.families import VISION_FAMILIES, path_from, path_in
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
-from mlx_packs.bases.vision_families import (
-    VISION_FAMILIES,
-    path_in_transformers,
-    path_of_mlx_vlm,
-)
 from mlx_packs.bases.writer import quantize
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
@@ -132,7 +128,9 @@ def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, modules, 
 
     value, theirs = nn.value_and_grad(model, their_loss)(model)
     assert loss == pytest.approx(value.item(), rel=1e-5)
-    theirs = {path_of_mlx_vlm(name, family): gradient for name, gradient in tree_flatten(theirs)}
+    theirs = {
+        path_from(name, family, "mlx-vlm"): gradient for name, gradient in tree_flatten(theirs)
+    }
     largest = max(mx.abs(gradient).max().item() for gradient in theirs.values())
     assert set(ours) == set(theirs)
     for name, gradient in theirs.items():
@@ -184,9 +182,7 @@ def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, modules, t
     largest = max(mx.abs(gradient).max().item() for gradient in gradients.values())
     for name, gradient in gradients.items():
         path, _, leaf = name.rpartition(".")
-        there = (
-            f"base_model.model.{path_in_transformers(path, family)}.{leaf[:-1]}{leaf[-1].upper()}"
-        )
+        there = f"base_model.model.{path_in(path, family, 'transformers')}.{leaf[:-1]}{leaf[-1].upper()}"
         expected = parameters[f"{there}.default.weight"].grad.numpy().T
         assert np.abs(np.array(gradient) - expected).max() <= allowed * largest, name
 

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_packs import Observer, evaluate, evaluate_batch, train_pack
 from mlx_packs.bases import model_tokenizer
+from mlx_packs.bases.families import VISION_FAMILIES
 from mlx_packs.bases.tokenizer import readable_text
-from mlx_packs.bases.vision_families import VISION_FAMILIES
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.preferences import encode_preferences

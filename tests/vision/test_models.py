@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.families import VISION_FAMILIES, image_token_of
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
-from mlx_packs.bases.vision_families import VISION_FAMILIES, image_token_of
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.cpu.profile import CPU

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_packs.bases.vision_families import VisionFamily
+from mlx_packs.bases.families import ImageFacts
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.preferences import encode_preferences
@@ -30,7 +30,7 @@ class FakeImages(Images):
     """Each image is two lines of three features."""
 
     def __init__(self, token: int) -> None:
-        self.family = VisionFamily(PLACEHOLDER, widths=None)
+        self.family = ImageFacts(PLACEHOLDER)
         self.token = token
 
     def limit(self, *_) -> None:

@@ -7,11 +7,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import pi
 from typing import Any
 
 import numpy as np
 
+from ..families import FAMILIES, Family
 from .blocks import read_dense
 from .header import GgufFile, TensorInfo
 
@@ -19,13 +21,6 @@ Config = dict[str, Any]
 
 _log = logging.getLogger("mlx_packs")
 _MISSING = object()
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA_NORMS = {
@@ -79,20 +74,24 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp."""
+    """One architecture of llama.cpp that is read; the names of its linears are the family's."""
 
     model_type: str  # in config.json
-    names: Mapping[str, str]  # modules of a block by the name of their tensors
-    extend: Callable[[Config, Metadata], None]  # adds to a config what only this one has
-    permuted: bool = False  # rows of q and k are in the order of interleaved rotary embeddings
+    norms: Mapping[str, str]  # modules of a block by the name of their tensors
+    extend: Callable[[Config, Metadata], None] | None = None  # adds what only this config has
     norm_offset: float = 0.0  # what llama.cpp has added to the weights of norms
     needs_bfloat16: bool = False  # whether its activations overflow float16
     scalings: tuple[str, ...] = ("linear", "yarn")  # kinds of rope scaling that mlx-lm has for it
     rope_tensors: tuple[str, ...] = ()  # the ones of `_ROPE_TENSORS` that are read
 
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
-def _nothing(config: Config, metadata: Metadata) -> None:
-    """Add nothing."""
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Modules of a block by the name of their tensors."""
+        return {theirs: ours for ours, theirs in self.family.gguf_names.items()} | self.norms
 
 
 def _llama(config: Config, metadata: Metadata) -> None:
@@ -208,42 +207,21 @@ def _phi3(config: Config, metadata: Metadata) -> None:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(
-        "llama",
-        {**_ATTENTION, **_MLP, **_NORMS},
-        _llama,
-        permuted=True,
-        rope_tensors=("rope_freqs.weight",),
-    ),
-    "qwen2": Architecture("qwen2", {**_ATTENTION, **_MLP, **_NORMS}, _nothing),
-    "qwen3": Architecture("qwen3", {**_ATTENTION, **_MLP, **_NORMS, **_HEAD_NORMS}, _nothing),
+    "llama": Architecture("llama", _NORMS, _llama, rope_tensors=("rope_freqs.weight",)),
+    "qwen2": Architecture("qwen2", _NORMS),
+    "qwen3": Architecture("qwen3", {**_NORMS, **_HEAD_NORMS}),
     "gemma2": Architecture(
-        "gemma2",
-        {**_ATTENTION, **_MLP, **_GEMMA_NORMS},
-        _gemma2,
-        norm_offset=1.0,
-        needs_bfloat16=True,
-        scalings=(),
+        "gemma2", _GEMMA_NORMS, _gemma2, norm_offset=1.0, needs_bfloat16=True, scalings=()
     ),
     "gemma3": Architecture(
         "gemma3_text",
-        {**_ATTENTION, **_MLP, **_GEMMA_NORMS, **_HEAD_NORMS},
+        {**_GEMMA_NORMS, **_HEAD_NORMS},
         _gemma3,
         norm_offset=1.0,
         needs_bfloat16=True,
     ),
     "phi3": Architecture(
-        "phi3",
-        {
-            "attn_qkv": "self_attn.qkv_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
-            **_NORMS,
-        },
-        _phi3,
-        scalings=("linear", "longrope"),
-        rope_tensors=_FACTORS,
+        "phi3", _NORMS, _phi3, scalings=("linear", "longrope"), rope_tensors=_FACTORS
     ),
 }
 
@@ -314,7 +292,8 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
         )
 
     _add_scaling(config, metadata, architecture)
-    architecture.extend(config, metadata)
+    if architecture.extend:
+        architecture.extend(config, metadata)
     return config
 
 

@@ -143,7 +143,7 @@ class Conversion:
 
     def _order(self, name: str, info: TensorInfo) -> np.ndarray | None:
         """The rows of q and k in MLX's order; None if they are in it."""
-        if not self.architecture.permuted:
+        if not self.architecture.family.permuted:
             return None
         heads = _heads_of(name, self.config)
         if heads is None:

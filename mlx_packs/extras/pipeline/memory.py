@@ -8,7 +8,7 @@ from ...bases.precision import activation_bytes
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...display import size
-from ...memory.decoder_sizes import FAMILIES, sizes_of
+from ...memory.decoder_sizes import plan_of, sizes_of
 from ...memory.estimate import Estimate, cheapest, estimate, estimator_of
 from ...memory.headers import Headers
 from ...memory.plan import MemoryPlan, Shape, verdict
@@ -164,7 +164,7 @@ def plan_machines(
 
     pipelines: dict[int, MemoryPlan] = {}
     blocks = 0
-    if headers.config.get("model_type") in FAMILIES:
+    if plan_of(headers.config) == "dense":
         blocks = sizes_of(headers.config, headers.tensors).blocks
     for stages in range(2, min(count, blocks) + 1):
         pipelines[stages] = cheapest(headers, lora, train, of_stages(stages))
