@@ -16,9 +16,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import click
 
@@ -33,6 +34,10 @@ _IN_TEXT = re.compile(f"[{_STEERING}]")
 _IN_LINE = re.compile(f"[\t\n{_STEERING}]")
 _MOST_NATIVE_BYTES = 1 << 16
 _BAR = re.compile(r"\r|(\x1b\[A)+\Z")  # how tqdm goes to the start of a line, or up
+
+# The functions that end the `guarded_native` blocks, called with the lock held.
+_restores: list[Callable[[], None]] = []
+_restoring = threading.Lock()
 
 
 def printable(line: str) -> str:
@@ -136,12 +141,7 @@ def guarded_native() -> Iterator[None]:
                 before[number] = files.enter_context(open(os.dup(number), "wb", buffering=0))
 
         _flush()
-        for number in before:
-            os.dup2(output.fileno(), number)
-
-        try:
-            yield
-        finally:
+        def restore() -> None:
             _flush()
             for number, stream in before.items():
                 os.dup2(stream.fileno(), number)
@@ -151,6 +151,24 @@ def guarded_native() -> Iterator[None]:
                 text = output.read(_MOST_NATIVE_BYTES).decode(errors="replace")
                 with suppress(OSError):  # a terminal that was closed
                     before[2].write(printable_text(text).encode())
+
+        _restores.append(restore)
+        try:
+            for number in before:
+                os.dup2(output.fileno(), number)
+            yield
+        finally:
+            with _restoring:
+                _restores.remove(restore)
+                restore()
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process from any thread, once the output that waits in `guarded_native` is written."""
+    with _restoring:
+        for restore in reversed(_restores):
+            restore()
+        os._exit(code)
 
 
 def _flush() -> None:

@@ -5,7 +5,6 @@ the first one, which waits `WAIT_S` for all; then both sides of every link say t
 """
 
 import json
-import os
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import Code, PackError
+from ..terminal import exit_at_once
 from .launched import Launched
 
 WAIT_S = 25.0  # for all ranks to call
@@ -40,6 +40,7 @@ class Link:
         self._lost = threading.Event()  # whether a rank went without a word
         self._gone: tuple[int, str] | None = None
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # either this rank says why it ends, or the link does
         self.on_gone: Callable[[str], None] = lambda reason: PackError(reason).show()
 
         for rank, peer in self._peers.items():
@@ -58,7 +59,8 @@ class Link:
     def end(self, error: str = "") -> None:
         """Watch no longer; tell the first rank the error that ends the run here."""
         self._runs.clear()
-        self._over.set()
+        with self._ending:
+            self._over.set()
         if error and self._here.rank:
             self._send(0, {"error": error})
             time.sleep(_PING_S / 10)  # a process that ends could cut it off
@@ -103,11 +105,13 @@ class Link:
         self._gone = self._gone or (rank, error)
 
         self._runs.wait()  # between runs nobody needs it
-        if self._over.wait(_GRACE_S):
-            return
-        if self._here.rank == 0:
-            self.on_gone(self._reason(rank, error))
-        os._exit(2 if error else GONE)
+        self._over.wait(_GRACE_S)
+        with self._ending:
+            if self._over.is_set():
+                return
+            if self._here.rank == 0:
+                self.on_gone(self._reason(rank, error))
+            exit_at_once(2 if error else GONE)
 
 
 def connect(here: Launched, versions: Mapping[str, str]) -> Link:

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from mlx_packs.runtime import mx
 from tests.distributed import runs
-from tests.helpers.ranks import Ended, Ranks
+from tests.helpers.ranks import ROOT, Ended, Ranks
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.variants import nightly_except
 
@@ -160,3 +162,25 @@ def test_a_fault_is_one_line_of_the_first_rank(tmp_path, rows_of_1, batch_size, 
     line = line_of_first(Ranks(tmp_path, 2, arguments.split(), folders).wait())
     assert all(name in line for name in names), line
     assert not (folders[0] / "p").exists() and not (folders[1] / "p").exists()
+
+
+LOADS_A_TOKENIZER = """
+import socket, time
+from mlx_packs.distributed import link
+from mlx_packs.distributed.launched import Launched
+from mlx_packs.terminal import guarded_native
+
+link._GRACE_S = 0
+here, other = socket.socketpair()
+link.Link(Launched(0, 2), {1: here}).begin()
+with guarded_native():
+    other.sendall(b'{"error": "data: not found"}\\n')
+    time.sleep(30)
+"""
+
+
+def test_a_fault_is_shown_while_output_of_native_code_waits():
+    command = [sys.executable, "-c", LOADS_A_TOKENIZER]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "packs: rank 1 of 2: data: not found\n"
