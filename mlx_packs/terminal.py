@@ -141,6 +141,7 @@ def guarded_native() -> Iterator[None]:
                 before[number] = files.enter_context(open(os.dup(number), "wb", buffering=0))
 
         _flush()
+
         def restore() -> None:
             _flush()
             for number, stream in before.items():
@@ -164,7 +165,7 @@ def guarded_native() -> Iterator[None]:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process from any thread, once the output that waits in `guarded_native` is written."""
+    """End the process from any thread. What waits in `guarded_native` is written first."""
     with _restoring:
         for restore in reversed(_restores):
             restore()

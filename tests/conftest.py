@@ -30,7 +30,7 @@ from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers import OBSERVERS
-from tests.helpers import bases, seconds
+from tests.helpers import bases, seconds, tenth
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
@@ -52,8 +52,16 @@ for number in (signal.SIGTERM, signal.SIGHUP):
 collect_ignore = ["nn/test_experts.py"] if version_of_mlx_lm() < MIXTURES_SINCE else []
 
 
+def pytest_addoption(parser):
+    tenth.add_option(parser)
+
+
 def pytest_configure(config):
     seconds.record(config)
+
+
+def pytest_collection_modifyitems(config, items):
+    tenth.deselect(config, items)
 
 
 def pytest_collection_finish():
