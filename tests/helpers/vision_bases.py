@@ -16,18 +16,11 @@ from mlx_packs.bases.files import tiny_checkpoint
 from tests.helpers.vision_families.family import Family
 from tests.helpers.vision_families.gemma import GEMMA3, GEMMA4
 from tests.helpers.vision_families.idefics import IDEFICS3, SMOLVLM
-from tests.helpers.vision_families.internvl import INTERNVL
 from tests.helpers.vision_families.llama import LLAVA, MISTRAL3
 from tests.helpers.vision_families.qwen import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 SHARE_OF_NOISE = 0.05  # of a weight around 0, and of a norm around its neutral value
-FACTORS = (
-    "weight",
-    "scalar",
-    "scale",
-    "lambda_1",
-    "lambda_2",
-)  # names of tensors of one axis end so
+FACTORS = ("weight", "scalar", "scale")  # names of tensors of one axis end so
 
 
 _FAMILIES = {
@@ -40,16 +33,14 @@ _FAMILIES = {
     "qwen2_vl": QWEN2_VL,
     "llava": LLAVA,
     "mistral3": MISTRAL3,
-    "internvl": INTERNVL,
 }
-FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def write_vision_base(family: str, folder: Path, seed: int = 0, **changes: dict) -> Path:
     """Write a checkpoint of `family` into `folder`, and return the folder.
 
     Args:
-        family: one of `FAMILIES`, the `model_type` of its config.json.
+        family: one of `_FAMILIES`, the `model_type` of its config.json.
         folder: made if it does not exist.
         seed: of the weights, which are float32.
         changes: other sizes by part of config.json, such as ``text_config``.

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 FAMILIES = list(VISION_FAMILIES)
-# mlx-vlm masks Gemma 3 in another way (test_vision_bases.py), and fails to freeze Gemma 4's tower of
+# In mlx-vlm every token of Gemma 3 sees all others, and mlx-vlm fails to freeze Gemma 4's tower of
 # sound, so that it opens no adapter on that.
 IN_MLX_VLM = [family for family in FAMILIES if family not in ("gemma3", "gemma4")]
 # Of the largest logit; the states of Gemma 4 are large.

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases import files
 from mlx_packs.bases.families import VISION_FAMILIES, image_token_of
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.config.lora import LoRAConfig
@@ -21,6 +22,7 @@ from mlx_packs.data.dataset import Tree
 from mlx_packs.data.packing import Packed
 from mlx_packs.data.token_store import Example
 from mlx_packs.data.trees import planted
+from mlx_packs.memory.read import read_headers
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.ops.profile import forced_profile
@@ -33,13 +35,12 @@ from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.packs import random_pack
-from tests.helpers.vision_bases import FAMILIES as WRITTEN
 from tests.helpers.vision_bases import write_vision_base
 
 pytestmark = pytest.mark.interop
 
-FAMILIES = [family for family in WRITTEN if family in VISION_FAMILIES]
-ROUNDING = 5e-5  # of a gradient; that of Gemma 4, whose states are large, has 3e-5
+MECHANISMS = ["smolvlm", "qwen3_vl", "gemma3"]  # one row of tokens, positions by axis, other masks
+ROUNDING = 5e-5  # of a gradient
 LOGITS = {"gemma4": 1e-4}  # whose states are large; others 1e-5
 ANSWER = 6  # targets of an example: its last tokens
 WITH_PROJECTOR = ("projector", "q_proj", "down_proj")  # --target-modules
@@ -129,7 +130,7 @@ def check_equal(model: nn.Module, batch, expected: tuple[float, dict[str, mx.arr
 
 
 @pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
     from mlx_vlm.utils import load
 
@@ -149,7 +150,7 @@ def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
     if family == "llava":  # its processor begins a text, which its chat template does not
         inputs["input_ids"] = inputs["input_ids"][:, 1:]
     inputs.pop("attention_mask")
-    of_mlx_vlm = None  # of Gemma 3 it has other masks (test_vision_bases.py)
+    of_mlx_vlm = None  # of Gemma 3 it has other masks: every token sees all others
     if family != "gemma3":
         arrays = inputs["input_ids"], inputs["pixel_values"]
         of_mlx_vlm = model(*arrays, mask=None, **_others(inputs)).logits
@@ -186,7 +187,7 @@ def _others(inputs: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("family", "modules"), [(family, ()) for family in FAMILIES] + [("qwen3_vl", WITH_PROJECTOR)]
+    ("family", "modules"), [(family, ()) for family in MECHANISMS] + [("qwen3_vl", WITH_PROJECTOR)]
 )
 def test_batches_of_any_layout_equal_rows_alone(family, modules, folder_of):
     base = load_base(folder_of(family))
@@ -221,22 +222,22 @@ def _common(one: Example, other: Example) -> int:
     return int(np.argmax(one.tokens[:length] != other.tokens[:length]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_features_are_computed_once(family, folder_of):
-    base = load_base(folder_of(family))
+def test_features_are_computed_once(folder_of):
+    folder = folder_of("smolvlm")
+    base = load_base(folder)
     tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
     tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 1, 0)
     images = base.tokenizer._images
     assert (images.computed, images.recalled) == (2, 0)
 
-    again = load_base(folder_of(family))
+    again = load_base(folder)
     tokens_of(again, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
     images = again.tokenizer._images
     assert (images.computed, images.recalled, images._tower) == (0, 2, None)
 
 
 @pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
-@pytest.mark.parametrize("family", ["gemma3", "llava", "mistral3"])
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
 def test_an_nf4_copy_has_the_same_features(family, folder_of, tmp_path):
     """mlx-vlm cannot read its embeddings of texts."""
     folder = folder_of(family)
@@ -320,3 +321,27 @@ print(float(np.abs(np.array(plain) / compiled - 1).max()), none, several)
 """
     difference, none, several = run_python(code).split()
     assert float(difference) < 1e-5 and none == "0" and 2 <= int(several) <= 6
+
+
+def test_a_llava_whose_file_lacks_the_sizes_of_its_text_has_those_of_transformers(
+    tmp_path, monkeypatch
+):
+    from transformers import LlamaConfig
+
+    published = LlamaConfig().to_dict()
+    assert all(published[name] == size for name, size in files._LLAVA_TEXT.items())
+
+    whole = write_vision_base("llava", tmp_path / "whole")
+    sparse = shutil.copytree(whole, tmp_path / "sparse")
+    config = json.loads((whole / "config.json").read_text())
+    text = config["text_config"]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: text.pop(name) for name in names}
+    config["vocab_size"] = text["vocab_size"]
+    (sparse / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(files, "_LLAVA_TEXT", sizes)
+    tokens = mx.arange(8)[None]
+    one, other = (load_base(folder).model(tokens) for folder in (whole, sparse))
+    assert mx.array_equal(one, other)
+    assert read_headers(sparse).config["text_config"] == text | sizes
