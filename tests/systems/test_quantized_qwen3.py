@@ -7,7 +7,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -164,28 +163,6 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(folder, train, 
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
-@pytest.mark.slow
-def test_eval_batch_measures_ppl_and_speed_and_fails_gates(folder, pack_of_4_bit, run):
-    places = ("--model", folder / "4-bit", "--pack", pack_of_4_bit, "--data", folder / "d")
-    short = ("--batch-size", 1, "--sequence-length", 16, "--max-tokens", 4)
-    code, out, _ = run("eval-batch", *places, *short, "--json", "--max-pack-mb", 10)
-    base, pack = json.loads(out)["results"]
-    assert code == 0 and pack["pack_mb"] < 10
-    for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
-        assert base[key] > 0 and pack[key] > 0
-    gates = {"--max-ppl-ratio": 0.01, "--min-tps-ratio": 99, "--max-pack-mb": 0.001}
-    code, _, err = run("eval-batch", *places, *short, *sum(gates.items(), ()))
-    assert code == 1 and all(f"gate {gate} failed" in err for gate in gates)
-
-
-@pytest.mark.slow
-def test_size_gate_of_training_keeps_the_pack(folder, train):
-    report, err = train("bf16", "small", "--max-pack-mb", 0.001, code=1)
-    assert report["gates"]["max_pack_mb"]["passed"] is False
-    assert "--max-pack-mb" in err
-    assert Pack.open(folder / "small").manifest["gates"] == report["gates"]
-
-
 @pytest.mark.parametrize(("rank", "profile"), [(2, "lite"), (32, "heavy")])
 def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(tmp_path, run, rank, profile):
     base = base_of("qwen3", intermediate_size=20_000)
@@ -195,28 +172,6 @@ def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(tmp_path, run, rank, profil
     assert f"MB, {profile})" in run("inspect", tmp_path / "p")[1]
 
 
-def test_pack_fits_its_own_quantized_base_alone(folder, pack_of_4_bit, run):
-    dry = ("apply", pack_of_4_bit, "--dry-run", "--model")
-    code, out, _ = run(*dry, folder / "4-bit", "--json")
-    assert code == 0 and json.loads(out)["geometry"] == "checked"
-    assert run(*dry, folder / "bf16")[0] == 2
-    check(run.error, "mismatch", None, str(folder / "bf16"))
-
-
 def test_detach_leaves_the_quantized_base_bit_identical(folder, pack_of_4_bit, run):
     code, out, _ = run("apply", pack_of_4_bit, "--model", folder / "4-bit")
     assert code == 0 and "after detaching they are bit-identical to before" in out
-
-
-def test_a_bf16_checkpoint_trains_by_the_same_command(folder, train):
-    report, _ = train("bf16", "dense")
-    manifest = Pack.open(folder / "dense").manifest
-    assert manifest["base"]["quantization"] is None and np.isfinite(report["ppl_after"])
-    adapted = {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]}
-    assert adapted == {path.rpartition(".")[2] for path in SHAPES}
-
-
-def test_runbook_says_what_a_pack_checks_of_a_base():
-    """`test_pack_fits_its_own_quantized_base_alone` shows that it does."""
-    text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
-    assert "Another quantization of the same model is another base" in text

@@ -3,26 +3,19 @@
 import importlib
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
-from mlx_packs.packs.base import Base, load_base_for
+from mlx_packs.packs.base import Base
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
-from mlx_packs.training.checkpoint import batches_of
-from mlx_packs.training.run_folder import RunFolder
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import model_of
 from tests.helpers.rows import chat, write_rows
 
@@ -94,29 +87,6 @@ def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama)
     assert type(rope).__name__ == "Llama3RoPE"
 
 
-@pytest.mark.slow
-def test_weights_take_4_127_bits(llama, tmp_path, run):
-    how = ("--mode", "nf4", "--keep", "lm_head,embed_tokens", "--json")
-    code, out, _ = run("quantize", "--model", llama, "--out", tmp_path / "q", *how)
-    assert code == 0
-    assert json.loads(out)["bits_per_quantized_weight"] == pytest.approx(4.127, abs=0.02)
-
-
-@pytest.mark.slow
-def test_the_pack_is_merged_swapped_and_exported(note_run, llama, tmp_path, run):
-    out, _ = note_run
-    merged = ["merge", out, "--model", llama, "--rows", 2, "--out", tmp_path / "m", "--json"]
-    code, printed, err = run(*merged)
-    assert code == 0 and json.loads(printed)["passed"], err
-    base = load_base_for(Pack.open(out), llama)
-    probe = mx.arange(1, 17)[None]
-    before = base.model(probe)
-    with base.applied(out):
-        assert not mx.allclose(base.model(probe), before).item()
-    assert mx.array_equal(base.model(probe), before).item()
-    assert run("export", out, "--to", "peft", "--out", tmp_path / "peft")[0] == 0
-
-
 def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
     (tmp_path / "config.json").write_text(
         json.dumps(LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"})
@@ -178,54 +148,3 @@ def test_two_phase_example_trains_and_shows_what_was_forgotten(tmp_path, run, mo
 
     code, out, _ = run("inspect", tmp_path / "p")
     assert code == 0 and out.count("phase   ") == 2
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_data):
-    talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
-    base = write_checkpoint(tmp_path / "base")
-
-    recipe = {
-        "model": str(base),
-        "rank": 4,
-        "batch_size": 2,
-        "max_seq_length": 64,
-        "matmul_path": "dense",
-    }
-    recipe |= {"save_every": 1, "val_batches": 0, "test_batches": 1, "steps_per_report": 1}
-    broad = {"name": "broad", "data": str(note_data), "iters": 40, "learning_rate": 1e-3}
-    narrow = {"name": "talk", "data": str(talk), "iters": 3, "replay": 0.25}
-    recipe |= {"dropout": 0.1, "phases": [broad, narrow]}
-    (tmp_path / "p.yaml").write_text(json.dumps(recipe))
-
-    command = [sys.executable, "-m", "mlx_packs", "train", "-c", "p.yaml", "-q", "--out"]
-    broken = subprocess.Popen([*command, "broken"], cwd=tmp_path)
-    run = tmp_path / "broken-run"
-    while not RunFolder(run).checkpoints() and broken.poll() is None:
-        time.sleep(0.02)
-    broken.send_signal(signal.SIGINT)
-    assert broken.wait() == 130 and 1 <= batches_of(RunFolder(run).latest_checkpoint()) < 40
-
-    for more in (["broken", "--resume"], ["whole"]):
-        subprocess.run([*command, *more], cwd=tmp_path, check=True)
-    adapters = [tmp_path / name / "adapters.safetensors" for name in ("broken", "whole")]
-    assert adapters[0].read_bytes() == adapters[1].read_bytes()
-
-    logs = [(tmp_path / f"{name}-run" / "metrics.jsonl") for name in ("broken", "whole")]
-    losses = [[json.loads(line).get("loss") for line in f.read_text().splitlines()] for f in logs]
-    assert losses[0] == losses[1] and len(losses[0]) == 44  # 43 batches, and between the phases
-
-
-@pytest.mark.slow
-def test_code_corpus_is_packed_split_and_trained_with_fim(tmp_path, run):
-    long = [{"text": "".join(row["text"] for row in CODE)}]
-    folder = write_rows(tmp_path / "d", train=[*CODE[:20], *long], valid=CODE[30:])
-    how = "--iters 3 --packing --max-seq-length 128 --matmul-path dense --warmup-steps 0 --json"
-    how += " --long-rows split --fim-rate 0.5 --fim-spm-rate 0.5"
-    how += " --fim-tokens <|im_start|>,<|im_end|>,<|endoftext|>"
-    code, out, err = run("train", "--data", folder, "--out", tmp_path / "p", *how.split())
-    assert code == 0, err
-    assert json.loads(out)["ppl_after"] < json.loads(out)["ppl_before"]
-    manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
-    assert manifest["data"]["rows"]["train"] > 30  # 20 texts, and one in many pieces
-    assert "1 training examples split" in err
