@@ -30,6 +30,23 @@ def read_factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> tuple[mx.
     return a, b
 
 
+def sliced_factors(
+    spec: ModuleSpec, tensors: Mapping[str, mx.array]
+) -> dict[int, tuple[mx.array, mx.array]]:
+    """Return A [in, r] and B [r, width] of each slice that has an adapter, by its number."""
+    a, b = read_factors(spec, tensors)
+    factors = {}
+    rank = column = 0
+
+    for i, s in enumerate(spec.slices):
+        if s.rank:
+            rows = slice(rank, rank + s.rank)
+            factors[i] = a[..., rows], b[..., rows, column : column + s.width]
+        rank += s.rank
+        column += s.width
+    return factors
+
+
 def name_factors(spec: ModuleSpec, a: mx.array, b: mx.array) -> dict[str, mx.array]:
     """Return A and B by name, and in the shapes, on disk; undoes `read_factors`."""
     if spec.experts is not None:
@@ -64,19 +81,10 @@ def load_places(places: AdapterPlaces, tensors: Mapping[str, mx.array], where: s
             )
 
     for place in places.values():
-        a, b = read_factors(place.spec, tensors)
-        rank = column = 0
-        index = place.first
-
-        for s in place.spec.slices:
-            if s.rank:
-                rows = slice(rank, rank + s.rank)
-                columns = slice(column, column + s.width)
-                place.lora.lora_a[index] = a[..., rows].astype(mx.float32)
-                place.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
-                index += 1
-            rank += s.rank
-            column += s.width
+        factors = sliced_factors(place.spec, tensors).values()
+        for index, (a, b) in enumerate(factors, place.first):
+            place.lora.lora_a[index] = a.astype(mx.float32)
+            place.lora.lora_b[index] = b.astype(mx.float32)
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:

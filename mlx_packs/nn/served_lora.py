@@ -6,7 +6,6 @@ for decoding; otherwise `ops.multi_lora` adds to each sequence the delta of its 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,8 +16,9 @@ from .lora import GroupedLoRA
 BASE = -1  # the slot of a sequence without a pack
 _IN_PLACE = 8  # numbers of an index that kernels read in place
 
-# A [D, R] and B [R, O], its scale multiplied into B; None where a pack leaves a slice alone.
-Factors = tuple[mx.array, mx.array] | None
+Place = tuple[str, int]  # the path of a projection and the number of a slice
+# By place A [D, R] and B [R, O], its scale multiplied into B; a pack may leave slices alone.
+PackFactors = dict[Place, tuple[mx.array, mx.array]]
 
 
 class Selection:
@@ -47,12 +47,13 @@ class Selection:
 class ServedLoRA(GroupedLoRA):
     """A projection group with the adapters of every pack that is served, in the place of ``lora``.
 
-    All groups of a model share one ``selection``.
+    ``places`` are those of its adapters. All groups of a model share one ``selection``.
     """
 
-    def __init__(self, lora: GroupedLoRA, selection: Selection) -> None:
+    def __init__(self, lora: GroupedLoRA, places: Sequence[Place], selection: Selection) -> None:
         super().__init__(lora._adapted, (), (), ())
         self._selection = selection
+        self._places = list(places)
         self._sizes = [
             (a.shape[0], b.shape[-1]) for a, b in zip(lora.lora_a, lora.lora_b, strict=True)
         ]
@@ -63,16 +64,16 @@ class ServedLoRA(GroupedLoRA):
         self._ones: mx.array | None = None  # [P] or longer, the scales
         self._views: list[GroupedLoRA | None] = []
 
-    def install(self, packs: Sequence[list[Factors] | None], dtype: mx.Dtype) -> None:
-        """Replace the adapters of all slots: by slot, factors of each adapted slice, or None.
+    def install(self, packs: Sequence[PackFactors], dtype: mx.Dtype) -> None:
+        """Replace the adapters of all slots by those of ``packs``, by slot.
 
         The factors in ``packs`` become parts of the arrays that are in memory now.
         """
         self._stacked_a = []
         self._stacked_b = []
-        for i, (inputs, outputs) in enumerate(self._sizes):
+        for place, (inputs, outputs) in zip(self._places, self._sizes, strict=True):
             empty = mx.zeros((inputs, 0), dtype), mx.zeros((0, outputs), dtype)
-            factors = [(pack and pack[i]) or empty for pack in packs]
+            factors = [pack.get(place, empty) for pack in packs]
             rank = max((a.shape[1] for a, _ in factors), default=0)
             a = [mx.pad(a.astype(dtype), ((0, 0), (0, rank - a.shape[1]))) for a, _ in factors]
             b = [mx.pad(b.astype(dtype), ((0, rank - b.shape[0]), (0, 0))) for _, b in factors]
@@ -81,21 +82,21 @@ class ServedLoRA(GroupedLoRA):
 
         self._ones = mx.ones((max(len(packs), _IN_PLACE),))
         mx.eval(self._stacked_a, self._stacked_b, self._ones)
-        self._views = [self._view(slot, pack or ()) for slot, pack in enumerate(packs)]
+        self._views = [self._view(slot, pack) for slot, pack in enumerate(packs)]
 
         for slot, pack in enumerate(packs):
-            for i, factors in enumerate(pack or ()):
-                if factors is not None:
-                    rank = factors[0].shape[-1]
-                    pack[i] = self._stacked_a[i][slot][:, :rank], self._stacked_b[i][slot][:rank]
+            for place, a, b in zip(self._places, self._stacked_a, self._stacked_b, strict=True):
+                if place in pack:
+                    rank = pack[place][0].shape[-1]
+                    pack[place] = a[slot][:, :rank], b[slot][:rank]
 
     @property
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in (*self._stacked_a, *self._stacked_b))
 
-    def _view(self, slot: int, pack: Sequence[Factors]) -> GroupedLoRA | None:
+    def _view(self, slot: int, pack: PackFactors) -> GroupedLoRA | None:
         """Return the group of one pack, whose factors are parts of the stacks; None has none."""
-        present = [i for i, factors in enumerate(pack) if factors is not None]
+        present = [i for i, place in enumerate(self._places) if place in pack]
         if not present:
             return None
 
@@ -168,7 +169,3 @@ class ServedLoRA(GroupedLoRA):
             self._selection.index,
         )
         return [y.reshape(output.shape) for y, output in zip(summed, outputs, strict=True)]
-
-    def of_experts(self, *_: Any, **__: Any) -> mx.array:
-        """Raise: rows of a mixture of experts are sorted, and no longer tell their sequence."""
-        raise NotImplementedError("adapters of experts cannot be served")

@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from ..adapters.attach import attach, check_bare
 from ..adapters.lora import Attached
 from ..adapters.spec import SCORE_WEIGHT, SliceSpec, Specs
-from ..adapters.tensors import read_factors
+from ..adapters.tensors import sliced_factors
 from ..bases.families import is_of_projector
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
-from ..nn.served_lora import Factors, Selection, ServedLoRA
+from ..nn.served_lora import PackFactors, Place, Selection, ServedLoRA
 from ..nn.surgery import replace_modules
 from ..packs.compatibility import check_activates, check_base
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-
-SlicesByPath = dict[str, list[Factors]]
 
 
 @dataclass
@@ -28,11 +26,7 @@ class _Loaded:
     """A pack in its slot; its factors are parts of the stacks of all packs once it is installed."""
 
     specs: Specs
-    factors: SlicesByPath
-
-    def factors_at(self, places: Sequence[tuple[str, int]]) -> list[Factors]:
-        """Return the factors for slices of a projection group, None where the pack has none."""
-        return [self.factors[path][i] if path in self.factors else None for path, i in places]
+    factors: PackFactors
 
 
 class PackSlots:
@@ -60,7 +54,7 @@ class PackSlots:
         self._loaded: list[_Loaded | None] = []
         self.attached: Attached | None = None
         self._specs: Specs = {}
-        self._groups: list[tuple[ServedLoRA, list[tuple[str, int]]]] = []
+        self._groups: list[ServedLoRA] = []
 
     def add(self, pack: Pack) -> int:
         """Put a pack into a free slot, and return the slot; what is computed meanwhile stays valid.
@@ -77,7 +71,7 @@ class PackSlots:
                 "unsupported",
             )
 
-        loaded = _Loaded(pack.specs, _slices(pack.specs, pack.load_tensors()))
+        loaded = _Loaded(pack.specs, _factors(pack.specs, pack.load_tensors()))
         free = (i for i, other in enumerate(self._loaded) if other is None)
         slot = next(free, len(self._loaded))
 
@@ -125,17 +119,10 @@ class PackSlots:
         if _places(specs) != _places(self._specs):
             self._attach(specs)
 
-        for served, places in self._groups:
-            packs = [
-                None if loaded is None else loaded.factors_at(places) for loaded in self._loaded
-            ]
+        packs = [{} if loaded is None else loaded.factors for loaded in self._loaded]
+        for served in self._groups:
             served.install(packs, self._dtype)
-            for loaded, factors in zip(self._loaded, packs, strict=True):
-                for (path, i), part in zip(places, factors or (), strict=factors is not None):
-                    if part is not None:
-                        loaded.factors[path][i] = part
-
-        self.nbytes = sum(served.nbytes for served, _ in self._groups)
+        self.nbytes = sum(served.nbytes for served in self._groups)
 
     def _attach(self, specs: Specs) -> None:
         """Put groups for these adapters on the base, in place of those that are there."""
@@ -148,18 +135,18 @@ class PackSlots:
             return
 
         attached = attach(self.base, specs=specs)
-        places: dict[int, list[tuple[str, int]]] = {}
-        for path, place in attached.places.items():
+        places: dict[int, list[Place]] = {}
+        # as the group has them, whatever the order of the packs
+        for path, place in sorted(attached.places.items(), key=lambda item: item[1].first):
             adapted = [(path, i) for i, s in enumerate(specs[path].slices) if s.rank]
             places.setdefault(id(place.lora), []).extend(adapted)
 
-        modules = self.base.model.named_modules()
-        loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
-        served = [(path, ServedLoRA(lora, self.selection)) for path, lora in loras]
-        self._groups = [
-            (module, places[id(lora)]) for (_, module), (_, lora) in zip(served, loras, strict=True)
+        served = [
+            (path, ServedLoRA(module, places[id(module)], self.selection))
+            for path, module in self.base.model.named_modules()
+            if type(module) is GroupedLoRA
         ]
-
+        self._groups = [module for _, module in served]
         attached.swap(served)
         self.base.model.eval()
         self.attached = attached
@@ -184,24 +171,13 @@ def _unservable(pack: Pack, served: Specs) -> str:
     return ""
 
 
-def _slices(specs: Specs, tensors: Mapping[str, mx.array]) -> SlicesByPath:
-    """Return A and scaled B of every slice of every projection, from tensors named as on disk."""
-    factors: SlicesByPath = {}
-    for path, spec in specs.items():
-        a, b = read_factors(spec, tensors)
-        rank = column = 0
-        factors[path] = []
-        for s in spec.slices:
-            part = None
-            if s.rank:
-                rows = slice(rank, rank + s.rank)
-                columns = slice(column, column + s.width)
-                part = (a[:, rows], b[rows, columns].astype(mx.float32) * s.scale)
-            factors[path].append(part)
-            rank += s.rank
-            column += s.width
-
-    return factors
+def _factors(specs: Specs, tensors: Mapping[str, mx.array]) -> PackFactors:
+    """Return A and scaled B of every adapted slice, from tensors named as on disk."""
+    return {
+        (path, i): (a, b.astype(mx.float32) * spec.slices[i].scale)
+        for path, spec in specs.items()
+        for i, (a, b) in sliced_factors(spec, tensors).items()
+    }
 
 
 def _union(packs: Sequence[Specs]) -> Specs:

@@ -47,6 +47,17 @@ def test_each_sequence_has_its_own_pack(small_tiny, shelf, slots):
             assert np.abs(expected[a] - expected[b]).max() > 0.01
 
 
+@pytest.mark.parametrize(
+    "targets", [(("v_proj",), ("k_proj", "v_proj")), (("up_proj",), ("gate_proj", "up_proj"))]
+)
+def test_packs_may_add_projections_before_those_of_others(small_tiny, slots, targets):
+    packs = [random_pack(small_tiny, seed, 2 + seed, names) for seed, names in enumerate(targets)]
+    expected = [alone(small_tiny, pack) for pack in packs]
+    numbers = [slots.add(pack) for pack in packs]
+    for row, logits_alone in zip(logits(slots, *numbers), expected, strict=True):
+        np.testing.assert_allclose(row, logits_alone, atol=1e-4)
+
+
 def test_slots_are_used_again_and_others_stay(small_tiny, shelf, slots):
     expected = alone(small_tiny, shelf / NAMES[1])
     first, second, third = (slots.add(Pack.open(shelf / name)) for name in NAMES)
