@@ -3,12 +3,9 @@
 The base's arrays are kept, and `detach` puts them back.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import copy
 from typing import TYPE_CHECKING
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.files import quantization_name
@@ -22,64 +19,29 @@ from ..nn.quantized import QUANTIZED
 from ..nn.surgery import block_prefixes
 from ..runtime import mx
 from .attach import attach
-from .lora import Attached
-from .spec import ModuleSpec, Specs, check_shapes
-from .trainable import Shape, Trainable, TrainableWrapper
+from .saved_modules import TrainedWeight, WithSavedModules
+from .spec import ModuleSpec, Specs
+from .trainable import Shape, Trainable
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of a trainable weight, and the base's own tensor there."""
-
-    module: nn.Module
-    key: str
-    own: mx.array
-
-
-class Unfrozen(TrainableWrapper):
+class Unfrozen(WithSavedModules):
     """A base whose weights are trainable; tensors have the names of its parameters."""
 
-    def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
-        super().__init__(blocks)
-        self.method = "full"
-        self.replaced = {name: place.own.shape for name, place in places.items()}
-        self._places = places
+    method = "full"
 
     @property
     def details(self) -> str:
-        return f"float32 · {len(self._places)} tensors"
+        return f"float32 · {len(self._weights)} tensors"
 
     def detach(self) -> None:
         """Put the base's own arrays and modules back, frozen."""
-        for place in self._places.values():
-            place.module[place.key] = place.own
+        for each in self._weights.values():
+            each.module[each.key] = each.original[each.key]
         self.model.freeze()
         self.adapters.detach()
-
-    def tensors(self) -> dict[str, mx.array]:
-        """Return the trained weights, by the names of the base's parameters."""
-        return {name: place.module[place.key] for name, place in self._places.items()}
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        trained = self.tensors()
-        try:
-            self.load({name: place.own for name, place in self._places.items()}, "base")
-            yield
-        finally:
-            self.load(trained, "trained")
-
-    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        check_shapes(self.replaced, {name: t.shape for name, t in tensors.items()}, where)
-        for name, place in self._places.items():
-            place.module[place.key] = tensors[name].astype(mx.float32)
-
-    def parameter_count(self) -> int:
-        """Return the number of trainable parameters; a tied table counts once."""
-        return sum(place.own.size for place in self._places.values())
 
 
 class FullFineTuning:
@@ -119,15 +81,15 @@ def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto")
 
     blocks = attach(base, specs={}, matmul_path="dense")
     try:
-        places = _places(base, trained)
+        weights = _weights(base, trained)
     except BaseException:
         blocks.detach()
         raise
 
-    for place in places.values():
-        place.module[place.key] = place.own.astype(mx.float32)
-        place.module.unfreeze(recurse=False, keys=place.key)
-    return Unfrozen(blocks, places)
+    for each in weights.values():
+        each.module[each.key] = each.own()
+        each.module.unfreeze(recurse=False, keys=each.key)
+    return Unfrozen(blocks, weights)
 
 
 def check_dense(base: "BaseModel", matmul_path: str) -> None:
@@ -141,9 +103,9 @@ def check_dense(base: "BaseModel", matmul_path: str) -> None:
         )
 
 
-def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
+def _weights(base: "BaseModel", prefixes: list[str] | None) -> dict[str, TrainedWeight]:
     """Return every floating weight, or those in the blocks at ``prefixes``; shared ones once."""
-    places: dict[str, _Place] = {}
+    weights: dict[str, TrainedWeight] = {}
     visited: set[int] = set()
     trained = tuple(f"{prefix}." for prefix in prefixes) if prefixes is not None else None
 
@@ -162,14 +124,14 @@ def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
                 continue
             if not path:
                 raise _unsupported(f"{key} is a weight of no module, which a pack cannot store")
-            places[f"{path}.{key}"] = _Place(module, key, value)
+            weights[f"{path}.{key}"] = TrainedWeight(module, key, copy.copy(module))
 
-    reached = {id(place.own) for place in places.values()}
+    reached = {id(each.value) for each in weights.values()}
     for name, weight in tree_flatten(base.model.parameters()):
         inside = trained is None or name.startswith(trained)
         if inside and mx.issubdtype(weight.dtype, mx.floating) and id(weight) not in reached:
             raise _unsupported(f"{name} is in a list, which a pack cannot store")
-    return places
+    return weights
 
 
 def _unsupported(fault: str) -> PackError:

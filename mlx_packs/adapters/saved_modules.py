@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """A trainable weight: its module and name there, its shape, and the module of the base."""
+class TrainedWeight:
+    """A trainable weight: its module and name there, and a module with the base's value."""
 
     module: nn.Module
     key: str
-    shape: tuple[int, ...]
     original: nn.Module
+
+    @property
+    def value(self) -> mx.array:
+        return self.module[self.key]
 
     def own(self) -> mx.array:
         """Return the base's own value in float32, dequantized if it is quantized."""
@@ -48,14 +51,14 @@ class _Copy:
 class WithSavedModules(TrainableWrapper):
     """Adapters and float32 copies of modules, trained together."""
 
-    def __init__(self, adapters: Trainable, copies: Mapping[str, _Copy]) -> None:
+    def __init__(self, adapters: Trainable, weights: Mapping[str, TrainedWeight]) -> None:
         super().__init__(adapters)
-        self.replaced = {name: each.shape for name, each in copies.items()}
-        self._copies = copies
+        self.replaced = {name: each.value.shape for name, each in weights.items()}
+        self._weights = weights
 
     @property
     def details(self) -> str:
-        paths = list(dict.fromkeys(name.rpartition(".")[0] for name in self._copies))
+        paths = list(dict.fromkeys(name.rpartition(".")[0] for name in self._weights))
         names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
         return f"{self.adapters.details} · {len(paths)} modules in full ({names})"
 
@@ -63,17 +66,17 @@ class WithSavedModules(TrainableWrapper):
         return self.adapters.tensors() | self._values()
 
     def _values(self) -> dict[str, mx.array]:
-        return {name: each.module[each.key] for name, each in self._copies.items()}
+        return {name: each.value for name, each in self._weights.items()}
 
     def _set(self, values: Mapping[str, mx.array]) -> None:
-        for name, each in self._copies.items():
+        for name, each in self._weights.items():
             each.module[each.key] = values[name].astype(mx.float32)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         trained = self._values()
         try:
-            self._set({name: each.own() for name, each in self._copies.items()})
+            self._set({name: each.own() for name, each in self._weights.items()})
             with self.adapters.disabled():
                 yield
         finally:
@@ -81,7 +84,7 @@ class WithSavedModules(TrainableWrapper):
 
     @contextmanager
     def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
-        """Return a context in which ``change`` replaces every B and every weight of the copies."""
+        """Return a context in which ``change`` replaces every B and every weight."""
         trained = self._values()
         numbers = itertools.count()
 
@@ -122,7 +125,7 @@ def attach_method(
         raise
 
 
-def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
+def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, TrainedWeight]:
     """Put trainable float32 copies in the place of modules; return their weights by name."""
     present = dict(trainable.model.named_modules())
     copies = {}
@@ -140,14 +143,14 @@ def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
             )
 
         dense, dtypes = _trainable_copy(original)
-        copies |= {f"{path}.{key}": _Copy(dense, key, dense[key].shape, original) for key in dtypes}
+        copies |= {f"{path}.{key}": TrainedWeight(dense, key, original) for key in dtypes}
         narrow = {key: dtype for key, dtype in dtypes.items() if dtype != mx.float32}
         if narrow:
             dense = FullCopy(dense, narrow)
         swapped.append((path, dense))
 
     trainable.swap(swapped)
-    mx.eval([each.module[each.key] for each in copies.values()])
+    mx.eval([each.value for each in copies.values()])
     trainable.model.train(trainable.model.training)  # new modules join the mode of the rest
     return copies
 

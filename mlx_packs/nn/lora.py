@@ -131,8 +131,7 @@ class GroupedLoRA(nn.Module):
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return ``outputs`` [..., O_i], those of adapted projections with their deltas."""
-        if self.training and self.dropout.p:
-            x = self.dropout(x)
+        x = self._dropped(x)
         adapted = [outputs[i] for i in self._adapted]
         summed = grouped_lora(x, adapted, *self.factors(x.dtype))
         return self._replaced(outputs, summed)
@@ -181,11 +180,8 @@ class GroupedLoRA(nn.Module):
 
         weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
         of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
-        present = zip(*self.multiplied(), self._scales, strict=True)
-        present = dict(zip(self._adapted, present, strict=True))
-        slots = [present.get(i, (None, None, 0.0)) for i in range(len(projections))]
-
-        factors = Factors.of(*zip(*slots, strict=True), x.dtype)
+        slices = self._of_slices([(None, None, 0.0)] * len(projections))
+        factors = Factors.of(*zip(*slices, strict=True), x.dtype)
         return prepare(x.shape, x.dtype, weights, form, factors, of_heads, gated)
 
     def factors(self, dtype: mx.Dtype) -> tuple[list[mx.array], list[mx.array], list[float]]:
@@ -215,25 +211,22 @@ class GroupedLoRA(nn.Module):
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
         """Return the output [..., sum(widths)] of one projection of several slices, with deltas."""
-        if self.training and self.dropout.p:
-            x = self.dropout(x)
-
+        x = self._dropped(x)
         empty_a = mx.zeros((x.shape[-1], 0))
-        all_a, all_b = self.multiplied()
-        a = []
-        b = []
-        scales = []
-        for i, width in enumerate(widths):
-            if i in self._adapted:
-                at = self._adapted.index(i)
-                a.append(all_a[at])
-                b.append(all_b[at])
-                scales.append(self._scales[at])
-            else:
-                a.append(empty_a)
-                b.append(mx.zeros((0, width)))
-                scales.append(0.0)
-        return grouped_lora(x, [output], a, b, scales)[0]
+        slices = self._of_slices([(empty_a, mx.zeros((0, width)), 0.0) for width in widths])
+        return grouped_lora(x, [output], *map(list, zip(*slices, strict=True)))[0]
+
+    def _of_slices(self, absent: Sequence[tuple]) -> list[tuple]:
+        """Return A, B and scale of every slice; a slice without an adapter has ``absent``."""
+        slices = list(absent)
+        for i, *factors in zip(self._adapted, *self.multiplied(), self._scales, strict=True):
+            slices[i] = tuple(factors)
+        return slices
+
+    def _dropped(self, x: mx.array) -> mx.array:
+        if self.training and self.dropout.p:
+            return self.dropout(x)
+        return x
 
     def of_experts(
         self, x: mx.array, output: mx.array, indices: mx.array, sorted_indices: bool
@@ -241,8 +234,7 @@ class GroupedLoRA(nn.Module):
         """Return the output of experts: each row of x [..., 1, D] by the adapter of its index."""
         if not self._adapted:
             return output
-        if self.training and self.dropout.p:
-            x = self.dropout(x)
+        x = self._dropped(x)
 
         selection = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         (a,), (b,), (scale,) = self.factors(x.dtype)

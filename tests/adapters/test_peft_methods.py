@@ -85,7 +85,7 @@ def here(folder, targets=TARGETS, saved=(), method="lora", **lora):
         arrays[f"{path}.lora_b"] = place.lora.lora_b, place.first
         if method == "dora":
             arrays[f"{path}.m"] = place.lora.magnitude, place.first
-    for name, each in getattr(trainable, "_copies", {}).items():
+    for name, each in getattr(trainable, "_weights", {}).items():
         arrays[name] = each.module, each.key
     return base, trainable, arrays
 
