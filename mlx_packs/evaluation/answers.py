@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..inference.generate import stream_batch
 from ..inference.generate import text_of as text_of_tokens
 from ..objectives.score import Score
 from ..packs.base import Base
-from ..packs.card import format_answers
 from ..run_clock import DECODE, FORWARD
 from .metrics import METRICS
 
@@ -83,12 +82,6 @@ class AnsweredScore(Score):
     @property
     def text(self) -> str:
         return f"{self.score.text}, {self.metric} {self.share:.1%}"
-
-
-def answer_line(answers: Mapping[str, Any], examples: str = "examples") -> str:
-    """Return an `AnswerReport` in JSON as a line for people; ``examples`` is what was asked."""
-    metric, rest = format_answers(answers, examples).split(" ", 1)
-    return f"{metric:<7} {rest}"
 
 
 class Exam:

@@ -20,6 +20,7 @@ from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..objectives.classification import ScoreHead
 from ..packs.base import Base
+from ..packs.card import mistake_lines
 from ..packs.classify import classifier_of
 from .embeddings import pearson, spearman
 from .rows import EvalSettings
@@ -310,11 +311,3 @@ class ClassifierEvaluator:
             text = f"        probabilities at temperature {classes.temperature:.3f}"
             notes.insert(0, text)
         return HeadReport.of(predictions.metrics(), self._examples, facts, notes)
-
-
-def mistake_lines(mistakes: Sequence[tuple[str, str, int]]) -> list[str]:
-    """Return the line of the most frequent mistakes; none without any."""
-    if not mistakes:
-        return []
-    pairs = [f"{right} → {given} ({n})" for right, given, n in mistakes[:3]]
-    return [f"wrong   most often {' · '.join(pairs)}"]

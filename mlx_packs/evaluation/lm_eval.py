@@ -244,7 +244,6 @@ def log_likelihoods(
 
 
 def _until(answer: str, stops: str | Sequence[str]) -> str:
-    """Return an answer up to the first of the texts that end it."""
     if isinstance(stops, str):
         stops = [stops]
     for stop in stops:

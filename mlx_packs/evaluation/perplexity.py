@@ -21,9 +21,9 @@ from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
 from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
-from ..packs.card import format_perplexity
+from ..packs.card import answer_line, format_perplexity
 from ..runtime import is_traced, mx
-from .answers import AnswerReport, Exam, answer_line, questions_of
+from .answers import AnswerReport, Exam, questions_of
 from .images import encode_shown
 from .metrics import metric_of
 from .rows import EvalSettings

@@ -123,7 +123,6 @@ def stored_shapes(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def _axes(spec: ModuleSpec) -> tuple[int, int]:
-    """The axes of A and of B that the rank is on."""
     return (1, 0) if spec.experts is None else (1, 2)
 
 

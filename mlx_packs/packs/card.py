@@ -54,9 +54,9 @@ def model_card(manifest: dict, name: str) -> str:
 
     result = manifest.get("eval") or {}
     change = format_change(result)
-    before, after = (format_result(result, when) for when in ("before", "after"))
-    if before and after:
+    if perplexities := _perplexities(result):
         ratio = result["ppl_after"] / result["ppl_before"] - 1
+        before, after = perplexities
         change = f"perplexity: {before} before, {after} with the pack ({ratio:+.0%})"
 
     if change:
@@ -120,7 +120,6 @@ def _card_metadata(manifest: dict) -> list[str]:
 
 
 def _has_images(manifest: Mapping) -> bool:
-    """Return whether the examples of a pack had images."""
     data = manifest.get("data") or {}
     return bool(data.get("images"))
 
@@ -196,12 +195,11 @@ def _cell(value: str) -> str:
     return f"`{shown}`" if shown else ""
 
 
-def format_result(result: Mapping, when: str) -> str | None:
-    """The perplexity before or after with its standard error, None without one."""
-    ppl = result.get(f"ppl_{when}")
-    if ppl is None:
-        return None
-    return format_perplexity(ppl, result.get(f"ppl_{when}_se"))
+def _perplexities(result: Mapping) -> list[str]:
+    whens = ("before", "after")
+    if any(result.get(f"ppl_{when}") is None for when in whens):
+        return []
+    return [format_perplexity(result[f"ppl_{w}"], result.get(f"ppl_{w}_se")) for w in whens]
 
 
 def graph_lines(objective: Mapping) -> list[str]:
@@ -229,13 +227,16 @@ def graph_lines(objective: Mapping) -> list[str]:
 
 def format_change(result: Mapping) -> str:
     """Perplexity or metrics of embeddings before and after; empty without any."""
-    ppl_before, ppl_after = (format_result(result, when) for when in ("before", "after"))
-    if ppl_before and ppl_after:
-        return f"PPL {ppl_before} → {ppl_after}"
+    if perplexities := _perplexities(result):
+        return f"PPL {' → '.join(perplexities)}"
 
     names = [n for n in METRICS if f"{n}_before" in result and f"{n}_after" in result]
     before, after = (
-        ", ".join(f"{METRICS[n].described} {result[f'{n}_{when}']:.4f}" for n in names)
+        ", ".join(
+            f"{METRICS[n].described} "
+            + with_error(result[f"{n}_{when}"], result.get(f"{n}_{when}_se"), ".4f")
+            for n in names
+        )
         for when in ("before", "after")
     )
     return f"{before} → {after}{format_commonest(result)}" if names else ""
@@ -272,6 +273,20 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
     if only := scores[-1].get("only"):
         text += f" (answers only '{only:.60}')"
     return text
+
+
+def answer_line(answers: Mapping, examples: str = "examples") -> str:
+    """Return an `AnswerReport` in JSON as a line for people; ``examples`` is what was asked."""
+    metric, rest = format_answers(answers, examples).split(" ", 1)
+    return f"{metric:<7} {rest}"
+
+
+def mistake_lines(mistakes: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Return the line of the most frequent mistakes; none without any."""
+    if not mistakes:
+        return []
+    pairs = [f"{right} → {given} ({n})" for right, given, n in mistakes[:3]]
+    return [f"wrong   most often {' · '.join(pairs)}"]
 
 
 def phase_lines(phases: Sequence[Mapping]) -> list[str]:

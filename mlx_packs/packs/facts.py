@@ -43,6 +43,10 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
     result = _mapping(manifest, "eval")
     changes = changes_of(result)
 
+    figures = figures_of(changes, measured)
+    if files := manifest.get("files"):
+        figures.append(("Size", size(sum(facts["bytes"] for facts in files.values()))))
+
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
     command = text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
@@ -50,7 +54,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
     return Page(
         title=text(title),
         base=_base_line(manifest),
-        figures=figures_of(changes, measured) + _size(manifest),
+        figures=figures,
         changes=changes,
         held_out=held_out_line(result),
         curve=stored_curve(manifest),
@@ -172,11 +176,6 @@ def _base_line(manifest: Mapping) -> str:
         f"{what} · {manifest['adapters']['parameters']:,} parameters",
         400,
     )
-
-
-def _size(manifest: Mapping) -> list[tuple[str, str]]:
-    total = sum(facts["bytes"] for facts in (manifest.get("files") or {}).values())
-    return [("Size", size(total))] if total else []
 
 
 def _origins(manifest: Mapping) -> list[tuple[str, str]]:

@@ -270,7 +270,6 @@ def _check_head(manifest: dict) -> None:
 
 
 def _checked_outputs(classifier: dict) -> int:
-    """The rows of a classifier's head."""
     if classifier.get("head") == "lm":
         raise ValueError(
             "classifier.head is 'lm', which scores the names of labels and is no longer supported: "
@@ -447,15 +446,11 @@ def recorded_keys(part: str) -> frozenset[str]:
 
 def chat_template_of(manifest: dict) -> str | None:
     """Return the chat template that a pack was trained with; None if it is the base model's."""
-    recipe = manifest.get("recipe")
-    return recipe.get("chat_template") if isinstance(recipe, dict) else None
+    return (manifest.get("recipe") or {}).get("chat_template")
 
 
 def template_kwargs_of(manifest: dict) -> dict:
-    recipe = manifest.get("recipe")
-    if not isinstance(recipe, dict):
-        return {}
-    return dict(recipe.get("template_kwargs") or {})
+    return dict((manifest.get("recipe") or {}).get("template_kwargs") or {})
 
 
 def json_layout_of(manifest: dict) -> dict:

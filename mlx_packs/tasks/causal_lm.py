@@ -21,7 +21,7 @@ from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
-from ..evaluation.answers import Exam, answer_line, answer_of, expected_answer, questions_of
+from ..evaluation.answers import Exam, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.scores import before_and_after
@@ -35,16 +35,14 @@ from ..objectives.objective import Objective
 from ..objectives.reference import PhaseReference
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
-from ..packs.card import format_change
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
 from .phases import PhaseData, RunPhase
-from .task import Binding, Summary, Trained, summarized, try_lines
-from .tokens import TokenTask, encode_phases, token_lines
+from .task import Binding, Summary, Trained, summarized
+from .tokens import TokenTask, encode_phases
 
 SAMPLE_TOKENS = 40
 _MOST_QUESTIONS = 100
-_SHOWN_CHARACTERS = 160  # of each text of a sample in a terminal
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
@@ -293,22 +291,6 @@ class CausalLMTask(TokenTask):
             facts["samples"] = [stored_sample(each) for each in samples]
         return summarized(trained, metrics, objective, facts, report)
 
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        drop = 1 - report["ppl_after"] / report["ppl_before"]
-        held_out = report["held_out"]
-        answers = report.get("answers")
-        samples = report.get("samples") or [report["sample"]]
-
-        lines = []
-        if answers:
-            lines.append(answer_line(answers, f"{held_out['split']} examples"))
-        lines += token_lines(report, f"{format_change(report)} ({-drop:+.0%})")
-
-        for sample in samples:
-            lines += sample_lines(sample)
-        return lines + try_lines(report, samples[0].get("prompt"))
-
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, held_out: Examples
     ) -> dict[str, float]:
@@ -351,27 +333,7 @@ class CausalLMTask(TokenTask):
         return answers
 
 
-def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
-    """Return a sample for people, without the wanted answer if the pack gives it."""
-    labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
-    if not sample.get("wanted") or sample["wanted"] == sample["after"]:
-        labels.pop("wanted")
-
-    if sample.get("before") is None and sample.get("after") is None:  # it was not completed
-        return []
-
-    texts = {label: sample.get(key) for label, key in labels.items()}
-    return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]
-
-
 def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of a sample that a manifest has, each of a limited length; no image."""
     texts = {key: text for key, text in sample.items() if isinstance(text, str)}
     return {key: text[:STORED_CHARACTERS] for key, text in texts.items()}
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    return text[: _SHOWN_CHARACTERS - 1] + "…"

@@ -1,6 +1,5 @@
 """Classification of texts and chats: one label, several labels, or a score."""
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,6 @@ from ..evaluation.classification import (
     confusion_matrix,
     fit_temperature,
     labelled_evaluation,
-    mistake_lines,
     predict,
     validated_numbers,
 )
@@ -38,12 +36,11 @@ from ..objectives.objective import Objective
 from ..objectives.reward_model import HeadReader
 from ..objectives.score import check_best
 from ..packs.base import Base
-from ..packs.card import format_change
 from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes, show_phase
-from .task import Binding, Summary, Trained, pack_lines, summarized
-from .tokens import TokenTask, token_lines
+from .task import Binding, Summary, Trained, summarized
+from .tokens import TokenTask
 
 # Metrics of a score, by their names in a manifest.
 _METRICS = {
@@ -253,17 +250,6 @@ class ClassifyTask(TokenTask):
         )
         self.display.line("temperature", text)
         return replace(self.classes, temperature=temperature), values
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        done, *others = token_lines(report, format_change(report))
-        pack = shlex.quote(report["pack"])
-        return [
-            done,
-            *mistake_lines(report["mistakes"]),
-            *others,
-            *pack_lines(report, f"echo Text to label | packs classify {pack}"),
-        ]
 
 
 def _confusions(predictions: Predictions, classes: Classes) -> dict | None:

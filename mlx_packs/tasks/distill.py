@@ -200,17 +200,3 @@ class DistillTask(CausalLMTask):
             objective=summary.objective | {"task": "distill"} | teacher,
             report=summary.report | {"teacher": teacher},
         )
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        teacher = report["teacher"]
-        done, *others = CausalLMTask.report_lines(report)
-
-        # no divergence is negative, but for rounding
-        before = max(0.0, report["teacher_loss_before"])
-        after = max(0.0, report["teacher_loss_after"])
-        line = (
-            f"teacher {teacher['loss']} from {teacher['teacher']} {before:.4f} → {after:.4f} nats "
-            f"a token, by its {teacher['top_k']:,} most likely tokens"
-        )
-        return [done, line, *others]

@@ -26,11 +26,10 @@ from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
 from ..objectives.score import check_best
 from ..packs.base import Base
-from ..packs.card import format_change
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
 from .task import Binding, Summary, Trained
-from .texts import TextsTask, scored_lines
+from .texts import TextsTask
 
 
 class EmbeddingTask(TextsTask):
@@ -174,8 +173,3 @@ class EmbeddingTask(TextsTask):
         if self.query_prompt or self.train.query_prompt is not None:
             objective["query_prompt"] = self.query_prompt
         return self._summary(trained, trained.last.held_out.examples.format.name, objective)
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        speed = f"{report['pairs_per_s']:,.0f} pairs/s"
-        return scored_lines(report, format_change(report), speed)

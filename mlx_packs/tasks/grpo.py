@@ -45,7 +45,6 @@ from .completions import (
     random_sampler,
 )
 from .phases import PhaseData, RunPhase, sample
-from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .splits import counted, show_notes
@@ -258,10 +257,6 @@ class GRPOTask(Task):
         facts = {"samples": [stored_sample(sample)]} if sample["after"] is not None else {}
 
         return summarized(trained, metrics, named, facts, report)
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        return outcome_lines(report)
 
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:

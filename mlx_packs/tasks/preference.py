@@ -24,13 +24,12 @@ from ..objectives.objective import Inputs, Objective
 from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
 from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
-from ..packs.card import format_change
 from ..runtime import mx
-from .causal_lm import SamplePrompt, sample_lines, stored_sample
+from .causal_lm import SamplePrompt, stored_sample
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_notes, show_phase
-from .task import Binding, Summary, Trained, summarized, try_lines
-from .tokens import TokenTask, token_lines
+from .task import Binding, Summary, Trained, summarized
+from .tokens import TokenTask
 
 _REPORTED = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
 
@@ -189,10 +188,6 @@ class PreferenceTask(TokenTask):
         metrics = preference_metrics(*trained.ends())
         return summarized(trained, metrics, named, samples, report)
 
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        return outcome_lines(report)
-
 
 def preference_metrics(before: MetricScore, after: MetricScore) -> dict[str, float | None]:
     """Return the metrics of the scores before and after a run, without standard errors."""
@@ -202,11 +197,3 @@ def preference_metrics(before: MetricScore, after: MetricScore) -> dict[str, flo
     if "commonest_share" in after.facts:
         metrics["commonest_share"] = after.facts["commonest_share"]
     return metrics
-
-
-def outcome_lines(report: dict) -> list[str]:
-    return [
-        *token_lines(report, format_change(report)),
-        *sample_lines(report["sample"]),
-        *try_lines(report, report["sample"].get("prompt")),
-    ]

@@ -21,14 +21,14 @@ from ..data.rankings import (
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..evaluation.rankings import VALIDATED, score_rankings
-from ..evaluation.scores import MetricScore, format_with_errors
+from ..evaluation.scores import MetricScore
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
 from .task import Binding, Summary, Trained
-from .texts import TextsTask, scored_lines
+from .texts import TextsTask
 
 
 class RerankTask(TextsTask):
@@ -139,20 +139,3 @@ class RerankTask(TextsTask):
     def summary(self, trained: Trained) -> Summary:
         objective = {"instruction": self.instruction, "head": self.head_name}
         return self._summary(trained, trained.last.held_out.examples.format, objective)
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        changes = [
-            format_with_errors(
-                {
-                    f"{name}{suffix}": report[f"{name}_{when}{suffix}"]
-                    for name in ("mrr_at_10", "ndcg_at_10")
-                    for suffix in ("", "_se")
-                    if f"{name}_{when}{suffix}" in report
-                }
-            )
-            for when in ("before", "after")
-        ]
-
-        speed = f"{report['queries_per_s']:,.1f} queries/s"
-        return scored_lines(report, " → ".join(changes), speed)

@@ -15,11 +15,9 @@ from ..objectives.causal_lm import split_head
 from ..objectives.objective import Objective
 from ..objectives.reward_model import HeadReader, RewardModel
 from ..packs.base import Base
-from ..packs.card import format_change
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
 from .task import Binding, Summary, Trained, summarized
-from .texts import scored_lines
 
 
 class RewardTask(PreferenceTask):
@@ -72,7 +70,3 @@ class RewardTask(PreferenceTask):
         report = {"shared_prefix": self.shared_report(trained.last)}
         metrics = preference_metrics(*trained.ends())
         return summarized(trained, metrics, named, report=report)
-
-    @staticmethod
-    def report_lines(report: dict) -> list[str]:
-        return scored_lines(report, format_change(report))

@@ -36,6 +36,7 @@ from ..objectives.reference import PhaseReference
 from ..objectives.reward_model import hidden_states
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
+from ..packs.card import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
 from .phases import OWN, PhaseData, RunPhase
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .rewards import RewardFunction
 
 _MOST_PASTED = 300  # characters of a prompt in a command
+_SHOWN_CHARACTERS = 160  # of each text of a sample
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,9 @@ class Task(ABC):
         """Return the summary of the run, whose last phase is of this task."""
 
     @staticmethod
-    @abstractmethod
     def report_lines(report: dict) -> list[str]:
         """Return the report of a run for people, the headline first."""
+        return run_lines(report)
 
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, held_out: ExampleSet
@@ -281,12 +283,87 @@ def phase_reports(trained: Trained) -> list[dict]:
 
 
 def _perplexities(scores: Mapping[str, Score]) -> dict:
-    """Perplexity and accuracy on the held-out examples of every phase, by its name."""
     named = {name: score.perplexity for name, score in scores.items()}
     return {name: values for name, values in named.items() if values is not None}
 
 
-def cost(report: Mapping) -> str:
+def run_lines(report: Mapping) -> list[str]:
+    """Return the report of a run for people: whatever it has of what tasks report."""
+    lines = [_done_line(report)]
+    if answers := report.get("answers"):
+        lines.insert(0, answer_line(answers, f"{report['held_out']['split']} examples"))
+    if teacher := report.get("teacher"):
+        lines.append(_teacher_line(report, teacher))
+
+    lines += mistake_lines(report.get("mistakes", ()))
+    lines += [f"phase   {line}" for line in phase_lines(report["phases"])]
+    lines += [
+        f"bad     {sum(counts.values()):,} {split} examples left out: {shown_counts(counts)}"
+        for split, counts in report.get("bad_rows", {}).items()
+    ]
+    lines.append(f"speed   {_speed(report)} · {_cost(report)}")
+
+    if "sample" in report:
+        samples = report.get("samples") or [report["sample"]]
+        lines += [line for sample in samples for line in _sample_lines(sample)]
+        return lines + try_lines(report, samples[0].get("prompt"))
+
+    pack = shlex.quote(report["pack"])
+    if "mistakes" in report:
+        return lines + _pack_lines(report, f"echo Text to label | packs classify {pack}")
+    return lines + _pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}")
+
+
+def _done_line(report: Mapping) -> str:
+    change = format_change(report)
+    if "ppl_before" in report:
+        drop = 1 - report["ppl_after"] / report["ppl_before"]
+        change += f" ({-drop:+.0%})"
+    examples = _evaluated(report["held_out"])
+    return f"done    held-out {change} on {examples}{gates_text(report['gates'])}"
+
+
+def _teacher_line(report: Mapping, teacher: Mapping) -> str:
+    # no divergence is negative, but for rounding
+    before, after = (max(0.0, report[f"teacher_loss_{when}"]) for when in ("before", "after"))
+    return (
+        f"teacher {teacher['loss']} from {teacher['teacher']} {before:.4f} → {after:.4f} nats "
+        f"a token, by its {teacher['top_k']:,} most likely tokens"
+    )
+
+
+def _sample_lines(sample: Mapping[str, str | None]) -> list[str]:
+    """Return a sample for people, without the wanted answer if the pack gives it."""
+    labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
+    if not sample.get("wanted") or sample["wanted"] == sample["after"]:
+        labels.pop("wanted")
+
+    if sample.get("before") is None and sample.get("after") is None:  # it was not completed
+        return []
+
+    texts = {label: sample.get(key) for label, key in labels.items()}
+    return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _speed(report: Mapping) -> str:
+    for unit, digits in (("pairs", 0), ("queries", 1)):
+        if (rate := report.get(f"{unit}_per_s")) is not None:
+            return f"{rate:,.{digits}f} {unit}/s"
+
+    supervised = f"{report['tokens_per_s']:,.0f}"
+    if COMPUTED_PER_S not in report:
+        return f"{supervised} supervised tokens/s"
+    return f"{report[COMPUTED_PER_S]:,.0f} tokens/s, {supervised} of them supervised"
+
+
+def _cost(report: Mapping) -> str:
     planned = ""
     if report["plan_peak_gb"] is not None:
         planned = f" ({report['plan_peak_gb']:.2f} estimated)"
@@ -297,13 +374,16 @@ def cost(report: Mapping) -> str:
     )
 
 
-def done_line(report: Mapping, change: str) -> str:
-    examples = evaluated(report["held_out"])
-    return f"done    held-out {change} on {examples}{gates_text(report['gates'])}"
+def _evaluated(held_out: Mapping) -> str:
+    rows = held_out["rows"]
+    available = held_out.get("available", rows)
+    number = f"{rows:,}"
+    if rows != available:
+        number += f" of {available:,}"
+    return f"{number} {held_out['split']} examples"
 
 
-def pack_lines(report: Mapping, *commands: str) -> list[str]:
-    """Return the line of a pack, and commands that use it on lines of their own."""
+def _pack_lines(report: Mapping, *commands: str) -> list[str]:
     return [f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:", *commands]
 
 
@@ -313,7 +393,7 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     FILE stands for an image, if examples have some.
     """
     pack = shlex.quote(str(report["pack"]))
-    lines = pack_lines(report)
+    lines = _pack_lines(report)
     if report.get("raw_prompt"):
         start = (prompt or "").lstrip().partition("\n")[0][:_MOST_PASTED]
         return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]
@@ -322,32 +402,6 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
         image = " --image FILE" if report.get("images") else ""
         lines.append(f"packs generate --pack {pack}{image} --prompt {shlex.quote(prompt)}")
     return [*lines, f"packs chat --pack {pack}"]
-
-
-def speed(report: Mapping) -> str:
-    """Return the throughput of a run in tokens for people: all that were computed, and targets."""
-    supervised = f"{report['tokens_per_s']:,.0f}"
-    if COMPUTED_PER_S not in report:
-        return f"{supervised} supervised tokens/s"
-    return f"{report[COMPUTED_PER_S]:,.0f} tokens/s, {supervised} of them supervised"
-
-
-def evaluated(held_out: Mapping) -> str:
-    """Return how many examples were evaluated, and of how many."""
-    rows = held_out["rows"]
-    available = held_out.get("available", rows)
-    number = f"{rows:,}"
-    if rows != available:
-        number += f" of {available:,}"
-    return f"{number} {held_out['split']} examples"
-
-
-def bad_rows_lines(report: Mapping) -> list[str]:
-    """Return how many examples of each split were left out and why, for people."""
-    return [
-        f"bad     {sum(counts.values()):,} {split} examples left out: {shown_counts(counts)}"
-        for split, counts in report.get("bad_rows", {}).items()
-    ]
 
 
 def make_tasks(

@@ -1,6 +1,5 @@
 """Tasks whose examples are several texts each, with a loss by name and one phase."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -14,8 +13,7 @@ from ..errors import PackError, flag_of
 from ..evaluation.scores import before_and_after
 from ..packs.base import Base
 from .phases import PhaseData
-from .task import Summary, Task, Trained, pack_lines, summarized
-from .tokens import token_lines
+from .task import Summary, Task, Trained, summarized
 
 
 class TextsTask(Task):
@@ -57,12 +55,3 @@ class TextsTask(Task):
 
     def planned_settings(self, train: TrainConfig) -> TrainConfig:
         return replace(train, loss=self.loss)
-
-
-def scored_lines(report: Mapping, change: str, throughput: str = "") -> list[str]:
-    """Return the report of a run for people, with the commands for a pack that writes no text."""
-    pack = shlex.quote(report["pack"])
-    return [
-        *token_lines(report, change, throughput),
-        *pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}"),
-    ]

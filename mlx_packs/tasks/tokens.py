@@ -27,11 +27,10 @@ from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import Head
 from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
-from ..packs.card import phase_lines
 from .phases import PhaseData, RunPhase, sample
 from .shared_prefix import check_trees, computes_trees, passes_of, say_nothing_shared, show_trees
 from .splits import counted, encode_each, show_notes, show_phase
-from .task import Task, bad_rows_lines, cost, done_line, speed
+from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
 
@@ -123,16 +122,6 @@ class TokenTask(Task):
 
     def _masked(self, examples: Examples, base: Base) -> list[dict]:
         return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
-
-
-def token_lines(report: Mapping, change: str, throughput: str = "") -> list[str]:
-    """Return the report of a run for people; without ``throughput`` it is that of tokens."""
-    return [
-        done_line(report, change),
-        *(f"phase   {line}" for line in phase_lines(report["phases"])),
-        *bad_rows_lines(report),
-        f"speed   {throughput or speed(report)} · {cost(report)}",
-    ]
 
 
 def encode_phases(

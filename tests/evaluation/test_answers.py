@@ -14,11 +14,11 @@ from mlx_packs.evaluation import answers
 from mlx_packs.evaluation.answers import (
     Exam,
     Question,
-    answer_line,
     answer_of,
     questions_of,
 )
 from mlx_packs.evaluation.metrics import METRICS, metric_of
+from mlx_packs.packs.card import answer_line
 from mlx_packs.packs.facts import changes_of
 from mlx_packs.tasks.causal_lm import CausalLMTask
 from tests.helpers.errors import check, raises

@@ -38,7 +38,7 @@ FAULTS = {
         + FACTS.format(module="faulty")
         + "class Task(Own):\n    def encode(self, base, phases, splits): ...\n"
         "class Method:\n    def check(self, base, path): ...\n",
-        "bind, evaluation, report_lines, sampled, summary",
+        "bind, evaluation, sampled, summary",
     ),
 }
 
