@@ -223,7 +223,7 @@ def _launch_us() -> float:
     return 1e6 * best / _CHAIN
 
 
-def least_seconds(compute: Callable[[], list[mx.array]]) -> float:
+def least_seconds(compute: Callable[[], list]) -> float:
     """Return the least time of a few evaluations, after one that is not counted."""
     mx.eval(compute())
 

@@ -10,7 +10,7 @@ those of captured graphs of Qwen3 and Llama (benchmarks/README.md); no Mac was t
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..measurements import recall, remember
-from .decoder_sizes import Sizes, sizes_of
+from .decoder_sizes import sizes_of
 from .headers import Headers
 from .matmul_path import Precision, matmul_rates, nominal_seconds
 from .plan import has_logits, recompute_policies
@@ -42,22 +42,22 @@ _LEAST_ERROR = 0.1  # that a calibrated prediction claims
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step with adapters, in operations (a multiply-add is two) and bytes.
+    """The work of a step with adapters.
 
     Attributes:
-        products: Operations with frozen weights: outputs, gradients of inputs, recomputation.
-        adapters: Operations with A and B.
-        attention: Operations of causal attention.
+        tokens: Rows that each use of a frozen weight multiplies.
+        used: Numbers of frozen weights, once for each use: outputs, gradients of inputs,
+            recomputation.
+        dense: Operations (a multiply-add is two) with A and B and of causal attention, over the
+            share of the nominal rate that they reach.
         bytes: That other operations move.
-        dequantized: Numbers of weights that a step dequantizes if each use does.
     """
 
     blocks: float
-    products: float
-    adapters: float
-    attention: float
+    tokens: int
+    used: float
+    dense: float
     bytes: float
-    dequantized: float
 
 
 @dataclass(frozen=True)
@@ -88,50 +88,40 @@ class MeasuredStep:
 
 def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
     """Return the work of a step with every token a target; None for what has no formula."""
-    if (
-        train.trains_base
-        or train.objective != "transformer"
-        or architecture_of(headers.config.get("model_type")) != "decoder"
-    ):
+    is_decoder = architecture_of(headers.config.get("model_type")) == "decoder"
+    if train.trains_base or train.objective != "transformer" or not is_decoder:
         return None
-
     try:
         sizes = sizes_of(headers.config, headers.tensors)
         adapters = plan_adapters(sizes.modules, sizes.blocks, lora, train.method, headers.tensors)
     except PackError:  # a family without a formula
         return None
-    return _work(
-        sizes, adapters.ranks, train, activation_bytes(headers.config, train.compute_dtype)
-    )
 
-
-def _work(
-    sizes: Sizes, ranks: Sequence[Mapping[str, int]], train: TrainConfig, itemsize: int
-) -> Work:
     length = sequence_inputs(train.max_seq_length)
     tokens = train.sequences * length
+    backward = len(adapters.ranks)
     again = POLICIES[recompute_policies(train)[0]].blocks
-    # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
-    forward = sizes.blocks + again * len(ranks)
-    backward = len(ranks)
+    # blocks' worth of a forward pass, of those before the first adapter too
+    forward = sizes.blocks + again * backward
     # a backward pass moves three times what a forward pass does
-    share = (forward + 3 * backward) / 4
+    blocks = (forward + 3 * backward) / 4
 
     block = sum(map(math.prod, sizes.projections.values())) / sizes.blocks
     head = sizes.vocab * sizes.hidden * has_logits(train)
 
     widths = {path.split(".", 3)[3]: sum(shape) for path, shape in sizes.projections.items()}
-    adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
+    factors = sum(rank * widths[name] for ranks in adapters.ranks for name, rank in ranks.items())
     one_attention = 2 * train.sequences * length**2 * sizes.queries
+    attention = one_attention * (forward + 2.5 * backward)
     widest = sizes.hidden + sizes.ffn + sizes.queries + sizes.keys
+    itemsize = activation_bytes(headers.config, train.compute_dtype)
 
     return Work(
-        blocks=share,
-        products=2 * tokens * ((forward + backward) * block + 2 * head),
-        adapters=6 * tokens * adapters,
-        attention=one_attention * (forward + 2.5 * backward),
-        bytes=_OTHER_BYTES * itemsize * tokens * widest * share,
-        dequantized=(forward + backward) * block + 2 * head,
+        blocks=blocks,
+        tokens=tokens,
+        used=(forward + backward) * block + 2 * head,
+        dense=6 * tokens * factors / MATMUL_REACHED + attention / _ATTENTION_REACHED,
+        bytes=_OTHER_BYTES * itemsize * tokens * widest * blocks,
     )
 
 
@@ -237,9 +227,9 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
 
     on_cpu = runtime.on_cpu()
     nominal = 1e12 * (chip.vector_tflops if on_cpu else chip.matrix_tflops)
-    multiply_adds = needed.products / 2
+    multiply_adds = needed.tokens * needed.used
     if not headers.is_quantized and train.quantize == "none":
-        products = needed.products / (nominal * MATMUL_REACHED)
+        products = 2 * multiply_adds / (nominal * MATMUL_REACHED)
     else:
         path = "quantized" if train.matmul_path == "auto" else train.matmul_path
         precision = _precision(headers, train)
@@ -249,10 +239,9 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         elif on_cpu:
             return None
         else:
-            products = nominal_seconds(multiply_adds, needed.dequantized, path, precision, chip)
+            products = nominal_seconds(multiply_adds, needed.used, path, precision, chip)
 
-    dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
-    return products + dense / nominal + needed.bytes / chip.bytes_per_s
+    return products + needed.dense / nominal + needed.bytes / chip.bytes_per_s
 
 
 def _precision(headers: Headers, train: TrainConfig) -> Precision:

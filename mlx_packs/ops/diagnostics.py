@@ -5,7 +5,6 @@ The first thing to paste into a bug report.
 
 import math
 import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,7 +27,6 @@ OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
 # In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than
 # most calls.
 COPIES = 64
-_REPEATS = 3
 
 
 def matmul_gflops() -> float:
@@ -37,13 +35,7 @@ def matmul_gflops() -> float:
     a = mx.random.normal((rows, inner), key=mx.random.key(0))
     b = mx.random.normal((inner, columns), key=mx.random.key(1))
     mx.eval(a, b)
-
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        mx.eval(a @ b)
-        best = min(best, time.perf_counter() - start)
-    return 2 * rows * inner * columns / best / 1e9
+    return 2 * rows * inner * columns / chips.least_seconds(lambda: [a @ b]) / 1e9
 
 
 def kernel_instances() -> list[Instance]:
@@ -119,14 +111,8 @@ def _microseconds(op: Op, workload: Check, copies: int | None = None) -> float:
     """Return the time of a call, one of many independent ones, each on inputs of its own."""
     copies = copies or COPIES
     inputs = [[v + 0 for v in workload.inputs] for _ in range(copies)]
-    mx.eval(inputs, [op(*values) for values in inputs])
-
-    seconds = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        mx.eval([op(*values) for values in inputs])
-        seconds.append(time.perf_counter() - start)
-    return 1e6 * min(seconds) / copies
+    mx.eval(inputs)
+    return 1e6 * chips.least_seconds(lambda: [op(*values) for values in inputs]) / copies
 
 
 def examine_machine() -> dict:

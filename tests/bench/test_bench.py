@@ -483,7 +483,7 @@ def test_the_plan_predicts_by_what_was_measured(calibrated, run):
 
 
 def test_the_path_of_a_short_run_goes_by_what_was_measured(calibrated, shared_tiny, monkeypatch):
-    rates = matmul_path.matmul_rates((4, 64, "affine"), "float32")
+    rates = matmul_path.matmul_rates(((4, 64, "affine"), "float32"))
     assert set(rates) == {"quantized", "transient", "dense"}
 
     def choice():
@@ -496,5 +496,5 @@ def test_the_path_of_a_short_run_goes_by_what_was_measured(calibrated, shared_ti
         assert choice().matmul_path == best and "formula" in choice().reason
     measurements.remember("matmul-rates", of, rates)
     monkeypatch.setattr(runtime, "device_name", lambda: "another (cpu)")
-    assert matmul_path.matmul_rates((4, 64, "affine"), "float32") == {}
+    assert matmul_path.matmul_rates(((4, 64, "affine"), "float32")) == {}
     assert step_time.measured_steps() == []

@@ -123,7 +123,7 @@ def test_generate_streams_and_the_pack_changes_the_text(answers):
 
 @pytest.mark.slow
 def test_doctor_reports_the_machine_and_every_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
+    monkeypatch.setattr(diagnostics.chips, "_REPEATS", 1)
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
@@ -147,7 +147,7 @@ def nothing_timed(monkeypatch):
     """Doctor checks kernels, and times each once."""
     monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
     monkeypatch.setattr(diagnostics, "COPIES", 1)
-    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
+    monkeypatch.setattr(diagnostics.chips, "_REPEATS", 1)
 
 
 @pytest.mark.usefixtures("nothing_timed")

@@ -171,7 +171,7 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
 
         return run
 
-    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
+    monkeypatch.setattr(diagnostics.chips, "_REPEATS", 1)
     monkeypatch.setattr(diagnostics, "COPIES", 3)
     with emulation("metal", orders=("forward",)):
         workload = small.workload("metal")
