@@ -120,7 +120,7 @@ def sides_of(config: dict, shape: TreeShape) -> dict[str, Side]:
 
     rows = Rows(tokens_of(shape, config["vocab_size"]), shape.common + 1)
     parts = parts_of(shape)
-    part = rows.first(shape.rows // parts)
+    part = Rows(rows.tokens[: shape.rows // parts], rows.offset)
     of_mlx_lm, of_rows = part.for_mlx_lm(), part.for_ours()
     return {
         SAME_BLAS: Side(MlxLm(dense, adapters), of_mlx_lm, of_mlx_lm, parts),

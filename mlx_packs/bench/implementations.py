@@ -58,9 +58,6 @@ class Rows:
             offset = (length + 1) // 2 + 1
         return cls(tokens, offset)
 
-    def first(self, count: int) -> "Rows":
-        return Rows(self.tokens[:count], self.offset)
-
     @property
     def targets(self) -> int:
         """Supervised tokens in all rows."""

@@ -58,11 +58,6 @@ class Entry:
         return [ms for turn in self.step_ms for ms in turn]
 
     @property
-    def tokens_per_s(self) -> list[float]:
-        """Supervised tokens per second, step by step."""
-        return [1e3 * self.rows.targets / ms for ms in self.all_ms]
-
-    @property
     def peak_bytes(self) -> int:
         """MLX memory that this implementation needs on its own."""
         return self.implementation.resident_bytes + self.transient_bytes

@@ -64,10 +64,6 @@ class BenchResult:
         return list(dict.fromkeys([*disturbances(self.before), *disturbances(since)]))
 
 
-def default_shapes() -> tuple[Shape, ...]:
-    return SHAPES["cpu" if on_cpu() else "gpu"]
-
-
 def run_bench(
     settings: BenchSettings,
     before: Conditions,
@@ -81,7 +77,7 @@ def run_bench(
     """
     start = monotonic()
     end = start + 60 * settings.minutes
-    settings = replace(settings, shapes=settings.shapes or default_shapes())
+    settings = replace(settings, shapes=settings.shapes or SHAPES["cpu" if on_cpu() else "gpu"])
     contests = _contests(settings, display)
 
     measuring = nullcontext()
@@ -178,6 +174,6 @@ def _calibrated(result: BenchResult) -> BenchResult:
     ]
 
     calibrated = remember_steps(steps)
-    if not calibrated:
-        return replace(result, calibrated=calibrated, uncalibrated="nothing was timed")
-    return replace(result, calibrated=calibrated, uncalibrated="")
+    return replace(
+        result, calibrated=calibrated, uncalibrated="" if calibrated else "nothing was timed"
+    )

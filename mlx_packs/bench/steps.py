@@ -94,11 +94,6 @@ class Contest:
         return self.base.compute_dtype
 
     @property
-    def base_bytes(self) -> int:
-        """Bytes of the frozen weights, which both share here."""
-        return sum(array.nbytes for _, array in tree_flatten(self.base.model.parameters()))
-
-    @property
     def lora(self) -> LoRAConfig:
         return LoRAConfig(rank=self.adapters.rank, alpha=SCALE * self.adapters.rank)
 
@@ -160,9 +155,9 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comp
     if not entries[0].step_ms:
         return replace(comparison, fault="no time was left after losses were compared")
 
+    frozen = sum(array.nbytes for _, array in tree_flatten(of.base.model.parameters()))
     mlx_lm, ours = (
-        Side([ms / 1e3 for ms in entry.all_ms], of.base_bytes + entry.peak_bytes)
-        for entry in entries
+        Side([ms / 1e3 for ms in entry.all_ms], frozen + entry.peak_bytes) for entry in entries
     )
     rounds = zip(entries[0].step_ms, entries[1].step_ms, strict=True)
     ratios = tuple(float(np.median(theirs) / np.median(mine)) for theirs, mine in rounds)

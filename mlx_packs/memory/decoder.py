@@ -39,6 +39,7 @@ from .plan import (
     has_logits,
     has_score_head,
     recompute_policies,
+    unquantized,
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
 from .step import WHOLE_LOGITS, Level, Pass, Step, passes_of
@@ -303,15 +304,7 @@ def _plan_full(
     weights, which are kept. Inputs of linear layers are kept as for the smallest adapters on all
     of them. A trainable head has full logits.
     """
-    of_adapters = replace(
-        train,
-        method="lora",
-        quantize="none",
-        keep=(),
-        double_quant=True,
-        matmul_path="dense",
-        compute_dtype="float32",
-    )
+    of_adapters = unquantized(train, method="lora", matmul_path="dense", compute_dtype="float32")
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
     plan = _plan_step(headers.without_scales(), smallest, of_adapters, shape, sizes)
 

@@ -184,10 +184,7 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
 
 
 def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
-    """Return the plan of full fine-tuning, made of the plan of adapters and its activations.
-
-    Weights, gradients and the optimizer's state are there in addition to the base's own weights.
-    """
+    """Return the plan of full fine-tuning by a plan of adapters, beside the base's own weights."""
     trainable = 4 * plan.base_weights
     waits = accumulates(train) or POLICIES[plan.recompute].blocks
     gradients = {"backward": trainable * waits, "update": trainable * (1 + accumulates(train))}

@@ -13,7 +13,7 @@ from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
 from .headers import Headers, Tensors
-from .plan import ERROR, MemoryPlan, Shape, recompute_policies, verdict
+from .plan import ERROR, MemoryPlan, Shape, recompute_policies, unquantized, verdict
 
 if TYPE_CHECKING:
     from .row_shapes import ShapesOf
@@ -152,7 +152,7 @@ def plan_run(
     is taken all the same. ``headers`` are those of the base as it is loaded (`Headers.of`). Raises
     a PackError (code ``memory``) if nothing fits, or no plan is possible.
     """
-    train = replace(train, quantize="none", keep=(), double_quant=True)  # it is done already
+    train = unquantized(train)  # it is done already
     memory = runtime.total_memory()
     plans = {
         path: _first_fitting(

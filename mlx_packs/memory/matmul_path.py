@@ -135,8 +135,9 @@ def _times(
 ) -> tuple[str, list[dict[str, float]] | None]:
     """Return the seconds of a step by kind and path, None if not known, and where they are from."""
     of = {"weights": [_facts(kind) for kind in kinds]}
-    if (step_s := _recalled(of, paths)) is not None:
-        return "measured before", step_s
+    before = recall("matmul-path", of)
+    if before is not None and all(path in before["step_s"][0] for path in paths):
+        return "measured before", before["step_s"]
 
     limit = LIMIT_S
     if steps is not None:
@@ -168,19 +169,8 @@ def _facts(kind: WeightKind) -> list:
     ]
 
 
-def _recalled(of: Mapping, paths: Sequence[str]) -> list[dict[str, float]] | None:
-    """Return the times of an earlier measurement; None without one of all paths."""
-    measured = recall("matmul-path", of)
-    if measured is None or any(path not in measured["step_s"][0] for path in paths):
-        return None
-    return measured["step_s"]
-
-
 def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of a step that each path is expected to take.
-
-    They are by the rates of this device, where it was measured, and else by nominal ones.
-    """
+    """Return the seconds of a step by path, by measured rates of this device or nominal ones."""
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:
         precision = _precision(kind)

@@ -6,7 +6,7 @@ backward pass, and what is in flight. What the estimators share is here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config.choices import LOSSES, POLICIES, TASKS, LossFacts
 from ..offload.sizes import BlocksOnDisk
@@ -190,6 +190,11 @@ def has_logits(train: "TrainConfig") -> bool:
 def embedding_loss(train: "TrainConfig") -> LossFacts:
     """Return the facts of the loss of embeddings; before the rows are known, that of pairs."""
     return LOSSES.get(train.loss, LOSSES["mnrl"])
+
+
+def unquantized(train: "TrainConfig", **settings: Any) -> "TrainConfig":
+    """Return settings, some replaced, that quantize nothing on loading."""
+    return replace(train, quantize="none", keep=(), double_quant=True, **settings)
 
 
 def accumulates(train: "TrainConfig") -> bool:

@@ -37,7 +37,15 @@ from .estimate import (
     remedies,
 )
 from .headers import Headers
-from .plan import ERROR, MemoryPlan, has_logits, has_score_head, recompute_policies, verdict
+from .plan import (
+    ERROR,
+    MemoryPlan,
+    has_logits,
+    has_score_head,
+    recompute_policies,
+    unquantized,
+    verdict,
+)
 from .row_shapes import ShapesOf
 from .step_time import StepTime, predict, slow_in_place
 
@@ -405,12 +413,9 @@ def _full_option(request: PlanRequest) -> Option:
     if "recompute" not in specified:
         changes |= {"recompute": "block", "grad_checkpoint": False}
 
-    train = replace(
+    train = unquantized(
         wanted,
         method="full",
-        quantize="none",
-        keep=(),
-        double_quant=True,
         matmul_path="dense",
         compute_dtype="auto",
         cache_frozen="off",

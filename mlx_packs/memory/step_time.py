@@ -200,10 +200,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
 
 
 def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
-    """Return factor, overhead of a block and the largest error: the best fit, none negative.
-
-    Errors count relative to what was measured.
-    """
+    """Return factor, overhead of a block and largest relative error of the best fit above 0."""
     rows = np.array([[s.by_rates_s / s.measured_s, s.blocks / s.measured_s] for s in steps])
     ones = np.ones(len(steps))
 
