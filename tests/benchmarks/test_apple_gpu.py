@@ -6,13 +6,13 @@ from importlib.metadata import version
 import mlx.core as mx
 import pytest
 
-from benchmarks import graph, history, report
+from benchmarks import graph, history
 from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
 from benchmarks.apple_gpu import epoch as epoch_module
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, StepJob
 from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
 from benchmarks.apple_gpu.published import TASK, compare, predicted_s
-from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, rate, seconds
+from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, seconds
 from benchmarks.apple_gpu.step import Costs, Step, lay_out
 from benchmarks.apple_gpu.trees import TreeShape
 from benchmarks.workloads import QWEN3_4B
@@ -216,30 +216,6 @@ def test_the_command_prints_and_records_steps(laid_out, tmp_path, capsys):
     assert STEP_S < values["M4 Max"]
 
 
-def test_a_run_has_one_date_so_that_a_report_shows_all_of_it(laid_out, monkeypatch, tmp_path):
-    here, days = history.Environment.here(), iter("123456789")
-    monkeypatch.setattr(
-        history.Environment, "here", lambda: dataclasses.replace(here, date=next(days))
-    )
-    file = tmp_path / "history.jsonl"
-    models = ["--model", "qwen3-4b,llama3-8b"]
-    assert graph.main(["steps", *models, "--path", "quantized", "--history", str(file)]) == 0
-    (run,) = report.latest(history.read(file))
-    assert len({r.shape for r in run}) == 4
-
-
-def test_bad_options_are_named(capsys):
-    for arguments, message in (
-        (["--model", "qwen9"], "no 'qwen9'; there are qwen3_4b"),
-        (["--batch", "0"], "'0' is no number of 1 or more"),
-        (["--supervised", "1.5"], "'1.5' has a share"),
-        (["batches", "--length", "512"], "batches takes no --length"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            graph.main(arguments)
-        assert message in capsys.readouterr().err
-
-
 def test_another_mlx_is_rejected_with_what_to_do(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(libmlx, "version", lambda _: "0.99")
     file = tmp_path / "history.jsonl"
@@ -252,22 +228,6 @@ def small_config() -> dict:
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}
     return QWEN3_4B | small
-
-
-@pytest.mark.slow
-def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", small_config())
-    file = tmp_path / "history.jsonl"
-    arguments = ["--model", "qwen3_0_6b", "--history", str(file)]
-    few = ["--examples", "12", "--supervised", "1", "--path", "dense"]
-    assert graph.main(["batches", *few, *arguments]) == 0
-    records = history.read(file)
-    names = {r.implementation for r in records}
-    assert names == {"mlx-lm", "mlx_packs dense", "mlx_packs dense, packed"}
-    assert {r.p50 for r in records if r.metric == "batches"} >= {3}
-    assert graph.main(["ops", *arguments]) == 0
-    assert "RoPE bf16 > bf16" in capsys.readouterr().out
-    assert history.read(file) == records
 
 
 @pytest.mark.slow
@@ -288,43 +248,6 @@ def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
     share = values[tree, "operations"] / values[rows, "operations"]
     assert share == pytest.approx((2 * 96 + 8 * 40) / (8 * 160), rel=0.1)
     assert values[tree, "peak activations"] < 0.8 * values[rows, "peak activations"]
-
-
-def test_products_of_few_rows_and_of_emulated_bfloat16_are_slower():
-    kind, new, old = "quantized product", CHIPS["M3 Max"], CHIPS["M1 Max"]
-    for rows, share in ((16, 0.68), (128, 0.85), (256, 1), (None, 1)):
-        assert rate(kind, new, rows) == pytest.approx(share * rate(kind, new)), rows
-    nominal = old.matrix_tflops / new.matrix_tflops
-    assert rate(kind, old) / rate(kind, new) / nominal == pytest.approx(0.48 / 0.64)
-    assert rate("product", old) / rate("product", new) == pytest.approx(nominal)
-
-
-def test_gradients_through_fp4_do_not_use_matrix_units():
-    kind, m4, m5 = "floating gradient", CHIPS["M4 Max"], CHIPS["M5 Max"]
-    assert rate(kind, m4) == rate("quantized product", m4)
-    assert rate(kind, m5) == pytest.approx(rate("quantized product", m5) / 4, rel=0.25)
-
-
-@pytest.mark.slow  # 2 s: four steps of a 4B are laid out
-def test_steps_through_fp4_in_place_are_slower():
-    job = StepJob(QWEN3_4B, 1, 512, weights="nvfp4")
-    affine = dataclasses.replace(job, weights="affine4")
-    jobs = [dataclasses.replace(j, path=p) for j in (job, affine) for p in PATHS]
-    steps = lay_out([(OURS, each) for each in jobs], ["M5 Max"])
-    fp4_slower, affine_slower = (
-        first.whole.seconds["M5 Max"] / other.whole.seconds["M5 Max"]
-        for first, other in (steps[:2], steps[2:])
-    )
-    assert fp4_slower > 1.4 > affine_slower
-    assert steps[0].name == "mlx_packs nvfp4 quantized"
-
-
-def test_a_suffix_attends_to_the_whole_prefix():
-    for queries, keys, share in ((256, 256, 0.625), (128, 4096, 0.9921875), (8, 40, 1)):
-        rows, seen = (costs.Array((1, 4, n, 64), "bfloat16") for n in (queries, keys))
-        op = costs.Op("ScaledDotProductAttention", [rows, seen, seen], [rows], attributes=True)
-        costs._attention(op)
-        assert op.operations == 4 * 4 * queries * keys * 64 * share
 
 
 @pytest.mark.slow

