@@ -13,8 +13,6 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, backend, load_base, runtime, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.tokenizer import load_tokenizer
-from mlx_packs.config.data import DataConfig
-from mlx_packs.config.recipe import Recipe
 from mlx_packs.data.dataset import Batch
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
@@ -22,8 +20,6 @@ from mlx_packs.runtime import mx
 from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.seeds import train_with_seeds
-from mlx_packs.training.settings import Request
 from mlx_packs.training.step import Stepper
 from mlx_packs.training.update import FIRST, KEY, LEAST, add_scale
 from tests.helpers.checkpoints import write_checkpoint
@@ -313,25 +309,3 @@ def test_a_loaded_base_that_overflows_is_an_error(checkpoint, rows):
         trained(base, rows, replace(TRAIN, compute_dtype="auto"))
     with raises("conflict", "compute_dtype", "load_base"):
         trained(base, rows, out="p")
-
-
-def test_seeds_that_overflow_continue_in_bfloat16(checkpoint, rows):
-    """Each as by itself, from its last update."""
-    recipe = Recipe(
-        LORA,
-        replace(TRAIN, seed=1),
-        DataConfig(data=str(rows)),
-        run={"model": str(checkpoint), "out": "seeds", "seeds": 2},
-        names_data=True,
-    )
-    display = Lines()
-    result = train_with_seeds(Request(recipe, checkpoint, display))
-
-    lines = []
-    for seed, run in result.runs.items():
-        train = replace(TRAIN, seed=seed)
-        single, lines_of_seed = trained(checkpoint, rows, train, f"single-{seed}")
-        lines += lines_of_seed
-        assert run.report["compute_dtype"] == single.report["compute_dtype"]
-        assert run.report["ppl_after"] == single.report["ppl_after"]
-    assert [line for line in display.lines if line.startswith("dtype ")] == lines

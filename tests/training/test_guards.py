@@ -51,9 +51,8 @@ def left() -> str:
 @pytest.mark.parametrize(
     ("how", "at"),
     [
-        pytest.param("removed", 3, id="between checkpoints", marks=pytest.mark.slow),
         pytest.param("removed", 2, id="at one"),
-        pytest.param("moved", 1, id="before the first", marks=pytest.mark.slow),
+        pytest.param("moved", 1, id="before the first"),
         pytest.param("with its parent", 6, id="at the end"),
     ],
 )
@@ -223,7 +222,6 @@ def differences(one: str, other: str) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="plain", marks=pytest.mark.slow),  # as accumulated, once
         pytest.param({"grad_accumulation_steps": 2}, id="accumulated"),
         pytest.param({"packing": True, "max_seq_length": 64}, id="packed"),
     ],
