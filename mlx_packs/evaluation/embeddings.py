@@ -164,4 +164,4 @@ class EmbeddingEvaluator:
             return score_pairs(self._vectors, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> MetricReport:
-        return MetricReport(len(self._pairs), self._pairs.format.name, base, pack)
+        return MetricReport.of(len(self._pairs), self._pairs.format.name, base, pack)

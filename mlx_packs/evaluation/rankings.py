@@ -75,4 +75,4 @@ class RerankEvaluator:
             return score_rankings(scorer, self._rankings, self._documents)
 
     def report(self, base: Metrics | None, pack: Metrics | None) -> MetricReport:
-        return MetricReport(len(self._rankings), self._rankings.format, base, pack)
+        return MetricReport.of(len(self._rankings), self._rankings.format, base, pack)

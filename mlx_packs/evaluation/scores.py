@@ -4,7 +4,7 @@ The standard error of a metric is the metric ``<name>_se``; it is None for a sin
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import mlx.nn as nn
@@ -131,24 +131,37 @@ def format_with_errors(metrics: Metrics) -> str:
 class MetricReport:
     """Metrics of a base, and of the base with a pack, on the same examples.
 
-    They include standard errors. A base has none if they need the head of the pack.
+    A base has none if they need the head of the pack.
     """
 
     rows: int
     format: str
     base: Metrics | None
     pack: Metrics | None
+    base_se: Metrics | None = None
+    pack_se: Metrics | None = None
+
+    @classmethod
+    def of(
+        cls, rows: int, row_format: str, base: Metrics | None, pack: Metrics | None
+    ) -> "MetricReport":
+        base, base_se = _split(base)
+        pack, pack_se = _split(pack)
+        return cls(rows, row_format, base, pack, base_se, pack_se)
 
     def to_json(self) -> dict[str, Any]:
-        models = {"base": self.base, "pack": self.pack}
-        values = {name: metrics and _split(metrics)[0] for name, metrics in models.items()}
-        errors = {f"{name}_se": metrics and _split(metrics)[1] for name, metrics in models.items()}
-        report = {"rows": self.rows, "format": self.format, **values}
-        return report | errors if any(errors.values()) else report
+        report = asdict(self)
+        if self.base_se is None and self.pack_se is None:
+            del report["base_se"], report["pack_se"]
+        return report
 
     def lines(self) -> list[str]:
-        models = {"base": self.base, "pack": self.pack}
-        lines = [f"{name}    {format_with_errors(m)}" for name, m in models.items() if m]
+        lines = []
+        for name, metrics in (("base", self.base), ("pack", self.pack)):
+            if metrics is not None:
+                errors = getattr(self, f"{name}_se") or {}
+                errors = {f"{metric}_se": error for metric, error in errors.items()}
+                lines.append(f"{name}    {format_with_errors({**metrics, **errors})}")
         return [*lines, f"data    {self.rows} examples ({self.format})"]
 
 
@@ -186,7 +199,9 @@ class HeadReport:
         return [f"pack    {shown}", *self.notes, data]
 
 
-def _split(metrics: Metrics) -> tuple[Metrics, Metrics | None]:
+def _split(metrics: Metrics | None) -> tuple[Metrics | None, Metrics | None]:
+    if metrics is None:
+        return None, None
     errors = {name.removesuffix("_se"): metrics[name] for name in metrics if name.endswith("_se")}
     return {name: metrics[name] for name in metrics if not name.endswith("_se")}, errors or None
 
