@@ -17,12 +17,9 @@ from ..measurements import recall, remember
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
 from ..offload.blocks import weights_readable
-from ..runtime import dtype_name, mx
-from .path_timing import WeightKind, time_paths, weight_kinds
+from ..runtime import mx
+from .path_timing import Precision, WeightKind, time_paths, weight_kinds
 from .plan import MatmulPathChoice
-
-# Bits, group size and mode of quantized weights, and the dtype that they are dense in
-Precision = tuple[tuple[int, int, str], str]
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
 _SHARE = 0.1  # of the work that follows
@@ -88,7 +85,7 @@ def choose_matmul_path(
     if not kinds:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
 
-    planned = planned or _fitting(model)
+    planned = planned or _paths_that_fit(model)
     if hasattr(model, "blocks_on_disk"):
         planned = {path for path in planned if not MATMUL_PATHS[path].keeps_dense}
     paths = [path for path in MATMUL_PATHS if path in planned]
@@ -108,8 +105,7 @@ def choose_matmul_path(
     return MatmulPathChoice(best, step_ms, _joined(source, left_out))
 
 
-def _fitting(model: nn.Module) -> Set[str]:
-    """Return the paths that leave some of the free memory to a run."""
+def _paths_that_fit(model: nn.Module) -> Set[str]:
     free = runtime.total_memory() - mx.get_active_memory()
     fits = dense_bytes(model) < _DENSE_SHARE * free
     return {path for path, facts in MATMUL_PATHS.items() if fits or not facts.keeps_dense}
@@ -134,7 +130,7 @@ def _times(
     kinds: Sequence[WeightKind], paths: Sequence[str], steps: int | None
 ) -> tuple[str, list[dict[str, float]] | None]:
     """Return the seconds of a step by kind and path, None if not known, and where they are from."""
-    of = {"weights": [_facts(kind) for kind in kinds]}
+    of = {"weights": [[*kind.shape, kind.count, kind.tokens, *kind.precision] for kind in kinds]}
     before = recall("matmul-path", of)
     if before is not None and all(path in before["step_s"][0] for path in paths):
         return "measured before", before["step_s"]
@@ -158,22 +154,11 @@ def _times(
     return source, timing.step_s
 
 
-def _facts(kind: WeightKind) -> list:
-    """Return the facts on which the time of a kind depends, as JSON."""
-    return [
-        *kind.shape,
-        kind.count,
-        kind.tokens,
-        *kind.quantization,
-        str(frozen_weight(kind.module).dtype),
-    ]
-
-
 def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
     """Return the seconds of a step by path, by measured rates of this device or nominal ones."""
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:
-        precision = _precision(kind)
+        precision = kind.precision
         if expected.keys() <= (rates := matmul_rates(precision)).keys():
             for path in paths:
                 expected[path] += kind.multiply_adds / rates[path]
@@ -214,16 +199,7 @@ def nominal_seconds(
 
 def matmul_rates(precision: Precision) -> dict[str, float]:
     """Return the multiply-adds per second by path that this device reached, where measured."""
-    return recall("matmul-rates", _rates_of(precision)) or {}
-
-
-def _rates_of(precision: Precision) -> dict:
-    quantization, dtype = precision
-    return {"quantization": list(quantization), "dtype": dtype}
-
-
-def _precision(kind: WeightKind) -> Precision:
-    return kind.quantization, dtype_name(frozen_weight(kind.module).dtype)
+    return recall("matmul-rates", {"precision": precision}) or {}
 
 
 def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
@@ -234,5 +210,5 @@ def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, f
         return
 
     rates = {path: kind.multiply_adds / seconds for path, seconds in step_s[largest].items()}
-    precision = _precision(kind)
-    remember("matmul-rates", _rates_of(precision), matmul_rates(precision) | rates)
+    known = matmul_rates(kind.precision)
+    remember("matmul-rates", {"precision": kind.precision}, known | rates)

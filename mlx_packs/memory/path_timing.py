@@ -16,7 +16,10 @@ from ..config.choices import MATMUL_PATHS
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, PATHS, dense_module, quantized_modules
 from ..ops.profile import profile
-from ..runtime import mx, on_cpu
+from ..runtime import dtype_name, mx, on_cpu
+
+# Bits, group size and mode of quantized weights, and the dtype that they are dense in
+Precision = tuple[tuple[int, int, str], str]
 
 # Tokens of a batch that are timed; times are scaled up. On a CPU that of a product in place is in
 # proportion to them; on a GPU what a use of a weight costs counts the less the more they are.
@@ -47,9 +50,10 @@ class WeightKind:
     module: nn.Module
 
     @property
-    def quantization(self) -> tuple[int, int, str]:
-        """Bits, group size and mode."""
-        return self.module.bits, self.module.group_size, self.module.mode
+    def precision(self) -> Precision:
+        module = self.module
+        dtype = dtype_name(frozen_weight(module).dtype)
+        return (module.bits, module.group_size, module.mode), dtype
 
     @property
     def multiply_adds(self) -> int:
@@ -95,12 +99,7 @@ def weight_kinds(
         kinds.setdefault(kind, []).append(module)
 
     return [
-        WeightKind(
-            shape,
-            len(of_kind),
-            count,
-            of_kind[0],
-        )
+        WeightKind(shape, len(of_kind), count, of_kind[0])
         for (shape, *_, is_head), of_kind in kinds.items()
         for count in ([head_tokens] if is_head else passes)
     ]

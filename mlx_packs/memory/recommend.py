@@ -189,7 +189,7 @@ def recommend(
         raise PackError(f"--memory {memory / 1e9:g}: must be above 0 GB.")
 
     estimator = estimator_of(headers.config)
-    train = _of_task(headers, train or TrainConfig())
+    train = _with_task(headers, train or TrainConfig())
     train = headers.as_loaded(estimator.run_settings(headers, train))
     headers.check_quantize(train)
     request = PlanRequest(headers, memory, lora or LoRAConfig(), train, specified, shapes_of)
@@ -238,8 +238,7 @@ def _offloaded_options(request: PlanRequest) -> list[Option]:
     return [option for option in options if option.plan.offload is not None]
 
 
-def _of_task(headers: Headers, train: TrainConfig) -> TrainConfig:
-    """Return the settings with the task that trains a base."""
+def _with_task(headers: Headers, train: TrainConfig) -> TrainConfig:
     model_type = headers.config.get("model_type")
     if train.changed(["task"]):
         check_task(train.task, headers.name, model_type)

@@ -98,27 +98,20 @@ def choose_path(
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
 
-    requested = run.train.matmul_path
-    resumed = None
+    if run.train.matmul_path != "auto":
+        return MatmulPathChoice(run.train.matmul_path, {}, "as specified")
     if run.place.resume and not run.place.overflow:  # in another dtype, others may be faster
         resumed = run.files.matmul_path()
+        if resumed in (plans or MATMUL_PATHS):
+            return MatmulPathChoice(resumed, {}, "as the run began")
 
-    if requested != "auto":
-        choice = MatmulPathChoice(requested, {}, "as specified")
-    elif resumed in (plans or MATMUL_PATHS):
-        choice = MatmulPathChoice(resumed, {}, "as the run began")
-    else:
-        with run.display.working("path", "measuring how frozen weights are used fastest"):
-            planned = frozenset(plans) or None
-            path = b""
-            if ranks.is_first:
-                choice = choose_matmul_path(base.model, *rows, planned, run.last_phase.stop)
-                path = choice.matmul_path.encode()
-            path = ranks.from_first(path)
-        if not ranks.is_first:
-            choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
-
-    return choice
+    choice = None
+    with run.display.working("path", "measuring how frozen weights are used fastest"):
+        planned = frozenset(plans) or None
+        if ranks.is_first:
+            choice = choose_matmul_path(base.model, *rows, planned, run.last_phase.stop)
+        path = ranks.from_first(choice.matmul_path.encode() if choice else b"").decode()
+    return choice or MatmulPathChoice(path, {}, "as the first rank has chosen")
 
 
 def matmul_paths_by_name(trainable: Trainable) -> dict[str, dict]:

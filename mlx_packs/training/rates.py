@@ -78,7 +78,9 @@ def _changed_schedule(run: Run, earlier: dict) -> str | None:
     batches = batches_of(run.place.resume_point.folder)
     updates = -(-batches // train.grad_accumulation_steps)
     before = replace(train, iters=recipe["iters"])
-    if updates < 1 or _rates(before, updates) == _rates(train, updates):
+    if updates < 1 or all(
+        _rate(before, update) == _rate(train, update) for update in (updates - 1, updates)
+    ):
         return None
 
     last = _rate(before, updates - 1)
@@ -88,11 +90,6 @@ def _changed_schedule(run: Run, earlier: dict) -> str | None:
         f"length: the learning rate was {last:.3g} at batch {batches:,} and is {following:.3g} "
         "from here. For a schedule that starts anew, start a run with --resume-adapter-file"
     )
-
-
-def _rates(train: TrainConfig, update: int) -> list[float]:
-    """Return the learning rates of the update before and of this one."""
-    return [_rate(train, update - 1), _rate(train, update)]
 
 
 def _rate(train: TrainConfig, update: int) -> float:

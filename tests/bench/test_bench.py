@@ -489,7 +489,7 @@ def test_the_path_of_a_short_run_goes_by_what_was_measured(calibrated, shared_ti
     def choice():
         return matmul_path.choose_matmul_path(shared_tiny.model, 128, steps=1)
 
-    of = {"quantization": [4, 64, "affine"], "dtype": "float32"}
+    of = {"precision": ((4, 64, "affine"), "float32")}
     for best in rates:
         faster = {path: 1e12 if path == best else 1e9 for path in rates}
         measurements.remember("matmul-rates", of, faster)

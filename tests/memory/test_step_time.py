@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 def measured_rates(cache):
     """Rates of products and memory, as this device's earlier runs have measured them."""
     measurements.remember(chips._KIND, {"name": chips._name()}, RATES)
-    of = {"quantization": [4, 64, "affine"], "dtype": "float32"}
+    of = {"precision": ((4, 64, "affine"), "float32")}
     measurements.remember("matmul-rates", of, PATH_RATES)
 
 
