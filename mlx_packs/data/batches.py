@@ -17,13 +17,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from .. import runtime
 from ..ops.span_attention import Spans
-from .dataset import Array, Batch, Dataset, by_length, edges_of
+from .dataset import Batch, Dataset, by_length, edges_of
 from .encoding import Example, Examples
 from .packing import Packed
 from .sampler import Order, Sampler
@@ -134,35 +133,6 @@ class PackedCollate(_RowCollate):
         if order.spans and self.allowed:
             targets = max(targets, self.allowed[order.spans])
         return padded_targets(targets, self._rows(order) * self.limit)
-
-
-@dataclass(frozen=True)
-class TextCollate(ABC):
-    """Lays out examples of several texts each, which are padded alike."""
-
-    batch_size: int  # examples
-    limit: int  # most tokens of a text
-    powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
-
-    row_array: ClassVar[str]  # the array with an entry for each example
-
-    @abstractmethod
-    def piece(self, inputs: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
-        """Return the arrays of the examples from ``start`` to ``stop``."""
-
-    def width(self, longest: int) -> int:
-        if self.powers:
-            longest = 32 << max(0, (longest - 1).bit_length() - 5)
-        return min(padded_length(longest, self.limit), self.limit)
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        pieces = []
-        for start, stop in edges_of(len(batch.inputs[self.row_array]), parts):
-            inputs = self.piece(batch.inputs, start, stop)
-            examples = batch.examples[start:stop]
-            counts = {"targets": len(examples), "denominator": len(examples)}
-            pieces.append(dataclasses.replace(batch, inputs=inputs, examples=examples, **counts))
-        return pieces
 
 
 def _laid_out(

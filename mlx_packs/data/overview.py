@@ -90,9 +90,9 @@ class Reader:
         if self.classes is not None:
             return self._labelled(rows, self.classes)
         if isinstance(self.format, PairFormat):
-            pairs = encode_pairs(rows, self.tokenizer, self.limit, "skip")
-            whole = encode_pairs(rows, self.tokenizer, NO_LIMIT, "skip")
-            return SplitFacts(whole.lengths, pairs.bad, cut=pairs.cut)
+            pairs = encode_pairs(rows, self.tokenizer, NO_LIMIT, "skip")
+            cut = int((pairs.text_lengths > self.limit).sum())
+            return SplitFacts(pairs.lengths, pairs.bad, cut=cut)
 
         if isinstance(self.format, RankingFormat):
             return self._rankings(rows)
@@ -151,8 +151,9 @@ class Reader:
     def _rankings(self, rows: Rows) -> SplitFacts:
         prompt = RerankPrompt(self.tokenizer, INSTRUCTION, NO_LIMIT)
         rankings = encode_rankings(rows, prompt, "skip")
-        lengths = np.array([len(text) for query in rankings.tokens for text in query])
-        labels = _counted(f"{label:g}" for query in rankings.labels for label in query)
+        is_document = rankings.groups >= 0
+        lengths = rankings.text_lengths[is_document]
+        labels = _counted(f"{label:g}" for label in rankings.labels[is_document])
         cut = int((lengths > self.limit).sum())
 
         return SplitFacts(lengths, rankings.bad, cut=cut, labels=labels)

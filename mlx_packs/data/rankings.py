@@ -5,23 +5,19 @@ The text of each is Qwen3-Reranker's, in the chat template of the base.
 Qwen3-Reranker: https://arxiv.org/abs/2506.05176
 """
 
-import hashlib
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..bases.tokenizer import beginning, padded, tokenizer_errors
-from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import BadRows
-from .batches import TextCollate
-from .dataset import Array, Batch, ExampleSet, Shape
-from .formats import Row, check_format, first_format
-from .ranking_formats import RANKING_FORMATS, Ranking
-from .sources import as_rows, canonical_line
+from .dataset import Batch, Shape
+from .formats import Row, first_format
+from .ranking_formats import RANKING_FORMATS
+from .texts import NAMES, Group, TextCollate, TextGroups, encode_groups
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM = (
@@ -30,7 +26,6 @@ _SYSTEM = (
 )
 _USER = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 _PLACE = "\u241f"  # of the user's text, in a rendered template
-_COLUMNS = DataConfig()  # rankings have names of their own
 
 
 class RerankPrompt:
@@ -51,10 +46,18 @@ class RerankPrompt:
 
     def tokens(self, query: str, document: str) -> tuple[np.ndarray, bool]:
         """Return the tokens, int32 [L], and whether the document was cut."""
+        return self.encoded(self.text(query, document))
+
+    def text(self, query: str, document: str) -> str:
+        """Return the whole text, of a long query or document what can be read at most."""
         query = beginning(query, self._limit)
         document = beginning(document, self._limit)
         user = _USER.format(instruction=self._instruction, query=query, document=document)
-        tokens = self._tokens(self._before + user + self._after)
+        return self._before + user + self._after
+
+    def encoded(self, text: str) -> tuple[np.ndarray, bool]:
+        """Return the tokens of a `text`, int32 [L], and whether it was cut before its end."""
+        tokens = self._tokens(text)
         is_cut = len(tokens) > self._limit
 
         if is_cut:
@@ -122,106 +125,58 @@ def answer_tokens(tokenizer: Any) -> tuple[int, int]:
     return yes[0], no[0]
 
 
-@dataclass
-class Rankings(ExampleSet):
-    """Encoded queries of a split: of each the tokens and labels of its documents."""
-
-    format: str
-    tokens: Sequence[Sequence[np.ndarray]]  # [N] queries, of documents int32 [L]
-    labels: Sequence[np.ndarray]  # [N] of float32 [documents]
-    cut: int  # documents that were too long
-    bad: BadRows = field(default_factory=BadRows)  # rows that were left out
-    where: Callable[[int], str] = str  # the row of a query, as messages name it
-    fingerprint: str | None = None  # of the rows in use
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of the longest document of each query, [N]."""
-        return np.array([max(map(len, documents)) for documents in self.tokens])
-
-    @property
-    def documents(self) -> np.ndarray:
-        """Documents of each query, [N]."""
-        return np.array([len(documents) for documents in self.tokens])
-
-
 def encode_rankings(
     rows: Sequence[Row], prompt: RerankPrompt, on_bad_row: str = "stop"
-) -> Rankings:
-    """Return the queries of a split."""
-    columns = replace(_COLUMNS, on_bad_row=on_bad_row)
+) -> TextGroups:
+    """Return the queries of a split: of each document the text with its query, and its label."""
+    columns = replace(NAMES, on_bad_row=on_bad_row)
     first, row_format = first_format(rows, columns, RANKING_FORMATS)
+
+    def groups_of(row: Row) -> list[Group]:
+        ranking = row_format.usable(row)
+        texts = [prompt.text(ranking.query, document) for document in ranking.documents]
+        return [(texts, ranking.labels)]
+
+    def encoding(texts: Sequence[str]) -> Iterator[tuple[np.ndarray, bool]]:
+        return map(prompt.encoded, texts)
+
     rows = row_format.grouped(rows)
-    where = as_rows(rows).where
-    bad = BadRows(on_bad_row == "stop")
-    fingerprint = hashlib.sha256()
-    used = array("q")
-    tokens = []
-    labels = []
-    cut = 0
-
-    def read(row: Row) -> Ranking:
-        check_format(row, row_format, first.where, _COLUMNS, RANKING_FORMATS)
-        return row_format.usable(row)
-
-    for i, row, ranking in bad.usable(rows, read):
-        fingerprint.update(canonical_line(row))
-        used.append(i)
-        encoded = [prompt.tokens(ranking.query, document) for document in ranking.documents]
-        cut += sum(is_cut for _, is_cut in encoded)
-        tokens.append([each for each, _ in encoded])
-        labels.append(np.array(ranking.labels, np.float32))
-
-    return Rankings(
-        row_format.name,
-        tokens,
-        labels,
-        cut,
-        bad,
-        lambda query: where(used[query]),
-        fingerprint.hexdigest(),
+    return encode_groups(
+        rows, row_format, RANKING_FORMATS, first.where, on_bad_row, groups_of, encoding
     )
 
 
 class RankingCollate(TextCollate):
     """Lays out B queries of D documents; what is missing are documents of one token.
 
-    ``tokens`` int32 [B D, T], ``lengths`` int32 [B D], ``labels`` float32 [B, D], -1 where there is
-    no document.
+    ``tokens`` int32 [B, D, T], ``lengths`` int32 [B, D], ``labels`` float32 [B, D], -1 where there
+    is no document.
     """
 
-    row_array = "labels"
-
-    def __call__(self, rankings: Rankings, order: Sequence[int]) -> Batch:
-        width = max(len(rankings.tokens[i]) for i in order)
-        labels = np.full((self.batch_size, width), -1, np.float32)
-        texts = [np.zeros(1, np.int32)] * (self.batch_size * width)
-
-        for row, query in enumerate(order):
-            documents = rankings.tokens[query]
-            texts[row * width : row * width + len(documents)] = documents
-            labels[row, : len(documents)] = rankings.labels[query]
+    def __call__(self, rankings: TextGroups, order: Sequence[int]) -> Batch:
+        queries = [rankings.tokens(query) for query in order]
+        shape = self.batch_size, max(map(len, queries))
+        texts = [np.zeros(1, np.int32)] * math.prod(shape)
+        labels = np.full(shape, -1, np.float32)
+        labels[: len(order)] = rankings.labels[list(order), : shape[1]]
+        for row, documents in enumerate(queries):
+            start = row * shape[1]
+            texts[start : start + len(documents)] = documents
 
         lengths = np.array([len(text) for text in texts], np.int32)
         tokens = padded(texts, self.width(int(lengths.max())))
-        inputs = {"tokens": tokens, "lengths": lengths, "labels": labels}
-        count = len(order)
-        return Batch(inputs, count, count, tuple(int(i) for i in order), rankings)
+        inputs = {
+            "tokens": tokens.reshape(*shape, -1),
+            "lengths": lengths.reshape(shape),
+            "labels": labels,
+        }
+        return self.batch(inputs, rankings, order)
 
-    def shapes(self, rankings: Rankings, orders: Iterator[Sequence[int]]) -> set[Shape]:
+    def shapes(self, rankings: TextGroups, orders: Iterator[Sequence[int]]) -> set[Shape]:
         """A shape is the tokens of the longest document, and the documents of a query."""
         lengths = rankings.lengths
-        documents = rankings.documents
+        sizes = rankings.sizes
         return {
-            (self.width(int(lengths[list(order)].max())), int(documents[list(order)].max()))
+            (self.width(int(lengths[list(order)].max())), int(sizes[list(order)].max()))
             for order in orders
         }
-
-    def piece(self, inputs: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
-        documents = inputs["labels"].shape[1]
-        rows = slice(start * documents, stop * documents)
-        piece = {name: inputs[name][rows] for name in ("tokens", "lengths")}
-        return {**piece, "labels": inputs["labels"][start:stop]}

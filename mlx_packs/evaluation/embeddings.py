@@ -10,7 +10,8 @@ import numpy as np
 
 from ..bases.encoder import Vectors, embedded
 from ..data.formats import Row
-from ..data.pairs import Pairs, encode_pairs
+from ..data.pairs import encode_pairs
+from ..data.texts import TextGroups
 from ..errors import PackError
 from ..packs.base import Base
 from .rows import EvalSettings
@@ -31,9 +32,9 @@ VALIDATED = (
 )
 
 
-def check_scores(pairs: Pairs, where: str) -> None:
+def check_scores(pairs: TextGroups, where: str) -> None:
     """Raise a PackError where the scores of examples do not vary: nothing correlates then."""
-    if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
+    if pairs.labels is not None and len(np.unique(pairs.labels)) < 2:
         raise PackError(
             f"{where}: all {len(pairs)} held-out examples have the same score. A "
             "correlation needs different ones (valid.jsonl).",
@@ -41,25 +42,21 @@ def check_scores(pairs: Pairs, where: str) -> None:
         )
 
 
-def score_pairs(model: Vectors, pairs: Pairs, batch_size: int) -> Metrics:
+def score_pairs(model: Vectors, pairs: TextGroups, batch_size: int) -> Metrics:
     """Return the metrics that the examples allow. The model must be in evaluation mode.
 
     Semantics: correlations of the cosine with the score; or retrieval of each anchor's positives
     among all positives; with negatives also how often the positive is nearer.
     """
-    numbers, first = np.unique(pairs.texts, return_index=True)
-    rows, columns = np.unravel_index(first, pairs.texts.shape)
-    tokens = [pairs.tokens(i, column) for i, column in zip(rows, columns, strict=True)]
-
+    tokens, at = pairs.distinct()  # [N, C] into vectors
     vectors = embedded(model, tokens, batch_size)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    at = np.searchsorted(numbers, pairs.texts)  # [N, C] into vectors
 
-    if pairs.scores is not None:
+    if pairs.labels is not None:
         cosines = (vectors[at[:, 0]] * vectors[at[:, 1]]).sum(axis=1)
         return {
-            "spearman": spearman(cosines, pairs.scores),
-            "pearson": pearson(cosines, pairs.scores),
+            "spearman": spearman(cosines, pairs.labels),
+            "pearson": pearson(cosines, pairs.labels),
         }
 
     metrics = retrieval(vectors, at[:, 0], at[:, 1])
@@ -71,8 +68,8 @@ def score_pairs(model: Vectors, pairs: Pairs, batch_size: int) -> Metrics:
     return metrics
 
 
-def validated_entries(pairs: Pairs) -> list[str]:
-    if pairs.scores is not None:
+def validated_entries(pairs: TextGroups) -> list[str]:
+    if pairs.labels is not None:
         names = ["spearman", "pearson"]
     else:
         names = ["mrr_at_10", "ndcg_at_10", "recall_at_1"]

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..config.choices import TASKS
 from ..data.formats import Row
-from ..data.rankings import INSTRUCTION, Rankings, RerankPrompt, encode_rankings
+from ..data.rankings import INSTRUCTION, RerankPrompt, encode_rankings
+from ..data.texts import TextGroups
 from ..objectives.rerank import Scorer, scorer_of
 from ..packs.base import Base
 from .rows import EvalSettings
@@ -22,15 +23,18 @@ VALIDATED = ("valid_loss", "valid_mrr_at_10", "valid_ndcg_at_10")
 
 def score_rankings(
     scorer: Scorer,
-    rankings: Rankings,
+    rankings: TextGroups,
     batch_size: int,
 ) -> Metrics:
     """Return metrics and their standard errors. The model must be in evaluation mode."""
-    rows = [tokens for documents in rankings.tokens for tokens in documents]
-    scores = np.split(scorer.of_rows(rows, batch_size), np.cumsum(rankings.documents)[:-1])
+    tokens, at = rankings.distinct()
+    scores = scorer.of_rows(tokens, batch_size)[at]
+    queries = [
+        (scores[i, :size], rankings.labels[i, :size]) for i, size in enumerate(rankings.sizes)
+    ]
     metrics: dict[str, float | None] = {}
     for name, metric in (("mrr_at_10", reciprocal_rank), ("ndcg_at_10", ndcg)):
-        values = np.array([metric(*query) for query in zip(scores, rankings.labels, strict=True)])
+        values = np.array([metric(*query) for query in queries])
         metrics |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
     return metrics
 
@@ -75,4 +79,4 @@ class RerankEvaluator:
             return score_rankings(scorer, self._rankings, self._documents)
 
     def report(self, base: Metrics | None, pack: Metrics | None) -> MetricReport:
-        return MetricReport.of(len(self._rankings), self._rankings.format, base, pack)
+        return MetricReport.of(len(self._rankings), self._rankings.format.name, base, pack)

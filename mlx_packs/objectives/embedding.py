@@ -100,7 +100,7 @@ _DISTANCES: dict[str, Callable[[mx.array, mx.array], mx.array]] = registered(
 def embed_in_parts(
     model: Encoder, columns: Sequence[mx.array], lengths: mx.array, size: int
 ) -> list[mx.array]:
-    """Return embeddings of C columns [B, T] with lengths [C, B], ``size`` texts at a time.
+    """Return embeddings of C columns [B, T] with lengths [B, C], ``size`` texts at a time.
 
     The backward computes each part again. A part waits for the one before it, on the way back too,
     so that the activations of one are in memory at a time. The numbers are those of one pass over
@@ -113,7 +113,7 @@ def embed_in_parts(
         return vectors, mx.depends([turn], [vectors])[0]
 
     embeddings = []
-    for column, counts in zip(columns, lengths, strict=True):
+    for column, counts in zip(columns, lengths.T, strict=True):
         parts = []
         for start in range(0, len(column), size):
             here = slice(start, start + size)
@@ -176,7 +176,7 @@ class EmbeddingObjective(TextsObjective):
         if facts.by_parts:
             embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
-            embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
+            embeddings = [self.model(*column) for column in zip(columns, lengths.T, strict=True)]
 
         settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
         of_pairs = [inputs["weights"]]

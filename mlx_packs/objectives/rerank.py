@@ -208,7 +208,8 @@ class Reranking(TextsObjective):
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Sum of the loss over the queries, and the number of those that are not padding."""
         labels = inputs["labels"]
-        scores = self.scorer(inputs["tokens"], inputs["lengths"]).reshape(labels.shape)
+        tokens = inputs["tokens"].reshape(labels.size, -1)
+        scores = self.scorer(tokens, inputs["lengths"].flatten()).reshape(labels.shape)
 
         is_query = labels[:, 0] >= 0
         labels = mx.where(is_query[:, None], labels, 0)

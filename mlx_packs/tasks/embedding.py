@@ -11,13 +11,13 @@ from ..data.dataset import Batch, Dataset
 from ..data.pair_formats import PairFormat
 from ..data.pairs import (
     PairCollate,
-    Pairs,
     PairSampler,
     check_loss_settings,
     choose_loss,
     encode_pairs,
 )
 from ..data.rows import Splits
+from ..data.texts import TextGroups
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
 from ..evaluation.scores import MetricScore
@@ -82,7 +82,7 @@ class EmbeddingTask(TextsTask):
         limit = min(train.max_seq_length, embedder.vectors.longest)
         self.query_prompt = self._query_prompt_of(base, read)
 
-        def encode(split: str, _: Callable[[], None]) -> Pairs:
+        def encode(split: str, _: Callable[[], None]) -> TextGroups:
             on_bad_row = phase.columns.on_bad_row
             rows = read.rows[split]
             return encode_pairs(rows, embedder.tokenizer, limit, on_bad_row, self.query_prompt)
@@ -136,13 +136,13 @@ class EmbeddingTask(TextsTask):
         if self.base.architecture == "encoder":
             return None
 
-        texts = self.train.batch_size * data.train.examples.texts.shape[1]
+        texts = self.train.batch_size * data.train.examples.groups.shape[1]
         return texts * self.typical_inputs(data, self.limit), 1
 
-    def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
+    def _sampler(self, pairs: TextGroups, seed: int, distinct: bool) -> PairSampler:
         return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
 
-    def evaluation(self, phase: RunPhase, examples: Pairs, chosen: np.ndarray) -> Dataset:
+    def evaluation(self, phase: RunPhase, examples: TextGroups, chosen: np.ndarray) -> Dataset:
         """Return pairs for the metrics, in batches for the loss."""
         pairs = examples.select(np.sort(chosen))
         sampler = self._sampler(pairs, 0, LOSSES[self.loss].in_batch)
@@ -160,7 +160,7 @@ class EmbeddingTask(TextsTask):
         self,
         objective: EmbeddingObjective,
         batches: Sequence[Batch],
-        pairs: Pairs | None = None,
+        pairs: TextGroups | None = None,
     ) -> MetricScore:
         """Return the metrics of held-out pairs, and the loss of batches."""
         model: Encoder = objective.model

@@ -13,13 +13,13 @@ from ..data.dataset import Batch, Dataset, by_length
 from ..data.rankings import (
     INSTRUCTION,
     RankingCollate,
-    Rankings,
     RerankPrompt,
     answer_tokens,
     encode_rankings,
 )
 from ..data.rows import Splits
 from ..data.sampler import Sampler
+from ..data.texts import TextGroups
 from ..evaluation.rankings import VALIDATED, score_rankings
 from ..evaluation.scores import MetricScore
 from ..objectives.objective import Objective
@@ -59,7 +59,7 @@ class RerankTask(TextsTask):
         limit = min(train.max_seq_length, base.text_limit)
         prompt = RerankPrompt(base.tokenizer, self.instruction, limit)
 
-        def encode(split: str, _: Callable[[], None]) -> Rankings:
+        def encode(split: str, _: Callable[[], None]) -> TextGroups:
             return encode_rankings(read.rows[split], prompt, phase.columns.on_bad_row)
 
         rankings = encode_each(read, encode, self.display)
@@ -67,7 +67,7 @@ class RerankTask(TextsTask):
         self.base = base
         self.loss = train.loss
         if train.loss == "auto":
-            graded = any(label not in (0, 1) for labels in first.labels for label in labels)
+            graded = not np.isin(first.labels, (-1, 0, 1)).all()
             self.loss = "listnet" if graded else "infonce"
 
         self._describe(phase, read, rankings)
@@ -80,37 +80,29 @@ class RerankTask(TextsTask):
     def instruction(self) -> str:
         return self.train.rerank_instruction or INSTRUCTION
 
-    def _describe(self, phase: RunPhase, read: Splits, rankings: dict[str, Rankings]) -> None:
+    def _describe(self, phase: RunPhase, read: Splits, rankings: dict[str, TextGroups]) -> None:
         first = rankings["train"]
         counts = counted(rankings)
-        documents = first.documents.mean()
+        documents = f"{first.sizes.mean():.1f} documents each"
         self.display.line(
             "data",
-            f"{read.source} · {counts} queries · {first.format} · {documents:.1f} documents each "
+            f"{read.source} · {counts} queries · {first.format.name} · {documents} "
             f"· loss {self.loss}, scores by the {self.head_name} head",
         )
 
         show_cut(rankings, self.train.max_seq_length, "documents", self.display)
         show_notes(read, phase.columns, self.base.tokenizer, self.display)
 
-    def evaluation(self, phase: RunPhase, examples: Rankings, chosen: np.ndarray) -> Dataset:
-        chosen = np.sort(chosen)
-        own = replace(
-            examples,
-            tokens=[examples.tokens[i] for i in chosen],
-            labels=[examples.labels[i] for i in chosen],
-            where=lambda i: examples.where(int(chosen[i])),
-        )
-
+    def evaluation(self, phase: RunPhase, examples: TextGroups, chosen: np.ndarray) -> Dataset:
+        own = examples.select(np.sort(chosen))
         size = phase.train.batch_size
-
         collate = RankingCollate(size, phase.train.max_seq_length)
         return Dataset(own, collate, by_length(own.lengths, size, np.arange(len(own))))
 
     def typical_rows(self, data: PhaseData) -> tuple[int, int]:
         """Return the tokens of a typical batch, and those that reach the head."""
         inputs = self.typical_inputs(data, self.train.max_seq_length)
-        documents = round(self.train.batch_size * float(data.train.examples.documents.mean()))
+        documents = round(self.train.batch_size * float(data.train.examples.sizes.mean()))
         return max(1, documents * inputs), max(1, documents)
 
     def bind(self, binding: Binding) -> list[Objective]:
@@ -124,7 +116,7 @@ class RerankTask(TextsTask):
         self,
         objective: Reranking,
         batches: Sequence[Batch],
-        rankings: Rankings | None = None,
+        rankings: TextGroups | None = None,
         advance: Callable[[], None] | None = None,
     ) -> MetricScore:
         """Return the metrics of held-out queries, and the loss of batches."""
@@ -138,4 +130,4 @@ class RerankTask(TextsTask):
 
     def summary(self, trained: Trained) -> Summary:
         objective = {"instruction": self.instruction, "head": self.head_name}
-        return self._summary(trained, trained.last.held_out.examples.format, objective)
+        return self._summary(trained, trained.last.held_out.examples.format.name, objective)

@@ -11,10 +11,10 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.rankings import (
     INSTRUCTION,
     RankingCollate,
-    Rankings,
     RerankPrompt,
     encode_rankings,
 )
+from mlx_packs.data.texts import TextGroups
 from mlx_packs.evaluation.rankings import score_rankings
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.rerank import Reranking, Scorer, scorer_of
@@ -58,7 +58,7 @@ def test_scores_and_ranks_are_those_of_sentence_transformers(reranker, torch_mod
     assert ranked == np.argsort(-ours).tolist()
 
 
-def encoded(reranker: Path, rows: list[dict]) -> tuple[Scorer, Rankings]:
+def encoded(reranker: Path, rows: list[dict]) -> tuple[Scorer, TextGroups]:
     base = load_base(reranker)
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [Row(f"d.jsonl:{i + 1}", row) for i, row in enumerate(rows)]

@@ -82,7 +82,7 @@ def test_every_task_reads_every_kind_of_file(name, tmp_path, tokenizer):
 
     scored = [{"sentence1": "a", "sentence2": f"b {i}", "score": i / 4} for i in range(4)]
     rows, _ = rows_in(name, scored, tmp_path, "embedding")
-    assert encode_pairs(rows, tokenizer._tokenizer, 50).scores.tolist() == [0, 0.25, 0.5]
+    assert encode_pairs(rows, tokenizer._tokenizer, 50).labels.tolist() == [0, 0.25, 0.5]
 
     several = [{"text": f"t {i}", "labels": ["a", "b"][: i % 3]} for i in range(6)]
     rows, _ = rows_in(name, several, tmp_path, "classify")

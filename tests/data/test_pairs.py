@@ -12,11 +12,11 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.pair_formats import PAIR_FORMATS
 from mlx_packs.data.pairs import (
     PairCollate,
-    Pairs,
     PairSampler,
     choose_loss,
     encode_pairs,
 )
+from mlx_packs.data.texts import TextGroups
 from tests.helpers.encoders import all_pairs, all_scored, all_triplets
 from tests.helpers.errors import raises
 
@@ -26,7 +26,7 @@ def encoder_tokenizer(encoder):
     return load_base(encoder).tokenizer
 
 
-def encoded(tokenizer, rows: list[dict], limit: int = 48) -> Pairs:
+def encoded(tokenizer, rows: list[dict], limit: int = 48) -> TextGroups:
     return encode_pairs([Row(f"d.jsonl:{i + 1}", r) for i, r in enumerate(rows)], tokenizer, limit)
 
 
@@ -37,12 +37,12 @@ def test_columns_become_tokens(encoder_tokenizer):
     ]
     pairs = encoded(encoder_tokenizer, rows, 8)
     assert pairs.format.name == "scored pairs" and len(pairs) == 2 and pairs.cut == 1
-    assert pairs.tokens(0, 0).tolist() == encoder_tokenizer.encode("fix a car")
-    assert pairs.column_lengths[1].tolist() == [3, 8]
-    end = pairs.tokens(1, 1)[-1]
+    assert pairs.tokens(0)[0].tolist() == encoder_tokenizer.encode("fix a car")
+    assert pairs.text_lengths[:, 1].tolist() == [3, 8]
+    end = pairs.tokens(1)[1][-1]
     assert end == encoder_tokenizer.sep_token_id  # it stays when a text is cut
-    assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
-    assert pairs.texts[0][1] == pairs.texts[1][0] != pairs.texts[0][0]
+    assert pairs.labels.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
+    assert pairs.groups[0][1] == pairs.groups[1][0] != pairs.groups[0][0]
     assert encoded(encoder_tokenizer, all_triplets()[:3]).format.name == "triplets"
 
 
@@ -68,7 +68,7 @@ BAD = {
 
 def test_scores_of_tables_are_texts(encoder_tokenizer):
     rows = [{"sentence1": "a", "sentence2": "b", "score": text} for text in ("0.8", " -1", "5e-1")]
-    assert encoded(encoder_tokenizer, rows).scores.tolist() == pytest.approx([0.8, -1, 0.5])
+    assert encoded(encoder_tokenizer, rows).labels.tolist() == pytest.approx([0.8, -1, 0.5])
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -92,7 +92,7 @@ def test_a_loss_must_fit_the_examples(encoder_tokenizer):
         choose_loss("triplet", pairs, "x")
     with raises("conflict", "loss", "mnrl", "{anchor, positive}", "cosine", "cosent"):
         choose_loss("mnrl", scored, "x")
-    scored.scores[3] = 4.5
+    scored.labels[3] = 4.5
     with raises("data", "loss", "x:", "4.5"):
         choose_loss("auto", scored, "x")
     assert choose_loss("cosent", scored, "x") == "cosent"
@@ -111,7 +111,7 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
     assert [inputs[name].shape for name in ("first", "second")] == [(4, least), (4, 48)]
     assert inputs["weights"].tolist() == [1, 1, 0, 0]
     assert batch.targets == batch.denominator == 2 and batch.examples == (1, 0)
-    assert inputs["lengths"].tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
+    assert inputs["lengths"].T.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert inputs["first"][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
 
     for collate in (PairCollate(4, 48), PairCollate(2, 100, powers=True)):
@@ -130,13 +130,13 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(encoder_tokenizer
     pairs = encoded(encoder_tokenizer, rows)
     batches = PairSampler.of(pairs, 8, 48, seed=0, distinct=True).epoch(0)
     for batch in batches:
-        texts = pairs.texts[batch]
+        texts = pairs.groups[batch]
         assert len(np.unique(texts)) == texts.size
     assert all(2 <= len(batch) <= 8 for batch in batches)
     seen = np.concatenate(batches)
     assert len(np.unique(seen)) == len(seen) >= len(rows) - 5
     mixed = PairSampler.of(pairs, len(rows), 48, seed=0, distinct=False).epoch(0)
-    assert any(len(np.unique(pairs.texts[b])) < pairs.texts[b].size for b in mixed)
+    assert any(len(np.unique(pairs.groups[b])) < pairs.groups[b].size for b in mixed)
 
 
 @pytest.mark.parametrize("distinct", [True, False])
@@ -166,8 +166,8 @@ def test_pairs_leave_out_bad_rows_too(encoder_tokenizer):
 
     pairs = encode_pairs(rows, encoder_tokenizer, 16, "skip")
     wanted = encode_pairs([Row("x", row) for row in good], encoder_tokenizer, 16)
-    assert pairs.scores.tolist() == wanted.scores.tolist()
-    assert pairs.texts.tolist() == wanted.texts.tolist()
+    assert pairs.labels.tolist() == wanted.labels.tolist()
+    assert pairs.groups.tolist() == wanted.groups.tolist()
     assert pairs.bad.counts() == {"wrong type": 2, "another format": 1}
     assert pairs.fingerprint == wanted.fingerprint
 

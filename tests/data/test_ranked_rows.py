@@ -10,10 +10,11 @@ from mlx_packs.data.dataset import Batch
 from mlx_packs.data.formats import formats_of
 from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.left_out import template_notes
-from mlx_packs.data.pairs import PairCollate, Pairs, encode_pairs
-from mlx_packs.data.rankings import Rankings, RerankPrompt, encode_rankings
+from mlx_packs.data.pairs import PairCollate, encode_pairs
+from mlx_packs.data.rankings import RerankPrompt, encode_rankings
 from mlx_packs.data.row_format import Row
 from mlx_packs.data.rows import load_rows
+from mlx_packs.data.texts import TextGroups
 from tests.helpers.errors import raises
 
 COLUMNS = DataConfig()
@@ -30,11 +31,10 @@ def rows_of(values: list[dict]) -> list[Row]:
 
 @pytest.fixture
 def pairs_of(tokenizer):
-    def read(*values: dict) -> tuple[Pairs, list[list[str]]]:
+    def read(*values: dict) -> tuple[TextGroups, list[list[str]]]:
         pairs = encode_pairs(rows_of(list(values)), tokenizer._tokenizer, 50)
-        columns = range(pairs.texts.shape[1])
         return pairs, [
-            [tokenizer.decode(pairs.tokens(i, c), skip_special_tokens=True) for c in columns]
+            [tokenizer.decode(text, skip_special_tokens=True) for text in pairs.tokens(i)]
             for i in range(len(pairs))
         ]
 
@@ -43,7 +43,7 @@ def pairs_of(tokenizer):
 
 @pytest.fixture
 def rankings_of(tokenizer):
-    def read(*values: dict) -> Rankings:
+    def read(*values: dict) -> TextGroups:
         return encode_rankings(rows_of(list(values)), RerankPrompt(tokenizer, "find", 200))
 
     return read
@@ -66,7 +66,7 @@ def test_all_negatives_of_an_anchor_are_read(pairs_of, rankings_of, tokenizer, r
     assert template_notes(rows_of([row]), pairs.format, COLUMNS, tokenizer) == []
 
     rankings = rankings_of(row)
-    assert rankings.labels[0].tolist() == [1, 0, 0] and len(rankings.tokens[0]) == 3
+    assert rankings.labels[0].tolist() == [1, 0, 0] and len(rankings.tokens(0)) == 3
 
 
 @pytest.mark.parametrize("name", ["document", "documents", "passage", "pos", "positive"])
@@ -92,7 +92,7 @@ def test_a_batch_has_an_array_for_each_text(pairs_of):
     assert [name for name in batch.inputs if name not in ("lengths", "weights")] == [
         *("first", "second", "third", "text_4")
     ]
-    assert batch.inputs["lengths"].shape == (4, 2)
+    assert batch.inputs["lengths"].shape == (2, 4)
 
 
 FLAT = [
@@ -155,4 +155,4 @@ def test_what_is_no_ranking_is_named(rankings_of, row, fault):
 
 def test_scored_sentences_may_have_a_label(pairs_of):
     pairs, _ = pairs_of({"sentence1": "a", "sentence2": "b", "label": "1"})
-    assert pairs.scores.tolist() == [1] and np.issubdtype(pairs.scores.dtype, np.floating)
+    assert pairs.labels.tolist() == [1] and np.issubdtype(pairs.labels.dtype, np.floating)

@@ -64,7 +64,7 @@ def test_a_rank_may_have_no_sequence():
 def test_shares_of_pairs_have_as_many_rows():
     column = np.arange(12, dtype=np.int32).reshape(4, 3)
     weights = np.array([1, 1, 1, 0], np.float32)
-    lengths = np.full((2, 4), 3, np.int32)
+    lengths = np.full((4, 2), 3, np.int32)
     inputs = {"first": column, "second": column, "lengths": lengths, "weights": weights}
     shares = PairCollate(4, 3).split(Batch(inputs, 3, 3, (5, 6, 7)), 2)
     assert [share.inputs["weights"].tolist() for share in shares] == [[1, 1], [1, 0]]
