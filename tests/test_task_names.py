@@ -26,7 +26,12 @@ OWN = {
         "data/pair_formats.py",
     ),
     **dict.fromkeys(PREFERENCE_TASKS, ("tasks/preference.py", "objectives/preference.py")),
-    "reward": ("tasks/reward.py", "objectives/reward_model.py", "packs/rewards.py"),
+    "reward": (
+        "tasks/reward.py",
+        "objectives/reward_model.py",
+        "packs/rewards.py",
+        "evaluation/preferences.py",
+    ),
     "classify": (
         "tasks/classify.py",
         "objectives/classification.py",

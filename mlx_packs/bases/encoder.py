@@ -24,7 +24,7 @@ from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
 from .sentence_config import QUERY, SentenceConfig, read_sentence_config
-from .tokenizer import padded, tokens_of
+from .tokenizer import in_batches, tokens_of
 from .unsupported import unreadable
 
 ACTIVATIONS = {
@@ -314,16 +314,11 @@ def embedded(model: Vectors, rows: Sequence[np.ndarray], batch_size: int) -> np.
 
     The model must not be in training.
     """
-    lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    order = np.argsort(-lengths, kind="stable")
-    vectors = np.zeros((len(rows), model.dims), dtype=np.float32)
+    if not rows:
+        return np.zeros((0, model.dims), np.float32)
 
-    for start in range(0, len(rows), batch_size):
-        chosen = order[start : start + batch_size]
-        tokens = mx.array(padded([rows[i] for i in chosen]))
+    def vectors(tokens: np.ndarray, lengths: np.ndarray) -> mx.array:
+        is_padded = lengths.min() != lengths.max()
+        return model(mx.array(tokens), mx.array(lengths) if is_padded else None)
 
-        unpadded = None
-        if lengths[chosen].min() != lengths[chosen].max():
-            unpadded = mx.array(lengths[chosen])
-        vectors[chosen] = np.array(model(tokens, unpadded))
-    return vectors
+    return in_batches(vectors, rows, batch_size)

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -259,3 +259,24 @@ def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens
+
+
+def in_batches(
+    compute: Callable[[np.ndarray, np.ndarray], Any], rows: Sequence[np.ndarray], batch_size: int
+) -> np.ndarray:
+    """Return the results of N rows of tokens, [N, ...], in batches of similar lengths; N > 0.
+
+    ``compute`` takes tokens [B, T], padded with zeros, and lengths [B], both int32.
+    """
+    lengths = np.array([len(row) for row in rows], np.int32)
+    order = np.argsort(-lengths, kind="stable")
+    results = np.empty(0)
+
+    for start in range(0, len(rows), batch_size):
+        chosen = order[start : start + batch_size]
+        values = np.array(compute(padded([rows[i] for i in chosen]), lengths[chosen]))
+        if not start:
+            results = np.zeros((len(rows), *values.shape[1:]), values.dtype)
+        results[chosen] = values
+
+    return results

@@ -18,10 +18,9 @@ from ..data.formats import Row
 from ..data.labelled import LabelCollate, encode_labelled, fitted
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
-from ..objectives.classification import ScoreHead
+from ..objectives.classification import ScoreHead, label_reader
 from ..packs.base import Base
 from ..packs.card import mistake_lines
-from ..packs.classify import classifier_of
 from .embeddings import pearson, spearman
 from .rows import EvalSettings
 from .scores import (
@@ -275,7 +274,6 @@ class ClassifierEvaluator:
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
         check_no_text_settings(settings, "a classifier")
         self._base = base
-        self._pack = settings.pack
         self._display = settings.display
         self._classes = Classes.of(settings.pack.manifest)
 
@@ -290,9 +288,11 @@ class ClassifierEvaluator:
         self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
 
     def score(self) -> Predictions:
-        classifier = classifier_of(self._base, self._pack, self._base.active.attached.score)
+        base = self._base
+        problem = self._classes.problem
+        reader = label_reader(base.model, base.active.attached.score, base.name, problem)
         with self._display.task("score", len(self._batches), "batches") as bar:
-            return predict(classifier.objective, self._batches, self._classes.problem, bar.advance)
+            return predict(ScoreHead(reader, problem), self._batches, problem, bar.advance)
 
     def report(self, base: None, pack: Predictions) -> HeadReport:
         classes = self._classes

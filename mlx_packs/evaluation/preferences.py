@@ -13,7 +13,8 @@ from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
-from ..objectives.reward_model import HeadReader, RewardModel
+from ..objectives.reader import head_reader
+from ..objectives.reward_model import RewardModel
 from ..packs.base import Base
 from ..runtime import mx
 from .images import encoding_progress
@@ -124,7 +125,9 @@ class RewardEvaluator:
 
     def score(self) -> MetricScore:
         base = self._base
-        model = RewardModel(HeadReader(base.model, base.active.attached.score, base.name))
+        model = RewardModel(
+            head_reader(base.model, base.active.attached.score, base.name, "reward")
+        )
         with self._display.task("score", len(self._batches), "batches") as bar:
             return score_pairs(model, self._batches, bar.advance)
 

@@ -12,7 +12,8 @@ from ..config.choices import TASKS
 from ..data.formats import Row
 from ..data.rankings import INSTRUCTION, RerankPrompt, encode_rankings
 from ..data.texts import TextGroups
-from ..objectives.rerank import Scorer, scorer_of
+from ..objectives.reader import Reader
+from ..objectives.rerank import scorer_of
 from ..packs.base import Base
 from .rows import EvalSettings
 from .scores import MetricReport, Metrics, check_no_text_settings, standard_error
@@ -22,7 +23,7 @@ VALIDATED = ("valid_loss", "valid_mrr_at_10", "valid_ndcg_at_10")
 
 
 def score_rankings(
-    scorer: Scorer,
+    scorer: Reader,
     rankings: TextGroups,
     batch_size: int,
 ) -> Metrics:

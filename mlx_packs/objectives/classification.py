@@ -15,7 +15,7 @@ from ..data.dataset import Batch, Layout
 from ..data.labels import MULTI, ORDINAL, REGRESSION
 from ..runtime import mx
 from .objective import Inputs, ScoredObjective, arrays_of
-from .reward_model import HeadReader
+from .reader import Reader, head_reader
 from .score import Score
 
 
@@ -47,6 +47,13 @@ def scale_logits(steps: mx.array) -> mx.array:
     return reached + stays
 
 
+def label_reader(model: nn.Module, head: nn.Module, name: str, problem: str) -> Reader:
+    """Return what reads the logits of labels by a head; ``name`` is the base's."""
+    if problem == ORDINAL:
+        return head_reader(model, head, name, "classify", scale_logits)
+    return head_reader(model, head, name, "classify")
+
+
 class ScoreHead(ScoredObjective):
     """Logits by a head at the last token of each example.
 
@@ -58,7 +65,7 @@ class ScoreHead(ScoredObjective):
 
     def __init__(
         self,
-        reader: HeadReader,
+        reader: Reader,
         problem: str,
         class_weights: np.ndarray | None = None,
         score: Callable[..., Score] | None = None,
@@ -73,7 +80,7 @@ class ScoreHead(ScoredObjective):
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the weighted sum of the losses of the examples, and the sum of the weights."""
-        logits = self._logits(inputs, layout)
+        logits = self.reader(inputs, layout)
         losses = label_losses(logits, inputs["labels"], self.problem)
         weights = (inputs["owners"] >= 0).astype(mx.float32)
         if self._weights is not None:
@@ -83,11 +90,5 @@ class ScoreHead(ScoredObjective):
 
     def outputs(self, batch: Batch) -> np.ndarray:
         """Return the logits of the examples of a batch, float64 [examples, classes]."""
-        logits = self._logits(arrays_of(batch), batch.layout)
+        logits = self.reader(arrays_of(batch), batch.layout)
         return np.array(logits, np.float64)[: len(batch.examples)]
-
-    def _logits(self, inputs: Inputs, layout: Layout) -> mx.array:
-        logits = self.reader(inputs, layout)
-        if self.problem == ORDINAL:
-            return scale_logits(logits)
-        return logits

@@ -19,7 +19,7 @@ from ..bases.shapes import Heads
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward
-from .reward_model import hidden_states
+from .reader import hidden_states
 
 
 class DecoderVectors(nn.Module):

@@ -13,64 +13,21 @@ import mlx.nn as nn
 import numpy as np
 
 from ..bases.model import BaseModel
-from ..bases.tokenizer import padded
 from ..config.choices import RANKING_LOSSES, registered
 from ..config.tasks import RerankConfig
 from ..data.dataset import Dataset, Layout
 from ..data.rankings import INSTRUCTION, RerankPrompt, answer_tokens
 from ..errors import PackError
 from ..runtime import mx
-from .causal_lm import forward, part_of, split_head
+from .causal_lm import part_of, split_head
 from .objective import Inputs, TextsObjective
-from .reward_model import hidden_states
+from .reader import Reader, head_reader
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
 
 
-class Scorer:
-    """The score of a document with its query, read at the last token.
-
-    Args:
-        model: the decoder.
-        states: tokens [B, T] to what is read of each token, [B, T, D].
-        of_last: what is read at the last tokens, [R, D], to scores [R], float32.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        states: Callable[..., mx.array],
-        of_last: Callable[[mx.array], mx.array],
-    ) -> None:
-        self.model = model
-        self._states = states
-        self.of_last = of_last
-
-    def __call__(self, tokens: mx.array, lengths: mx.array) -> mx.array:
-        """Tokens [R, T] to scores [R]; of row i the first ``lengths[i]`` are no padding."""
-        return self.of_last(self.last(tokens, lengths))
-
-    def last(self, tokens: mx.array, lengths: mx.array) -> mx.array:
-        """Return what is read at the last tokens, [R, D]; scorers of a model read the same."""
-        states = forward(self.model, self._states, tokens)
-        return mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
-
-    def of_rows(self, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
-        """Return the scores of rows of tokens, float32 [N], in batches of similar lengths."""
-        lengths = np.array([len(row) for row in rows], np.int32)
-        order = np.argsort(-lengths, kind="stable")
-        scores = np.zeros(len(rows), np.float32)
-
-        for start in range(0, len(rows), batch_size):
-            chosen = order[start : start + batch_size]
-            tokens = mx.array(padded([rows[i] for i in chosen]))
-            scores[chosen] = np.array(self(tokens, mx.array(lengths[chosen])))
-
-        return scores
-
-
-def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
+def scorer_of(base: BaseModel, head: nn.Module | None) -> Reader:
     """Return the scorer of a base with the adapters that it has, and with the head of a pack.
 
     Semantics: by the LM head logit(yes) - logit(no) after the last token; a head of one row, [D] to
@@ -78,8 +35,7 @@ def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
     """
     model = base.model
     if head is not None:
-        states = hidden_states(model, base.name, "rerank")
-        return Scorer(model, states, lambda last: head(last)[:, 0].astype(mx.float32))
+        return head_reader(model, head, base.name, "rerank", lambda scores: scores[:, 0])
 
     yes, no = answer_tokens(base.tokenizer)
     lm_head = split_head(model)
@@ -89,7 +45,7 @@ def scorer_of(base: BaseModel, head: nn.Module | None) -> Scorer:
         logits = logits.astype(mx.float32)
         return logits[:, yes] - logits[:, no]
 
-    return Scorer(model, part_of(model, lm_head), difference)
+    return Reader(model, part_of(model, lm_head), difference)
 
 
 def rerank(
@@ -194,7 +150,7 @@ class Reranking(TextsObjective):
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: Reader,
         loss: str,
         train: RerankConfig,
         score: Callable[..., Score] | None = None,
@@ -209,7 +165,8 @@ class Reranking(TextsObjective):
         """Sum of the loss over the queries, and the number of those that are not padding."""
         labels = inputs["labels"]
         tokens = inputs["tokens"].reshape(labels.size, -1)
-        scores = self.scorer(tokens, inputs["lengths"].flatten()).reshape(labels.shape)
+        last = self.scorer.last(tokens, inputs["lengths"].flatten())
+        scores = self.scorer.of_last(last).reshape(labels.shape)
 
         is_query = labels[:, 0] >= 0
         labels = mx.where(is_query[:, None], labels, 0)

@@ -10,15 +10,13 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..data.batches import TokenCollate
-from ..data.dataset import by_length
-from ..data.encoding import EncodingOptions, Examples
+from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.labelled import NO_LIMIT, LabelCollate, encode_labelled, fitted
+from ..data.labelled import encode_labelled, fitted
 from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
-from ..objectives.classification import ScoreHead
-from ..objectives.reward_model import HeadReader
+from ..objectives.classification import label_reader
+from ..objectives.reader import Reader
 from .compatibility import text_limit
 from .pack import Pack
 
@@ -56,21 +54,17 @@ class OpenClassifier:
     classes: Classes
     names: DataConfig  # of columns, and the chat template as it was trained
     limit: int  # most tokens of an example
-    objective: ScoreHead
+    reader: Reader  # of its logits
 
     def classify(self, rows: Sequence[Row], batch_size: int) -> list[Prediction]:
         """Return a prediction for each row, in their order.
 
         Raises a PackError if a row says nothing, or a chat is too long to be read.
         """
-        examples = self.encode(rows)
-        logits = np.zeros((len(rows), self.classes.outputs))
-        for order in self.orders(examples, batch_size):
-            logits[order] = self.logits(examples, order)
-        return self.predictions(logits)
+        return self.predictions(self.logits(self.texts(rows), batch_size))
 
-    def encode(self, rows: Sequence[Row]) -> Examples:
-        """Return rows as examples, in their order; no model is used. Errors as of `classify`."""
+    def texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Return the tokens that are read of each row; errors as of `classify`."""
         options = EncodingOptions(vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
         rows = [self._beginning(row) for row in rows]
@@ -85,7 +79,7 @@ class OpenClassifier:
                 "end of a chat cannot be cut. Leave them out.",
                 "data",
             )
-        return examples
+        return [example.tokens[:-1] for example in examples.items]
 
     def _beginning(self, row: Row) -> Row:
         """Return a row whose text is no longer than what is read of it."""
@@ -95,15 +89,10 @@ class OpenClassifier:
             return row
         return row.with_value({**row.value, column: beginning(text, self.limit)})
 
-    def orders(self, examples: Examples, batch_size: int) -> Sequence[np.ndarray]:
-        """Return which examples are computed together, those of like length."""
-        return by_length(examples.lengths, batch_size, np.arange(len(examples))).orders
-
-    def logits(self, examples: Examples, order: np.ndarray) -> np.ndarray:
-        """Return the logits of some examples, [N, classes], in evaluation mode."""
-        collate = LabelCollate(TokenCollate(len(order), NO_LIMIT))
-        self.objective.model.eval()
-        return self.objective.outputs(collate(examples, order))
+    def logits(self, texts: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
+        """Return the logits of texts by their tokens, [N, classes], in evaluation mode."""
+        self.reader.model.eval()
+        return self.reader.of_rows(texts, batch_size).astype(np.float64)
 
     def predictions(self, logits: np.ndarray) -> list[Prediction]:
         likely = probabilities(logits / self.classes.temperature, self.classes.problem)
@@ -161,6 +150,5 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
-    reader = HeadReader(base.model, head, base.name, "classify")
-    objective = ScoreHead(reader, classes.problem)
-    return OpenClassifier(base, classes, names, limit, objective)
+    reader = label_reader(base.model, head, base.name, classes.problem)
+    return OpenClassifier(base, classes, names, limit, reader)

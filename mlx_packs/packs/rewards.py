@@ -5,14 +5,11 @@ import numpy as np
 
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
-from ..data.batches import TokenCollate
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import COMPLETION
 from ..data.in_memory import Data, source_of
-from ..data.preferences import Scored
 from ..errors import PackError
-from ..objectives.objective import arrays_of
-from ..objectives.reward_model import HeadReader, completion_scores
+from ..objectives.reader import head_reader
 from .compatibility import text_limit
 from .manifest import template_kwargs_of
 from .pack import Pack
@@ -42,20 +39,10 @@ def rewards(
     options = EncodingOptions("completion", _NO_LIMIT, base.vocab_size)
     columns = DataConfig(template_kwargs=template_kwargs_of(pack.manifest))
     encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
-    examples = Scored(encoded, np.arange(len(encoded)))
     _check_lengths(encoded, text_limit(pack.manifest, base.config))
 
-    order = np.argsort(examples.lengths, kind="stable")
-    result = np.zeros(len(rows), np.float32)
-    reader = HeadReader(base.model, head, base.name)
-    for start in range(0, len(order), batch_size):
-        numbers = order[start : start + batch_size]
-        slots = batch_size + batch_size % 2  # in pairs
-        inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
-        scores = completion_scores(reader, slots // 2, inputs)
-        result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
-
-    return result
+    reader = head_reader(base.model, head, base.name, "reward")
+    return reader.of_rows([example.tokens for example in encoded.items], batch_size)[:, 0]
 
 
 def _check_lengths(examples: Examples, limit: int) -> None:

@@ -282,11 +282,13 @@ class Server:
         predictions = []
 
         for part in _parts(rows):
-            examples = await self._in_thread(functools.partial(classifier.encode, part))
+            texts = await self._in_thread(functools.partial(classifier.texts, part))
             logits = np.zeros((len(part), classifier.classes.outputs))
-            for order in classifier.orders(examples, _ROWS):
-                compute = functools.partial(_logits, generator, entry, examples, order)
-                logits[order] = await generator.result_of(compute)
+            order = np.argsort([len(text) for text in texts], kind="stable")
+            for start in range(0, len(order), _ROWS):
+                chosen = order[start : start + _ROWS]
+                compute = functools.partial(_logits, generator, entry, [texts[i] for i in chosen])
+                logits[chosen] = await generator.result_of(compute)
             predictions += classifier.predictions(logits)
 
         return predictions
@@ -408,9 +410,9 @@ def _parts(texts: Sequence[Any], beside: int = 0) -> Iterator[list[Any]]:
         yield part
 
 
-def _logits(generator: Generator, entry: Entry, examples: Any, order: np.ndarray) -> np.ndarray:
+def _logits(generator: Generator, entry: Entry, texts: Sequence[np.ndarray]) -> np.ndarray:
     generator.registry.slots.selection.set([entry.slot])
-    return entry.classifier.logits(examples, order)
+    return entry.classifier.logits(texts, _ROWS)
 
 
 def _texts(generator: Generator, count: int, maker: Maker) -> Texts:

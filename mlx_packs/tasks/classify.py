@@ -31,9 +31,8 @@ from ..evaluation.classification import (
 )
 from ..evaluation.scores import MetricScore, before_and_after
 from ..objectives.causal_lm import split_head
-from ..objectives.classification import ScoreHead
+from ..objectives.classification import ScoreHead, label_reader
 from ..objectives.objective import Objective
-from ..objectives.reward_model import HeadReader
 from ..objectives.score import check_best
 from ..packs.base import Base
 from ..report.facts import MOST_LABELS
@@ -178,8 +177,8 @@ class ClassifyTask(TokenTask):
         return [self._objective(model, self._class_weights(own)) for own in binding.data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
-        reader = HeadReader(model, model[SCORE], self.base.name, self.train.task)
         problem = self.classes.problem
+        reader = label_reader(model, model[SCORE], self.base.name, problem)
         return ScoreHead(reader, problem, weights, self._score)
 
     def _class_weights(self, data: PhaseData) -> np.ndarray | None:

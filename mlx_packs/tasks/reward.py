@@ -13,7 +13,8 @@ from ..data.rows import Splits
 from ..evaluation.preferences import score_pairs
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Objective
-from ..objectives.reward_model import HeadReader, RewardModel
+from ..objectives.reader import head_reader
+from ..objectives.reward_model import RewardModel
 from ..packs.base import Base
 from .phases import PhaseData
 from .preference import PreferenceTask, preference_metrics
@@ -56,7 +57,7 @@ class RewardTask(PreferenceTask):
         model = binding.trainable.model
         self.prepare_rows(binding.trainable, split_head(model))
 
-        reader = HeadReader(model, model[SCORE], self.base.name)
+        reader = head_reader(model, model[SCORE], self.base.name, self.train.task)
         centering = self.train.center_rewards_coefficient
         objective = RewardModel(reader, centering, score_pairs)
         return [objective] * len(binding.data)

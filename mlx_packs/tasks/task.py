@@ -32,8 +32,8 @@ from ..gates import gates_text
 from ..memory.plan import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
+from ..objectives.reader import hidden_states
 from ..objectives.reference import PhaseReference
-from ..objectives.reward_model import hidden_states
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.card import answer_line, format_change, mistake_lines, phase_lines

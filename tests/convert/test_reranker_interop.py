@@ -17,7 +17,8 @@ from mlx_packs.data.rankings import (
 from mlx_packs.data.texts import TextGroups
 from mlx_packs.evaluation.rankings import score_rankings
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.rerank import Reranking, Scorer, scorer_of
+from mlx_packs.objectives.reader import Reader
+from mlx_packs.objectives.rerank import Reranking, scorer_of
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
 from tests.helpers.encoders import write_pairs
 from tests.helpers.rankings import all_labelled, all_rankings
@@ -58,7 +59,7 @@ def test_scores_and_ranks_are_those_of_sentence_transformers(reranker, torch_mod
     assert ranked == np.argsort(-ours).tolist()
 
 
-def encoded(reranker: Path, rows: list[dict]) -> tuple[Scorer, TextGroups]:
+def encoded(reranker: Path, rows: list[dict]) -> tuple[Reader, TextGroups]:
     base = load_base(reranker)
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [Row(f"d.jsonl:{i + 1}", row) for i, row in enumerate(rows)]

@@ -13,7 +13,7 @@ from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
 from mlx_packs.objectives.classification import ScoreHead, label_losses, scale_logits
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.reward_model import HeadReader
+from mlx_packs.objectives.reader import head_reader
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -75,7 +75,7 @@ def test_packed_pieces_and_padding_have_the_loss_of_the_rows():
     examples = examples_of(base, classes)
     head = nn.Linear(64, 3, bias=False)
     weights = np.array([0.5, 1.0, 2.0])
-    objective = ScoreHead(HeadReader(base.model, head, "small"), SINGLE, weights)
+    objective = ScoreHead(head_reader(base.model, head, "small", "classify"), SINGLE, weights)
 
     rows = LabelCollate(TokenCollate(8, 63))
     whole = rows(examples, np.arange(5))

@@ -14,7 +14,8 @@ from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_pairs
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.reward_model import HeadReader, RewardModel, hidden_states, reward_losses
+from mlx_packs.objectives.reader import head_reader, hidden_states
+from mlx_packs.objectives.reward_model import RewardModel, reward_losses
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -37,7 +38,7 @@ class Small:
         self.sampler = GroupedSampler(self.examples.lengths, 8, length - 1, 1)
 
         self.score = fresh_score_head(self.base, 0)
-        reader = HeadReader(self.base.model, self.score, "small")
+        reader = head_reader(self.base.model, self.score, "small", "reward")
         self.states = reader.states
         self.objective = RewardModel(reader, 0.1)
 
@@ -110,4 +111,4 @@ def test_a_model_that_changes_its_logits_is_rejected(monkeypatch):
     base = small_base()
     monkeypatch.setattr(type(base.model), "__call__", lambda self, x, **_: 2 * self.model(x))
     with raises("unsupported", "task", "small"):
-        hidden_states(base.model, "small")
+        hidden_states(base.model, "small", "reward")

@@ -29,9 +29,10 @@ from mlx_packs.objectives.classification import ScoreHead
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
+from mlx_packs.objectives.reader import head_reader
 from mlx_packs.objectives.reference import PhaseReference, Reference
 from mlx_packs.objectives.rerank import Reranking, scorer_of
-from mlx_packs.objectives.reward_model import HeadReader, RewardModel
+from mlx_packs.objectives.reward_model import RewardModel
 from mlx_packs.runtime import mx
 from tests.helpers.steps import make_batch
 
@@ -366,7 +367,9 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
     train = TrainConfig(task="reward", batch_size=half)
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    objective = RewardModel(HeadReader(base.model, base.model["score"], base.name), centering)
+    objective = RewardModel(
+        head_reader(base.model, base.model["score"], base.name, train.task), centering
+    )
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
@@ -421,7 +424,7 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     base = replace(base, model=with_score_head(base.model, head))
     train = TrainConfig(task="classify", batch_size=len(TEXTS))
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    reader = HeadReader(base.model, base.model["score"], base.name)
+    reader = head_reader(base.model, base.model["score"], base.name, train.task)
     objective = ScoreHead(reader, problem, weights)
 
     column = COLUMNS[problem]
