@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .. import runtime
-from ..bases.encoder import Embedder, Encoder
+from ..bases.encoder import Embedder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
-from ..data.dataset import Batch, Dataset
+from ..data.dataset import Dataset
 from ..data.pair_formats import PairFormat
 from ..data.pairs import (
     PairCollate,
@@ -20,7 +20,7 @@ from ..data.rows import Splits
 from ..data.texts import TextGroups
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
-from ..evaluation.scores import MetricScore
+from ..evaluation.scores import Metrics
 from ..objectives.decoder_embedding import DecoderVectors
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
@@ -42,7 +42,6 @@ class EmbeddingTask(TextsTask):
     unplanned_recompute = "none"
     embedder: Embedder
     query_prompt: str  # before every anchor
-    limit: int  # most tokens of a text
 
     def check(self, name: str, model_type: str) -> None:
         super().check(name, model_type)
@@ -79,13 +78,13 @@ class EmbeddingTask(TextsTask):
         train = self.train
         display = self.display
         embedder = base.embedder
-        limit = min(train.max_seq_length, embedder.vectors.longest)
+        self.limit = min(train.max_seq_length, embedder.vectors.longest)
         self.query_prompt = self._query_prompt_of(base, read)
 
         def encode(split: str, _: Callable[[], None]) -> TextGroups:
             on_bad_row = phase.columns.on_bad_row
             rows = read.rows[split]
-            return encode_pairs(rows, embedder.tokenizer, limit, on_bad_row, self.query_prompt)
+            return encode_pairs(rows, embedder.tokenizer, self.limit, on_bad_row, self.query_prompt)
 
         pairs = encode_each(read, encode, display)
         first = pairs["train"]
@@ -94,7 +93,6 @@ class EmbeddingTask(TextsTask):
         self.base = base
         self.embedder = embedder
         self.loss = loss
-        self.limit = limit
 
         sampler = self._sampler(first, train.seed, LOSSES[loss].in_batch)
         if LOSSES[loss].in_batch and not first.format.has_negatives:
@@ -111,10 +109,10 @@ class EmbeddingTask(TextsTask):
         )
         if self.query_prompt:
             display.line("data", f"before every anchor: {self.query_prompt!r}")
-        show_cut(pairs, limit, "texts", display)
+        show_cut(pairs, self.limit, "texts", display)
         show_notes(read, phase.columns, embedder.tokenizer, display)
 
-        collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
+        collate = PairCollate(train.batch_size, self.limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
         check_scores(data.held_out.examples, f"--data {read.source}")
         if validation := data.validation:
@@ -137,7 +135,7 @@ class EmbeddingTask(TextsTask):
             return None
 
         texts = self.train.batch_size * data.train.examples.groups.shape[1]
-        return texts * self.typical_inputs(data, self.limit), 1
+        return texts * self.typical_inputs(data), 1
 
     def _sampler(self, pairs: TextGroups, seed: int, distinct: bool) -> PairSampler:
         return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
@@ -154,22 +152,13 @@ class EmbeddingTask(TextsTask):
         vectors = binding.trainable.model
         if self.base.architecture == "decoder":
             vectors = DecoderVectors(self.base, vectors)
-        return [EmbeddingObjective(vectors, self.loss, self.train, self._score)]
+        return [EmbeddingObjective(vectors, self.loss, self.train, self.score)]
 
-    def _score(
-        self,
-        objective: EmbeddingObjective,
-        batches: Sequence[Batch],
-        pairs: TextGroups | None = None,
-    ) -> MetricScore:
-        """Return the metrics of held-out pairs, and the loss of batches."""
-        model: Encoder = objective.model
-        model.eval()
-        metrics = score_pairs(model, pairs, self.train.batch_size) if pairs is not None else {}
-        return MetricScore(objective.mean_loss(batches), metrics)
+    def metrics(self, objective: EmbeddingObjective, examples: TextGroups) -> Metrics:
+        return score_pairs(objective.model, examples, self.train.batch_size)
 
     def summary(self, trained: Trained) -> Summary:
         objective = self.embedder.vectors.sentence_config.to_json()
         if self.query_prompt or self.train.query_prompt is not None:
             objective["query_prompt"] = self.query_prompt
-        return self._summary(trained, trained.last.held_out.examples.format.name, objective)
+        return self.summary_of(trained, objective)

@@ -9,7 +9,7 @@ from .. import runtime
 from ..adapters.spec import SCORE
 from ..config.choices import TASKS
 from ..config.lora import LoRAConfig
-from ..data.dataset import Batch, Dataset, by_length
+from ..data.dataset import Dataset, by_length
 from ..data.rankings import (
     INSTRUCTION,
     RankingCollate,
@@ -21,7 +21,7 @@ from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.texts import TextGroups
 from ..evaluation.rankings import VALIDATED, score_rankings
-from ..evaluation.scores import MetricScore
+from ..evaluation.scores import Metrics
 from ..objectives.objective import Objective
 from ..objectives.rerank import Reranking, scorer_of
 from ..packs.base import Base
@@ -56,8 +56,8 @@ class RerankTask(TextsTask):
         train = self.train
         if self.head_name == "lm":
             answer_tokens(base.tokenizer)
-        limit = min(train.max_seq_length, base.text_limit)
-        prompt = RerankPrompt(base.tokenizer, self.instruction, limit)
+        self.limit = min(train.max_seq_length, base.text_limit)
+        prompt = RerankPrompt(base.tokenizer, self.instruction, self.limit)
 
         def encode(split: str, _: Callable[[], None]) -> TextGroups:
             return encode_rankings(read.rows[split], prompt, phase.columns.on_bad_row)
@@ -72,8 +72,8 @@ class RerankTask(TextsTask):
 
         self._describe(phase, read, rankings)
 
-        collate = RankingCollate(train.batch_size, train.max_seq_length, runtime.COMPILES)
-        sampler = Sampler(first.lengths, train.batch_size, train.max_seq_length, train.seed)
+        collate = RankingCollate(train.batch_size, self.limit, runtime.COMPILES)
+        sampler = Sampler(first.lengths, train.batch_size, self.limit, train.seed)
         return [PhaseData(self, phase, rankings, Dataset(first, collate, sampler))]
 
     @property
@@ -96,12 +96,12 @@ class RerankTask(TextsTask):
     def evaluation(self, phase: RunPhase, examples: TextGroups, chosen: np.ndarray) -> Dataset:
         own = examples.select(np.sort(chosen))
         size = phase.train.batch_size
-        collate = RankingCollate(size, phase.train.max_seq_length)
+        collate = RankingCollate(size, self.limit)
         return Dataset(own, collate, by_length(own.lengths, size, np.arange(len(own))))
 
     def typical_rows(self, data: PhaseData) -> tuple[int, int]:
         """Return the tokens of a typical batch, and those that reach the head."""
-        inputs = self.typical_inputs(data, self.train.max_seq_length)
+        inputs = self.typical_inputs(data)
         documents = round(self.train.batch_size * float(data.train.examples.sizes.mean()))
         return max(1, documents * inputs), max(1, documents)
 
@@ -110,24 +110,12 @@ class RerankTask(TextsTask):
         head = model[SCORE] if self.head_name == "score" else None
 
         scorer = scorer_of(replace(self.base, model=model), head)
-        return [Reranking(scorer, self.loss, self.train, self._score)]
+        return [Reranking(scorer, self.loss, self.train, self.score)]
 
-    def _score(
-        self,
-        objective: Reranking,
-        batches: Sequence[Batch],
-        rankings: TextGroups | None = None,
-        advance: Callable[[], None] | None = None,
-    ) -> MetricScore:
-        """Return the metrics of held-out queries, and the loss of batches."""
-        objective.model.eval()
-        loss = objective.mean_loss(batches, advance)
-        if rankings is None:
-            return MetricScore(loss, {})
-
+    def metrics(self, objective: Reranking, examples: TextGroups) -> Metrics:
         documents = self.train.batch_size * TASKS["rerank"].sequences
-        return MetricScore(loss, score_rankings(objective.scorer, rankings, documents))
+        return score_rankings(objective.scorer, examples, documents)
 
     def summary(self, trained: Trained) -> Summary:
         objective = {"instruction": self.instruction, "head": self.head_name}
-        return self._summary(trained, trained.last.held_out.examples.format.name, objective)
+        return self.summary_of(trained, objective)

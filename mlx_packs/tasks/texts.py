@@ -1,16 +1,19 @@
 """Tasks whose examples are several texts each, with a loss by name and one phase."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
+from ..data.dataset import Batch
 from ..data.shapes import padded_length
+from ..data.texts import TextGroups
 from ..errors import PackError, flag_of
-from ..evaluation.scores import before_and_after
+from ..evaluation.scores import Metrics, MetricScore, before_and_after
+from ..objectives.objective import TextsObjective
 from ..packs.base import Base
 from .phases import PhaseData
 from .task import Summary, Task, Trained, summarized
@@ -24,6 +27,7 @@ class TextsTask(Task):
 
     base: Base
     loss: str  # its name
+    limit: int  # most tokens of a text
 
     def check(self, name: str, model_type: str) -> None:
         super().check(name, model_type)
@@ -39,19 +43,35 @@ class TextsTask(Task):
         count = data.held_out_examples.count
         return np.random.RandomState(0).permutation(count)[: self.most_held_out]
 
-    def typical_inputs(self, data: PhaseData, limit: int) -> int:
-        """Return the padded length of a text of median length, of ``limit`` tokens at most."""
+    def typical_inputs(self, data: PhaseData) -> int:
+        """Return the padded length of a text of median length."""
         lengths = np.sort(data.train.examples.lengths)
-        return padded_length(int(lengths[len(lengths) // 2]), limit)
+        return padded_length(int(lengths[len(lengths) // 2]), self.limit)
 
-    def _summary(self, trained: Trained, row_format: str, objective: Mapping) -> Summary:
+    def score(
+        self,
+        objective: TextsObjective,
+        batches: Sequence[Batch],
+        examples: TextGroups | None = None,
+        advance: Callable[[], None] | None = None,
+    ) -> MetricScore:
+        """Return the metrics of held-out examples, and the loss of batches."""
+        objective.model.eval()
+        loss = objective.mean_loss(batches, advance)
+        return MetricScore(loss, {} if examples is None else self.metrics(objective, examples))
+
+    def metrics(self, objective: Any, examples: TextGroups) -> Metrics:
+        """Return the metrics of examples by a model in evaluation mode."""
+        raise NotImplementedError
+
+    def summary_of(self, trained: Trained, objective: Mapping) -> Summary:
         """Return the summary of a run; ``objective`` is what a manifest has besides the loss."""
         before, after = trained.ends()
-        rows = len(trained.last.held_out.examples)
-        metrics = {"rows": rows, **before_and_after(before.metrics, after.metrics)}
+        examples = trained.last.held_out.examples
+        metrics = {"rows": len(examples), **before_and_after(before.metrics, after.metrics)}
         named = {"task": self.train.task, "loss": self.loss, **objective}
         report = {"loss": self.loss}
-        return summarized(trained, metrics, named, None, report, {"format": row_format})
+        return summarized(trained, metrics, named, None, report, {"format": examples.format.name})
 
     def planned_settings(self, train: TrainConfig) -> TrainConfig:
         return replace(train, loss=self.loss)
