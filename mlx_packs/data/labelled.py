@@ -40,12 +40,12 @@ def encode_labelled(
 ) -> Examples:
     """Return every row as an example of its class, with its label as `Classes.encoded` has it.
 
-    Texts are cut to ``max_seq_length``. Longer chats are dropped, since their end says what is
-    asked. Without ``labelled`` rows need no label, and what is too long is an error.
+    Texts are cut to ``max_seq_length``, of which the target is one. Longer chats are dropped, since
+    their end says what is asked. Without ``labelled`` rows need no label.
 
     Raises:
         RowError: A row cannot be used, unless ``names.on_bad_row`` leaves such rows out.
-        PackError: No row can be used.
+        PackError: No row can be used, or all are too long.
     """
     rows = as_rows(rows)
     column = COLUMNS[classes.problem]
@@ -65,11 +65,11 @@ def encode_labelled(
     convert = partial(_input_rows, names=names, column=column, is_chat=classes.chat)
     how = f"{column} {classes.chat}"
     source = Rows([ConvertedRows(rows.select(used), convert, how)])
-    options = replace(options, max_seq_length=NO_LIMIT, loss_on=None)
+    whole = replace(options, max_seq_length=NO_LIMIT, loss_on=None)
 
     row_format = COMPLETION if classes.chat else TEXT
     examples, _ = encode_cached(
-        source, tokenizer, names, options, row_format=row_format, num_proc=num_proc
+        source, tokenizer, names, whole, row_format=row_format, num_proc=num_proc
     )
     if examples.items.parts["tokens"].min() < 0:
         raise PackError(
@@ -86,15 +86,14 @@ def encode_labelled(
     labels = np.zeros(len(numbers), np.int32)
     if labelled:
         labels = classes.encoded([usable[i][1] for i in numbers])
-    return replace(
+    examples = replace(
         examples,
         format="chat" if classes.chat else "text",
         loss_on="last token",
-        cut=0,
-        dropped=0,
         bad=bad.in_order(),
         labels=labels,
     )
+    return _fitted(examples, tokenizer, classes, options.max_seq_length)
 
 
 def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iterator[Row]:
@@ -114,12 +113,12 @@ def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iter
     yield row.with_value(content)
 
 
-def fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) -> Examples:
+def _fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) -> Examples:
     """Return examples of at most ``limit`` tokens with what is read of each.
 
     Raises a PackError if all are too long.
     """
-    prompts = prompt_lengths(examples, tokenizer, classes)
+    prompts = _prompt_lengths(examples, tokenizer, classes)
     cut = 0
 
     if classes.chat:
@@ -148,7 +147,7 @@ def fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) -> 
     )
 
 
-def prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
+def _prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
     """Return how many tokens of each example come before its answer, or are its text, [N]."""
     lengths = np.asarray(examples.lengths)
     if not classes.chat:

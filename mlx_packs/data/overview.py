@@ -18,7 +18,7 @@ from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
 from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat
 from .images import images_key, stored_text
-from .labelled import NO_LIMIT, encode_labelled, prompt_lengths
+from .labelled import NO_LIMIT, encode_labelled
 from .labels import REGRESSION, Classes
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .pair_formats import PairFormat
@@ -134,8 +134,9 @@ class Reader:
         )
 
     def _labelled(self, rows: Rows, classes: Classes) -> SplitFacts:
-        examples = encode_labelled(rows, self.tokenizer, self.columns, self.options, classes)
-        lengths = prompt_lengths(examples, self.tokenizer, classes)
+        whole = replace(self.options, max_seq_length=NO_LIMIT)
+        examples = encode_labelled(rows, self.tokenizer, self.columns, whole, classes)
+        lengths = examples.lengths - 1  # without the target
         cut = int((lengths >= self.limit).sum())
 
         labels: dict[str, int] = {}

@@ -12,8 +12,8 @@ from ..config.choices import LOSSES
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .dataset import Batch, Shape
-from .formats import Row, first_format
-from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS
+from .formats import Row
+from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .sampler import Sampler
 from .shapes import PairShape
 from .texts import NAMES, Group, TextCollate, TextGroups, encode_groups
@@ -33,15 +33,14 @@ def encode_pairs(
 
     ``query_prompt`` is put before every anchor; rows without anchors must have none.
     """
-    first, row_format = first_format(rows, replace(NAMES, on_bad_row=on_bad_row), PAIR_FORMATS)
-    if query_prompt and not row_format.has_anchors:
-        raise PackError(
-            f"--query-prompt: goes before anchors, but {first.where} has {row_format.name}, "
-            "which are alike. Leave it out, and write a prompt into their texts.",
-            "conflict",
-        )
 
-    def groups_of(row: Row) -> list[Group]:
+    def groups_of(row: Row, row_format: PairFormat) -> list[Group]:
+        if query_prompt and not row_format.has_anchors:
+            raise PackError(
+                f"--query-prompt: goes before anchors, but {row.where} has {row_format.name}, "
+                "which are alike. Leave it out, and write a prompt into their texts.",
+                "conflict",
+            )
         return [
             ((query_prompt + anchor, *others), () if score is None else (score,))
             for (anchor, *others), score in row_format.usable(row)
@@ -54,9 +53,7 @@ def encode_pairs(
                 (tokens,) = tokens_of(tokenizer, [text], limit)
             yield tokens, is_cut
 
-    pairs = encode_groups(
-        rows, row_format, PAIR_FORMATS, first.where, on_bad_row, groups_of, encoding
-    )
+    pairs = encode_groups(rows, PAIR_FORMATS, on_bad_row, groups_of, encoding)
     return replace(pairs, groups=_with_negatives_repeated(pairs))
 
 

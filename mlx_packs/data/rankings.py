@@ -7,7 +7,6 @@ Qwen3-Reranker: https://arxiv.org/abs/2506.05176
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from ..bases.tokenizer import beginning, padded, tokenizer_errors
 from ..errors import PackError
 from .dataset import Batch, Shape
-from .formats import Row, first_format
-from .ranking_formats import RANKING_FORMATS
-from .texts import NAMES, Group, TextCollate, TextGroups, encode_groups
+from .formats import Row
+from .ranking_formats import RANKING_FORMATS, RankingFormat
+from .texts import Group, TextCollate, TextGroups, encode_groups
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM = (
@@ -129,10 +128,8 @@ def encode_rankings(
     rows: Sequence[Row], prompt: RerankPrompt, on_bad_row: str = "stop"
 ) -> TextGroups:
     """Return the queries of a split: of each document the text with its query, and its label."""
-    columns = replace(NAMES, on_bad_row=on_bad_row)
-    first, row_format = first_format(rows, columns, RANKING_FORMATS)
 
-    def groups_of(row: Row) -> list[Group]:
+    def groups_of(row: Row, row_format: RankingFormat) -> list[Group]:
         ranking = row_format.usable(row)
         texts = [prompt.text(ranking.query, document) for document in ranking.documents]
         return [(texts, ranking.labels)]
@@ -140,10 +137,7 @@ def encode_rankings(
     def encoding(texts: Sequence[str]) -> Iterator[tuple[np.ndarray, bool]]:
         return map(prompt.encoded, texts)
 
-    rows = row_format.grouped(rows)
-    return encode_groups(
-        rows, row_format, RANKING_FORMATS, first.where, on_bad_row, groups_of, encoding
-    )
+    return encode_groups(rows, RANKING_FORMATS, on_bad_row, groups_of, encoding)
 
 
 class RankingCollate(TextCollate):

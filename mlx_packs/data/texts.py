@@ -14,7 +14,7 @@ import numpy as np
 from ..config.data import DataConfig
 from .bad_rows import BadRows
 from .dataset import Batch, ExampleSet, edges_of
-from .formats import Row, RowFormat, check_format
+from .formats import Row, RowFormat, check_format, first_format
 from .shapes import padded_length
 from .sources import as_rows, canonical_line
 from .token_store import StoredExamples, TokenStore
@@ -93,18 +93,17 @@ class TextGroups(ExampleSet):
 
 def encode_groups(
     rows: Sequence[Row],
-    row_format: RowFormat,
     formats: Sequence[RowFormat],
-    first: str,
     on_bad_row: str,
-    groups_of: Callable[[Row], Sequence[Group]],
+    groups_of: Callable[[Row, Any], Sequence[Group]],
     encoding: Encoding,
 ) -> TextGroups:
-    """Return the examples of a split, of each row those of ``groups_of``.
+    """Return the examples of a split: of each row those of ``groups_of``, by its format.
 
-    ``first`` is the place of a row of ``row_format``, one of ``formats``, as messages name it. A
-    row that cannot be used is a RowError, unless ``on_bad_row`` leaves such rows out.
+    A row that cannot be used is a RowError, unless ``on_bad_row`` leaves such rows out.
     """
+    first, row_format = first_format(rows, replace(NAMES, on_bad_row=on_bad_row), formats)
+    rows = row_format.grouped(rows)
     where = as_rows(rows).where
     bad = BadRows(on_bad_row == "stop")
     fingerprint = hashlib.sha256()
@@ -115,8 +114,8 @@ def encode_groups(
     labels = array("f")
 
     def read(row: Row) -> Sequence[Group]:
-        check_format(row, row_format, first, NAMES, formats)
-        return groups_of(row)
+        check_format(row, row_format, first.where, NAMES, formats)
+        return groups_of(row, row_format)
 
     for i, row, groups in bad.usable(rows, read):
         fingerprint.update(canonical_line(row))

@@ -15,7 +15,7 @@ from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, by_length
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
-from ..data.labelled import LabelCollate, encode_labelled, fitted
+from ..data.labelled import LabelCollate, encode_labelled
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..objectives.classification import ScoreHead, label_reader
@@ -279,9 +279,8 @@ class ClassifierEvaluator:
 
         length = min(settings.max_seq_length, base.text_limit)
         options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-        tokenizer = base.tokenizer
-        encoded = encode_labelled(rows, tokenizer, settings.columns, options, self._classes)
-        self._examples = fitted(encoded, tokenizer, self._classes, length)
+        columns = settings.columns
+        self._examples = encode_labelled(rows, base.tokenizer, columns, options, self._classes)
         chosen = np.arange(self._examples.count)
         data = labelled_evaluation(self._examples, settings.batch_size, length, chosen)
         self._batches = data.once()

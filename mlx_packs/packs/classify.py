@@ -12,7 +12,7 @@ from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.labelled import encode_labelled, fitted
+from ..data.labelled import encode_labelled
 from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
 from ..objectives.classification import label_reader
@@ -65,13 +65,12 @@ class OpenClassifier:
 
     def texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Return the tokens that are read of each row; errors as of `classify`."""
-        options = EncodingOptions(vocab_size=self.base.vocab_size)
+        options = EncodingOptions(max_seq_length=self.limit, vocab_size=self.base.vocab_size)
         tokenizer = self.base.tokenizer
         rows = [self._beginning(row) for row in rows]
-        encoded = encode_labelled(
+        examples = encode_labelled(
             rows, tokenizer, self.names, options, self.classes, labelled=False
         )
-        examples = fitted(encoded, tokenizer, self.classes, self.limit)
 
         if examples.dropped:
             raise PackError(

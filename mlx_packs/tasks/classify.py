@@ -8,11 +8,12 @@ import numpy as np
 
 from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
+from ..config.choices import TASKS
 from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import EncodingOptions, Examples
-from ..data.labelled import LabelCollate, encode_labelled, fitted
+from ..data.labelled import LabelCollate, encode_labelled
 from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
@@ -41,16 +42,6 @@ from .splits import counted, encode_each, show_cut, show_notes, show_phase
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 
-# Metrics of a score, by their names in a manifest.
-_METRICS = {
-    "label_accuracy": "accuracy",
-    "macro_f1": "macro_f1",
-    "log_loss": "log_loss",
-    "calibration_error": "calibration_error",
-    "mae": "mae",
-    "rmse": "rmse",
-    "spearman": "spearman",
-}
 _MOST_SHOWN = 8  # labels in a line
 
 
@@ -123,16 +114,12 @@ class ClassifyTask(TokenTask):
 
     def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
         train = phase.train
-        columns = phase.columns
-        options = EncodingOptions(vocab_size=self.base.vocab_size)
-        tokenizer = self.base.tokenizer
+        limit = min(train.max_seq_length, self.base.text_limit)
+        options = EncodingOptions(max_seq_length=limit, vocab_size=self.base.vocab_size)
+        settings = self.base.tokenizer, phase.columns, options, self.classes, train.num_proc
 
         def encode(split: str, _: Callable[[], None]) -> Examples:
-            examples = encode_labelled(
-                read.rows[split], tokenizer, columns, options, self.classes, train.num_proc
-            )
-            limit = min(train.max_seq_length, self.base.text_limit)
-            return fitted(examples, tokenizer, self.classes, limit)
+            return encode_labelled(read.rows[split], *settings)
 
         return encode_each(read, encode, self.display)
 
@@ -278,9 +265,10 @@ def _constants(predictions: Predictions, classes: Classes) -> dict[str, float | 
 
 def _reported(score: MetricScore) -> dict[str, float | None]:
     """Return the metrics of a score, with standard errors, as manifests name them."""
+    keys = {name: name.removeprefix("label_") for name in TASKS["classify"].metrics}
     return {
         f"{name}{suffix}": score.facts[f"{key}{suffix}"]
-        for name, key in _METRICS.items()
+        for name, key in keys.items()
         if key in score.facts
         for suffix in ("", "_se")
     }

@@ -31,8 +31,6 @@ from .splits import counted, encode_each, show_notes, show_phase
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 
-_REPORTED = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
-
 
 class PreferenceTask(TokenTask):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
@@ -191,8 +189,9 @@ class PreferenceTask(TokenTask):
 
 def preference_metrics(before: MetricScore, after: MetricScore) -> dict[str, float | None]:
     """Return the metrics of the scores before and after a run, without standard errors."""
+    names = TASKS["dpo"].metrics
     whole = [score.metrics | {"loss": score.loss} | score.facts for score in (before, after)]
-    reported = [{name: metrics[name] for name in _REPORTED if name in metrics} for metrics in whole]
+    reported = [{name: metrics[name] for name in names if name in metrics} for metrics in whole]
     metrics = {"rows": after.rows, **before_and_after(*reported)}
     if "commonest_share" in after.facts:
         metrics["commonest_share"] = after.facts["commonest_share"]

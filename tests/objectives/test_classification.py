@@ -8,7 +8,7 @@ from mlx_packs.config.data import DataConfig
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
+from mlx_packs.data.labelled import LabelCollate, encode_labelled
 from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
 from mlx_packs.objectives.classification import ScoreHead, label_losses, scale_logits
@@ -19,15 +19,14 @@ from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.labelled import labelled
 
-OPTIONS = EncodingOptions()
 NAMES = DataConfig()
 LABELS = ("blue", "green", "red")
 
 
 def examples_of(base, classes: Classes, count: int = 5, limit: int = 64):
     rows = [Row(f"f:{i + 1}", labelled(i)) for i in range(count)]
-    encoded = encode_labelled(rows, base.tokenizer, NAMES, OPTIONS, classes)
-    return fitted(encoded, base.tokenizer, classes, limit)
+    options = EncodingOptions(max_seq_length=limit)
+    return encode_labelled(rows, base.tokenizer, NAMES, options, classes)
 
 
 def test_losses_are_those_of_their_formulas():

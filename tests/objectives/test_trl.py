@@ -18,7 +18,7 @@ from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import EncodingOptions, Example, Examples
 from mlx_packs.data.formats import Row
-from mlx_packs.data.labelled import LabelCollate, encode_labelled, fitted
+from mlx_packs.data.labelled import LabelCollate, encode_labelled
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import Scored
@@ -432,8 +432,8 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
         Row(f"f:{i}", {"text": text, column: list(label) if problem == MULTI else label})
         for i, (text, label) in enumerate(zip(TEXTS, labels, strict=True))
     ]
-    encoded = encode_labelled(rows, base.tokenizer, DataConfig(), EncodingOptions(), classes)
-    examples = fitted(encoded, base.tokenizer, classes, 64)
+    options = EncodingOptions(max_seq_length=64)
+    examples = encode_labelled(rows, base.tokenizer, DataConfig(), options, classes)
     laid_out = LabelCollate(TokenCollate(6, 63))(examples, np.arange(len(rows)))  # two are padding
     trainer = SimpleNamespace(model=adapted)
     check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)
