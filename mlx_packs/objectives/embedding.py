@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.tasks import EmbeddingConfig
-from ..data.dataset import Dataset, Layout
+from ..data.dataset import Layout
 from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
@@ -188,10 +188,3 @@ class EmbeddingObjective(TextsObjective):
 
     def batch_loss(self, inputs: Inputs) -> mx.array:
         return self._loss(ALONE, inputs)[0]
-
-    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        score = self._score(self, [], data.examples)
-        if advance is not None:
-            for _ in range(data.batches_per_epoch()):
-                advance()
-        return score

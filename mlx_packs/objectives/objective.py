@@ -5,7 +5,6 @@ of their own), prepares each, takes steps on `loss`, and scores the model with `
 of a batch are agreed between the task's `Collate` and its objective.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,18 +113,18 @@ class TextsObjective(Objective):
         """Return the sum of the loss over a batch, without what other ranks have."""
         return self.loss(inputs)[0]
 
-    def mean_loss(
-        self, batches: Sequence["Batch"], advance: Callable[[], None] | None = None
-    ) -> float:
-        """Return the loss of an example of some batches, without gradients; nan of none."""
-        total = 0.0
-        for batch in batches:
-            total += self.batch_loss(arrays_of(batch)).item()
-            if advance is not None:
-                advance()
+    def mean_loss(self, batches: Sequence["Batch"]) -> float:
+        """Return the loss of an example of some batches, at least one, without gradients."""
+        total = sum(self.batch_loss(arrays_of(batch)).item() for batch in batches)
+        return total / sum(batch.targets for batch in batches)
 
-        count = sum(batch.targets for batch in batches)
-        return total / count if count else math.nan
+    def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:
+        """Score all examples; the loss is that of the first batch, which shows an overflow."""
+        score = self._score(self, [next(data.batches())], data.examples)
+        if advance is not None:
+            for _ in range(data.batches_per_epoch()):
+                advance()
+        return score
 
     def validate(self, data: "Dataset") -> Score:
         return self._score(self, data.once(), data.examples)

@@ -15,7 +15,7 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..config.choices import RANKING_LOSSES, registered
 from ..config.tasks import RerankConfig
-from ..data.dataset import Dataset, Layout
+from ..data.dataset import Layout
 from ..data.rankings import INSTRUCTION, RerankPrompt, answer_tokens
 from ..errors import PackError
 from ..runtime import mx
@@ -172,6 +172,3 @@ class Reranking(TextsObjective):
         labels = mx.where(is_query[:, None], labels, 0)
         losses = _LOSSES[self._name](scores, labels, self._train.rank_margin)
         return mx.where(is_query, losses, 0).sum(), is_query.astype(mx.float32).sum()
-
-    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        return self._score(self, data.once(), data.examples, advance)

@@ -1,6 +1,6 @@
 """Tasks whose examples are several texts each, with a loss by name and one phase."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -53,11 +53,10 @@ class TextsTask(Task):
         objective: TextsObjective,
         batches: Sequence[Batch],
         examples: TextGroups | None = None,
-        advance: Callable[[], None] | None = None,
     ) -> MetricScore:
         """Return the metrics of held-out examples, and the loss of batches."""
         objective.model.eval()
-        loss = objective.mean_loss(batches, advance)
+        loss = objective.mean_loss(batches)
         return MetricScore(loss, {} if examples is None else self.metrics(objective, examples))
 
     def metrics(self, objective: Any, examples: TextGroups) -> Metrics:

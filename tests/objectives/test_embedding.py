@@ -10,8 +10,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
+from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.formats import Row
-from mlx_packs.data.pairs import PairCollate, encode_pairs
+from mlx_packs.data.pairs import PairCollate, PairSampler, encode_pairs
+from mlx_packs.evaluation.scores import MetricScore
 from mlx_packs.objectives.embedding import (
     EmbeddingObjective,
     cosent_loss,
@@ -128,6 +130,20 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
     base.model.train()
     (value, _), result = nn.value_and_grad(base.model, objective.loss)(arrays_of(batch))
     return value.item(), {name: np.array(g) for name, g in tree_flatten(result)}
+
+
+def test_a_score_has_a_loss_by_which_an_overflow_shows(encoder):
+    base = load_base(encoder)
+    pairs = encode_pairs([Row("test", row) for row in all_pairs()[:6]], base.tokenizer, 48)
+    data = Dataset(pairs, PairCollate(4, 48), PairSampler.of(pairs, 4, 48, 0, True))
+
+    def scored(objective, batches, _):
+        return MetricScore(objective.mean_loss(batches), {})
+
+    objective = EmbeddingObjective(base.model, "mnrl", TrainConfig(task="embedding"), scored)
+    advanced = []
+    assert math.isfinite(objective.score(data, lambda: advanced.append(1)).value)
+    assert len(advanced) == data.batches_per_epoch()
 
 
 @pytest.fixture
