@@ -29,7 +29,7 @@ OWN = {
     "reward": (
         "tasks/reward.py",
         "objectives/reward_model.py",
-        "packs/rewards.py",
+        "packs/scored.py",
         "evaluation/preferences.py",
     ),
     "classify": (
@@ -38,7 +38,7 @@ OWN = {
         "evaluation/classification.py",
         "data/labelled.py",
         "data/labels.py",
-        "packs/classify.py",
+        "packs/scored.py",
     ),
     "rerank": (
         "tasks/rerank.py",

@@ -264,10 +264,7 @@ def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
 def in_batches(
     compute: Callable[[np.ndarray, np.ndarray], Any], rows: Sequence[np.ndarray], batch_size: int
 ) -> np.ndarray:
-    """Return the results of N rows of tokens, [N, ...], in batches of similar lengths; N > 0.
-
-    ``compute`` takes tokens [B, T], padded with zeros, and lengths [B], both int32.
-    """
+    """Return results [N, ...] of rows of tokens by those of [B, T] with lengths [B]; N > 0."""
     lengths = np.array([len(row) for row in rows], np.int32)
     order = np.argsort(-lengths, kind="stable")
     results = np.empty(0)

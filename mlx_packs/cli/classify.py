@@ -20,7 +20,7 @@ from .options import option
 if TYPE_CHECKING:
     from ..config.data import DataConfig
     from ..data.formats import Row
-    from ..packs.classify import Prediction
+    from ..packs.scored import Prediction
 
 _CHUNK = 64  # batches that are read before their labels are written
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -73,8 +73,8 @@ def classify(
     "predicted_label" (or "predicted_labels", "predicted_score") and "probability".
     """
     from ..packs.base import load_base_for, scoring
-    from ..packs.classify import classifier_of
     from ..packs.compatibility import checked_scorer
+    from ..packs.scored import classifier_of
 
     names = (*packs, *([folder] if folder else ()))
     if len(names) != 1:
@@ -129,7 +129,7 @@ def _rows(data: str | None, names: "DataConfig") -> "Iterator[Row]":
 
 def _lines(stream: IO[bytes], name: str, names: "DataConfig") -> "Iterator[Row]":
     """Yield the rows of a stream; blank lines are none."""
-    from ..packs.classify import input_row
+    from ..packs.scored import input_row
 
     for number, line in enumerate(stream, 1):
         where = f"{name}:{number}"

@@ -1,7 +1,4 @@
-"""Examples of several texts each: the tokens of these texts, and the frame of their batches.
-
-An embedding is trained on the texts of a pair, a reranker on a query with each of its documents.
-"""
+"""Examples of several texts each, as those of a pair, or of a query with each document."""
 
 import hashlib
 from array import array
@@ -30,28 +27,16 @@ Group = tuple[Sequence[str], Sequence[float]]
 
 @dataclass
 class TextGroups(ExampleSet):
-    """The examples of a split.
+    """The examples of a split: groups of texts, whose tokens are stored."""
 
-    Attributes:
-        format: of the rows.
-        stored: the tokens of each text; equal texts are one.
-        groups: int64 [N, C], the texts of each example; -1 where it has fewer than C.
-        labels: float32 [N] of examples, or [N, C] of their texts (-1 where there is none); None if
-            rows have no numbers.
-        cut: number of texts that were too long.
-        bad: rows that were left out.
-        where: the row of an example, as messages name it.
-        fingerprint: of the rows in use.
-    """
-
-    format: Any
-    stored: StoredExamples
-    groups: np.ndarray
-    labels: np.ndarray | None
-    cut: int
-    bad: BadRows = field(default_factory=BadRows)
-    where: Callable[[int], str] = str
-    fingerprint: str | None = None
+    format: Any  # of the rows
+    stored: StoredExamples  # the tokens of each text; equal texts are one
+    groups: np.ndarray  # int64 [N, C], the texts of each example; -1 if it has fewer than C
+    labels: np.ndarray | None  # float32 [N] of examples, [N, C] of texts (-1 if there is none)
+    cut: int  # texts that were too long
+    bad: BadRows = field(default_factory=BadRows)  # rows that were left out
+    where: Callable[[int], str] = str  # the row of an example, as messages name it
+    fingerprint: str | None = None  # of the rows in use
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -161,7 +146,6 @@ class _TextStore:
         self._is_cut = array("b")
 
     def number(self, text: str) -> int:
-        """Equal texts have the same number."""
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         number = self._numbers.setdefault(key, len(self._numbers))
 

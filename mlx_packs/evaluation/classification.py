@@ -51,7 +51,6 @@ class Predictions:
     problem: str
 
     def at(self, temperature: float) -> "Predictions":
-        """Return the predictions with logits divided by a temperature."""
         return replace(self, logits=self.logits / temperature)
 
     def losses(self) -> np.ndarray:
@@ -97,7 +96,6 @@ class Predictions:
         return bool(self._is_right().all())
 
     def _is_right(self) -> np.ndarray:
-        """Whether the label, or every label, of each is predicted, bool [N]."""
         right = self.predicted() == self.values
         if self.problem == MULTI:
             return right.all(axis=1)
@@ -200,10 +198,7 @@ def commonest_share(values: np.ndarray) -> float:
 
 
 def confusion_matrix(predictions: Predictions) -> np.ndarray | None:
-    """Return how many examples of each label (rows) are predicted as which (columns), int.
-
-    None if there are several labels or a score.
-    """
+    """Return counts, int, by label (rows) and prediction (columns); None of sets and scores."""
     if predictions.problem in (MULTI, REGRESSION):
         return None
     classes = predictions.logits.shape[1]
@@ -254,7 +249,6 @@ def class_score(predictions: Predictions) -> MetricScore:
 
 
 def validated_numbers(problem: str) -> tuple[str, ...]:
-    """Return which numbers validations have."""
     if problem == REGRESSION:
         return ("valid_loss", "valid_spearman")
     return ("valid_loss", "valid_accuracy", "valid_macro_f1")

@@ -18,10 +18,8 @@ States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, 
 class Reader:
     """Numbers of texts by a decoder.
 
-    Args:
-        model: the decoder.
-        states: tokens [B, T] to what is read of each token, [B, T, D].
-        of_last: what is read at M tokens, [M, D], to their numbers, float32 [M] or [M, K].
+    ``states`` maps tokens [B, T] to what is read of each, [B, T, D], and ``of_last`` what is read
+    at M tokens, [M, D], to their numbers, float32 [M] or [M, K].
     """
 
     def __init__(
@@ -39,10 +37,7 @@ class Reader:
         return self.of_last(hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]])
 
     def last(self, tokens: mx.array, lengths: mx.array) -> mx.array:
-        """Return what is read of texts [R, T], of which ``lengths`` [R] are no padding, [R, D].
-
-        Readers of the same states read the same.
-        """
+        """Return what is read of texts [R, T], of which ``lengths`` [R] are no padding, [R, D]."""
         states = forward(self.model, self.states, tokens)
         return mx.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
@@ -63,10 +58,7 @@ def head_reader(
     task: str,
     of_head: Callable[[mx.array], mx.array] = lambda numbers: numbers,
 ) -> Reader:
-    """Return what reads the states of a model by a linear head; errors are of `hidden_states`.
-
-    ``name`` is the base's. ``of_head`` converts what the head gives, float32 [M, outputs].
-    """
+    """Return what reads the states of a model by a head, as ``of_head`` converts its outputs."""
     states = hidden_states(model, name, task)
     return Reader(model, states, lambda last: of_head(head(last).astype(mx.float32)))
 

@@ -32,7 +32,6 @@ from ..nn.surgery import replace_modules
 from ..objectives.rerank import rerank
 from ..offload.placing import exceeds_memory, put_on_disk
 from ..runtime import mx
-from .classify import Input, Prediction, classify
 from .compatibility import (
     check_activates,
     check_base,
@@ -48,7 +47,7 @@ from .compatibility import (
 from .making import attach_pack
 from .manifest import chat_template_of, template_kwargs_of
 from .pack import Pack, Packs, as_pack
-from .rewards import rewards
+from .scored import Input, Prediction, classify, rewards
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
 _PROBED = 512  # tokens, of the check of a forward pass

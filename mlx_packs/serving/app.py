@@ -24,9 +24,9 @@ from ..bases.tokenizer import tokens_of
 from ..bases.turns import images_of
 from ..errors import PackError
 from ..objectives.rerank import rerank_prompt
-from ..packs.classify import Prediction, input_row
 from ..packs.compatibility import text_limit
 from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
+from ..packs.scored import Prediction, input_row
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import Embedder, Reranker

@@ -62,7 +62,6 @@ class ClassifyTask(TokenTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Find the classes of all training rows, and encode every split; show what was cut."""
         self.base = base
         self.classes = self._find_classes(phases, splits)
 
@@ -250,10 +249,7 @@ def _confusions(predictions: Predictions, classes: Classes) -> dict | None:
 
 
 def _constants(predictions: Predictions, classes: Classes) -> dict[str, float | str]:
-    """Return the accuracy of the commonest label, and the label of every prediction, if it is one.
-
-    A score has neither.
-    """
+    """Return the share of the commonest label, and the only label that is predicted, if it is."""
     if classes.problem == REGRESSION:
         return {}
 

@@ -53,7 +53,6 @@ class RewardTask(PreferenceTask):
         """Take none: a reward model generates no text."""
 
     def bind(self, binding: Binding) -> list[Objective]:
-        """Return the loss of the rewards, which is one for all phases."""
         model = binding.trainable.model
         self.prepare_rows(binding.trainable, split_head(model))
 

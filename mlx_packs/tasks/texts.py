@@ -60,7 +60,6 @@ class TextsTask(Task):
         return MetricScore(loss, {} if examples is None else self.metrics(objective, examples))
 
     def metrics(self, objective: Any, examples: TextGroups) -> Metrics:
-        """Return the metrics of examples by a model in evaluation mode."""
         raise NotImplementedError
 
     def summary_of(self, trained: Trained, objective: Mapping) -> Summary:

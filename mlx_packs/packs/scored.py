@@ -1,4 +1,4 @@
-"""A pack that classifies, attached to its base, and what it says of texts and chats."""
+"""Packs with a head, attached to their base: labels of texts and chats, rewards of completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,16 @@ import numpy as np
 from ..bases.model import BaseModel
 from ..bases.tokenizer import beginning
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..data.encoding import EncodingOptions
-from ..data.formats import Row
-from ..data.labelled import encode_labelled
+from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.formats import COMPLETION, Row
+from ..data.in_memory import Data, source_of
+from ..data.labelled import NO_LIMIT, encode_labelled
 from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
 from ..objectives.classification import label_reader
-from ..objectives.reader import Reader
+from ..objectives.reader import Reader, head_reader
 from .compatibility import text_limit
+from .manifest import template_kwargs_of
 from .pack import Pack
 
 Input = str | Sequence[Mapping] | Mapping  # a text, messages, or a row with either
@@ -57,10 +59,7 @@ class OpenClassifier:
     reader: Reader  # of its logits
 
     def classify(self, rows: Sequence[Row], batch_size: int) -> list[Prediction]:
-        """Return a prediction for each row, in their order.
-
-        Raises a PackError if a row says nothing, or a chat is too long to be read.
-        """
+        """Return predictions; a PackError if a row says nothing, or a chat is too long."""
         return self.predictions(self.logits(self.texts(rows), batch_size))
 
     def texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -151,3 +150,45 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     classes = Classes.of(pack.manifest)
     reader = label_reader(base.model, head, base.name, classes.problem)
     return OpenClassifier(base, classes, names, limit, reader)
+
+
+def rewards(
+    base: BaseModel, completions: Data, pack: Pack, head: nn.Module, batch_size: int
+) -> np.ndarray:
+    """float32 [N]; `packs.base.Base.rewards` has the rest."""
+    if batch_size < 1:
+        raise PackError(
+            f"rewards: batch_size must be positive, but got {batch_size}.", flag="batch_size"
+        )
+
+    source = source_of(completions)
+    if not hasattr(source, "splits"):
+        raise PackError(
+            "rewards: completions must be examples in memory, but got a name.", flag="completions"
+        )
+
+    rows = source.splits["train"]
+    if not len(rows):
+        raise PackError("rewards: there are no completions.", flag="completions")
+
+    options = EncodingOptions("completion", NO_LIMIT, base.vocab_size)
+    columns = DataConfig(template_kwargs=template_kwargs_of(pack.manifest))
+    encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
+    _check_lengths(encoded, text_limit(pack.manifest, base.config))
+
+    reader = head_reader(base.model, head, base.name, "reward")
+    return reader.of_rows([example.tokens for example in encoded.items], batch_size)[:, 0]
+
+
+def _check_lengths(examples: Examples, limit: int) -> None:
+    """Raise a PackError for a completion that training would have dropped for its length."""
+    too_long = np.flatnonzero(examples.lengths >= limit)
+    if len(too_long):
+        first = int(too_long[0])
+        raise PackError(
+            f"{examples.items[first].where}: has {examples.lengths[first]:,} tokens with its "
+            f"prompt, but the pack scores completions of fewer than {limit:,}, as in its training. "
+            "Shorten it.",
+            "data",
+            "completions",
+        )
