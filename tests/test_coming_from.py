@@ -10,7 +10,7 @@ import pytest
 
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
-from mlx_packs.config.other_names import OTHER_NAMES, OTHER_VALUES
+from mlx_packs.config.other_names import OTHER_NAMES, OTHER_VALUES, removal
 from tests.helpers.documents import ROOT
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text("utf-8")
@@ -72,7 +72,7 @@ def test_other_equivalents_exist_and_nothing_has_two():
             if ours == "the same":
                 assert name in SETTINGS, (program, name)
             elif ours == "none":
-                assert name not in SETTINGS, (program, name)
+                assert name not in SETTINGS and removal(name), (program, name)
             else:
                 flag = re.match(r"`(--[a-z-]+|packs [a-z-]+)", ours).group(1)
                 assert flag in known or flag.split()[-1] in packs.list_commands(None), name

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 import click
 
 from ..config.fields import flags_of
-from ..config.other_names import ARGUMENT_NAMES, COMMANDS, OTHER_NAMES, OTHER_VALUES
+from ..config.other_names import COMMANDS, OTHER_VALUES, ours_for
 from ..errors import any_of, flag_of
 from .options import SETTINGS
 
@@ -20,15 +20,14 @@ def option_hint(error: click.NoSuchOption) -> str:
     name = error.option_name.lstrip("-").replace("-", "_")
     parameters = error.ctx.command.params
     flags = {flag for each in parameters for flag in each.opts if flag.startswith("--")}
+    options = {flag[2:].replace("-", "_") for flag in flags}
     arguments = {each.name for each in parameters if isinstance(each, click.Argument)}
 
-    ours = OTHER_NAMES.get(name, name)
-    value = OTHER_VALUES.get(name, "")
-    for here in (ours, ARGUMENT_NAMES.get(name)):
-        if here and flag_of(here) in flags:
-            return f"Use {flag_of(here)} {value}".rstrip() + "."
-        if here in arguments:
-            return "Pass it without a flag."
+    ours = ours_for(name, options | arguments) or name
+    if ours in options:
+        return f"Use {flag_of(ours)} {OTHER_VALUES.get(name, '')}".rstrip() + "."
+    if ours in arguments:
+        return "Pass it without a flag."
 
     if step := COMMANDS.get(name):
         return f"Use packs {step}."

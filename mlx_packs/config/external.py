@@ -5,23 +5,31 @@ YAML), PEFT's ``LoraConfig`` and transformers' ``BitsAndBytesConfig`` as JSON. W
 something else here is an error.
 """
 
-import math
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PackError
 from .choices import METHODS
 from .fields import unknown_setting
+from .lora import LoRAConfig
 from .optimizer import uncorrected
-from .other_names import value_hint
+from .other_names import DTYPES, value_for, value_hint
 from .values import bytes_of, setting_error, typed_value
 
-_LORA_PARAMETERS = {  # ours by theirs; alpha is ours alone
-    "rank": "rank",
-    "scale": "scale",
-    "dropout": "dropout",
-    "alpha": "alpha",
+# Our settings by the keys of others: of mlx-lm, of QLoRA projects and of PEFT.
+_LORA_PARAMETERS = {
+    **{name: name for name in ("rank", "scale", "dropout", "alpha")},
     "keys": "target_modules",
+}
+_LORA = {"r": "rank", **{name: name for name in ("alpha", "dropout", "target_modules")}}
+_PEFT = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "use_rslora": "rslora",
+    "base_model_name_or_path": "model",
+    **{name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_save")},
 }
 # Keys that a recipe has only in mlx-lm's form; so is a schedule that is a mapping.
 _FORM = (
@@ -100,11 +108,9 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
         raise setting_error(text, "scale", where, "unknown")
 
     nested = typed_value(flat.pop("lora_parameters", {}), dict, "lora_parameters", where)
-    for key, value in nested.items():
-        if key not in _LORA_PARAMETERS:
-            raise unknown_setting(key, _LORA_PARAMETERS, where, "lora_parameters.")
+    for name, value in _renamed(nested, _LORA_PARAMETERS, where, "lora_parameters.").items():
         if value is not None and value != []:
-            flat.setdefault(_LORA_PARAMETERS[key], value)
+            flat.setdefault(name, value)
 
     for key, kind in (("scale", float), ("rank", int)):
         if key in flat:
@@ -136,20 +142,8 @@ _BITS_AND_BYTES = {  # BitsAndBytesConfig: the one value that is understood
     "_load_in_4bit": True,
     "_load_in_8bit": False,
 }
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-_LORA = {"r": "rank", "alpha": "alpha", "dropout": "dropout", "target_modules": "target_modules"}
-_PEFT = {  # ours by PEFT's
-    "r": "rank",
-    "lora_dropout": "dropout",
-    "rank_pattern": "rank_pattern",
-    "modules_to_save": "modules_to_save",
-    "base_model_name_or_path": "model",
-}
 _PEFT_METHODS = ("pissa", "olora", "loftq")  # of init_lora_weights, by the same names here
-_PEFT_READ_APART = (
-    "peft_type lora_alpha alpha_pattern target_modules use_rslora use_dora bias init_lora_weights"
-).split()
+_PEFT_READ_APART = "peft_type target_modules use_dora bias init_lora_weights".split()
 _PEFT_WITHOUT_EFFECT = (
     "task_type inference_mode auto_mapping revision fan_in_fan_out peft_version peft_config "
     "ensure_weight_tying"
@@ -187,11 +181,16 @@ def translate(values: dict, where: str) -> dict:
 def _bnb_4bit(part: Mapping, where: str) -> dict:
     """Settings of ``{quant_type, compute_dtype, use_double_quant}``."""
     keys = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
-    for key in part:
-        if key not in keys:
-            raise unknown_setting(key, keys, where, "bnb_4bit.")
-    values = {f"bnb_4bit_{key}": value for key, value in part.items()}
+    values = _renamed(part, {key: f"bnb_4bit_{key}" for key in keys}, where, "bnb_4bit.")
     return _bits_and_bytes({"load_in_4bit": True, **values}, where)
+
+
+def _renamed(part: Mapping, names: Mapping[str, str], where: str, parent: str) -> dict:
+    """Return the values of a part of a file by our names."""
+    for key in part:
+        if key not in names:
+            raise unknown_setting(key, names, where, parent)
+    return {names[key]: value for key, value in part.items()}
 
 
 def _bits_and_bytes(values: Mapping, where: str) -> dict:
@@ -205,31 +204,27 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
 
+    stated = values.get("bnb_4bit_compute_dtype", "float32")
+    name = str(stated).removeprefix("torch.")
+    dtype = value_for("compute_dtype", name) or name
+    if dtype not in DTYPES:
+        instead = f"Write one of {', '.join(DTYPES)}."
+        raise _unsupported(where, "bnb_4bit_compute_dtype", stated, instead)
+
     skipped = values.get("llm_int8_skip_modules") or ()
     skipped = typed_value(skipped, tuple[str, ...], "llm_int8_skip_modules", where)
     return {
         "quantize": "nf4",
         "double_quant": values.get("bnb_4bit_use_double_quant", False),
-        "compute_dtype": _dtype(values.get("bnb_4bit_compute_dtype", "float32"), where),
+        "compute_dtype": dtype,
         "keep": tuple(dict.fromkeys((*_DENSE_IN_TRANSFORMERS, *skipped))),
     }
 
 
-def _dtype(value: Any, where: str) -> str:
-    name = str(value).removeprefix("torch.")
-    name = _DTYPES.get(name, name)
-    if name not in _DTYPES.values():
-        valid = ", ".join(_DTYPES.values())
-        raise _unsupported(where, "bnb_4bit_compute_dtype", value, f"Write one of {valid}.")
-    return name
-
-
 def _lora(part: Mapping, where: str) -> dict:
-    for key in part:
-        if key not in (*_LORA, "bias", "task_type"):
-            raise unknown_setting(key, _LORA, where, "lora.")
     _check_bias(part, where)
-    return {name: part[key] for key, name in _LORA.items() if key in part}
+    read = {key: value for key, value in part.items() if key not in ("bias", "task_type")}
+    return _renamed(read, _LORA, where, "lora.")
 
 
 def _peft(values: Mapping, where: str) -> dict:
@@ -242,13 +237,12 @@ def _peft(values: Mapping, where: str) -> dict:
             raise _unsupported(where, key, value, "Take it out.")
 
     _check_bias(values, where)
-    return {
-        **_peft_method(values, where),
-        **{name: values[key] for key, name in _PEFT.items() if values.get(key)},
-        "rank": values.get("r") or 8,
-        **_peft_alpha(values, where),
-        **_peft_targets(values, where),
-    }
+    kinds = typing.get_type_hints(LoRAConfig) | {"model": str}
+    ours: dict[str, Any] = {"rank": 8, "alpha": 8}  # PEFT's defaults
+    for key, name in _PEFT.items():
+        if values.get(key):
+            ours[name] = typed_value(values[key], kinds[name], key, where)
+    return {**_peft_method(values, where), **ours, **_peft_targets(values, where)}
 
 
 def _peft_method(values: Mapping, where: str) -> dict:
@@ -268,27 +262,6 @@ def _peft_method(values: Mapping, where: str) -> dict:
     if name is True:
         return {}
     return {"method": name}
-
-
-def _peft_alpha(values: Mapping, where: str) -> dict:
-    """Alpha by PEFT's scale, which with rsLoRA is alpha / sqrt(r) (ours is alpha / r)."""
-
-    def typed(key: str, kind: Any, default: Any) -> Any:
-        return typed_value(values.get(key) or default, kind, key, where)
-
-    rank = typed("r", int, 8)
-    alpha = typed("lora_alpha", float, 8)
-    ranks = typed("rank_pattern", dict[str, int], {})
-    alphas = typed("alpha_pattern", dict[str, float], {})
-
-    if values.get("use_rslora"):  # a rank below 0 is rejected where it is built
-        alphas |= {key: alpha for key in ranks if key not in alphas}
-        alphas = {key: a * math.sqrt(max(0, ranks.get(key, rank))) for key, a in alphas.items()}
-        alpha = alpha * math.sqrt(max(0, rank))
-
-    if not alphas:
-        return {"alpha": alpha}
-    return {"alpha": alpha, "alpha_pattern": alphas}
 
 
 def _peft_targets(values: Mapping, where: str) -> dict:

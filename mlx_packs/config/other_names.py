@@ -24,6 +24,20 @@ REMOVED: Mapping[str, str] = {
     "together": "Leave it out: trials are trained one after another.",
 }
 
+# Settings of other trainers that have no counterpart: what to do without them.
+_WITHOUT = {
+    "activation_offloading": "Leave it out: memory is unified.",
+    "bias lora_bias": "Leave it out: biases are not trained next to adapters.",
+    "deepspeed fsdp fsdp_config": "Use --hosts for several machines; one Mac has one memory.",
+    "exclude_modules": "Name the others with --target-modules.",
+    "fast_inference": "Use packs serve, which answers for many packs in one batch.",
+    "flash_attention": "Leave it out: attention without T x T scores is always used.",
+    "padding_free": "Use --packing, which needs no padding.",
+    "torch_compile": "Leave it out: every step is compiled.",
+    "trainable_token_indices": "Train the embedding: --target-modules embed_tokens,q_proj,v_proj.",
+    "use_liger_kernel": "Leave it out: the loss without full logits is always used.",
+}
+
 # By setting: what it is called elsewhere. ``name=value`` is a switch there for this value of ours.
 _ELSEWHERE = {
     "alpha": "lora_alpha",
@@ -112,7 +126,7 @@ _COMMANDS = {
     "push": "hub_model_id push_to_hub upload_repo",
 }
 # By setting and value of ours: values elsewhere.
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 float"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 float"}
 _VALUES = {
     "task": {"lm": "causal_lm clm pretrain pt sft", "reward": "reward_modeling rm"},
     "method": {"lora, and add --quantize nf4": "qlora"},
@@ -122,9 +136,9 @@ _VALUES = {
     },
     "lr_schedule": {"constant, and add --warmup-steps": "constant_with_warmup"},
     "quantize": {"nf4": "4bit bnb bnb4 int4", "affine8": "8bit bnb8 int8", "mxfp4": "fp4"},
-    "compute_dtype": _DTYPES,
-    "pack_dtype": _DTYPES,
-    "exchange_dtype": _DTYPES,
+    "compute_dtype": DTYPES,
+    "pack_dtype": DTYPES,
+    "exchange_dtype": DTYPES,
 }
 
 
@@ -142,9 +156,13 @@ OTHER_VALUES = dict(
 )
 
 
+def value_for(setting: str, value: str) -> str | None:
+    """Return our value for one of another trainer; None if it is none."""
+    return _by_theirs(_VALUES.get(setting, {})).get(value.lower())
+
+
 def value_hint(setting: str, value: str) -> str:
-    """Return a sentence with our value for one of another trainer; empty if it is none."""
-    ours = _by_theirs(_VALUES.get(setting, {})).get(value.lower())
+    ours = value_for(setting, value)
     return f" Use {ours}." if ours else ""
 
 
@@ -158,9 +176,11 @@ def ours_for(name: str, valid: Collection[str]) -> str | None:
 
 
 def removal(name: str) -> str | None:
-    """Return what to say of a removed setting, after its name; None for every other name."""
-    sentence = REMOVED.get(name) or REMOVED.get(name.removeprefix("no_"))
-    return f"was removed. {sentence}" if sentence else None
+    """Return what to say, after its name, of a setting without a counterpart; None of others."""
+    if sentence := REMOVED.get(name) or REMOVED.get(name.removeprefix("no_")):
+        return f"was removed. {sentence}"
+    without = (sentence for names, sentence in _WITHOUT.items() if name in names.split())
+    return next((f"is not a setting. {sentence}" for sentence in without), None)
 
 
 def without_removed(recipe: Mapping) -> dict:

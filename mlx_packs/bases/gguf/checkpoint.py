@@ -160,12 +160,6 @@ def _heads_of(name: str, config: dict[str, Any]) -> int | None:
     return config[key] if key else None
 
 
-def _is_exact(info: TensorInfo) -> bool:
-    """Whether a tensor stays as it is with scales in float16."""
-    is_matrix = len(info.shape) == 2
-    return is_matrix and any(not block_format.is_k for block_format in FORMATS.get(info.type, ()))
-
-
 def _check_shapes(
     file: GgufFile, architecture: Architecture, config: dict[str, Any], names: dict[str, str]
 ) -> None:
@@ -205,7 +199,9 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         kind = "quantized"
-        if _is_exact(tensor):
+        formats = FORMATS.get(tensor.type, ())
+        # such a matrix stays as it is with scales in float16
+        if len(tensor.shape) == 2 and any(not block_format.is_k for block_format in formats):
             kind = "exact"
         elif tensor.type in DENSE:
             kind = tensor.type
