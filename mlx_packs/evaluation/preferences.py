@@ -8,7 +8,7 @@ from ..config.choices import TASKS
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.preference_batches import preference_evaluation
+from ..data.labelled_batches import preference_evaluation
 from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
 from ..objectives.objective import arrays_of

@@ -9,7 +9,7 @@ from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import COMPLETION, PREFERENCE, Row, RowFormat
-from ..data.preference_batches import preference_evaluation, preference_set
+from ..data.labelled_batches import preference_evaluation, preference_set
 from ..data.preferences import both_completions, encode_preferences
 from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped

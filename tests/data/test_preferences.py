@@ -6,7 +6,7 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, Examples, encode
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preference_batches import preference_set
+from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.preferences import (
     RATED,
     both_completions,

@@ -9,7 +9,7 @@ from mlx_packs.adapters.trainable import find_method
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.preference_batches import preference_set
+from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_pairs

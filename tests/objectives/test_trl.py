@@ -19,8 +19,8 @@ from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import EncodingOptions, Example, Examples
 from mlx_packs.data.formats import Row
 from mlx_packs.data.labelled import LabelCollate, encode_labelled
+from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
-from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import Scored
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
