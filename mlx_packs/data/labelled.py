@@ -4,7 +4,7 @@ A head reads the class at the last token of a text, or of the prompt of a chat.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,11 @@ from ..bases.tokenizer import text_tokens
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows
-from .batches import PackedCollate, TokenCollate, split_rows
 from .chat_formats import about_conversation
-from .dataset import Batch, Shape
 from .encoding import EncodingOptions, Examples
 from .formats import COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, Label, check_input, read_label
 from .preferences import Scored
-from .sampler import Order
 from .sources import ConvertedRows, Rows, as_rows
 from .token_cache import encode_cached
 
@@ -168,34 +165,3 @@ def _check_input(row: Row, names: DataConfig, classes: Classes) -> None:
             f"'{names.text_feature}'.",
             "another format",
         )
-
-
-@dataclass(frozen=True)
-class LabelCollate:
-    """Lays out tokens, and adds ``labels``: of each of M targets the label of its example.
-
-    It is [M] or [M, classes], as `Classes.encoded` has it; 0 where a target is padding.
-    """
-
-    tokens: TokenCollate | PackedCollate
-
-    def __call__(self, examples: Examples, order: Order) -> Batch:
-        return self._labelled(self.tokens(examples, order))
-
-    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
-        return self.tokens.shapes(examples, orders)
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        tokens = {name: values for name, values in batch.inputs.items() if name != "labels"}
-        targets = int((batch.inputs["owners"] >= 0).sum())
-        whole = replace(batch, inputs=tokens, targets=targets)
-        return [self._labelled(piece) for piece in split_rows(whole, parts)]
-
-    def _labelled(self, batch: Batch) -> Batch:
-        values = batch.source.labels
-        none = np.zeros((1, *values.shape[1:]), values.dtype)  # of padding, whose owner is -1
-        own = np.concatenate([values[list(batch.examples)], none])
-
-        batch = batch.having(labels=own[batch.inputs["owners"]])
-        # the head reads the last token, but all tokens before it decide
-        return replace(batch, targets=batch.computed)

@@ -1,4 +1,4 @@
-"""Batches of preferences: both examples of a row are in the same batch."""
+"""Batches of rows with labels: both examples of a preference are in the same batch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
+from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Examples
 from .sampler import GroupedSampler, Order, grouped
@@ -17,20 +17,22 @@ _OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
 
 
 @dataclass(frozen=True)
-class PreferenceCollate:
-    """Lays out both examples of P rows as tokens: 2 p and 2 p + 1 of a batch are of row p.
+class LabelledCollate:
+    """Lays out the examples of rows as tokens, and adds the ``labels`` of rows, [slots, ...].
 
-    It adds ``labels``, float32 [slots]: 1 where the first example of a row is desirable. A loss is
-    a mean over rows.
+    Examples 2 p and 2 p + 1 of a batch of pairs are of row p; labels are float32, 1 where the first
+    one is desirable. Single examples have one target each, and labels as `Classes.encoded`. A loss
+    is a mean over rows.
     """
 
-    tokens: TokenCollate | TreeCollate  # lays out the examples
-    is_scored: bool = False  # whether completions are scored: all tokens that are read count
+    tokens: TokenCollate | PackedCollate | TreeCollate  # lays out the examples
+    is_scored: bool = False  # whether examples are scored: all tokens that are read count
+    per_row: int = 2  # examples of a row
 
     def __call__(self, examples: Examples, order: Order) -> Batch:
         batch = self.tokens(examples, order)
-        labels = examples.labels[[i // 2 for i in batch.examples[::2]]]
-        batch = _with_rows(batch, {"labels": labels}, self.tokens.batch_size // 2)
+        labels = examples.labels[[i // self.per_row for i in batch.examples[:: self.per_row]]]
+        batch = self._with_rows(batch, {"labels": labels}, self.tokens.batch_size)
         if self.is_scored:
             batch = dataclasses.replace(batch, targets=batch.computed)
         return batch
@@ -45,25 +47,30 @@ class PreferenceCollate:
 
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}
-        pieces = split_rows(dataclasses.replace(batch, inputs=tokens), parts, together=2)
+        targets = int((np.asarray(batch.inputs["owners"]) >= 0).sum())
+        whole = dataclasses.replace(batch, inputs=tokens, targets=targets)
 
         divided = []
         start = 0
-        for piece in pieces:
-            stop = start + len(piece.examples) // 2
+        for piece in split_rows(whole, parts, together=self.per_row):
+            stop = start + len(piece.examples) // self.per_row
             parts_of_rows = {name: values[start:stop] for name, values in of_rows.items()}
-            divided.append(_with_rows(piece, parts_of_rows, len(piece.inputs["tokens"]) // 2))
+            divided.append(self._with_rows(piece, parts_of_rows, len(piece.inputs["tokens"])))
             start = stop
         return divided
 
+    def _with_rows(self, batch: Batch, of_rows: dict[str, np.ndarray], sequences: int) -> Batch:
+        """Make the loss a mean over rows, and pad their arrays."""
+        slots = sequences // 2
+        if self.per_row == 1:
+            slots = len(batch.inputs["positions"])
 
-def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batch:
-    """Make the loss a mean over rows, and pad their arrays to ``slots`` places."""
-    padded = {}
-    for name, values in of_rows.items():
-        padding = [(0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)]
-        padded[name] = np.pad(values, padding)
-    return dataclasses.replace(batch.having(**padded), denominator=len(batch.examples) // 2)
+        padded = {}
+        for name, values in of_rows.items():
+            padding = [(0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)]
+            padded[name] = np.pad(values, padding)
+        rows = len(batch.examples) // self.per_row
+        return dataclasses.replace(batch.having(**padded), denominator=rows)
 
 
 def preference_set(
@@ -77,7 +84,7 @@ def preference_set(
         tokens = trees.collate(examples, sampler)
     else:
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-    return Dataset(examples, PreferenceCollate(tokens, is_scored), sampler)
+    return Dataset(examples, LabelledCollate(tokens, is_scored), sampler)
 
 
 def preference_evaluation(

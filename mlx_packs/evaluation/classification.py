@@ -15,7 +15,8 @@ from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, by_length
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import Row
-from ..data.labelled import LabelCollate, encode_labelled
+from ..data.labelled import encode_labelled
+from ..data.labelled_batches import LabelledCollate
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.shapes import sequence_inputs
 from ..objectives.classification import ScoreHead, label_reader
@@ -258,7 +259,8 @@ def labelled_evaluation(
     examples: Examples, batch_size: int, max_seq_length: int, chosen: np.ndarray
 ) -> Dataset:
     """Return the chosen examples once, by length."""
-    collate = LabelCollate(TokenCollate(batch_size, sequence_inputs(max_seq_length)))
+    tokens = TokenCollate(batch_size, sequence_inputs(max_seq_length))
+    collate = LabelledCollate(tokens, is_scored=True, per_row=1)
     return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 
 

@@ -13,7 +13,8 @@ from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import EncodingOptions, Examples
-from ..data.labelled import LabelCollate, encode_labelled
+from ..data.labelled import encode_labelled
+from ..data.labelled_batches import LabelledCollate
 from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
@@ -150,7 +151,7 @@ class ClassifyTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-        return Dataset(examples, LabelCollate(tokens), sampler)
+        return Dataset(examples, LabelledCollate(tokens, is_scored=True, per_row=1), sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         t = phase.train

@@ -1,5 +1,7 @@
 """Logits of labels by a head, and losses by their formulas."""
 
+from dataclasses import replace
+
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from mlx_packs.config.data import DataConfig
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.labelled import LabelCollate, encode_labelled
+from mlx_packs.data.labelled import encode_labelled
+from mlx_packs.data.labelled_batches import LabelledCollate
 from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.packing import Packed
 from mlx_packs.objectives.classification import ScoreHead, label_losses, scale_logits
@@ -76,9 +79,10 @@ def test_packed_pieces_and_padding_have_the_loss_of_the_rows():
     weights = np.array([0.5, 1.0, 2.0])
     objective = ScoreHead(head_reader(base.model, head, "small", "classify"), SINGLE, weights)
 
-    rows = LabelCollate(TokenCollate(8, 63))
+    rows = LabelledCollate(TokenCollate(8, 63), is_scored=True, per_row=1)
     whole = rows(examples, np.arange(5))
-    packed = LabelCollate(PackedCollate(2, 63))(examples, Packed([np.arange(3), np.arange(3, 5)]))
+    packed = replace(rows, tokens=PackedCollate(2, 63))
+    packed = packed(examples, Packed([np.arange(3), np.arange(3, 5)]))
     sums = []
     for pieces in ([whole], rows.split(whole, 3), [packed]):
         losses = [objective.loss(arrays_of(piece), piece.layout) for piece in pieces]

@@ -18,8 +18,8 @@ from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import EncodingOptions, Example, Examples
 from mlx_packs.data.formats import Row
-from mlx_packs.data.labelled import LabelCollate, encode_labelled
-from mlx_packs.data.labelled_batches import preference_set
+from mlx_packs.data.labelled import encode_labelled
+from mlx_packs.data.labelled_batches import LabelledCollate, preference_set
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preferences import Scored
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
@@ -434,7 +434,8 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     ]
     options = EncodingOptions(max_seq_length=64)
     examples = encode_labelled(rows, base.tokenizer, DataConfig(), options, classes)
-    laid_out = LabelCollate(TokenCollate(6, 63))(examples, np.arange(len(rows)))  # two are padding
+    collate = LabelledCollate(TokenCollate(6, 63), is_scored=True, per_row=1)
+    laid_out = collate(examples, np.arange(len(rows)))  # two are padding
     trainer = SimpleNamespace(model=adapted)
     check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)
 
