@@ -1,61 +1,22 @@
 """Estimate the peak memory of a run and check that it fits, before a weight is read or trained."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
-from .. import late, runtime
-from ..bases.supported import check_supported
-from ..config.choices import MATMUL_PATHS, TASKS, MatmulPathFacts, architecture_of
+from .. import runtime
+from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
-from .headers import Headers, Tensors
+from .headers import Headers
 from .plan import ERROR, MemoryPlan, Shape, recompute_policies, unquantized, verdict
-
-if TYPE_CHECKING:
-    from .row_shapes import ShapesOf
+from .read import estimator_of, teacher_bytes
 
 SHORTEST = 256  # tokens; a plan proposes nothing shorter
 LEAST_RANK = 4  # and no smaller rank
 _HELPS = 0.98  # a remedy takes less than this share
-
-
-class Estimator(Protocol):
-    """The memory estimate of one architecture: a module."""
-
-    def assumed(self, config: Mapping) -> str:
-        """Return what is assumed of the examples, a sentence."""
-
-    def describe(self, config: Mapping) -> Tensors:
-        """Return the headers of the dense checkpoint that a config describes."""
-
-    def estimate(
-        self, headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
-    ) -> MemoryPlan:
-        """Return the peak memory of training on batches of one shape."""
-
-    def smallest_shape(self, train: TrainConfig) -> Shape:
-        """Return the shape of the smallest batch that a run has."""
-
-    def resized(self, shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
-        """Return the shape that a batch has after a change of batch size or maximal length."""
-
-    def run_settings(self, headers: Headers, train: TrainConfig) -> TrainConfig:
-        """Return the settings that `packs train` would take for such a base."""
-
-    def why_not_quantized(self, headers: Headers, plan: MemoryPlan) -> str:
-        """Return the reason why a small base is better trained unquantized."""
-
-
-def estimator_of(config: Mapping) -> Estimator:
-    from . import decoder, encoder  # of which a run needs one
-
-    check_supported(config)
-    estimators = {"decoder": decoder, "encoder": encoder}
-    return estimators[architecture_of(config.get("model_type"))]
 
 
 # The peak memory of a run, or of a rank of it, by headers, lora, train and shapes: `estimate`.
@@ -84,7 +45,7 @@ def estimate(
 
     plan = max(plans, key=lambda plan: plan.peak_bytes)
     if train.teacher is not None:
-        return replace(plan, base=plan.base + late.load("memory.read:teacher_bytes")(train.teacher))
+        return replace(plan, base=plan.base + teacher_bytes(train.teacher))
     return plan
 
 
@@ -251,36 +212,3 @@ def _with_base_on_disk(train: TrainConfig) -> TrainConfig | None:
         return replace(train, offload_base="on", recompute="block", matmul_path=path)
     except PackError:
         return None
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A run to plan, and its limit in bytes.
-
-    Attributes:
-        specified: Names of the settings that are not reduced.
-        shapes_of: The shapes of the batches for some settings; None where rows fill max_seq_length.
-    """
-
-    headers: Headers
-    memory: int
-    lora: LoRAConfig
-    train: TrainConfig
-    specified: frozenset[str]
-    shapes_of: "ShapesOf | None" = None
-
-    def estimate(self, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
-        """Return the plan for these settings, by the rows of the run where they are known."""
-        shapes = self.shapes_of(train) if self.shapes_of else None
-        return estimate(self.headers, lora, train, shapes)
-
-    def longest(self, train: TrainConfig) -> int | None:
-        """Return the tokens of a row of the longest batch; None where the rows are not known."""
-        if not self.shapes_of:
-            return None
-        return max(self.shapes_of(train))[0]
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether the other examples of a batch are the negatives of each."""
-        return TASKS[self.train.task].in_batch

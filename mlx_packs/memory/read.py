@@ -1,9 +1,13 @@
-"""Read config and tensor headers of a base: of a folder, of the Hub, or of a config alone."""
+"""Read config and tensor headers of a base, and choose the module that plans for them.
+
+They are in a folder, on the Hub, or described by a config alone.
+"""
 
 import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from .. import runtime
 from ..bases.compressed_tensors import renamed_headers
@@ -20,14 +24,51 @@ from ..bases.files import (
 from ..bases.gguf.header import ERRORS as GGUF_ERRORS
 from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
+from ..bases.supported import check_supported
+from ..config.choices import architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..files import is_hub_id
 from ..reading import read_header
 from ..tensors import DTYPES
-from .estimate import estimator_of
 from .headers import Headers, Tensors
+from .plan import MemoryPlan, Shape
+
+
+class Estimator(Protocol):
+    """The memory estimate of one architecture: a module."""
+
+    def assumed(self, config: Mapping) -> str:
+        """Return what is assumed of the examples, a sentence."""
+
+    def describe(self, config: Mapping) -> Tensors:
+        """Return the headers of the dense checkpoint that a config describes."""
+
+    def estimate(
+        self, headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
+    ) -> MemoryPlan:
+        """Return the peak memory of training on batches of one shape."""
+
+    def smallest_shape(self, train: TrainConfig) -> Shape:
+        """Return the shape of the smallest batch that a run has."""
+
+    def resized(self, shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
+        """Return the shape that a batch has after a change of batch size or maximal length."""
+
+    def run_settings(self, headers: Headers, train: TrainConfig) -> TrainConfig:
+        """Return the settings that `packs train` would take for such a base."""
+
+    def why_not_quantized(self, headers: Headers, plan: MemoryPlan) -> str:
+        """Return the reason why a small base is better trained unquantized."""
+
+
+def estimator_of(config: Mapping) -> Estimator:
+    from . import decoder, encoder  # of which a run needs one
+
+    check_supported(config)
+    estimators = {"decoder": decoder, "encoder": encoder}
+    return estimators[architecture_of(config.get("model_type"))]
 
 
 def read_headers(name: str | Path) -> Headers:

@@ -18,7 +18,7 @@ from .. import runtime
 from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
 from ..bases.supported import check_task, tasks_of
 from ..bases.weight_formats import named_format
-from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, architecture_of
+from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
@@ -30,9 +30,7 @@ from .disk import disk_summary, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
-    PlanRequest,
     estimate,
-    estimator_of,
     matmul_paths,
     remedies,
 )
@@ -46,12 +44,46 @@ from .plan import (
     unquantized,
     verdict,
 )
+from .read import estimator_of
 from .row_shapes import ShapesOf
 from .step_time import StepTime, predict, slow_in_place
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to plan, and its limit in bytes.
+
+    Attributes:
+        specified: Names of the settings that are not reduced.
+        shapes_of: The shapes of the batches for some settings; None where rows fill max_seq_length.
+    """
+
+    headers: Headers
+    memory: int
+    lora: LoRAConfig
+    train: TrainConfig
+    specified: frozenset[str]
+    shapes_of: ShapesOf | None = None
+
+    def estimate(self, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+        """Return the plan for these settings, by the rows of the run where they are known."""
+        shapes = self.shapes_of(train) if self.shapes_of else None
+        return estimate(self.headers, lora, train, shapes)
+
+    def longest(self, train: TrainConfig) -> int | None:
+        """Return the tokens of a row of the longest batch; None where the rows are not known."""
+        if not self.shapes_of:
+            return None
+        return max(self.shapes_of(train))[0]
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the other examples of a batch are the negatives of each."""
+        return TASKS[self.train.task].in_batch
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from mlx_packs.bases.loading import lazy_base
 from mlx_packs.bases.precision import with_rounded_scales
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import PackError
-from mlx_packs.memory.estimate import estimator_of
-from mlx_packs.memory.read import read_headers
+from mlx_packs.memory.read import estimator_of, read_headers
 from mlx_packs.runtime import mx
 from tests.helpers.gguf_file import write_tiny
 

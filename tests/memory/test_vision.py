@@ -12,9 +12,8 @@ from mlx_packs.bases.precision import activation_bytes
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory import vision
-from mlx_packs.memory.estimate import estimator_of
 from mlx_packs.memory.plan import ERROR
-from mlx_packs.memory.read import describe
+from mlx_packs.memory.read import describe, estimator_of
 from mlx_packs.vision import store
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes

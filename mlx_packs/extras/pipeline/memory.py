@@ -9,9 +9,10 @@ from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...display import size
 from ...memory.decoder_sizes import plan_of, sizes_of
-from ...memory.estimate import Estimate, cheapest, estimate, estimator_of
+from ...memory.estimate import Estimate, cheapest, estimate
 from ...memory.headers import Headers
 from ...memory.plan import MemoryPlan, Shape, verdict
+from ...memory.read import estimator_of
 from .stage import stage_blocks
 
 _BLOCKS = "model.layers."
