@@ -12,6 +12,7 @@ from tests.helpers.packs import random_pack
 TOKENS = mx.array([[5], [9], [300]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chosen", "kernels"), [((0, 0, 0), {"lora_qmv"}), ((0, BASE, 1), {"multi_lora"})]
 )

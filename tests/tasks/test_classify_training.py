@@ -86,6 +86,7 @@ def test_a_run_learns_labels(tmp_path, make):
     assert measured["log_loss"] == pytest.approx(report["log_loss_after"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_several_labels_and_scores(tmp_path):
     train = settings(iters=60, batch_size=16)
     run = train_pack(small_base(), splits_of(several, 64), LORA, train, tmp_path / "m")
@@ -242,6 +243,7 @@ def test_a_label_that_the_pack_does_not_have(tmp_path):
         evaluate(small_base(), tmp_path / "p", write_rows(tmp_path / "d", train=rows, test=rows))
 
 
+@pytest.mark.slow
 def test_the_command_line_labels_rows(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "d", **splits_of(labelled))
     out = tmp_path / "p"

@@ -70,6 +70,7 @@ def test_prompt_goes_before_anchors_alone_and_into_the_pack(run_of_pairs, embedd
     assert reciprocal == pytest.approx(run_of_pairs.report["mrr_at_10_after"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_the_run(run, run_of_pairs, embedder, pair_data):
     report = evaluate(load_base(embedder), run_of_pairs.pack, str(pair_data))
     for when, metrics in (("before", report.base), ("after", report.pack)):
@@ -81,6 +82,7 @@ def test_evaluation_is_that_of_the_run(run, run_of_pairs, embedder, pair_data):
     assert code == 0 and json.loads(out)["pack"] == report.pack
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_an_unbroken_one(embedder, pair_data, tmp_path):
     train = settings(iters=4, save_every=2, loss="cached-mnrl", mini_batch_size=3)
     whole = train_pack(embedder, str(pair_data), LORA, train, tmp_path / "whole")

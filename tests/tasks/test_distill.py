@@ -76,6 +76,7 @@ def tensors_of(folder) -> dict[str, np.ndarray]:
     return {n: np.array(t) for n, t in mx.load(str(folder / "adapters.safetensors")).items()}
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(tmp_path, data, cache):
     train = settings(teacher_cache=cache, iters=30, val_batches=0)
     run = train_pack(base_with(2), data, LORA, train, tmp_path / "p")

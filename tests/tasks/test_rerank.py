@@ -80,6 +80,7 @@ def test_pack_changes_scores_by_its_own_instruction(trained, reranker):
     assert ((plain > 0) & (plain < 1)).all() and not np.allclose(own, plain)
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_an_unbroken_one(trained, reranker, data, tmp_path):
     cut = interrupted(trained.pack.path, tmp_path / "cut")
     train = settings(rerank_instruction="Find the same question", save_every=1)
@@ -88,6 +89,7 @@ def test_resumed_run_equals_an_unbroken_one(trained, reranker, data, tmp_path):
         assert mx.array_equal(tensor, trained.pack.load_tensors()[name])
 
 
+@pytest.mark.slow
 def test_it_learns_to_rank(reranker, tmp_path):
     rows = [
         {"query": "a", "positive": f"car {i}", "negatives": [f"stone {i}", f"lamp {i}"]}

@@ -119,6 +119,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(small, trained, tmp_path, mon
     assert not {"report.html", "report.json"} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     result = mp.TrainRun(mp.Pack.open("o"), finished, {"steps": 2}, [])
     with monkeypatch.context() as patch:
