@@ -21,7 +21,7 @@ from mlx_packs.serving import feedback
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running, until
 
-QUESTION = "Where is the key?"
+QUESTION = "Where is the door?"
 PROMPT = [{"role": "user", "content": QUESTION}]
 
 
