@@ -5,7 +5,7 @@ Methods that put a variant of LoRA in its place attach it first.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
@@ -20,7 +20,7 @@ from ..nn.quantized import apply_matmul_path
 from ..nn.tables_on_disk import read_tables
 from ..runtime import mx
 from .lora import Attached, add_adapters
-from .spec import ModuleSpec, Specs, factor_shapes
+from .spec import ModuleSpec, SliceSpec, Specs, factor_shapes
 from .targets import (
     experts_note,
     fp16_copies,
@@ -40,7 +40,12 @@ class LoRA:
     """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x.
 
     Methods that begin with other factors, or add magnitudes, are subclasses.
+
+    Attributes:
+        is_whole: whether a projection of several slices has one adapter.
     """
+
+    is_whole: ClassVar[bool] = False
 
     def check(self, base: "BaseModel", matmul_path: str) -> None:
         """Accept every base; `attach` checks what it targets."""
@@ -48,8 +53,18 @@ class LoRA:
     def attach(
         self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
     ) -> Attached:
-        """Attach fresh adapters, which change no output."""
-        return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+        """Attach adapters as the method begins with them; no output changes."""
+        how = (matmul_path, train.seed, train.train_fp16_fallback, self.is_whole)
+        attached = attach(base, lora, None, *how)
+        try:
+            return self.initialize(attached)
+        except BaseException:
+            attached.detach()
+            raise
+
+    def initialize(self, attached: Attached) -> Attached:
+        """Return fresh adapters (B = 0) as the method begins with them."""
+        return attached
 
     def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
         return factor_shapes(specs)
@@ -65,13 +80,15 @@ def attach(
     matmul_path: str = "quantized",
     seed: int = 0,
     fp16_fallback: bool = False,
+    is_whole: bool = False,
 ) -> Attached:
     """Attach fresh adapters (B = 0: no logit changes) to a base without any.
 
     ``lora`` says where and how large, for training; or ``specs`` exactly which, as a pack's
     manifest has them (none at all is allowed). With ``fp16_fallback`` modules whose geometry
     cannot be probed are dequantized to fp16; without it they are a PackError, and so is a target
-    that does not exist. ``seed`` is of the values of A.
+    that does not exist. ``seed`` is of the values of A. If ``is_whole``, a projection of several
+    slices has one adapter.
     """
     check_bare(base)
     if specs is None:
@@ -86,6 +103,8 @@ def attach(
         raise PackError("--target-modules: no projection gets an adapter.", "unknown")
     if specs is None:
         specs = with_heads(plan_specs(groups, lora), base.model)
+    if is_whole:
+        specs = {path: _uncut(spec) for path, spec in specs.items()}
 
     attached = Attached(base, specs, groups, notes)
     try:
@@ -99,6 +118,17 @@ def attach(
         attached.detach()
         raise
     return attached
+
+
+def _uncut(spec: ModuleSpec) -> ModuleSpec:
+    """Return one adapter for all slices of a projection."""
+    if len(spec.slices) == 1:
+        return spec
+
+    first = max(spec.slices, key=lambda part: part.rank)
+    name = spec.path.rpartition(".")[2]
+    whole = SliceSpec(name, spec.out_features, first.rank, first.alpha)
+    return replace(spec, slices=(whole,))
 
 
 def _probed(

@@ -3,24 +3,18 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..config.lora import LoRAConfig
-from ..config.schema import TrainConfig
 from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..offload.blocks import weights_readable
 from ..runtime import mx, on_cpu
-from .attach import LoRA, attach, check_linears, install, weight_of
+from .attach import LoRA, check_linears, install, weight_of
 from .lora import Attached
-from .spec import ModuleSpec, SliceSpec, Specs
+from .spec import ModuleSpec, Specs
 from .tensors import load_places, place_tensors
-
-if TYPE_CHECKING:
-    from ..bases.model import BaseModel
 
 Shape = tuple[int, ...]
 
@@ -89,26 +83,12 @@ class DoRA(LoRA):
     DoRA: https://arxiv.org/abs/2402.09353
     """
 
-    def attach(
-        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
-    ) -> Attached:
-        """Attach fresh adapters, whose magnitudes are the norms of the weights: no output changes.
+    is_whole = True  # as in PEFT
 
-        A projection of several slices has one adapter, as in PEFT.
-        """
-        settings = matmul_path, train.seed, train.train_fp16_fallback
-        attached = attach(base, lora, None, *settings)
-        if any(len(spec.slices) > 1 for spec in attached.specs.values()):
-            specs = {path: _uncut(spec) for path, spec in attached.specs.items()}
-            attached.detach()
-            attached = attach(base, lora, specs, *settings)
-
-        try:
-            check_linears(attached, "dora")
-            return DoRAAttached(attached)
-        except BaseException:
-            attached.detach()
-            raise
+    def initialize(self, attached: Attached) -> Attached:
+        """Return adapters whose magnitudes are the norms of the weights."""
+        check_linears(attached, "dora")
+        return DoRAAttached(attached)
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
         shapes: list[Shape] = []
@@ -128,17 +108,6 @@ class DoRA(LoRA):
         if on_cpu():
             return spec.rank + spec.out_features
         return spec.rank
-
-
-def _uncut(spec: ModuleSpec) -> ModuleSpec:
-    """Return one adapter for all slices of a projection."""
-    if len(spec.slices) == 1:
-        return spec
-
-    first = max(spec.slices, key=lambda part: part.rank)
-    name = spec.path.rpartition(".")[2]
-    whole = SliceSpec(name, spec.out_features, first.rank, first.alpha)
-    return replace(spec, slices=(whole,))
 
 
 def _projection(module: nn.Module) -> nn.Module:

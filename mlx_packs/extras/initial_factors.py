@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..adapters.attach import LoRA, attach, check_linears, install, weight_of
+from ..adapters.attach import LoRA, check_linears, install, weight_of
 from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec
 from ..adapters.tensors import AdapterPlace, load_places, place_tensors
 from ..bases.files import CONFIG, quantized_as, read_config
 from ..bases.loading import lazy_base
-from ..config.lora import LoRAConfig
-from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import QUANTIZED
@@ -163,18 +161,11 @@ class ResidualMethod(LoRA):
     name: ClassVar[str]
     factors: ClassVar[Callable[[mx.array, int, float], Factors]]
 
-    def attach(
-        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
-    ) -> Residual:
-        """Attach adapters that begin with factors of the weights; no output changes."""
-        attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
-        try:
-            check_linears(attached, self.name)
-            begin_with(attached, self.factors, weight_of)
-            install(attached, ResidualLoRA)
-        except BaseException:
-            attached.detach()
-            raise
+    def initialize(self, attached: Attached) -> Residual:
+        """Return adapters that begin with factors of the weights."""
+        check_linears(attached, self.name)
+        begin_with(attached, self.factors, weight_of)
+        install(attached, ResidualLoRA)
         return Residual(attached, self.name)
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
@@ -222,23 +213,16 @@ class LoftQ(LoRA):
                 "conflict",
             )
 
-    def attach(
-        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
-    ) -> Attached:
-        attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
-        try:
-            check_linears(attached, "loftq")
-            dense = _dense_weights(base, attached.frozen)
+    def initialize(self, attached: Attached) -> Attached:
+        """Return adapters that begin with what quantization has lost."""
+        check_linears(attached, "loftq")
+        dense = _dense_weights(attached.base, attached.frozen)
 
-            def lost(path: str, module: nn.Module) -> mx.array:
-                # taken out, so that one dense weight at a time is in memory
-                return dense.pop(path).astype(mx.float32) - weight_of(path, module)
+        def lost(path: str, module: nn.Module) -> mx.array:
+            # taken out, so that one dense weight at a time is in memory
+            return dense.pop(path).astype(mx.float32) - weight_of(path, module)
 
-            begin_with(attached, principal_factors, lost)
-        except BaseException:
-            attached.detach()
-            raise
-
+        begin_with(attached, principal_factors, lost)
         attached.method = "loftq"
         return attached
 
