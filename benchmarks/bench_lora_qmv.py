@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_packs.ops.lora_qmv import AffineWeight, Factors, Format, Task, reference
+from mlx_packs.ops.lora_qmv import AffineWeight, Format, LowRank, Task, reference
 from mlx_packs.ops.lora_qmv_kernel import prepared
 from mlx_packs.runtime import mx
 
@@ -75,7 +75,7 @@ def _group(
     weights = [AffineWeight(*mx.quantize(w, FORM.group_size, FORM.bits)) for w in dense]
     a = [0.02 * normal((depth, RANK)) for _ in widths]
     b = [0.1 * normal((RANK, width)) for width in widths]
-    factors = Factors.of(a, b, [SCALE] * len(widths), dtype)
+    factors = LowRank.of(a, b, [SCALE] * len(widths), dtype)
     task = Task(FORM, factors.ranks, (None,) * len(widths), gated)
     layers = [_mlx_lm_layer(depth, *of) for of in zip(weights, a, b, strict=True)]
     mx.eval(weights, a, b, factors.down, factors.up)

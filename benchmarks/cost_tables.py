@@ -42,19 +42,19 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     for rank in (8, 16, 64):
         for rows in (1, 8, 64):
             for what, factors in (("", mx.bfloat16), (", factors in float32", mx.float32)):
-                compiled = grouped_lora_kernel.Compiled(
+                compiled = grouped_lora_kernel.GroupProgram(
                     mx.bfloat16, factors, (rank,) * 3, (0, 1, 2), 1
                 )
-                sizes = grouped_lora_kernel.Sizes(2560, WIDTHS)
+                sizes = grouped_lora_kernel.GroupSizes(2560, WIDTHS)
                 plans = grouped_lora_kernel.plans(compiled, rows, sizes)
                 deltas.append((f"rank {rank}, {rows:,} rows{what}", plans))
     packs = [
         (
             f"rank {rank}, {sequences} x {rows:,} rows",
             multi_lora_kernel.plans(
-                multi_lora_kernel.Compiled(mx.bfloat16, mx.bfloat16, (rank,) * 3, 1),
+                multi_lora_kernel.BatchProgram(mx.bfloat16, mx.bfloat16, (rank,) * 3, 1),
                 rows,
-                multi_lora_kernel.Sizes(sequences, 2560, WIDTHS, 4),
+                multi_lora_kernel.BatchSizes(sequences, 2560, WIDTHS, 4),
             ),
         )
         for rank in (16, 64)

@@ -129,7 +129,7 @@ def _decoding_instances(
     heads = tuple(0 if norm is None else norm.weight.size for norm in norms)
     widths = tuple(sum(member.widths) for member in group.members)
     gated = names == ["gate_proj", "up_proj"]
-    compiled = lora_qmv_kernel.Compiled(dtype, *form, 1, (rank,) * len(names), heads, gated)
+    compiled = lora_qmv_kernel.QmvProgram(dtype, *form, 1, (rank,) * len(names), heads, gated)
 
     if lora_qmv_kernel.unsupported(compiled, widths):
         return []

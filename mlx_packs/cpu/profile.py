@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention import Arrays, Block, BlockAttention, Heads, joined
+from ..ops.attention import Arrays, Block, BlockAttention, PerHead, joined
 from ..ops.profile import Piece, Profile
 from . import exponential
 from .exponential import exp2
@@ -86,7 +86,7 @@ class StreamAttention(BlockAttention):
             outputs.append(joined(own_outputs, axis=2))
         return (joined(outputs, axis=1), *saved)
 
-    def _block_output(self, at: Block, own: Heads) -> tuple[_Partial, mx.array | None]:
+    def _block_output(self, at: Block, own: PerHead) -> tuple[_Partial, mx.array | None]:
         """Return the output of a block, and the probabilities, if they are saved."""
         powers, total, largest = _powers(self.scores(at, own.queries, own.keys))
         visible = own.values[:, :, at.first : at.last]
@@ -97,7 +97,7 @@ class StreamAttention(BlockAttention):
         output = (powers.astype(own.queries.dtype) @ visible).astype(mx.float32)
         return _Partial(largest, total, output), None
 
-    def probabilities(self, at: Block, own: Heads, saved: Arrays, n: int) -> mx.array:
+    def probabilities(self, at: Block, own: PerHead, saved: Arrays, n: int) -> mx.array:
         """Return the probabilities of a block, from what the forward pass saved of its queries."""
         if self.only:
             return saved[n]

@@ -19,7 +19,7 @@ Loss = Callable[..., tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
-class Graph:
+class LossGraph:
     """A loss that is stepped."""
 
     stepper: Stepper
@@ -28,7 +28,7 @@ class Graph:
     source: object  # passed by the user; referenced so that its id is not reused
 
 
-class GraphCache(dict[object, Graph]):
+class GraphCache(dict[object, LossGraph]):
     """The graphs that were stepped last, by the loss that they compute.
 
     ``called`` receives the name of each layer that is called.
@@ -48,7 +48,7 @@ class GraphCache(dict[object, Graph]):
         self._max_grad_norm = max_grad_norm
         self._idle: set[str] = set()  # layers that were warned of
 
-    def graph(self, source: object, loss: Loss, batch: tuple) -> Graph:
+    def graph(self, source: object, loss: Loss, batch: tuple) -> LossGraph:
         """Return the graph of a loss, made when its layers or its function are first passed.
 
         Which layers take part is found by calling the loss, without computing anything.
@@ -85,7 +85,7 @@ class GraphCache(dict[object, Graph]):
             idle = next(k for k, graph in self.items() if not graph.stepper.waiting)
             del self[idle]
 
-        self[key] = Graph(stepper, loss, names, source)
+        self[key] = LossGraph(stepper, loss, names, source)
         return self[key]
 
     def _participants(self, loss: Loss, batch: tuple) -> frozenset[str]:

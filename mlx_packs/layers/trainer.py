@@ -39,7 +39,7 @@ from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.run_folder import RunFolder, check_unchanged
 from ..training.state import TrainingState
 from ..training.step import not_finite
-from .graphs import Graph, GraphCache, batch_of
+from .graphs import GraphCache, LossGraph, batch_of
 from .losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
 from .registered import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
 
@@ -102,7 +102,7 @@ class LayerTrainer:
         self._graphs = GraphCache(
             self._layers, self._called, self.optimizer, self.train.max_grad_norm
         )
-        self._waiting: Graph | None = None  # whose gradients wait for their update
+        self._waiting: LossGraph | None = None  # whose gradients wait for their update
         self._state = TrainingState()
         self._on_signal: tuple[list[int], Path] | None = None  # `saving_on_signals`
 
@@ -285,7 +285,7 @@ class LayerTrainer:
             f"layers[{i}] ({name}) is not registered with this trainer.", "unknown", "layers"
         )
 
-    def _step(self, graph: Graph, arrays: Sequence[mx.array], count: float) -> float:
+    def _step(self, graph: LossGraph, arrays: Sequence[mx.array], count: float) -> float:
         """Take one batch and return its loss; the update comes with the last of an accumulation."""
         if self._waiting not in (None, graph):
             raise PackError(
@@ -316,7 +316,7 @@ class LayerTrainer:
             self._count_update(graph)
         return loss
 
-    def _count_update(self, graph: Graph) -> None:
+    def _count_update(self, graph: LossGraph) -> None:
         self._waiting = None
         self._state.updates += 1
         for name in graph.names:

@@ -223,7 +223,7 @@ class HybridStep(Step):
         if not sizes.is_hybrid:
             return moments
 
-        rule = gated_delta.Sizes(
+        rule = gated_delta.RecurrenceSizes(
             level.rows,
             int(level.length),
             sizes.key_heads,

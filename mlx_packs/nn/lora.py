@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.grouped_lora import grouped_lora, shared_input, with_deltas
-from ..ops.lora_qmv import MAX_ROWS, AffineWeight, Factors, Format, Launches, Norm, prepare
+from ..ops.lora_qmv import MAX_ROWS, AffineWeight, Format, Launches, LowRank, Norm, prepare
 from ..ops.profile import profile
 
 T = TypeVar("T")
@@ -99,16 +99,10 @@ class GroupedLoRA(nn.Module):
         lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for s in adapted.values()]
         return cls(adapted, [s.scale for s in adapted.values()], lora_a, lora_b, dropout)
 
-    @classmethod
-    def of_factors(
-        cls, slots: Sequence[int], lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
-    ) -> "GroupedLoRA":
-        """Return a group for inference: A [D, R] and B [R, O] of ``slots``, scales in B."""
-        lora = cls(slots, [1.0] * len(lora_a), lora_a, lora_b)
+    def keep_casts(self) -> None:
+        """Cast factors once from now on, as inside of `factors_cast`."""
         if profile().dtype is None:
-            lora._kept = _Kept()
-        lora.eval()
-        return lora
+            self._kept = _Kept()
 
     def multiplied(self) -> tuple[list[mx.array], list[mx.array]]:
         """Return A and B of each adapter as inputs are multiplied by them."""
@@ -181,7 +175,7 @@ class GroupedLoRA(nn.Module):
         weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
         of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
         slices = self._of_slices([(None, None, 0.0)] * len(projections))
-        factors = Factors.of(*zip(*slices, strict=True), x.dtype)
+        factors = LowRank.of(*zip(*slices, strict=True), x.dtype)
         return prepare(x.shape, x.dtype, weights, form, factors, of_heads, gated)
 
     def factors(self, dtype: mx.Dtype) -> tuple[list[mx.array], list[mx.array], list[float]]:
@@ -252,11 +246,9 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
 
     On a CPU activations are float32 as they are.
     """
-    groups: list[GroupedLoRA] = []
-    if profile().dtype is None:
-        groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+    groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
     for group in groups:
-        group._kept = _Kept()
+        group.keep_casts()
 
     try:
         yield

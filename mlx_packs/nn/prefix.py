@@ -29,7 +29,7 @@ Arrays = Sequence[mx.array | None]
 
 
 @dataclass(frozen=True)
-class Window:
+class TreeWindow:
     """The mask of a `PrefixLevels`: each input sees so many of its own past; None is all."""
 
     size: int | None
@@ -146,8 +146,8 @@ class PrefixLevels(PrefixCache):
         N: int,  # noqa: N803 - mlx-lm passes it by this name
         return_array: bool = False,
         window_size: int | None = None,
-    ) -> Window:
-        return Window(window_size)
+    ) -> TreeWindow:
+        return TreeWindow(window_size)
 
     def start(self) -> None:
         """Forget nothing: nothing is left."""

@@ -100,11 +100,15 @@ class ServedLoRA(GroupedLoRA):
         if not present:
             return None
 
-        return GroupedLoRA.of_factors(
+        view = GroupedLoRA(
             [self._adapted[i] for i in present],
+            [1.0] * len(present),
             [self._stacked_a[i][slot] for i in present],
             [self._stacked_b[i][slot] for i in present],
         )
+        view.eval()
+        view.keep_casts()
+        return view
 
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]

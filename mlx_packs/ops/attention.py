@@ -102,7 +102,7 @@ def _first_keys(segments: mx.array) -> np.ndarray | None:
     return firsts.min(axis=0)
 
 
-class Heads(NamedTuple):
+class PerHead(NamedTuple):
     """The arrays [B, heads, T, ...] that one stream reads."""
 
     queries: mx.array
@@ -174,7 +174,7 @@ class BlockAttention:
             outputs.append(output.transpose(0, 2, 1, 3))
         return (joined(outputs, axis=1),)
 
-    def probabilities(self, at: Block, own: Heads, saved: Sequence[mx.array], n: int) -> mx.array:
+    def probabilities(self, at: Block, own: PerHead, saved: Sequence[mx.array], n: int) -> mx.array:
         """Return the probabilities of a block; of its queries and heads ``saved[n]`` was saved."""
         return mx.softmax(self.scores(at, own.queries, own.keys), axis=-1, precise=True)
 
@@ -202,10 +202,10 @@ class BlockAttention:
             added = mx.maximum(mask.astype(dtype) * self.unit, least)
         return (scores.reshape(*queries.shape[:3], -1) + added).reshape(scores.shape)
 
-    def by_stream(self, *arrays: mx.array) -> list[Heads]:
+    def by_stream(self, *arrays: mx.array) -> list[PerHead]:
         """Return arrays [B, heads, ...] in as many parts of their heads as there are."""
         split = (mx.split(a, self.parts, axis=1) for a in arrays)
-        return [Heads(*own) for own in zip(*split, strict=True)]
+        return [PerHead(*own) for own in zip(*split, strict=True)]
 
     def _backward(self, primals: Arrays, d_output: mx.array, outputs: Arrays) -> Arrays:
         # sum over keys of p * dp, a number a query, equals that of output * d_output

@@ -29,7 +29,7 @@ Arrays = Sequence[mx.array]
 Segment = Callable[..., list[mx.array]]
 
 
-class Sizes(NamedTuple):
+class RecurrenceSizes(NamedTuple):
     """The sizes that the cost and the memory of a call depend on."""
 
     rows: int
@@ -114,7 +114,7 @@ def gated_delta(
         shown = mask.reshape(*mask.shape, *[1] * (log_decay.ndim - 2))
         log_decay = mx.where(shown, log_decay, 0)
 
-    sizes = Sizes(*q.shape[:3], v.shape[2], k.shape[3], v.shape[3])
+    sizes = RecurrenceSizes(*q.shape[:3], v.shape[2], k.shape[3], v.shape[3])
     compute, token_bytes = _engine(sizes, log_decay.ndim == 4)
     tokens = _segment_tokens(token_bytes)
 
@@ -130,7 +130,7 @@ def gated_delta(
     return output, state
 
 
-def working_bytes(sizes: Sizes) -> int:
+def working_bytes(sizes: RecurrenceSizes) -> int:
     """Return the bytes that the backward pass of a call has in flight at most."""
     token_bytes = 4 * sizes.rows * sizes.value_heads * sizes.in_flight
     return token_bytes * min(sizes.length, _segment_tokens(token_bytes))
@@ -144,7 +144,7 @@ def _segment_tokens(token_bytes: int) -> int:
     return tokens
 
 
-def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
+def _engine(sizes: RecurrenceSizes, by_column: bool) -> tuple[Segment, int]:
     """Return the implementation of a segment, and the bytes that each token has in flight."""
     if by_column:
         return _recomputed(reference), _STEP_STATES * sizes.state_bytes

@@ -10,7 +10,7 @@ from ..chips import chip_here
 from ._backend import KernelSpec, Plans
 from ._check import Check, normal
 from ._cost import Launch
-from .gated_delta import CHUNK, Sizes, reference, widened
+from .gated_delta import CHUNK, RecurrenceSizes, reference, widened
 from .profile import profile
 
 
@@ -23,7 +23,7 @@ class _Instance(NamedTuple):
     value_width: int
 
 
-def choose(sizes: Sizes) -> str:
+def choose(sizes: RecurrenceSizes) -> str:
     """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
     reason = "MLX has no kernel for these heads" if not has_fused_gradient(*instance) else None
@@ -71,7 +71,7 @@ def checks(_: str, instance: _Instance) -> list[Check]:
     return [Check("tokens", fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
 
 
-def plans(_: _Instance, __: int, sizes: Sizes) -> Plans:
+def plans(_: _Instance, __: int, sizes: RecurrenceSizes) -> Plans:
     """Return the launches, forward and backward, of our products and of MLX's kernels.
 
     MLX's backward pass stores the state of every token and reads it again, and adds the gradients

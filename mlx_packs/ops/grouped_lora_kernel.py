@@ -214,7 +214,7 @@ def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -
     )
 
 
-class Compiled(NamedTuple):
+class GroupProgram(NamedTuple):
     """The parameters for which one program is compiled."""
 
     dtype: mx.Dtype
@@ -224,7 +224,7 @@ class Compiled(NamedTuple):
     row_tile: int  # in fours
 
 
-class Sizes(NamedTuple):
+class GroupSizes(NamedTuple):
     """The sizes on which the cost depends besides the rows."""
 
     inputs: int
@@ -237,7 +237,7 @@ def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -
 
     rows = x.size // x.shape[-1]
     factors = [v for v in factors if v.size]
-    instance = Compiled(
+    instance = GroupProgram(
         x.dtype, factor_dtype(x.dtype, factors), layout.ranks, layout.output_of, row_tile(rows)
     )
 
@@ -245,7 +245,7 @@ def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -
     if rows > MOST_ROWS and forced() is None:
         reason = f"products of more than {MOST_ROWS} rows are MLX's"
 
-    return SPEC.choose(instance, rows, Sizes(x.shape[-1], layout.widths), reason)
+    return SPEC.choose(instance, rows, GroupSizes(x.shape[-1], layout.widths), reason)
 
 
 def unsupported(ranks: Sequence[int]) -> str | None:
@@ -255,11 +255,11 @@ def unsupported(ranks: Sequence[int]) -> str | None:
     return None
 
 
-def checks(backend: str, instance: Compiled) -> list[Check]:
+def checks(backend: str, instance: GroupProgram) -> list[Check]:
     """Return inputs with tails in rows and columns, exact and random, for one kernel instance."""
     widths = check_widths(instance.ranks)
     return [
-        check_of(backend, instance, rows, Sizes(depth, widths), exact, chunk)
+        check_of(backend, instance, rows, GroupSizes(depth, widths), exact, chunk)
         for rows, depth, chunk, exact in tails(instance.row_tile, 3)
     ]
 
@@ -284,9 +284,9 @@ def check_widths(ranks: Sequence[int]) -> tuple[int, ...]:
 
 def check_of(
     backend: str,
-    instance: Compiled,
+    instance: GroupProgram,
     rows: int,
-    sizes: Sizes,
+    sizes: GroupSizes,
     exact: bool = False,
     chunk: int | None = None,
 ) -> Check:
@@ -345,13 +345,13 @@ def instance_of(
 ) -> Instance:
     """Return the instance of a group of these sizes; by default each slice is an output."""
     output_of = output_of or tuple(range(len(widths)))
-    compiled = Compiled(dtype, dtype, ranks, output_of, row_tile(rows))
+    compiled = GroupProgram(dtype, dtype, ranks, output_of, row_tile(rows))
     rank = "/".join(map(str, sorted(set(ranks))))
     name = f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}"
-    return Instance(SPEC, name, (compiled, rows, Sizes(depth, widths)))
+    return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
+def plans(instance: GroupProgram, rows: int, sizes: GroupSizes) -> Plans:
     """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
     e = instance.dtype.size
     f = instance.factors.size

@@ -79,7 +79,7 @@ def columns(rows: int, width: int) -> int:
     return max(sizes.least_columns, fitting)
 
 
-class _Running(NamedTuple):
+class _RunningSums(NamedTuple):
     """The state of N rows over the slices so far, all float32 but ``best``."""
 
     largest: mx.array  # [N, 1], maximum of the logits
@@ -90,7 +90,7 @@ class _Running(NamedTuple):
     expected: mx.array  # [N, D], sum of exp(logit - largest) * W
     row_sum: mx.array  # [1, D], sum of W
 
-    def merged(self, other: "_Running") -> "_Running":
+    def merged(self, other: "_RunningSums") -> "_RunningSums":
         """Return the state over the slices of both; of two largest logits the first is the best."""
         largest = mx.maximum(self.largest, other.largest)
         exp = profile().exp
@@ -101,7 +101,7 @@ class _Running(NamedTuple):
         tied = (other.largest == self.largest)[:, 0]
         first = mx.where(tied, mx.minimum(self.best, other.best), self.best)
 
-        return _Running(
+        return _RunningSums(
             largest,
             self.total * own + other.total * others,
             self.logit_sum + other.logit_sum,
@@ -140,7 +140,7 @@ def linear_cross_entropy(
     smooth = label_smoothing > 0
 
     def forward(h: mx.array) -> tuple[mx.array, ...]:
-        by_stream: list[_Running] = []
+        by_stream: list[_RunningSums] = []
         for group in profile().rounds(range(0, head.vocab_size, step)):
             if by_stream:
                 h = mx.depends(h, [array for seen in by_stream for array in seen])
@@ -153,7 +153,7 @@ def linear_cross_entropy(
                     else:
                         by_stream.append(own)
 
-        seen = functools.reduce(_Running.merged, by_stream)
+        seen = functools.reduce(_RunningSums.merged, by_stream)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
         loss = lse - seen.picked
         if z_loss:
@@ -261,7 +261,7 @@ def _of_slice(
     start: int,
     gradient: bool,
     smooth: bool,
-) -> _Running:
+) -> _RunningSums:
     """Return the state of one slice of the vocabulary, whose first token is ``start``."""
     logits = part.logits(hidden)
     width = logits.shape[1]
@@ -281,7 +281,7 @@ def _of_slice(
         logit_sum = logits.astype(mx.float32).sum(axis=-1, keepdims=True)
 
     picked = mx.where(inside, _picked(logits, at), 0)
-    return _Running(largest, total, logit_sum, picked, best, expected, row_sum)
+    return _RunningSums(largest, total, logit_sum, picked, best, expected, row_sum)
 
 
 def _picked(logits: mx.array, at: mx.array) -> mx.array:

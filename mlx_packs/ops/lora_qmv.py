@@ -40,7 +40,7 @@ class Format(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class LowRank:
     """Low-rank factors of a projection group, in the dtype of its activations.
 
     Attributes:
@@ -58,7 +58,7 @@ class Factors:
         lora_b: Sequence[mx.array | None],
         scales: Sequence[float],
         dtype: mx.Dtype,
-    ) -> "Factors":
+    ) -> "LowRank":
         """Return A's [D, R_i] and B's [R_i, O_i] cast; a slice without an adapter has None."""
         present = [a.T for a in lora_a if a is not None]
         down = mx.concatenate(present, axis=0).astype(dtype)
@@ -99,7 +99,7 @@ class Task(NamedTuple):
 
 
 def reference(
-    x: mx.array, weights: Sequence[AffineWeight], factors: Factors, task: Task
+    x: mx.array, weights: Sequence[AffineWeight], factors: LowRank, task: Task
 ) -> list[mx.array]:
     """Return the same by plain MLX: one product with all A's, then ``addmm`` for each slice."""
     cuts = [sum(task.ranks[: i + 1]) for i in range(len(task.ranks) - 1)]
@@ -143,7 +143,7 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
     dtype: mx.Dtype,
     weights: Sequence[AffineWeight],
     form: Format,
-    factors: Factors,
+    factors: LowRank,
     norms: Norms = (),
     gated: bool = False,
 ) -> Launches | None:

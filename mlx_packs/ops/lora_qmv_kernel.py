@@ -11,8 +11,8 @@ from ._backend import Instance, Kernel, KernelSpec, Plans, measured, padded, tab
 from ._check import Check, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
-from .grouped_lora_kernel import Sizes
-from .lora_qmv import MAX_ROWS, OP, AffineWeight, Factors, Format, Launches, Norm, Task, reference
+from .grouped_lora_kernel import GroupSizes
+from .lora_qmv import MAX_ROWS, OP, AffineWeight, Format, Launches, LowRank, Norm, Task, reference
 from .profile import tiles
 
 MAX_SLICES = 4
@@ -137,7 +137,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     shape: Sequence[int],
     dtype: mx.Dtype,
     weights: Sequence[AffineWeight],
-    factors: Factors,
+    factors: LowRank,
     task: Task,
 ) -> Launches:
     """Return x of a shape [..., D] to the outputs, [..., O] each, by the kernels of a backend."""
@@ -198,7 +198,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     return launch
 
 
-class Compiled(NamedTuple):
+class QmvProgram(NamedTuple):
     """The parameters for which the two programs are compiled."""
 
     dtype: mx.Dtype
@@ -214,7 +214,7 @@ def launches_of(
     shape: Sequence[int],
     dtype: mx.Dtype,
     weights: Sequence[AffineWeight],
-    factors: Factors,
+    factors: LowRank,
     task: Task,
 ) -> Launches | None:
     """Return `prepared` where a kernel is faster than plain MLX; else None."""
@@ -225,8 +225,8 @@ def launches_of(
     if not 0 < rows <= MAX_ROWS or any(other != dtype for other in dtypes):
         return None
 
-    instance = Compiled(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
-    sizes = Sizes(depth, tuple(w.weight.shape[0] for w in weights))
+    instance = QmvProgram(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
+    sizes = GroupSizes(depth, tuple(w.weight.shape[0] for w in weights))
     reason = unsupported(instance, sizes.widths)
     # the model leaves out the weights, since `qmv` has the layout of MLX's kernel for Metal
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
@@ -238,7 +238,7 @@ def launches_of(
     return prepared(backend, shape, dtype, weights, factors, task)
 
 
-def unsupported(instance: Compiled, widths: Sequence[int]) -> str | None:
+def unsupported(instance: QmvProgram, widths: Sequence[int]) -> str | None:
     """Return why there is no launch for a group, if it is so."""
     if instance.group_size not in GROUP_SIZES or instance.bits not in BITS:
         return f"weights of {instance.bits} bits in groups of {instance.group_size}"
@@ -252,20 +252,20 @@ def unsupported(instance: Compiled, widths: Sequence[int]) -> str | None:
     return None
 
 
-def checks(backend: str, instance: Compiled) -> list[Check]:
+def checks(backend: str, instance: QmvProgram) -> list[Check]:
     """Return inputs with tails in columns, outputs and rows for one instance; exact and random.
 
     The lanes take several turns over the columns, the last of them not all lanes.
     """
     rows = {1: 1, 2: 2, 4: 3, 8: 7}[instance.row_tile]
-    sizes = Sizes(2 * LANES * 16 + 128, check_widths(instance))
+    sizes = GroupSizes(2 * LANES * 16 + 128, check_widths(instance))
     forms = (True, False)
     if instance.gated or any(instance.heads):  # what follows the products is never exact
         forms = (False,)
     return [check_of(backend, instance, rows, sizes, exact) for exact in forms]
 
 
-def check_widths(instance: Compiled) -> tuple[int, ...]:
+def check_widths(instance: QmvProgram) -> tuple[int, ...]:
     """Return outputs of slices, of which none is a whole number of tiles but those of heads."""
     if instance.gated:
         return (LANES * COLUMNS + 11,) * 2
@@ -277,7 +277,7 @@ def check_widths(instance: Compiled) -> tuple[int, ...]:
 
 
 def check_of(
-    backend: str, instance: Compiled, rows: int, sizes: Sizes, exact: bool = False
+    backend: str, instance: QmvProgram, rows: int, sizes: GroupSizes, exact: bool = False
 ) -> Check:
     """Return a seeded row or more for a group with seeded weights and factors of these sizes."""
     depth, widths = sizes
@@ -297,7 +297,7 @@ def check_of(
     a = drawn[: len(widths)]
     b = drawn[len(widths) :]
     scales = [2.0 if exact else 0.03] * len(widths)
-    factors = Factors.of(a, b, scales, dtype)
+    factors = LowRank.of(a, b, scales, dtype)
 
     norms: list[Norm | None] = []
     for head in instance.heads:
@@ -319,7 +319,7 @@ def check_of(
             return reference(x, weights, factors, task)
         double = [None if v is None else v.astype(mx.float64) for v in (factors.down, *factors.up)]
         of_norms = [n and Norm(n.weight.astype(mx.float64), n.eps) for n in norms]
-        exactly = Factors(double[0], tuple(double[1:]))
+        exactly = LowRank(double[0], tuple(double[1:]))
         return reference(x, weights, exactly, task._replace(norms=of_norms))
 
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
@@ -351,23 +351,25 @@ def instances() -> list[Instance]:
     )
 
     return [
-        instance_of(Compiled(dtype, 64, 4, rows, (16,) * len(widths), heads, gated), depth, widths)
+        instance_of(
+            QmvProgram(dtype, 64, 4, rows, (16,) * len(widths), heads, gated), depth, widths
+        )
         for dtype in (mx.bfloat16, mx.float16)
         for depth, widths, heads, gated in groups
         for rows in (1, 8)
     ]
 
 
-def instance_of(compiled: Compiled, depth: int, widths: tuple[int, ...]) -> Instance:
+def instance_of(compiled: QmvProgram, depth: int, widths: tuple[int, ...]) -> Instance:
     """Return the instance of a group of these sizes, with as many rows as it is compiled for."""
     dtype, _, bits, rows, ranks, *_ = compiled
     rank = "/".join(map(str, sorted(set(ranks))))
     columns = "/".join(map(str, widths))
     name = f"{dtype_name(dtype)} {bits} bits rank {rank} {depth} to {columns} rows {rows}"
-    return Instance(SPEC, name, (compiled, rows, Sizes(depth, widths)))
+    return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
+def plans(instance: QmvProgram, rows: int, sizes: GroupSizes) -> Plans:
     """Return launches of plain MLX with factors in the same dtype, and of the kernels.
 
     The weights are left out: both read them once, and that takes most of the time. Our kernel reads

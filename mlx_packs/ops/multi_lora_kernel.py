@@ -73,7 +73,7 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
     )
 
 
-class Compiled(NamedTuple):
+class BatchProgram(NamedTuple):
     """The parameters for which one program is compiled."""
 
     dtype: mx.Dtype
@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
     row_tile: int  # in fours
 
 
-class Sizes(NamedTuple):
+class BatchSizes(NamedTuple):
     """The sizes on which the cost depends besides the rows."""
 
     sequences: int
@@ -103,9 +103,9 @@ def compute(
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
     factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
-    instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
+    instance = BatchProgram(x.dtype, factors, ranks, row_tile(rows))
     widths = tuple(y.shape[-1] for y in outputs)
-    sizes = Sizes(sequences, depth, widths, lora_a[0].shape[0])
+    sizes = BatchSizes(sequences, depth, widths, lora_a[0].shape[0])
 
     backend = "reference"
     if all(y.dtype == x.dtype for y in outputs):
@@ -203,20 +203,20 @@ def _up(
     )
 
 
-def checks(backend: str, instance: Compiled) -> list[Check]:
+def checks(backend: str, instance: BatchProgram) -> list[Check]:
     """Return small inputs with tails in rows and columns, exact and random, for one instance."""
     widths = check_widths(instance.ranks)
     return [
-        check_of(backend, instance, rows, Sizes(3, depth, widths, 3), exact, (2, -1, 0), chunk)
+        check_of(backend, instance, rows, BatchSizes(3, depth, widths, 3), exact, (2, -1, 0), chunk)
         for rows, depth, chunk, exact in tails(instance.row_tile, 1)
     ]
 
 
 def check_of(
     backend: str,
-    instance: Compiled,
+    instance: BatchProgram,
     rows: int,
-    sizes: Sizes,
+    sizes: BatchSizes,
     exact: bool = False,
     pack: Sequence[int] | None = None,
     chunk: int | None = None,
@@ -260,8 +260,8 @@ def instances() -> list[Instance]:
 
 def instance_of(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     """Return the instance of q, k, v of Qwen3-4B for these sequences, of so many rows each."""
-    compiled = Compiled(dtype, dtype, (16, 16, 16), row_tile(rows))
-    sizes = Sizes(sequences, 2560, (4096, 1024, 1024), 4)
+    compiled = BatchProgram(dtype, dtype, (16, 16, 16), row_tile(rows))
+    sizes = BatchSizes(sequences, 2560, (4096, 1024, 1024), 4)
     name = f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}"
     return Instance(SPEC, name, (compiled, rows, sizes))
 
@@ -269,7 +269,7 @@ def instance_of(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
 PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
 
 
-def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
+def plans(instance: BatchProgram, rows: int, sizes: BatchSizes) -> Plans:
     """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
 
     ``scales`` and ``pack`` are taken to need no copy.

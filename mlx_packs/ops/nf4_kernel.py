@@ -58,7 +58,7 @@ _MATVEC = Kernel(
 )
 
 
-class Compiled(NamedTuple):
+class NF4Program(NamedTuple):
     """The parameters for which one program is compiled."""
 
     kernel: str
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
     row_tile: int = 0
 
 
-class Sizes(NamedTuple):
+class NF4Sizes(NamedTuple):
     """The sizes on which the cost depends besides the rows."""
 
     weight: tuple[int, int]
@@ -77,10 +77,10 @@ class Sizes(NamedTuple):
 
 def compute_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     """Return `dequantize` by a kernel, or by the reference where that is faster."""
-    instance = Compiled("dequantize", dtype, *_form(weight))
+    instance = NF4Program("dequantize", dtype, *_form(weight))
     backend = "reference"
     if weight.weight.size:
-        backend = SPEC.choose(instance, weight.shape[0], Sizes(weight.shape))
+        backend = SPEC.choose(instance, weight.shape[0], NF4Sizes(weight.shape))
     if backend == "reference":
         return reference_dequantize(weight, dtype)
     return _dequantized(backend, weight, dtype)
@@ -92,8 +92,8 @@ def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] 
     if not 0 < rows <= MATVEC_ROWS:
         return None
 
-    instance = Compiled("matvec", x.dtype, *_form(weight), _row_tile(rows))
-    backend = SPEC.choose(instance, rows, Sizes(weight.shape))
+    instance = NF4Program("matvec", x.dtype, *_form(weight), _row_tile(rows))
+    backend = SPEC.choose(instance, rows, NF4Sizes(weight.shape))
     if backend == "reference":
         return None
     return functools.partial(_matvec, backend, weight)
@@ -147,7 +147,7 @@ def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], 
     return [*inputs, level_table()], template
 
 
-def checks(backend: str, instance: Compiled) -> list[Check]:
+def checks(backend: str, instance: NF4Program) -> list[Check]:
     """Return small inputs with tails in all directions and blocks across rows."""
     rows = instance.row_tile
     if instance.kernel == "dequantize":
@@ -160,18 +160,18 @@ def checks(backend: str, instance: Compiled) -> list[Check]:
         depth += 2
     # two nested blocks, a tail
     outputs = tiles((NESTED_BLOCK_SIZE + 1) * instance.block, depth) | 1
-    sizes = Sizes((outputs, depth))
+    sizes = NF4Sizes((outputs, depth))
     return [check_of(backend, instance, rows, sizes, exact) for exact in (True, False)]
 
 
-def workload(backend: str, instance: Compiled, rows: int, sizes: Sizes) -> Check:
+def workload(backend: str, instance: NF4Program, rows: int, sizes: NF4Sizes) -> Check:
     """Return inputs of a call; a weight is dequantized for a product with many rows."""
     if instance.kernel == "dequantize":
         rows = _MANY_ROWS
     return check_of(backend, instance, rows, sizes, exact=False)
 
 
-def check_of(backend: str, instance: Compiled, rows: int, sizes: Sizes, exact: bool) -> Check:
+def check_of(backend: str, instance: NF4Program, rows: int, sizes: NF4Sizes, exact: bool) -> Check:
     """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
     outputs, depth = sizes.weight
     drawn = _drawn_weight(outputs, depth, instance.block, instance.double_quant, exact)
@@ -225,18 +225,18 @@ def instance_of(
     outputs, depth = shape
     form = (dtype, _word_dtype(depth), block_size, double_quant)
     many = rows > MATVEC_ROWS
-    compiled = Compiled("matvec", *form, _row_tile(rows))
+    compiled = NF4Program("matvec", *form, _row_tile(rows))
     rows_of_call = rows
     if many:
-        compiled = Compiled("dequantize", *form)
+        compiled = NF4Program("dequantize", *form)
         rows_of_call = outputs
 
     kind = "nf4 double" if double_quant else "nf4"
     name = f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}"
-    return Instance(SPEC, name, (compiled, rows_of_call, Sizes(shape)), trains=many)
+    return Instance(SPEC, name, (compiled, rows_of_call, NF4Sizes(shape)), trains=many)
 
 
-def plans(instance: Compiled, rows: int, sizes: Sizes) -> Plans:
+def plans(instance: NF4Program, rows: int, sizes: NF4Sizes) -> Plans:
     """Return launches of plain MLX and of the kernel that an instance is."""
     form = (sizes.weight, instance.block, instance.double_quant)
     if instance.kernel == "dequantize":

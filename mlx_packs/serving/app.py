@@ -29,12 +29,12 @@ from ..packs.manifest import chat_template_of, json_layout_of, specs_of, templat
 from ..packs.scored import Prediction, input_row
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
-from .embedding import Embedder, Reranker
+from .embedding import EmbeddingWorker, Reranker
 from .feedback import Learning, rejected
 from .generation import Generator
 from .http import (
+    AccessGuard,
     EventStream,
-    Guard,
     Handler,
     ServerSettings,
     answering,
@@ -46,15 +46,15 @@ from .http import (
 from .images import RequestImages
 from .library import Library
 from .metrics import Metrics
-from .prompts import Maker, Prompts
+from .prompts import Maker, RequestPrompts
 from .protocol import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PackBody, RerankBody
-from .registry import Entry
+from .registry import Served
 
 if TYPE_CHECKING:
     from .train.service import TrainingService
 
 T = TypeVar("T")
-W = TypeVar("W", Generator, Embedder, Reranker)
+W = TypeVar("W", Generator, EmbeddingWorker, Reranker)
 log = logging.getLogger("mlx_packs.serving")
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -62,7 +62,7 @@ _PAGE = Path(__file__).with_name("page.html")
 class Server:
     def __init__(
         self,
-        worker: Generator | Embedder,
+        worker: Generator | EmbeddingWorker,
         library: Library,
         settings: ServerSettings,
         metrics: Metrics,
@@ -79,7 +79,7 @@ class Server:
         self._decoding = anyio.CapacityLimiter(2)  # an image takes up to 600 MB meanwhile
         if isinstance(worker, Generator):
             limit = settings.max_tokens
-            self._prompts = Prompts(worker.base, limit, worker.limits.context)
+            self._prompts = RequestPrompts(worker.base, limit, worker.limits.context)
             self._images = RequestImages(worker, settings.max_pixels, settings.allow_urls)
 
     # Texts
@@ -178,7 +178,7 @@ class Server:
     # Embeddings
 
     async def embed(self, request: Request, body: EmbeddingBody) -> Response:
-        worker = self._worker(Embedder)
+        worker = self._worker(EmbeddingWorker)
         worker.registry.check_model(body.model)
         texts = body.input
         embedder = worker.base.embedder
@@ -228,7 +228,7 @@ class Server:
 
     async def _computed(
         self,
-        worker: Embedder,
+        worker: EmbeddingWorker,
         model: str,
         parts: Iterable[list[str]],
         tokenize: Callable[[list[str]], list[np.ndarray]],
@@ -273,7 +273,7 @@ class Server:
         return JSONResponse({"object": "list", "model": body.model, "data": data})
 
     async def _predictions(
-        self, generator: Generator, entry: Entry, inputs: Sequence[Any]
+        self, generator: Generator, entry: Served, inputs: Sequence[Any]
     ) -> list[Prediction]:
         """Label texts or chats batch by batch, between the steps of other requests."""
         classifier = entry.classifier
@@ -410,7 +410,7 @@ def _parts(texts: Sequence[Any], beside: int = 0) -> Iterator[list[Any]]:
         yield part
 
 
-def _logits(generator: Generator, entry: Entry, texts: Sequence[np.ndarray]) -> np.ndarray:
+def _logits(generator: Generator, entry: Served, texts: Sequence[np.ndarray]) -> np.ndarray:
     generator.registry.slots.selection.set([entry.slot])
     return entry.classifier.logits(texts, _ROWS)
 
@@ -498,5 +498,5 @@ def make_app(server: Server) -> Starlette:
     }
 
     app = Starlette(routes=routes, exception_handlers=on, lifespan=lifespan)
-    app.add_middleware(Guard, settings=server.settings, metrics=server.metrics)
+    app.add_middleware(AccessGuard, settings=server.settings, metrics=server.metrics)
     return app

@@ -16,7 +16,7 @@ from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..objectives.rerank import scorer_of
 from ..runtime import mx
-from .registry import Entry, PackRegistry
+from .registry import PackRegistry, Served
 from .slots import PackSlots
 from .worker import Worker
 
@@ -26,16 +26,16 @@ _STEP_SECONDS = 1.0  # that a batch should take
 
 
 @dataclass(eq=False)
-class _Texts:
+class _WaitingTexts:
     """The texts of one request; ``vectors`` are those that are computed."""
 
-    entry: Entry
+    entry: Served
     rows: list[np.ndarray]
     future: "Future[np.ndarray]"
     vectors: list[np.ndarray]
 
 
-class Embedder(Worker):
+class EmbeddingWorker(Worker):
     """Computes embeddings, a batch of texts at a time.
 
     Args:
@@ -58,14 +58,14 @@ class Embedder(Worker):
         self._limit = waiting
         self.registry = PackRegistry(PackSlots(base), self.task)
         self.generated = self.prefilled = self.reused = self.cached_bytes = 0
-        self._waiting: deque[_Texts] = deque()
+        self._waiting: deque[_WaitingTexts] = deque()
         self._most_tokens = 4 * _LEAST_TOKENS  # until one was timed
 
-    def compute(self, entries: Sequence[Entry], tokens: mx.array, lengths: mx.array) -> mx.array:
+    def compute(self, entries: Sequence[Served], tokens: mx.array, lengths: mx.array) -> mx.array:
         """Return the results [B, ...] of tokens [B, T] with lengths [B], each by its entry."""
         return self.base.embedder.vectors(tokens, lengths)
 
-    def lease(self, model: str) -> Entry:
+    def lease(self, model: str) -> Served:
         return self.registry.lease(model)
 
     @property
@@ -90,7 +90,7 @@ class Embedder(Worker):
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             return
-        self._waiting.append(_Texts(entry, rows, future, []))
+        self._waiting.append(_WaitingTexts(entry, rows, future, []))
 
     def is_busy(self) -> bool:
         return bool(self._waiting)
@@ -148,7 +148,7 @@ def rows_within(lengths: Sequence[int], most: int) -> int:
     return max(1, sum(each <= most for each in tokens))
 
 
-class Reranker(Embedder):
+class Reranker(EmbeddingWorker):
     """Computes scores of documents with their queries, [N] in place of vectors.
 
     A pack with a head of its own has its scorer, and all others that of the LM head.
@@ -162,7 +162,7 @@ class Reranker(Embedder):
         self._scorers: dict[int | None, Any] = {}  # by the key of an entry with a head
         self._made_with: Any = None  # the modules that they read
 
-    def compute(self, entries: Sequence[Entry], tokens: mx.array, lengths: mx.array) -> mx.array:
+    def compute(self, entries: Sequence[Served], tokens: mx.array, lengths: mx.array) -> mx.array:
         scorers = [self._scorer(entry) for entry in entries]
         last = scorers[0].last(tokens, lengths)
         scores = mx.zeros(len(entries))
@@ -173,7 +173,7 @@ class Reranker(Embedder):
 
         return scores
 
-    def lease(self, model: str) -> Entry:
+    def lease(self, model: str) -> Served:
         entry = super().lease(model)
 
         try:
@@ -183,7 +183,7 @@ class Reranker(Embedder):
             raise
         return entry
 
-    def _scorer(self, entry: Entry) -> Any:
+    def _scorer(self, entry: Served) -> Any:
         """Return what scores with a pack; a PackError if the base's tokenizer has no yes and no."""
         slots = self.registry.slots
         if self._made_with is not slots.attached:

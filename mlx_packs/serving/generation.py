@@ -20,7 +20,7 @@ from ..runtime import mx
 from ..vision.images import rounds_of_numbers
 from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
 from .output import Output
-from .registry import Entry, PackRegistry
+from .registry import PackRegistry, Served
 from .request import Failed, Finished, Limits, Logprob, Processor, Progress, Request, Started
 from .slots import PackSlots
 from .worker import Worker, exception_of
@@ -32,7 +32,7 @@ _PASSED_OVER = 6  # steps that a free place waits at most
 @dataclass(eq=False)
 class _Running:
     request: Request
-    entry: Entry
+    entry: Served
     output: Output
     faults: list[Exception]
     tokens: int = 0
@@ -242,7 +242,7 @@ class Generator(Worker):
         output = Output(tokenizer, request.stop, request.state, request.after, request.one_call)
         self._running[uid] = _Running(request, entry, output, faults)
 
-    def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:
+    def _recalled(self, entry: Served, prompt: list[int]) -> tuple[list[Any], int]:
         """Return caches of a prompt's longest prefix in memory, and its number of tokens."""
         if reads_at_once(self.base, prompt):
             return self._model.new_cache(), 0
@@ -331,7 +331,7 @@ class Generator(Worker):
         self.registry.close()
 
 
-def _key(entry: Entry) -> tuple[int, int]:
+def _key(entry: Served) -> tuple[int, int]:
     """Return what a cached prompt must have in common with another, besides its tokens."""
     return entry.key, rounds_of_numbers()
 

@@ -89,7 +89,7 @@ class ServerSettings:
     ratings_per_hour: int = 60
 
 
-class Guard:
+class AccessGuard:
     """Lets a request through if it names this server and has the key, and counts it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:

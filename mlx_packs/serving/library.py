@@ -13,7 +13,7 @@ from ..packs.hub import cached
 from ..packs.listing import packs_below
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
-from .embedding import Embedder
+from .embedding import EmbeddingWorker
 from .generation import Generator
 from .protocol import now
 from .registry import BASE_NAME, check_name
@@ -28,7 +28,7 @@ class Library:
     ``folder`` is watched for packs that come and go; None watches nothing.
     """
 
-    def __init__(self, worker: Generator | Embedder, folder: Path | None) -> None:
+    def __init__(self, worker: Generator | EmbeddingWorker, folder: Path | None) -> None:
         self._worker = worker
         self._folder = folder
         self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one
@@ -57,12 +57,9 @@ class Library:
 
         Requests that began with what had the name end with it; nothing else changes it any more.
         """
-        registry = self._worker.registry
         self._held.add(name)
         self._watched.pop(name, None)
-
-        add = partial(registry.add, pack=pack) if pack is not None else registry.add_base
-        self._worker.call(partial(add, name)).result()
+        self._worker.call(partial(self._worker.registry.add, name, pack)).result()
         self._sources[name] = source
         self._created[name] = now()
 

@@ -26,7 +26,7 @@ Maker = Callable[[int, Callable[[Event], None]], Request]
 _NO_LAYOUT: Mapping[str, Any] = {}
 
 
-class Prompts:
+class RequestPrompts:
     """Makes requests of one base.
 
     Args:
@@ -186,10 +186,7 @@ class Prompts:
 
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
         seed = None if body.seed is None else body.seed + i
-        top_k = body.top_k
-        if top_k >= self._base.vocab_size:
-            top_k = 0  # all tokens
-        chosen = (body.temperature, body.top_p, top_k, body.min_p, seed)
+        chosen = (body.temperature, body.top_p, body.top_k, body.min_p, seed)
         return {"sampler": lambda: sampler_of(*chosen), "stop": body.stop}
 
     def _processors(self, body: GenerationBody) -> list[Processor]:

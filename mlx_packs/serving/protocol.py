@@ -46,7 +46,7 @@ class _Image(Object):
     detail: Literal["auto", "high"] = "auto"  # both are the whole image
 
 
-class _Part(Object):
+class _MessagePart(Object):
     type: Literal["text", "refusal", "image_url"]  # names the field that the part has
     text: Text = ""
     refusal: Text = ""
@@ -138,7 +138,7 @@ class Message(Object):
     """One turn of a conversation, also as an answer of this server or OpenAI's client has it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[_Part] | None = Field(None, max_length=_MOST)
+    content: list[_MessagePart] | None = Field(None, max_length=_MOST)
     name: Name | None = None
     tool_calls: list[_Call] | None = Field(None, max_length=_MOST)
     tool_call_id: Name | None = None

@@ -26,7 +26,7 @@ _PARTS = 8  # packs of one sum
 
 
 @dataclass(eq=False)
-class Entry:
+class Served:
     """A pack in memory, or the base: what requests compute with.
 
     Attributes:
@@ -61,12 +61,12 @@ class PackRegistry:
 
     slots: PackSlots
     task: str = "lm"
-    _entries: dict[str, Entry] = field(default_factory=dict)
-    _sums: dict[str, Entry] = field(default_factory=dict)
+    _entries: dict[str, Served] = field(default_factory=dict)
+    _sums: dict[str, Served] = field(default_factory=dict)
     _keys: itertools.count = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._entries[BASE_NAME] = Entry(BASE_NAME, BASE, None, next(self._keys))
+        self._entries[BASE_NAME] = Served(BASE_NAME, BASE, None, next(self._keys))
 
     @property
     def names(self) -> list[str]:
@@ -77,30 +77,25 @@ class PackRegistry:
     def packs(self) -> dict[str, Pack]:
         return {name: e.pack for name, e in self._entries.copy().items() if e.pack is not None}
 
-    def add(self, name: str, pack: Pack) -> bool:
-        """Serve a pack under a name; return whether it is another than before.
+    def add(self, name: str, pack: Pack | None) -> bool:
+        """Serve a pack, or the base for None, under a name; return whether it is another.
 
         A pack that had the name is used to the end by the requests that began with it.
         """
         check_name(name)
-        self.check_pack(pack)
         before = self._entries.get(name)
-        if before is not None and before.pack and before.adapters == pack._adapters_hash:
-            return False
+        if pack is None:
+            entry = Served(name, BASE, None, next(self._keys))
+        else:
+            self.check_pack(pack)
+            if before is not None and before.pack and before.adapters == pack._adapters_hash:
+                return False
+            entry = self._load(name, pack)
 
-        self._put(self._load(name, pack))
-        return True
-
-    def add_base(self, name: str) -> None:
-        """Serve the base model under another name, in place of a pack that has it."""
-        check_name(name)
-        self._put(Entry(name, BASE, None, next(self._keys)))
-
-    def _put(self, entry: Entry) -> None:
-        before = self._entries.get(entry.name)
-        self._entries[entry.name] = entry
+        self._entries[name] = entry
         if before is not None:
             self._retire(before)
+        return True
 
     def remove(self, name: str) -> None:
         """Serve a pack no more; requests that began with it end with it."""
@@ -135,7 +130,7 @@ class PackRegistry:
         if len(names) > 1 and (packs := self._packs_of(model)):
             check_same_use(packs, "model")
 
-    def lease(self, model: str) -> Entry:
+    def lease(self, model: str) -> Served:
         """Return what a request for a model computes with, until `release`.
 
         Args:
@@ -145,7 +140,7 @@ class PackRegistry:
         entry.users += 1
         return entry
 
-    def lease_classifier(self, model: str) -> Entry:
+    def lease_classifier(self, model: str) -> Served:
         """As `lease`, for a pack that labels texts; PackError if it does not."""
         entry = self._entry(model)
         if entry.classifier is None:
@@ -157,7 +152,7 @@ class PackRegistry:
         entry.users += 1
         return entry
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: Served) -> None:
         entry.users -= 1
         self._free(entry)
 
@@ -171,7 +166,7 @@ class PackRegistry:
         elif not pack.is_classifier:
             check_generates(pack)
 
-    def _load(self, name: str, pack: Pack) -> Entry:
+    def _load(self, name: str, pack: Pack) -> Served:
         slot = self.slots.add(pack)
         head = None
         if has_score_head(pack.manifest):
@@ -184,9 +179,9 @@ class PackRegistry:
 
         if pack.path is not None:
             pack.tensors = None  # they are in the slot now
-        return Entry(name, slot, pack, next(self._keys), classifier, head)
+        return Served(name, slot, pack, next(self._keys), classifier, head)
 
-    def _retire(self, entry: Entry) -> None:
+    def _retire(self, entry: Served) -> None:
         """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""
         entry.retired = True
         self._free(entry)
@@ -195,12 +190,12 @@ class PackRegistry:
                 del self._sums[name]
                 self._retire(other)
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: Served) -> None:
         """Remove the adapters of a pack that is served no more and that no request uses."""
         if entry.retired and entry.users == 0 and entry.slot != BASE:
             self.slots.remove(entry.slot)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> Served:
         entry = self._entries.get(name)
         if entry is None:
             raise PackError(
@@ -210,7 +205,7 @@ class PackRegistry:
             )
         return entry
 
-    def _sum(self, model: str) -> Entry:
+    def _sum(self, model: str) -> Served:
         """Return the entry of a weighted sum, which is loaded at its first use."""
         parts = parts_of(model)
         if len(parts) == 1 and parts[0][1] == 1:

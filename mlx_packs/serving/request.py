@@ -22,7 +22,7 @@ def sampler_of(
     """Return what chooses tokens [B] by log-probabilities [B, V]; None always takes the likeliest.
 
     Each request has its own random numbers: the same seed gives the same tokens whatever else is in
-    the batch. ``top_k`` 0 is all.
+    the batch. ``top_k`` is all if it is 0 or less, or as many as there are.
     """
     if temperature < _LEAST:
         return None
@@ -32,8 +32,8 @@ def sampler_of(
         filters.append(partial(apply_top_p, top_p=max(top_p, _LEAST)))
     if min_p:
         filters.append(partial(apply_min_p, min_p=min_p))
-    if top_k:
-        filters.append(partial(apply_top_k, top_k=top_k))
+    if top_k > 0:
+        filters.append(lambda x: apply_top_k(x, top_k) if top_k < x.shape[-1] else x)
 
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")

@@ -16,7 +16,7 @@ from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.reading import read_json
-from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody
 from tests.helpers.bases import copy_tiny
 from tests.helpers.rows import chat
@@ -223,7 +223,7 @@ def test_calls_of_a_template_for_tools_are_read(folder, place):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     body = ChatBody.model_validate({"model": "m", "messages": TURNS[:1], "tools": tools})
     base = load_base(folder)
-    assert '"name": "f"' in base.tokenizer.decode(Prompts(base, 8, 512).of_chat(body))
+    assert '"name": "f"' in base.tokenizer.decode(RequestPrompts(base, 8, 512).of_chat(body))
 
 
 SWITCH = "{% if enable_thinking is defined %}Thinking is {{ enable_thinking }}.{% endif %}"
@@ -290,7 +290,7 @@ def test_the_header_is_prompt_in_generation_metrics_and_server_alike(folder):
     assert tokenizer.decode(prompt).endswith(HEADER)
     assert chat_prompt(base, TURNS[:1]) == prompt
     assert format_of(row, columns).read(row, columns, tokenizer).prompt()[1] == prompt
-    assert Prompts(base, 8, 64).of_chat(body) == prompt
+    assert RequestPrompts(base, 8, 64).of_chat(body) == prompt
 
 
 INST = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}{% endfor %}"

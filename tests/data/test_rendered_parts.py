@@ -11,7 +11,7 @@ from mlx_packs.data.formats import TOKEN_FORMATS, format_of
 from mlx_packs.data.row_format import Row
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.serving.fields import parsed
-from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody
 from tests.helpers.errors import raises
 
@@ -61,7 +61,7 @@ def test_a_prompt_that_is_rendered_whole(shared_tiny, partial, monkeypatch):
 
 def test_a_served_request_names_what_is_lost(shared_tiny, partial):
     fields = {"model": "base", "messages": [{**SYSTEM, "role": "developer"}, USER]}
-    prompts = Prompts(shared_tiny, 8, 512)
+    prompts = RequestPrompts(shared_tiny, 8, 512)
     prompt = prompts.of_chat(parsed(ChatBody, json.dumps(fields).encode()), tokenizer=partial)
     assert SYSTEM["content"] in shared_tiny.tokenizer.decode(prompt)
     fields["messages"].append({**SYSTEM, "role": "developer"})

@@ -19,7 +19,7 @@ SHAPES = {  # rows, tokens, key heads, value heads, key width, value width
     "one_token": (2, 1, 1, 1, 8, 8),
 }
 NAMES = ("output", "last state", "q", "k", "v", "log_decay", "beta", "state")
-QWEN = gated_delta.Sizes(1, 2048, 16, 32, 128, 128)
+QWEN = gated_delta.RecurrenceSizes(1, 2048, 16, 32, 128, 128)
 
 
 def unit(x: mx.array) -> mx.array:

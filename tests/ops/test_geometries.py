@@ -101,12 +101,12 @@ def test_lora_qmv_compiles_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:
         for depth, widths in groups(name):
             heads = (128, 128, 0) if len(widths) == 3 else (0,) * len(widths)
-            instance = lora_qmv_kernel.Compiled(
+            instance = lora_qmv_kernel.QmvProgram(
                 mx.bfloat16, 64, 4, 1, (16,) * len(widths), heads, len(widths) == 2
             )
             for rows in (1, 8):
                 sized = instance._replace(row_tile=rows)
-                sizes = lora_qmv_kernel.Sizes(depth, widths)
+                sizes = lora_qmv_kernel.GroupSizes(depth, widths)
                 check = lora_qmv_kernel.check_of(language, sized, rows, sizes)
                 check.kernel(*check.inputs)
         assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2

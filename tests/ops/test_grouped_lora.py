@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs.ops._check import examine
 from mlx_packs.ops.grouped_lora import grouped_lora, reference
-from mlx_packs.ops.grouped_lora_kernel import Compiled, Sizes, check_of, row_tile
+from mlx_packs.ops.grouped_lora_kernel import GroupProgram, GroupSizes, check_of, row_tile
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -118,15 +118,15 @@ CASES = by_dtype(
 def test_grouped_lora_kernel_is_no_worse_than_the_reference(emulated, dtype, name):
     rows, depth, ranks, widths, outputs = WORKLOADS[name]
     for factors in {mx.float32, dtype}:
-        instance = Compiled(dtype, factors, ranks, outputs, row_tile(rows))
-        check = check_of(emulated.backend, instance, rows, Sizes(depth, widths))
+        instance = GroupProgram(dtype, factors, ranks, outputs, row_tile(rows))
+        check = check_of(emulated.backend, instance, rows, GroupSizes(depth, widths))
         assert examine(check).fault is None
 
 
 @pytest.mark.parametrize(("dtype", "rank"), by_dtype((1, 4, 8, 16, 33, 64), (8, 33)))
 def test_grouped_lora_kernel_is_exact_at_every_rank(emulated, dtype, rank):
-    instance = Compiled(dtype, mx.float32, (rank, rank), (0, 1), row_tile(18))
-    check = check_of(emulated.backend, instance, 18, Sizes(140, (70, 64)), exact=True)
+    instance = GroupProgram(dtype, mx.float32, (rank, rank), (0, 1), row_tile(18))
+    check = check_of(emulated.backend, instance, 18, GroupSizes(140, (70, 64)), exact=True)
     assert examine(check).fault is None
 
 

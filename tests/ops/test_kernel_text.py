@@ -68,9 +68,9 @@ def test_self_checks_see_a_bug_of_a_loop(plant, mutant):
     plant(mutant)
     sizes = (mx.float32, mx.float32, (16, 16))
     for rows4 in (grouped_lora_kernel.FEW_ROWS4, grouped_lora_kernel.MANY_ROWS4):
-        instance = grouped_lora_kernel.Compiled(*sizes, (0, 1), rows4)
+        instance = grouped_lora_kernel.GroupProgram(*sizes, (0, 1), rows4)
         assert is_seen(grouped_lora_kernel.checks("metal", instance))
-    instance = multi_lora_kernel.Compiled(*sizes, grouped_lora_kernel.FEW_ROWS4)
+    instance = multi_lora_kernel.BatchProgram(*sizes, grouped_lora_kernel.FEW_ROWS4)
     assert is_seen(multi_lora_kernel.checks("metal", instance))
 
 
@@ -113,8 +113,8 @@ def test_arrays_of_nf4_kernels_stay_in_registers(arrays):
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_arrays_of_lora_qmv_kernels_stay_in_registers(arrays, rows):
     for ranks, heads, gated in (((16, 5), (128, 0), False), ((16, 16), (0, 0), True)):
-        instance = lora_qmv_kernel.Compiled(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
-        sizes = lora_qmv_kernel.Sizes(2560, (256, 256))
+        instance = lora_qmv_kernel.QmvProgram(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
+        sizes = lora_qmv_kernel.GroupSizes(2560, (256, 256))
         check = lora_qmv_kernel.check_of("metal", instance, rows, sizes)
         check.kernel(*check.inputs)
     assert len(arrays) == 4 and not any(arrays.values()), arrays

@@ -8,7 +8,7 @@ from mlx_packs.ops import lora_qmv as op
 from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import MARGIN, seconds
-from mlx_packs.ops.lora_qmv import AffineWeight, Factors, Format, Norm, Task, reference
+from mlx_packs.ops.lora_qmv import AffineWeight, Format, LowRank, Norm, Task, reference
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
 
@@ -43,7 +43,7 @@ def test_reference_is_the_product_with_deltas_norms_and_swiglu():
     x, weights, a, b, scales = group()
     wanted = by_definition(x, weights, a, b, scales)
 
-    factors = Factors.of(a, b, scales, FP32)
+    factors = LowRank.of(a, b, scales, FP32)
     assert factors.ranks == (4, 0, 3) and factors.down.shape == (7, 128)
     form = Format(64, 4)
     rows = x.reshape(-1, 128)
@@ -63,7 +63,7 @@ def test_reference_is_the_product_with_deltas_norms_and_swiglu():
 
 def test_prepared_launches_are_two_and_compute_the_group(emulated):
     x, weights, a, b, scales = group()
-    factors = Factors.of(a, b, scales, FP32)
+    factors = LowRank.of(a, b, scales, FP32)
     launches = op.prepare(x.shape, FP32, weights, Format(64, 4), factors)  # checks the kernels
     before = emulated.launches()
     outputs = launches(x)
@@ -74,7 +74,7 @@ def test_prepared_launches_are_two_and_compute_the_group(emulated):
 
 def test_other_calls_are_left_to_plain_mlx(nothing_launched):
     x, weights, a, b, scales = group()
-    factors = Factors.of(a, b, scales, FP32)
+    factors = LowRank.of(a, b, scales, FP32)
     form = Format(64, 4)
 
     assert op.prepare((9, 128), FP32, weights, form, factors) is None  # rows
@@ -85,7 +85,7 @@ def test_other_calls_are_left_to_plain_mlx(nothing_launched):
     norms = [Norm(mx.ones((40,)), 0.1), None, None]  # 64 columns are no whole number of heads
     assert op.prepare(x.shape, FP32, weights, form, factors, norms) is None
     wide = [mx.zeros((128, 65))] * 3, [mx.zeros((65, o)) for o in (64, 32, 40)]
-    wide = Factors.of(*wide, scales, FP32)
+    wide = LowRank.of(*wide, scales, FP32)
     assert op.prepare(x.shape, FP32, weights, form, wide) is None
 
     reasons = " ".join(_backend.record()["plain_mlx"].values())
@@ -136,7 +136,7 @@ QUICK = ("qwen3_4b_qkv_normed", "qwen3_4b_gate_up", "qwen3_4b_down", "qwen3_4b_o
 )
 def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
     fields, rows, *sizes = WORKLOADS[name]
-    call = op_kernel.Compiled(*fields), rows, op_kernel.Sizes(*sizes)
+    call = op_kernel.QmvProgram(*fields), rows, op_kernel.GroupSizes(*sizes)
     for exact in (False,) if call[0].gated or any(call[0].heads) else (True, False):
         assert examine(op_kernel.check_of(emulated.backend, *call, exact)).fault is None
 
@@ -145,8 +145,10 @@ def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
     "rows", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(1, 9)]
 )
 def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
-    instance = op_kernel.Compiled(FP16, 32, 4, op_kernel.row_tile(rows), (3, 2), (0, 0), False)
-    check = op_kernel.check_of(emulated.backend, instance, rows, op_kernel.Sizes(352, (9, 5)), True)
+    instance = op_kernel.QmvProgram(FP16, 32, 4, op_kernel.row_tile(rows), (3, 2), (0, 0), False)
+    check = op_kernel.check_of(
+        emulated.backend, instance, rows, op_kernel.GroupSizes(352, (9, 5)), True
+    )
     assert examine(check).fault is None
 
 
@@ -155,10 +157,10 @@ def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
 def test_lora_qmv_kernels_round_once(emulated, dtype):
     """Their error is that of the result in its dtype, and of sums in float32."""
     for fields, rows, *sizes in WORKLOADS.values():
-        instance = op_kernel.Compiled(*fields)._replace(dtype=dtype)
+        instance = op_kernel.QmvProgram(*fields)._replace(dtype=dtype)
         if sizes[0] > 1200:
             continue
-        check = op_kernel.check_of(emulated.backend, instance, rows, op_kernel.Sizes(*sizes))
+        check = op_kernel.check_of(emulated.backend, instance, rows, op_kernel.GroupSizes(*sizes))
         outputs = check.kernel(*check.inputs)
         with mx.stream(mx.cpu):
             truth = check.reference(check.inputs[0].astype(mx.float64))
@@ -168,12 +170,12 @@ def test_lora_qmv_kernels_round_once(emulated, dtype):
 
 
 def test_plans_favour_the_kernels_where_a_level_of_launches_goes():
-    qkv = op_kernel.Compiled(BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False)
-    gate_up = op_kernel.Compiled(BF16, 64, 4, 1, (16, 16), (0, 0), True)
+    qkv = op_kernel.QmvProgram(BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False)
+    gate_up = op_kernel.QmvProgram(BF16, 64, 4, 1, (16, 16), (0, 0), True)
     cases = ((qkv, (2560, (4096, 1024, 1024))), (gate_up, (2560, (9728, 9728))))
     for chip in CHIPS.values():
         for instance, sizes in cases:
-            plain, kernel = op_kernel.plans(instance, 1, op_kernel.Sizes(*sizes))
+            plain, kernel = op_kernel.plans(instance, 1, op_kernel.GroupSizes(*sizes))
             assert len(kernel) == 2 and seconds(kernel, chip) < MARGIN * seconds(plain, chip)
 
 

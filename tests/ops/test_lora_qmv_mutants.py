@@ -10,10 +10,10 @@ from tests.helpers.emulation import emulation
 
 # Each is one edit of the text: what is wrong, to the text, what it becomes, and the case that sees it.
 PLAIN, HEADS, GATED, MANY = (
-    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 0, 3), (0, 0, 0), False),
-    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (64, 0), False),
-    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (0, 0), True),
-    op_kernel.Compiled(mx.bfloat16, 64, 4, 4, (5, 3), (0, 0), False),
+    op_kernel.QmvProgram(mx.bfloat16, 64, 4, 1, (5, 0, 3), (0, 0, 0), False),
+    op_kernel.QmvProgram(mx.bfloat16, 64, 4, 1, (5, 3), (64, 0), False),
+    op_kernel.QmvProgram(mx.bfloat16, 64, 4, 1, (5, 3), (0, 0), True),
+    op_kernel.QmvProgram(mx.bfloat16, 64, 4, 4, (5, 3), (0, 0), False),
 )
 QMV_LOOP = "int k = lane * EIGHTS * 8; k < depth; k += LANES * EIGHTS * 8"
 DOWN_LOOP = "int k = lane * 8; k < depth; k += LANES * 8"

@@ -10,7 +10,7 @@ from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.grouped_lora_kernel import row_tile
 from mlx_packs.ops.multi_lora import multi_lora, reference
-from mlx_packs.ops.multi_lora_kernel import Compiled, Sizes, check_of, instances, plans
+from mlx_packs.ops.multi_lora_kernel import BatchProgram, BatchSizes, check_of, instances, plans
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -193,8 +193,8 @@ WORKLOADS = {  # pack of each sequence, rows, D, packs, ranks, widths
 @pytest.mark.parametrize(("dtype", "name"), by_dtype(WORKLOADS, ("decode_8", "rank_64")))
 def test_multi_lora_kernel_passes_its_random_and_exact_checks(emulated, dtype, name):
     pack, rows, depth, packs, ranks, widths = WORKLOADS[name]
-    instance = Compiled(dtype, mx.float32, ranks, row_tile(rows))
-    sizes = Sizes(len(pack), depth, widths, packs)
+    instance = BatchProgram(dtype, mx.float32, ranks, row_tile(rows))
+    sizes = BatchSizes(len(pack), depth, widths, packs)
     for exact in (False, True):
         check = check_of(emulated.backend, instance, rows, sizes, exact, pack)
         assert examine(check).fault is None
@@ -250,6 +250,6 @@ def test_instances_are_distinct_and_the_reference_passes_them_alone():
 def test_plans_count_reads_of_a_and_b_for_each_sequence():
     d, r, o = 2560, 16, 4096
     for sequences in (1, 64):
-        instance = Compiled(mx.bfloat16, mx.float32, (r,), 1)
-        for plan in plans(instance, 1, Sizes(sequences, d, (o,), 4)):
+        instance = BatchProgram(mx.bfloat16, mx.float32, (r,), 1)
+        for plan in plans(instance, 1, BatchSizes(sequences, d, (o,), 4)):
             assert sum(launch.cached_bytes for launch in plan) == 4 * sequences * r * (d + o)

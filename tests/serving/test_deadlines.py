@@ -11,7 +11,7 @@ from mlx_packs import load_base
 from mlx_packs.bases.tokenizer import tokens_of
 from mlx_packs.objectives.rerank import rerank_rows
 from mlx_packs.serving import app
-from mlx_packs.serving.embedding import _TOKENS, Embedder, rows_within
+from mlx_packs.serving.embedding import _TOKENS, EmbeddingWorker, rows_within
 from tests.helpers.errors import raises
 from tests.helpers.serving import Running, until
 
@@ -37,7 +37,7 @@ def tokenized(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(encoder):
-    worker = Embedder(load_base(encoder), 5, 1000)
+    worker = EmbeddingWorker(load_base(encoder), 5, 1000)
     worker.start()
     with Running(worker, request_seconds=0.5) as running:
         yield running

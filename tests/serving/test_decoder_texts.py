@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import Pack, load_base
 from mlx_packs.cli.serve import _served_task
 from mlx_packs.errors import PackError
-from mlx_packs.serving.embedding import Embedder, Reranker
+from mlx_packs.serving.embedding import EmbeddingWorker, Reranker
 from tests.helpers.decoder_embedders import PROMPT, write_embedder, write_reranker
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
@@ -35,7 +35,7 @@ def embedder(tmp_path_factory):
         vectors["queries"] = base.encode(TEXTS, prompt_name="query")
     assert np.abs(vectors["embedding"] - vectors["base"]).max() > 0.01
 
-    worker = Embedder(base, 3, 100)
+    worker = EmbeddingWorker(base, 3, 100)
     worker.start()
     with Running(worker, folder / "packs") as running:
         yield running, vectors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.embedding import EmbeddingWorker
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
@@ -30,7 +30,7 @@ def expected(encoder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(encoder, expected):
-    worker = Embedder(load_base(encoder), 5, 100)
+    worker = EmbeddingWorker(load_base(encoder), 5, 100)
     worker.start()
     with Running(worker, expected[0]) as running:
         yield running

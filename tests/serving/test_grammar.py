@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.json_layout import json_layout
 from mlx_packs.serving.grammar import Grammars, schema_in_layout
-from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.prompts import RequestPrompts
 from tests.helpers.rows import train_split
 from tests.serving.test_prompts import chat
 
@@ -79,7 +79,7 @@ def test_properties_have_the_order_of_the_rows_and_new_ones_come_last():
 
 def answer_of(base, layout: dict, **fields) -> str:
     """The answer that the grammar of a request makes of one that has no choice."""
-    prompts = Prompts(base, 512, 600)
+    prompts = RequestPrompts(base, 512, 600)
     body = chat(**fields)
     prompt = prompts.of_chat(body, None, (), layout)
     request = prompts.chat_maker(body, prompt, 0.0, (), layout)(0, print)

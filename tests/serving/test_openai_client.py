@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_packs import load_base
-from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.embedding import EmbeddingWorker
 from tests.helpers.serving import Running
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
@@ -121,7 +121,7 @@ def test_keys(shared_server):
 
 
 def test_embeddings(encoder):
-    worker = Embedder(load_base(encoder), 8, 64)
+    worker = EmbeddingWorker(load_base(encoder), 8, 64)
     worker.start()
     try:
         with Running(worker) as server, client_of(server) as client:

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
-from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
 from tests.helpers.packs import random_pack
@@ -74,7 +74,7 @@ def encoder_server(encoder, tmp_path):
     base = load_base(encoder)
     for seed, name in enumerate(("notes", "law")):
         random_pack(base, seed, 4, ("query", "value"), size=0.3).save(tmp_path / name)
-    worker = Embedder(base, 8, 64)
+    worker = EmbeddingWorker(base, 8, 64)
     worker.start()
     try:
         with Running(worker, tmp_path) as running:

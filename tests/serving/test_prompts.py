@@ -9,7 +9,7 @@ from mlx_packs.inference.generate import chat_prompt, raw_prompt
 from mlx_packs.runtime import mx
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.grammar import Grammars
-from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody, CompletionBody
 from tests.helpers.errors import raises
 
@@ -22,7 +22,7 @@ def chat(**fields) -> ChatBody:
 
 @pytest.fixture
 def prompts(small_tiny):
-    return Prompts(small_tiny, 512, 600)
+    return RequestPrompts(small_tiny, 512, 600)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mlx_packs.data.formats import Chat, Row
 from mlx_packs.data.tool_calls import normal_calls, normal_tools
 from mlx_packs.runtime import mx
 from mlx_packs.serving.fields import parsed
-from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody, CompletionBody, EmbeddingBody, Message, PackBody
 from tests.helpers.errors import raises
 from tests.serving.test_bad_requests import CHAT, rejected
@@ -103,7 +103,7 @@ def test_tools_and_calls_have_the_text_that_training_has(small_tiny):
     messages += [{"role": "tool", "content": "sun"}]
     fields = {"tools": [TOOL_IN_OTHER_ORDER], "messages": messages}
 
-    served = Prompts(small_tiny, 8, 512).of_chat(parse(ChatBody, **fields))
+    served = RequestPrompts(small_tiny, 8, 512).of_chat(parse(ChatBody, **fields))
     row = Row("f:1", fields)
     trained = Chat().read(row, DataConfig(), small_tiny.tokenizer)
     assert served == replace(trained, asked=len(trained.messages)).prompt()[1]
@@ -208,7 +208,7 @@ def test_a_call_can_be_sent_back():
 
 @pytest.fixture
 def prompts(small_tiny):
-    return Prompts(small_tiny, 512, 600)
+    return RequestPrompts(small_tiny, 512, 600)
 
 
 def written(prompts, base, tools=(TOOL,), start=(), **fields) -> str:

@@ -9,7 +9,7 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.objectives.rerank import rerank_rows
 from mlx_packs.packs.pack import Pack
-from mlx_packs.serving.embedding import Embedder, Reranker
+from mlx_packs.serving.embedding import EmbeddingWorker, Reranker
 from tests.helpers.decoder_embedders import write_reranker
 from tests.helpers.encoders import all_pairs, write_pairs
 from tests.helpers.errors import raises
@@ -73,6 +73,6 @@ def test_packs_of_another_task_are_rejected(worker, folder, packs):
     with raises("unsupported", None, "embedder", "packs eval"):
         worker.call(lambda: worker.registry.add("v", packs["vectors"])).result()
 
-    embedder = Embedder(load_base(folder), 4, 64)
+    embedder = EmbeddingWorker(load_base(folder), 4, 64)
     with raises("unsupported", None, "reranker", "/v1/rerank"):
         embedder.registry.add("one", packs["one"])

@@ -9,7 +9,7 @@ import pytest
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.serving.app import Server, make_app
-from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
@@ -21,7 +21,7 @@ ROW = np.array([2, 5, 3], dtype=np.int32)
 
 @pytest.fixture
 def embedder(encoder):
-    worker = Embedder(load_base(encoder), 4, 100)
+    worker = EmbeddingWorker(load_base(encoder), 4, 100)
     worker.start()
     yield worker
     worker.close(0.0)
@@ -107,7 +107,7 @@ def test_embeddings_take_no_longer_than_they_may(embedder):
 
 
 def test_closing_tells_those_who_wait_for_embeddings(encoder):
-    worker = Embedder(load_base(encoder), 4, 100)
+    worker = EmbeddingWorker(load_base(encoder), 4, 100)
     worker.start()
     go_on = threading.Event()
     worker.post(lambda: go_on.wait(SECONDS))

@@ -15,7 +15,7 @@ _LEAST_USED = 0.75  # of the inputs of a larger pass; the others are padding
 
 
 @dataclass(frozen=True)
-class Row:
+class Datum:
     """A datum that was checked.
 
     Attributes:
@@ -39,7 +39,7 @@ class RowLimits:
     vocab_size: int
 
 
-def checked_row(i: int, datum: RawDatum, loss: Loss, limits: RowLimits) -> Row:
+def checked_row(i: int, datum: RawDatum, loss: Loss, limits: RowLimits) -> Datum:
     """Return a datum with the inputs of a loss; a PackError says what is wrong with it."""
     where = f"data[{i}]"
     length = len(datum.tokens)
@@ -61,7 +61,7 @@ def checked_row(i: int, datum: RawDatum, loss: Loss, limits: RowLimits) -> Row:
     _check_tokens(targets, limits.vocab_size, f"{where}.loss_fn_inputs.target_tokens")
 
     inputs = _loss_inputs(datum, loss, length, where)
-    return Row(datum.tokens, targets.astype(np.int32), inputs)
+    return Datum(datum.tokens, targets.astype(np.int32), inputs)
 
 
 def _check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
@@ -117,7 +117,7 @@ class RowBatch:
     sizes: Sequence[int]
 
 
-def split_passes(rows: Sequence[Row], most: int) -> list[list[int]]:
+def split_passes(rows: Sequence[Datum], most: int) -> list[list[int]]:
     """Return the numbers of the rows of each forward pass, the longest rows first.
 
     Padded to its longest row, a pass has at most ``most`` inputs, few of them padding; a row that
@@ -138,7 +138,7 @@ def split_passes(rows: Sequence[Row], most: int) -> list[list[int]]:
     return passes
 
 
-def batch_of(rows: Sequence[Row]) -> RowBatch:
+def batch_of(rows: Sequence[Datum]) -> RowBatch:
     """Return rows as arrays, padded to the longest of them."""
     width = -(-max(row.size for row in rows) // _MULTIPLE) * _MULTIPLE
     tokens = np.zeros((len(rows), width), np.int32)

@@ -17,9 +17,9 @@ from starlette.concurrency import run_in_threadpool
 from ...errors import PackError
 from ...packs.pack import Pack
 from ..generation import Generator
-from .batches import Row, RowLimits, checked_row, split_passes
+from .batches import Datum, RowLimits, checked_row, split_passes
 from .losses import Loss, find_loss
-from .passes import Grads, Pass, TrainedModel
+from .passes import Grads, PassResult, TrainedModel
 from .protocol import AdamBody, LoraConfigBody
 from .states import Kind, Saved, States, uri_of
 from .trainer import Trainer, added
@@ -106,7 +106,7 @@ class Models:
         loss = find_loss(request.loss)
         limits = RowLimits(self._generator.limits.context, self._generator.base.vocab_size)
 
-        def checked() -> list[Row]:
+        def checked() -> list[Datum]:
             data = enumerate(request.data)
             return [checked_row(i, each, loss, limits) for i, each in data]
 
@@ -125,8 +125,8 @@ class Models:
         return forward_output(result.logprobs, {"loss:sum": result.loss})
 
     async def _forward(
-        self, model: TrainedModel, rows: Sequence[Row], loss: Loss, backward: bool
-    ) -> Pass:
+        self, model: TrainedModel, rows: Sequence[Datum], loss: Loss, backward: bool
+    ) -> PassResult:
         """Compute as many passes as the rows need, and return their sum."""
         total = 0.0
         logprobs: dict[int, np.ndarray] = {}
@@ -147,7 +147,7 @@ class Models:
                 self.passes += 1
         finally:
             self.waiting -= 1
-        return Pass(total, [logprobs[i] for i in range(len(rows))], grads)
+        return PassResult(total, [logprobs[i] for i in range(len(rows))], grads)
 
     async def update(self, model: Model, params: AdamBody) -> float:
         async with model.lock:

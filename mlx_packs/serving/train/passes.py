@@ -47,7 +47,7 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassResult:
     """The loss of a pass, log-probabilities of the targets of each row, gradients or None."""
 
     loss: float
@@ -57,7 +57,7 @@ class Pass:
 
 def compute(
     base: nn.Module, head: Head | None, batch: RowBatch, loss: Loss, backward: bool
-) -> Pass:
+) -> PassResult:
     """Compute a pass on a base that has the adapters of a model; ``head`` is the model's.
 
     Raises:
@@ -88,7 +88,7 @@ def compute(
     _check_finite(value, grads)
 
     by_row = np.split(np.array(logprobs), np.cumsum(batch.sizes)[:-1])
-    return Pass(float(value.item()), by_row, grads)
+    return PassResult(float(value.item()), by_row, grads)
 
 
 def target_logprobs(

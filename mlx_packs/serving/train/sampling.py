@@ -94,8 +94,6 @@ class SampleRunner:
     ) -> Request:
         params = body.sampling_params
         prompt = body.prompt.tokens
-        vocab_size = self._generator.base.vocab_size
-        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         seed = None if params.seed is None else params.seed + i
         room = self._generator.limits.context - len(prompt)
         default = max(1, min(self._settings.max_tokens, room))
@@ -107,7 +105,7 @@ class SampleRunner:
             prompt,
             params.max_tokens or default,
             on_event,
-            lambda: sampler_of(params.temperature, params.top_p, top_k, 0.0, seed),
+            lambda: sampler_of(params.temperature, params.top_p, params.top_k, 0.0, seed),
             stop=stop,
             after=prompt[-CHARACTER_TOKENS:],
             top_logprobs=0,

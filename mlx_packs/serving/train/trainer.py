@@ -30,9 +30,9 @@ from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
 from ..slots import PackSlots
-from .batches import Row, batch_of
+from .batches import Datum, batch_of
 from .losses import Loss
-from .passes import Grads, Pass, TrainedModel, compute
+from .passes import Grads, PassResult, TrainedModel, compute
 from .protocol import AdamBody, LoraConfigBody
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
@@ -112,7 +112,9 @@ class Trainer:
             finally:
                 model.attached.lift()
 
-    def run(self, model: TrainedModel, rows: Sequence[Row], loss: Loss, backward: bool) -> Pass:
+    def run(
+        self, model: TrainedModel, rows: Sequence[Datum], loss: Loss, backward: bool
+    ) -> PassResult:
         """Compute a pass, with its gradients if asked for; `add` keeps them."""
         with self._on_base(model) as base:
             return compute(base, model.head, batch_of(rows), loss, backward)

@@ -10,7 +10,7 @@ import h11
 
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
-from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
 from tests.fuzz.kind import SUBJECT, Kind, library
@@ -69,7 +69,7 @@ class _Served(Kind):
         limits = Limits(8, 64, 64 << 20, 512, 340)
         self.server = self._serve(Generator(load_base(base), limits), folder.with_name("packs"))
 
-    def _serve(self, worker: Generator | Embedder, packs: Path) -> Running:
+    def _serve(self, worker: Generator | EmbeddingWorker, packs: Path) -> Running:
         worker.start()
         self._open.callback(worker.close, 0.0)
         return self._open.enter_context(Running(worker, packs))
@@ -98,7 +98,7 @@ class BodyKind(_Served):
         encoder = write_encoder(folder.with_name("encoder"))
         packs = folder.with_name("encoders")
         random_pack(load_base(encoder), targets=()).save(packs / "one")
-        self.embedding = self._serve(Embedder(load_base(encoder), 8, 64), packs)
+        self.embedding = self._serve(EmbeddingWorker(load_base(encoder), 8, 64), packs)
 
     chosen = "chat"
 

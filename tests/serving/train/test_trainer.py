@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.serving.train.batches import Row, RowLimits, checked_row
+from mlx_packs.serving.train.batches import Datum, RowLimits, checked_row
 from mlx_packs.serving.train.losses import LOSSES
 from mlx_packs.serving.train.protocol import AdamBody, LoraConfigBody
 from mlx_packs.serving.train.trainer import Trainer
@@ -30,7 +30,7 @@ def slots():
     slots.close()
 
 
-def row(tokens: list[int], vocab_size: int = 4096) -> Row:
+def row(tokens: list[int], vocab_size: int = 4096) -> Datum:
     inputs = {"target_tokens": np.array(tokens[::-1])}
     datum = RawDatum(np.array(tokens, np.int32), inputs)
     return checked_row(0, datum, LOSS, RowLimits(16, vocab_size))
