@@ -104,7 +104,7 @@ def attach(
     if specs is None:
         specs = with_heads(plan_specs(groups, lora), base.model)
     if is_whole:
-        specs = {path: _uncut(spec) for path, spec in specs.items()}
+        specs = {path: _with_one_slice(spec) for path, spec in specs.items()}
 
     attached = Attached(base, specs, groups, notes)
     try:
@@ -120,8 +120,7 @@ def attach(
     return attached
 
 
-def _uncut(spec: ModuleSpec) -> ModuleSpec:
-    """Return one adapter for all slices of a projection."""
+def _with_one_slice(spec: ModuleSpec) -> ModuleSpec:
     if len(spec.slices) == 1:
         return spec
 

@@ -86,7 +86,6 @@ class DoRA(LoRA):
     is_whole = True  # as in PEFT
 
     def initialize(self, attached: Attached) -> Attached:
-        """Return adapters whose magnitudes are the norms of the weights."""
         check_linears(attached, "dora")
         return DoRAAttached(attached)
 

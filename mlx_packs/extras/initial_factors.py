@@ -162,7 +162,6 @@ class ResidualMethod(LoRA):
     factors: ClassVar[Callable[[mx.array, int, float], Factors]]
 
     def initialize(self, attached: Attached) -> Residual:
-        """Return adapters that begin with factors of the weights."""
         check_linears(attached, self.name)
         begin_with(attached, self.factors, weight_of)
         install(attached, ResidualLoRA)
@@ -214,7 +213,6 @@ class LoftQ(LoRA):
             )
 
     def initialize(self, attached: Attached) -> Attached:
-        """Return adapters that begin with what quantization has lost."""
         check_linears(attached, "loftq")
         dense = _dense_weights(attached.base, attached.frozen)
 

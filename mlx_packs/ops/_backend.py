@@ -180,11 +180,9 @@ class Instance:
         return self.spec.op
 
     def checks(self, backend: str) -> list[Check]:
-        """Return small inputs with tails."""
         return self.spec.checks(backend, self.call[0])
 
     def workload(self, backend: str) -> Check:
-        """Return inputs of the sizes of the call."""
         return self.spec.workload(backend, *self.call)
 
 
