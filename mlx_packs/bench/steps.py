@@ -135,7 +135,8 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comp
     A round that has begun is finished; none but the first begins that would end after ``end``.
     """
     until = min(monotonic() + share_s, end)
-    comparison, path = _planned(of, shape)
+    comparison = _planned(of, shape)
+    path = comparison.choice.matmul_path
     if comparison.fault:
         return comparison
 
@@ -164,8 +165,8 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comp
     return replace(comparison, mlx_lm=mlx_lm, ours=ours, ratios=ratios)
 
 
-def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
-    """Return the facts known before anything runs, and our matmul path."""
+def _planned(of: Contest, shape: Shape) -> Comparison:
+    """Return the facts known before anything runs."""
     recompute = "none"
     fault = ""
     try:
@@ -183,8 +184,7 @@ def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
 
     path = choice.matmul_path
     predicted = predict(of.headers, of.lora, of.train(shape, path, recompute))
-    plan = plans.get(path)
-    return Comparison(shape, recompute, choice, plan, predicted, fault=fault), path
+    return Comparison(shape, recompute, choice, plans.get(path), predicted, fault=fault)
 
 
 def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:

@@ -117,7 +117,13 @@ def estimate(
 
     Raises a PackError for a family or an objective that the formula does not know.
     """
-    _check_objective(train)
+    if train.objective != "transformer" and not train.trains_base:
+        raise PackError(
+            f"no plan for the objective {train.objective}. Known is transformer.",
+            "unsupported",
+            "objective",
+        )
+
     text = language_model(headers)
     takes_images = has_images(headers.config)
     if takes_images and any(map(is_of_projector, lora.target_modules)):
@@ -138,15 +144,6 @@ def estimate(
         for name, parts in plan.moments.items()
     }
     return replace(plan, moments=moments)
-
-
-def _check_objective(train: TrainConfig) -> None:
-    if train.objective != "transformer" and not train.trains_base:
-        raise PackError(
-            f"no plan for the objective {train.objective}. Known is transformer.",
-            "unsupported",
-            "objective",
-        )
 
 
 def _plan_step(

@@ -95,14 +95,13 @@ def choose_matmul_path(
 
     with weights_readable(model):
         source, step_s = _times(kinds, paths, steps)
+    reason = f"{source}; {left_out}" if left_out else source
     if step_s is None:
         expected = _expected(kinds, paths)
-        best = min(expected, key=expected.__getitem__)
-        return MatmulPathChoice(best, {}, _joined(source, left_out))
+        return MatmulPathChoice(min(expected, key=expected.__getitem__), {}, reason)
 
     step_ms = {path: 1e3 * sum(seconds[path] for seconds in step_s) for path in paths}
-    best = min(step_ms, key=step_ms.__getitem__)
-    return MatmulPathChoice(best, step_ms, _joined(source, left_out))
+    return MatmulPathChoice(min(step_ms, key=step_ms.__getitem__), step_ms, reason)
 
 
 def _paths_that_fit(model: nn.Module) -> Set[str]:
@@ -120,10 +119,6 @@ def _left_out(model: nn.Module, paths: Sequence[str]) -> str:
     if all(MATMUL_PATHS[path].keeps_dense for path in others):
         return f"{names} would need {dense_bytes(model) / 1e9:.1f} GB more"
     return f"{names} would not fit"
-
-
-def _joined(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
 
 
 def _times(

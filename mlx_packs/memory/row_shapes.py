@@ -86,7 +86,11 @@ def row_shapes(
     @cache
     def tree_shapes(batch_size: int, max_seq_length: int) -> set[Shape]:
         settings = replace(train, batch_size=batch_size, max_seq_length=max_seq_length)
-        return _tree_shapes(settings, lora, cut_to(examples, max_seq_length))
+        rows = cut_to(examples, max_seq_length)
+        trees = plan_trees(settings, lora, rows, np.arange(len(rows)))
+        inputs = sequence_inputs(max_seq_length)
+        sampler = Sampler(rows.lengths, batch_size, inputs, train.seed, train.packing)
+        return training_batches(trees, rows, sampler).shapes(train.iters)
 
     def repeats(batch_size: int) -> Repeats | None:
         if train.packing:
@@ -97,14 +101,6 @@ def row_shapes(
 
     image_tokens = images.counts()["tokens"] if (images := images_of(tokenizer)) else 0
     return RowShapes(int(lengths.max()), shapes_of, repeats, image_tokens)
-
-
-def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> set[Shape]:
-    """Return the shapes of a run's batches by its --share-prefix."""
-    trees = plan_trees(train, lora, examples, np.arange(len(examples)))
-    inputs = sequence_inputs(train.max_seq_length)
-    sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
-    return training_batches(trees, examples, sampler).shapes(train.iters)
 
 
 # The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.

@@ -9,7 +9,6 @@ measured. `limit_operations` keeps the calls apart.
 
 import math
 import os
-from collections.abc import Iterable
 
 import mlx.core as mx
 
@@ -39,25 +38,19 @@ def attention_calls(
     least, however long that is.
     """
     needed = _BACKWARD * 2 * rows * heads * length**2 * width / ATTENTION_OPERATIONS
-    row_parts = _enough((n for n in range(1, rows + 1) if rows % n == 0), needed)
-
-    of_heads = (
+    divisors = (n for n in range(1, rows + 1) if rows % n == 0)
+    row_parts = next((n for n in divisors if n >= needed), rows)
+    head_parts = [
         n
         for n in range(1, heads + 1)
         if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-    )
-    return row_parts, _enough(of_heads, needed / row_parts)
+    ]
+    return row_parts, next((n for n in head_parts if n >= needed / row_parts), heads)
 
 
 def product_calls(tokens: int, out: int, width: int) -> int:
     """Return in how many calls the tokens of a product are computed, so that none is too long."""
     return max(1, math.ceil(2 * tokens * out * width / PRODUCT_OPERATIONS))
-
-
-def _enough(counts: Iterable[int], needed: float) -> int:
-    """Return the first of rising numbers that is enough, or the largest."""
-    options = list(counts)
-    return next((n for n in options if n >= needed), options[-1])
 
 
 def limit_operations(max_seq_length: int) -> str:
