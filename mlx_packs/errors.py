@@ -195,6 +195,29 @@ def library_errors(to_error: Callable[[str], PackError]) -> Iterator[None]:
         raise to_error(reason_of(error)) from error
 
 
+@contextmanager
+def file_errors(
+    place: object, remedy: str = "", code: Code = "unreadable", flag: str | None = None
+) -> Iterator[None]:
+    """Turn the fault of a file into an error that begins with its place, and ends with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise PackError(f"{place}: cannot be read ({error.strerror}).", code, flag) from None
+    except ValueError as error:
+        fault = str(error).rstrip(".")
+        raise PackError(f"{place}: {fault}. {remedy}".rstrip(), code, flag) from None
+
+
+@contextmanager
+def errors_of(setting: str) -> Iterator[None]:
+    """Begin errors of a file with the flag of the setting that names it."""
+    try:
+        yield
+    except PackError as error:
+        raise PackError(f"{flag_of(setting)} {error.message}", error.code, setting) from error
+
+
 def _is_defect(error: BaseException) -> bool:
     """Return whether a line of this program raised an error that means a bug in it."""
     frame = error.__traceback__

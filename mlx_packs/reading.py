@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import PackError, library_errors
+from .errors import PackError, file_errors, library_errors
 
 FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
 DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 tensors has 15 MB
@@ -161,10 +161,8 @@ def _check_unicode(value: Any) -> None:
 def read_json(file: Path, kind: type = dict, limit: int = DOCUMENT_BYTES) -> Any:
     """Return the content of a JSON file, which must be of a kind: ``dict`` or ``list``."""
     text = read_text(file, limit)
-    try:
+    with file_errors(f"{file}: is not valid JSON"):
         content = parse_json(text)
-    except ValueError as error:
-        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
 
     if not isinstance(content, kind):
         raise PackError(

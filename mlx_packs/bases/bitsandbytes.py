@@ -6,7 +6,7 @@ that codes stand for, and ``weight.quant_state.bitsandbytes__nf4``: JSON, as byt
 
 import numpy as np
 
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..ops.blockwise import dynamic_map
 from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight
 from ..reading import parse_json
@@ -36,10 +36,8 @@ def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.
         codes = renamed.pop(name, None)
         state = renamed.pop(state_name)
 
-        try:
+        with file_errors(f"{where}: {name}", _REMEDY):
             weight = _weight(codes, _state(state), **parts)
-        except ValueError as error:
-            raise PackError(f"{where}: {name}: {error} {_REMEDY}", "unreadable") from None
 
         if not name.endswith(".weight"):
             raise PackError(

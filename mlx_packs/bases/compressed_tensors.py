@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..errors import PackError, warn_once
+from ..errors import PackError, file_errors, warn_once
 from ..kinds import check_keys
 from ..nn.frozen_weight import LARGEST_NVFP4
 from ..runtime import mx
@@ -76,10 +76,8 @@ def check_compressed(path: Path, config: Mapping, tensors: Collection[str]) -> N
     if not stored:
         return
 
-    try:
+    with file_errors(path / "config.json", _REMEDY):
         check_keys(dict(stored), _KEYS, "quantization_config")
-    except ValueError as error:
-        raise PackError(f"{path / 'config.json'}: {error}. {_REMEDY}", "unreadable") from None
 
     _check_scheme(path, stored)
     is_packed = any(name.endswith(".weight_packed") for name in tensors)
@@ -169,12 +167,10 @@ def from_compressed_tensors(
             continue
 
         parts = {stored: renamed.pop(f"{path}.{stored}", None) for stored in _PARTS}
-        try:
+        with file_errors(f"{where}: {path}", _REMEDY):
             _check_shapes(parts, group_size)
             tensors = _in_mlx(parts, dtype)
             renamed |= {f"{path}.{part}": array for part, array in tensors.items()}
-        except ValueError as error:
-            raise PackError(f"{where}: {path}: {error} {_REMEDY}", "unreadable") from None
 
     return renamed
 

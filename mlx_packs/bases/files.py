@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..errors import PackError, warn_once
+from ..errors import PackError, file_errors, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from ..kinds import check_keys
 from ..leftovers import recover
@@ -171,10 +171,8 @@ def _named_shards(path: Path) -> set[str] | None:
     if not index.is_file():
         return None
     content = read_json(index)
-    try:
+    with file_errors(f"{index}: is not an index of shards"):
         check_keys(content, {"weight_map": "a mapping", "weight_map.*": "text"})
-    except ValueError as error:
-        raise PackError(f"{index}: is not an index of shards: {error}.", "unreadable") from None
 
     return set(content["weight_map"].values()) or None
 
@@ -349,14 +347,12 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
     Raises PackError if a value that a model is made of has another type, or is out of range.
     """
     config = read_json(file)
-    try:
+    with file_errors(file, _REMEDY):
         check_keys(config, _KEYS)
         check_keys(config.get("text_config") or {}, _TEXT_KEYS, "text_config")
         for module_path, settings in (config.get("quantization") or {}).items():
             if isinstance(settings, Mapping):
                 check_keys(settings, _MLX_QUANTIZATION, f"quantization.{module_path}")
-    except ValueError as error:
-        raise PackError(f"{file}: {error}. {_REMEDY}", "unreadable") from None
 
     if config.get("model_type") == "llava":
         config["text_config"] = _LLAVA_TEXT | (config.get("text_config") or {})

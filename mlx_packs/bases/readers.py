@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.choices import Table
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..kinds import check_keys
 from ..reading import read_json
 from .gguf.header import is_gguf
@@ -106,13 +106,9 @@ def _ollama(name: str) -> Path:
         )
 
     content = read_json(manifest)
-    try:
+    with file_errors(f"{manifest}: is not a manifest of Ollama"):
         check_keys(content, {"layers": "a list", "layers.*": "a mapping"})
         check_keys(content, {"layers.*.mediaType": "text", "layers.*.digest": "text"})
-    except ValueError as error:
-        raise PackError(
-            f"{manifest}: is not a manifest of Ollama: {error}.", "unreadable"
-        ) from None
 
     kinds = {layer["mediaType"]: layer["digest"] for layer in content["layers"]}
     if _ADAPTER_LAYER in kinds:

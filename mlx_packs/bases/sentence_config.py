@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..kinds import check_keys, check_kind
 from ..reading import read_json
 
@@ -82,7 +82,9 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
         )
 
     lower_case = settings.get("do_lower_case") is True
-    named = _named_prompts(path / PROMPTS, prompts.get("prompts"))
+    with file_errors(path / PROMPTS):
+        check_keys(prompts, {"prompts": "a mapping?", "prompts.*": "text"})
+    named = dict(prompts.get("prompts") or {})
     if is_decoder and not (path / MODULES).is_file():
         return SentenceConfig("lasttoken", True, longest, lower_case, adds_eos=True, prompts=named)
 
@@ -90,14 +92,6 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
     return SentenceConfig(
         pooling, normalize, longest, lower_case, prompts=named, pools_prompt=pools_prompt
     )
-
-
-def _named_prompts(file: Path, prompts: dict | None) -> dict[str, str]:
-    try:
-        check_keys({"prompts": prompts}, {"prompts": "a mapping?", "prompts.*": "text"})
-    except ValueError as error:
-        raise PackError(f"{file}: {error}.", "unreadable") from None
-    return dict(prompts or {})
 
 
 def _modules(path: Path) -> tuple[str, bool, bool]:
@@ -151,10 +145,8 @@ def _pooling(file: Path) -> tuple[str, bool]:
     """The one kind of pooling that a config of the Pooling module turns on; if of prompts, too."""
     config = _read(file)
     methods = config.get("pooling_mode")
-    try:
+    with file_errors(file):
         check_kind("pooling_mode", methods, "text or a list of texts?")
-    except ValueError as error:
-        raise PackError(f"{file}: {error}.", "unreadable") from None
 
     if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}

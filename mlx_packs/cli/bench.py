@@ -113,7 +113,6 @@ def bench(
 
 
 def _instances(model: str, rank: int) -> list["Instance"]:
-    """Return the usual kernel instances, and those of the base beside the bundled one."""
     from ..bases.files import TINY
     from ..ops.diagnostics import kernel_instances
     from ..ops.grouped_lora_kernel import MAX_RANK

@@ -172,7 +172,6 @@ def _write(target: Path, labelled: "Sequence[tuple[dict, Prediction]]", top: int
 
 
 def _table(labelled: "Iterable[tuple[dict, Prediction]]", delimiter: str) -> str:
-    """Return the columns of the rows, and two of each prediction."""
     rows = []
     for values, prediction in labelled:
         name, value = next(iter(prediction.to_json().items()))

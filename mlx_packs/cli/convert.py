@@ -356,7 +356,6 @@ def _lines(report: dict) -> list[str]:
 
 
 def _dense_lines(reasons: dict[str, str]) -> list[str]:
-    """Return a line for each reason, with the first modules that it holds for."""
     lines = []
     for reason in dict.fromkeys(reasons.values()):
         paths = [path for path, why in reasons.items() if why == reason]

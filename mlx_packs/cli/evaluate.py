@@ -237,7 +237,6 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def _lines(compared: Sequence["BatchReport"]) -> list[str]:
-    """Return a table of quality and one of speed, and how they were measured."""
     first = compared[0]
     quality = [one for one in compared if one.batch_size == first.batch_size]
     return [

@@ -120,7 +120,6 @@ def _show_offload(base: "Base") -> None:
 
 
 def _messages(system: str, prompt: str, images: tuple[str, ...]) -> list[dict]:
-    """Return the messages of a prompt, in the form of chat templates."""
     from ..inference.chat import question
 
     messages = [question(prompt, images)]

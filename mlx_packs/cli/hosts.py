@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .. import signals
-from ..errors import PackError
+from ..errors import PackError, errors_of
 from ..reading import read_json
 from ..terminal import pass_on
 
@@ -60,10 +60,8 @@ def _read_hosts(file: Path) -> list[str]:
     if not file.is_file():
         raise PackError(f"--hosts {file}: no such file.", "not-found", "hosts")
 
-    try:
+    with errors_of("hosts"):
         content = read_json(file, object)
-    except PackError as error:
-        raise PackError(f"--hosts {error.message}", error.code, "hosts") from None
 
     hosts = content.get("hosts") if isinstance(content, dict) else content
     if not isinstance(hosts, list) or len(hosts) < 2:

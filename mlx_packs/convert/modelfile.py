@@ -19,7 +19,7 @@ from ..bases.templated import adds_bos, with_template
 from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import answer_end, given_variables, render_conversation
 from ..config.chat_templates import PLAIN
-from ..errors import PackError
+from ..errors import PackError, errors_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.manifest import chat_template_of, template_kwargs_of
 from ..packs.pack import Pack
@@ -90,7 +90,7 @@ def _file_of(start: str) -> Path | None:
 def _checked_base(pack: Pack, file: Path) -> tuple[Path, dict]:
     """Return the checkpoint folder of a GGUF file and its config, if it is the pack's base."""
     base = pack.manifest["base"]
-    try:
+    with errors_of("from"):
         if base["id"].lower().endswith(".gguf") or is_local_model(base["id"]):
             prefix = DENSE if base["id"].startswith(DENSE) else ""
             return check_checkpoint(pack, f"{prefix}{file}")
@@ -98,8 +98,6 @@ def _checked_base(pack: Pack, file: Path) -> tuple[Path, dict]:
         folder = resolve_checkpoint(file)
         config = check_files(folder)
         _check_shapes(pack, config)
-    except PackError as error:
-        raise PackError(f"--from {error.message}", error.code, "from") from error
     return folder, config
 
 

@@ -12,7 +12,7 @@ from ..adapters.targets import plan_specs
 from ..bases.geometry import probe
 from ..bases.shapes import GeometryError, Group
 from ..config.lora import LoRAConfig
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..kinds import check_keys, check_kind
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import is_plain_linear
@@ -128,10 +128,8 @@ def shown(value: object) -> str:
 def stored_alphas(file: Path) -> dict[str, float]:
     """Return the alpha of each layer that a file of adapters names in its metadata."""
     text = mx.load(str(file), return_metadata=True)[1].get("alpha") or "{}"
-    try:
+    with file_errors(f"{file}: its metadata"):
         alphas = parse_json(text)
         check_kind("alpha", alphas, "a mapping")
         check_keys(alphas, {"*": "a number"}, "alpha")
-    except ValueError as error:
-        raise PackError(f"{file}: its metadata: {error}.", "unreadable") from None
     return alphas

@@ -26,7 +26,7 @@ from ..config.arguments import checked_arguments
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..errors import Interrupted, PackError, did_you_mean
+from ..errors import Interrupted, PackError, did_you_mean, file_errors
 from ..files import atomic_write, make_folder, replace_file, to_json, write_errors
 from ..leftovers import temporary
 from ..nn.frozen_weight import frozen_weight
@@ -458,12 +458,8 @@ class LayerTrainer:
         run = Path(folder).expanduser()
         checkpoint = RunFolder(run).resume_point().folder
 
-        try:
+        with file_errors(run / LAYERS):
             then = read_json(run / LAYERS)
-        except OSError as error:
-            raise PackError(
-                f"{run / LAYERS}: cannot be read ({error.strerror}).", "unreadable"
-            ) from None
 
         now = json.loads(to_json(self._identity()))
         check_unchanged(str(run), then, now)

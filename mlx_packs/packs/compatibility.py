@@ -18,7 +18,7 @@ from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_f
 from ..bases.readers import DENSE, is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..files import is_hub_id
 from ..reading import read_json
 from .manifest import check_quantization, generates, pack_facts, task_code, task_of
@@ -90,10 +90,8 @@ def check_checkpoint(pack: Pack, model: str | Path) -> tuple[Path, dict]:
     config = check_files(path)
 
     if quantization := config.get("quantization"):
-        try:
+        with file_errors(path / "config.json"):
             check_quantization("quantization", quantization)
-        except ValueError as error:
-            raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
 
     if not quantization and (
         is_converted_on_loading(config) or quantize_for(pack, config) != "none"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.trainable import Trainable
-from ..errors import PackError, library_errors
+from ..errors import PackError, errors_of, library_errors
 from ..packs.compatibility import check_base
 from ..packs.manifest import ADAPTERS, MANIFEST, chat_template_of, is_hub_name, read_manifest
 from ..packs.pack import Pack
@@ -27,11 +27,9 @@ def adapters_file(start: str) -> Path:
 
     if path.is_dir() and not (path / MANIFEST).is_file() and (path / ADAPTERS).is_file():
         return path / ADAPTERS  # as mlx-lm writes it
-    try:
+    with errors_of("resume_adapter_file"):
         pack = Pack.open(start)
         pack.verify()
-    except PackError as error:
-        raise PackError(f"{FLAG} {error.message}", error.code, "resume_adapter_file") from error
     return pack.path / ADAPTERS
 
 
@@ -74,12 +72,10 @@ def compare_with_initial_pack(run: Run, pack: Pack) -> None:
 def load_adapters(trainable: Trainable, start: str) -> None:
     """Set the trainable parameters from a file of exactly these tensors."""
     file = adapters_file(start)
-    try:
+    with errors_of("resume_adapter_file"):
         read_header(file)
         if (file.parent / MANIFEST).is_file():
             _check_pack(Pack.open(file.parent), trainable)
-    except PackError as error:
-        raise PackError(f"{FLAG} {error.message}", error.code, "resume_adapter_file") from error
 
     with library_errors(lambda reason: PackError(f"{FLAG} {file}: {reason}.", "unreadable")):
         tensors = mx.load(str(file))

@@ -9,7 +9,7 @@ from types import NoneType
 
 from ..config.choices import METHODS, TASKS
 from ..config.other_names import without_removed
-from ..errors import PackError, older_version
+from ..errors import PackError, file_errors, older_version
 from ..files import atomic_write, make_folder, to_json
 from ..leftovers import discard, recovered
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
@@ -140,12 +140,8 @@ class RunFolder:
         identity = self._parsed_identity()
         if SEAL not in identity or not _SETTINGS <= set(identity["recipe"]):
             raise older_version(self.path, "Train again, with --overwrite.")
-        try:
+        with file_errors(self.path / CONFIG, self._without_identity()):
             check_seal(identity)
-        except ValueError as error:
-            raise PackError(
-                f"{self.path / CONFIG}: {error}. {self._without_identity()}", "unreadable"
-            ) from None
 
         return without_seal(identity) | {"recipe": without_removed(identity["recipe"])}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.arguments import checked_arguments
-from ..errors import PackError
+from ..errors import PackError, file_errors
 from ..files import atomic_write, to_json
 from ..packs.facts import (
     changes_of,
@@ -271,10 +271,8 @@ def read_report(run: Path) -> dict | None:
         return None
 
     report = read_json(file)
-    try:
+    with file_errors(file, "Remove it."):
         check_seal(report)
-    except ValueError as error:
-        raise PackError(f"{file}: {error}. Remove it.", "unreadable") from None
     return without_seal(report)
 
 

@@ -90,7 +90,6 @@ class Architecture:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Modules of a block by the name of their tensors."""
         return {theirs: ours for ours, theirs in self.family.gguf_names.items()} | self.norms
 
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from ...cache import Cache, key_of
-from ...errors import PackError
+from ...errors import PackError, file_errors
 from ...reading import check_regular
 
 _CACHE = Cache("gguf", days=30, is_needed=True)
@@ -17,12 +17,8 @@ def checkpoint_folder(path: Path, *, dense_k: bool = False) -> Path:
     from .checkpoint import Conversion  # which loads MLX
 
     path = path.resolve()
-    try:
+    with file_errors(path, code="not-found", flag="model"):
         check_regular(path)
-    except OSError as error:
-        raise PackError(
-            f"{path}: cannot be read ({error.strerror}).", "not-found", "model"
-        ) from None
 
     state = _state(path)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import PackError
+from ...errors import PackError, file_errors
 from ...reading import open_regular
 
 MAGIC = b"GGUF"
@@ -90,10 +90,8 @@ def is_gguf(path: Path) -> bool:
 
 def read_gguf(path: Path) -> GgufFile:
     """Raises PackError for a file cut short, damaged, of another version, or in several parts."""
-    try:
+    with file_errors(path):
         file = open_regular(path)
-    except OSError as error:
-        raise PackError(f"{path}: cannot be read ({error.strerror}).", "unreadable") from None
 
     with file:
         head = file.read(8)

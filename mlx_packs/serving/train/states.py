@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import PackError
+from ...errors import PackError, file_errors
 from ...files import to_json
 from ...leftovers import discard
 from ...packs.manifest import MANIFEST
@@ -111,10 +111,8 @@ class States:
                 "path",
             )
 
-        try:
+        with file_errors(saved.folder):
             check_files(saved.folder, saved.facts.get("files", {}))
-        except (ValueError, OSError) as error:
-            raise PackError(f"{saved.folder}: {error}.", "unreadable") from None
 
         moments = read_tensors(saved.folder / OPTIMIZER)
         return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
