@@ -40,9 +40,9 @@ from .fidelity import (
     Modules,
     Variant,
     check_max_drift,
-    dense_modules,
     drift_limit,
     first_that_passes,
+    modules_on_call,
 )
 from .merge_plan import Change
 
@@ -237,11 +237,12 @@ class _Combination:
 
     def modules(self) -> Modules:
         modules = dict(self.base.model.named_modules())
-        changes = [
-            Change(path, frozen_weight(modules[path]).dense().astype(mx.float32) + delta, None)
-            for path, delta in self.deltas.items()
-        ]
-        return dense_modules(self.base, changes)
+
+        def weight_of(path: str) -> mx.array:
+            return frozen_weight(modules[path]).dense().astype(mx.float32) + self.deltas[path]
+
+        changes = [Change(path, weight_of(path), None) for path in self.deltas]
+        return modules_on_call(self.base, changes, weight_of)
 
     def kl_of(self, meter: FidelityMeter, dense: Variant, rank: int) -> float:
         """Return the distance of the pack of a rank from the dense modules, in nats per token."""

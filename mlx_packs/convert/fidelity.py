@@ -7,14 +7,16 @@ cannot be read off the weights; it is measured on examples, as KL of the next to
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.nn as nn
 
 from ..adapters.imported import full_tensor_modules
 from ..bases.model import BaseModel
+from ..config.choices import MATMUL_PATHS
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
@@ -27,16 +29,18 @@ from ..errors import PackError
 from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear
 from ..nn.quantized import LINEARS
 from ..nn.surgery import replace_modules
-from ..objectives.causal_lm import forward, part_of, split_head
+from ..objectives.causal_lm import forward, head_number, part_of, possible_heads
+from ..offload.placing import exceeds_memory
 from ..ops.profile import profile
 from ..packs.base import Base, activated, load_base_for
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
+from .merge_plan import Change, MergeRequest, plan_changes
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
@@ -46,8 +50,10 @@ ROWS = 32
 # What is tried where a merge is too far off, the cheapest first: after any other format both.
 _FINER = {"none": (), "affine8": ("none",)}
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
+_LARGE_SHARE = 0.25  # of the memory: the blocks of a larger base stay on disk
 
 Modules = list[tuple[str, nn.Module]]
+WeightOf = Callable[[str], mx.array]  # the new dense weight of a module, lazy
 Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
 
 
@@ -157,7 +163,10 @@ class FidelityMeter:
 
         tokens = self.batches[-1].inputs["tokens"].size
         steps = 2 * len(self.batches)
-        self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
+        without_copies = {path for path, facts in MATMUL_PATHS.items() if not facts.keeps_dense}
+        choice = choose_matmul_path(base.model, tokens, planned=without_copies, steps=steps)
+        self.matmul_path = choice.matmul_path
+        self.head_number = head_number(base.model)
 
     def with_pack(self, pack: Pack | None) -> Variant:
         """Return the base with a pack attached, or alone."""
@@ -176,9 +185,9 @@ class FidelityMeter:
 
         with self.display.task("drift", len(self.batches), "batches") as bar:
             for portion in _portions(self.batches, self.base.vocab_size):
-                before = _log_probabilities(model, portion, first)
-                after = _log_probabilities(model, portion, second)
-                alone = _log_probabilities(model, portion, plain)
+                before = self._log_probabilities(portion, first)
+                after = self._log_probabilities(portion, second)
+                alone = self._log_probabilities(portion, plain)
 
                 for batch, p, q, r in zip(portion, before, after, alone, strict=True):
                     inputs = batch.inputs
@@ -202,6 +211,29 @@ class FidelityMeter:
             rows=rows,
             targets=targets,
         )
+
+    def _log_probabilities(self, batches: list[Batch], variant: Variant) -> list[mx.array]:
+        """Return log-probabilities [targets, V] float32 at each batch's targets."""
+        model = self.base.model
+        with variant():
+            # a check of each variant's head would read its weights twice more
+            heads = None if self.head_number is None else list(possible_heads(model))
+            head = heads and heads[self.head_number]
+            arrays = []
+            for batch in batches:
+                inputs = batch.inputs
+                positions = mx.array(inputs["positions"][inputs["owners"] >= 0])
+                tokens = mx.array(inputs["tokens"])
+
+                outputs = forward(model, part_of(model, head), tokens)
+                logits = outputs.reshape(-1, outputs.shape[-1])[positions]
+                if head is not None:
+                    logits = head.logits(logits)
+                logits = logits.astype(mx.float32)
+                arrays.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+                mx.eval(arrays)
+
+            return arrays
 
 
 @contextmanager
@@ -232,27 +264,6 @@ def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
         yield portion
 
 
-def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant) -> list[mx.array]:
-    """Return log-probabilities [targets, V] float32 at each batch's targets."""
-    with variant():
-        head = split_head(model)
-        arrays = []
-        for batch in batches:
-            inputs = batch.inputs
-            positions = mx.array(inputs["positions"][inputs["owners"] >= 0])
-            tokens = mx.array(inputs["tokens"])
-
-            outputs = forward(model, part_of(model, head), tokens)
-            logits = outputs.reshape(-1, outputs.shape[-1])[positions]
-            if head is not None:
-                logits = head.logits(logits)
-            logits = logits.astype(mx.float32)
-            arrays.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-
-        mx.eval(arrays)
-        return arrays
-
-
 def _kl(p: mx.array, q: mx.array) -> float:
     """Return the sum over rows of KL(p || q), of log-probabilities [n, V]."""
     return mx.where(mx.isneginf(p), 0, mx.exp(p) * (p - q)).sum().item()
@@ -261,71 +272,120 @@ def _kl(p: mx.array, q: mx.array) -> float:
 def compare_next_tokens(request: MergeRequest) -> Outcome:
     """Return the fidelity of a merge, and the cheapest setting within the limit."""
     pack = request.pack
-    planned = plan_changes(request)
-    base = load_base_for(pack, request.model, request.trust_remote_code)
+    base = load_for_merge(request)
     meter = FidelityMeter(base, pack, request.columns, request.rows, request.display)
     attached = meter.with_pack(pack)
 
-    def fidelity_of(changes: list[Change]) -> Fidelity:
-        return meter.compare(attached, meter.with_modules(dense_modules(base, changes, pack)))
+    def fidelity_of(request: MergeRequest) -> Fidelity:
+        return meter.compare(attached, meter.with_modules(merged_modules(base, request)))
 
-    fidelity = fidelity_of(planned.changes)
+    fidelity = fidelity_of(request)
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
-    others = finer_settings(request, planned.changes, lambda c: fidelity_of(c).kl_mean)
+    others = finer_settings(request, lambda other: fidelity_of(other).kl_mean)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
     scores = dataclasses.asdict(fidelity)
     return Outcome(scores, ("kl_mean", "ppl_ratio"), limit, tried, passes)
 
 
+def load_for_merge(request: MergeRequest) -> Base:
+    """Load the base of a pack, with its blocks on disk if it is large and they can be there."""
+    load = partial(load_base_for, request.pack, request.model, request.trust_remote_code)
+    if exceeds_memory(request.model, _LARGE_SHARE):
+        with suppress(PackError):
+            return load(offload_base="on")
+    return load()
+
+
 def finer_settings(
-    request: MergeRequest, changes: list[Change], distance_of: Callable[[list[Change]], float]
+    request: MergeRequest, distance_of: Callable[[MergeRequest], float]
 ) -> dict[str, Callable[[], float]]:
     """Return what is tried where a merge is too far off, by its name; the cheapest first."""
 
     def distance_with(requantize: str, dtype: str) -> float:
-        other = dataclasses.replace(request, requantize=requantize, dtype=dtype)
-        return distance_of(plan_changes(other).changes)
+        return distance_of(dataclasses.replace(request, requantize=requantize, dtype=dtype))
 
     finer = _FINER.get(request.requantize, ("affine8", "none"))
     others = {requantize: partial(distance_with, requantize, request.dtype) for requantize in finer}
-    if any(change.weight.dtype != mx.float32 for change in changes):
+    if any(change.weight.dtype != mx.float32 for change in plan_changes(request).changes):
         others["none --dtype float32"] = partial(distance_with, "none", "float32")
     return others
 
 
-def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = None) -> Modules:
-    """Return dense modules that compute what the written ones will, for a base that is loaded."""
+def merged_modules(base: BaseModel, request: MergeRequest) -> Modules:
+    """Return modules that compute what the written ones will, for a base that is loaded."""
+    changes = plan_changes(request).changes
+    merged = modules_on_call(base, changes, _FreshWeights(request).take)
+    paths = {path for path, _ in merged}
+    names = [n for n in replaced_of(request.pack.manifest) if n.rpartition(".")[0] not in paths]
+    if names:
+        tensors = request.pack.load_tensors()
+        merged += full_tensor_modules(base.model, names, tensors, str(request.pack.path))
+    return merged
+
+
+def modules_on_call(base: BaseModel, changes: list[Change], weight_of: WeightOf) -> Modules:
+    """Return a module for each change, whose weight is in memory only while it is called."""
     modules = dict(base.model.named_modules())
-    replaced = []
-    for change in changes:
-        module = modules[change.path]
-        if is_switch_linear(module):
-            from mlx_lm.models.switch_layers import SwitchLinear
+    return [(c.path, _ModuleOnCall(modules[c.path], c, weight_of)) for c in changes]
 
-            dense = SwitchLinear(1, 1, 1, bias="bias" in module)
-        elif isinstance(module, (nn.Linear, *LINEARS)):
-            dense = nn.Linear(1, 1, bias="bias" in module)
-        else:
-            dense = nn.Embedding(1, 1)
-        dense.weight = _as_loaded(change, profile().dtype or dtype_of(module))
+
+class _FreshWeights:
+    """The new weights of a merge, each planned from the files again before it is used again.
+
+    An array that was computed would stay in memory for as long as somebody holds it.
+    """
+
+    def __init__(self, request: MergeRequest) -> None:
+        self._request = request
+        self._weights: dict[str, mx.array] = {}
+
+    def take(self, path: str) -> mx.array:
+        if path not in self._weights:
+            changes = plan_changes(self._request).changes
+            self._weights = {change.path: change.weight for change in changes}
+        return self._weights.pop(path)
+
+
+class _ModuleOnCall(nn.Module):
+    """A linear, stack of experts or embedding that makes its dense weight for each call."""
+
+    def __init__(self, module: nn.Module, change: Change, weight_of: WeightOf) -> None:
+        super().__init__()
         if "bias" in module:
-            dense.bias = module.bias
-        dense.freeze()
-        mx.eval(dense.parameters())
-        replaced.append((change.path, dense))
+            self.bias = module.bias
+        self._dense_class = _dense_class(module)
+        self._dtype = profile().dtype or frozen_weight(module).dtype
+        self._weight_format = change.weight_format
+        self._new_weight = partial(weight_of, change.path)
+        self.freeze()
 
-    if pack is not None:
-        paths = {path for path, _ in replaced}
-        names = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in paths]
-        if names:
-            tensors = pack.load_tensors()
-            replaced += full_tensor_modules(base.model, names, tensors, str(pack.path))
-    return replaced
+    @property
+    def weight(self) -> mx.array:
+        """The weight that the written tensors represent, in the dtype of its products."""
+        weight = self._new_weight()
+        if self._weight_format is None:
+            return weight.astype(self._dtype)
+        tensors = self._weight_format.quantize("weight", weight)
+        return self._weight_format.dequantize(tensors, self._dtype)
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return self._dense(x)(x, *args, **kwargs)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._dense(x).as_linear(x)
+
+    def _dense(self, x: mx.array) -> Any:
+        """Return the dense module, after its input was computed and earlier weights are free."""
+        mx.eval(x)
+        dense = self._dense_class(1, 1)
+        dense.clear()
+        dict.update(dense, self, weight=self.weight)
+        return dense
 
 
-def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
-    """Return the weight that the written tensors represent, in the dtype of its products."""
-    if change.weight_format is None:
-        return change.weight.astype(dtype)
-    tensors = change.weight_format.quantize(f"{change.path}.weight", change.weight)
-    return change.weight_format.dequantize(tensors, dtype)
+def _dense_class(module: nn.Module) -> Callable[..., nn.Module]:
+    if is_switch_linear(module):
+        from mlx_lm.models.switch_layers import SwitchLinear
+
+        return partial(SwitchLinear, 1)
+    return nn.Linear if isinstance(module, (nn.Linear, *LINEARS)) else nn.Embedding

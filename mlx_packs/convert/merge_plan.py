@@ -143,7 +143,7 @@ class _Planner:
     def cast(self) -> None:
         """Bring every weight to its dtype and choose its format."""
         for path in {**self.weights, **self.formats}:
-            dtype = self.dtype or dtype_of(self.modules[path])
+            dtype = self.dtype or frozen_weight(self.modules[path]).dtype
             self.weights[path] = self._weight(path).astype(dtype)
             self.formats.setdefault(
                 path, format_after(path, self.modules[path], self.request.requantize)
@@ -199,11 +199,6 @@ def _check_mergeable(pack: Pack) -> None:
                 "the head to this table, so no one table has both. Apply the pack instead.",
                 "unsupported",
             )
-
-
-def dtype_of(module: nn.Module) -> mx.Dtype:
-    """Return the dtype of a weight when it is dense."""
-    return frozen_weight(module).dense().dtype
 
 
 def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array) -> mx.array:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ..config.choices import MATMUL_PATHS
 from ..data.formats import TOKEN_FORMATS, RowFormat, format_of
 from ..data.pair_formats import PAIR_FORMATS
 from ..data.ranking_formats import RANKING_FORMATS, RankingFormat
@@ -14,19 +15,20 @@ from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import generation_path
 from ..objectives.rerank import rerank_rows, scorer_of
-from ..packs.base import Base, activated, load_base_for
+from ..packs.base import Base, activated
 from ..packs.compatibility import text_limit
 from .fidelity import (
     KL_NOISE,
     MAX_KL,
     Outcome,
-    dense_modules,
     drift_limit,
     finer_settings,
     first_that_passes,
+    load_for_merge,
+    merged_modules,
     replaced,
 )
-from .merge_plan import Change, MergeRequest, plan_changes
+from .merge_plan import MergeRequest
 
 _LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
 _ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
@@ -43,7 +45,7 @@ def compare_vectors(request: MergeRequest) -> Outcome:
     texts = [text for _, row_texts in _texts(request, formats) for text in row_texts if text]
     if not texts:
         raise PackError(f"--data {request.columns.data}: has no text to compare on.", "data")
-    base = load_base_for(request.pack, request.model, request.trust_remote_code)
+    base = load_for_merge(request)
     longest = text_limit(request.pack.manifest, base.config)
 
     def vectors() -> np.ndarray:
@@ -62,7 +64,7 @@ def compare_scores(request: MergeRequest) -> Outcome:
     Of each document it is the KL divergence of relevant against not, with the probability that the
     sigmoid of its score is, in nats.
     """
-    base = load_base_for(request.pack, request.model, request.trust_remote_code)
+    base = load_for_merge(request)
     instruction = request.pack._part("objective").get("instruction")
     limit = text_limit(request.pack.manifest, base.config)
     rows = [
@@ -136,21 +138,22 @@ def _compared(
     """Compare results of the modules that a base has: attached, merged, and without the pack."""
     pack = request.pack
     path = generation_path(base.model)
+    if MATMUL_PATHS[path].keeps_dense:
+        path = "transient"
     base.model.eval()
     with activated(base, None, path):
         plain = results()
     with activated(base, pack, path):
         attached = results()
 
-    def distance_of(changes: list[Change]) -> float:
-        with replaced(base.model, dense_modules(base, changes, pack)):
+    def distance_of(request: MergeRequest) -> float:
+        with replaced(base.model, merged_modules(base, request)):
             return distance(attached, results())
 
-    planned = plan_changes(request)
     moved = distance(attached, plain)
-    drift = distance_of(planned.changes)
+    drift = distance_of(request)
     limit = drift_limit(request.max_drift, moved, largest, noise)
-    others = finer_settings(request, planned.changes, distance_of)
+    others = finer_settings(request, distance_of)
     tried, passes = first_that_passes(request.requantize, drift, limit, others)
 
     scores = {"drift_mean": drift, "drift_of_pack": moved, **counts}

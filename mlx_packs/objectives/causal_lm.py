@@ -42,7 +42,13 @@ class Head:
 
 
 def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
-    """Return the model as hidden states and head; None if they change its logits of ``probe``.
+    """Return the model as hidden states and head; None if they change its logits of ``probe``."""
+    number = head_number(model, probe)
+    return None if number is None else list(possible_heads(model))[number]
+
+
+def head_number(model: nn.Module, probe: mx.array | None = None) -> int | None:
+    """Return which of the `possible_heads` leaves the model's logits of ``probe`` as they are.
 
     Logit scaling or capping makes the check fail, and then the full forward pass is used.
     """
@@ -51,10 +57,10 @@ def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
 
     try:
         expected = forward(model, model, probe)
-        for head in possible_heads(model):
+        for number, head in enumerate(possible_heads(model)):
             states = forward(model, head.hidden, probe)
             if mx.array_equal(head.logits(states), expected).item():
-                return head
+                return number
     except (TypeError, ValueError, AttributeError):
         return None
     return None
@@ -66,7 +72,7 @@ def part_of(model: nn.Module, head: Head | None) -> Callable[..., mx.array]:
 
 
 def possible_heads(model: nn.Module) -> Iterator[Head]:
-    """Yield the splits that the names of a model's modules suggest; `split_head` checks them."""
+    """Yield the splits that the names of a model's modules suggest; `head_number` checks them."""
     if isinstance(of_text := model.get("language_model"), nn.Module):
         yield from possible_heads(of_text)
         return

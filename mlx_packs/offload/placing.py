@@ -96,8 +96,8 @@ def _stored_block(block: nn.Module, found: Found) -> StoredBlock:
     return StoredBlock(arrays, {file: state_of(file) for file in arrays})
 
 
-def exceeds_memory(model: str | Path) -> bool:
-    """Return whether the weights of a base, as the device stores them, exceed its memory."""
+def exceeds_memory(model: str | Path, share: float = 1.0) -> bool:
+    """Return whether the weights of a base, as the device stores them, exceed a share of memory."""
     nbytes = 0
     for file in weight_files(resolve_checkpoint(model)):
         for tensor in read_header(file)[0].values():
@@ -105,7 +105,7 @@ def exceeds_memory(model: str | Path) -> bool:
             # a CPU computes in float32
             is_widened = on_cpu() and tensor["dtype"] in ("F16", "BF16")
             nbytes += (stop - start) * (1 + is_widened)
-    return nbytes > total_memory()
+    return nbytes > share * total_memory()
 
 
 def _check(base: BaseModel) -> None:
