@@ -1,6 +1,7 @@
 """Benchmarks that run implementations alone, take a step apart, or draw: each on a base of milliseconds."""
 
 import contextlib
+import csv
 import dataclasses
 import importlib
 import json
@@ -175,6 +176,20 @@ def test_a_slope_is_told_from_noise():
     assert soak.slope(counts, np.full(200, 100.0)) == soak.Slope(pytest.approx(0), pytest.approx(0))
     grown_once = 100 + (counts > 5000) * 3  # a buffer, whose neighbours are alike
     assert soak.slope(counts, grown_once).noise_mb > 1
+
+
+@pytest.mark.slow
+def test_steps_swaps_and_texts_are_soaked_and_plotted(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak.alone, "run", lambda module, arguments: soak.WORK[arguments[1]](12, 3))
+    file, out = tmp_path / "h.jsonl", tmp_path / "soak"
+    size = ["--count", "12", "--every", "3"]
+    assert soak.main([*size, "--out", str(out), "--history", str(file)]) == 0
+    with out.with_suffix(".csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert [row["count"] for row in rows] == ["3", "6", "9", "12"] * 3
+    assert all(float(row["rss_mb"]) > float(row["mlx_mb"]) > 1 for row in rows)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert {r.metric for r in history.read(file)} == {"growth: process", "growth: kept in MLX"}
 
 
 def record(task, implementation, metric, p50, **more) -> history.Record:
