@@ -144,10 +144,6 @@ def count_weights(model: nn.Module) -> int:
     return count
 
 
-def _unchanged(module: nn.Module) -> None:
-    """Return nothing: every module stays."""
-
-
 def _transient(module: nn.Module) -> nn.Module | None:
     """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
     kind = kind_of(module)
@@ -187,7 +183,7 @@ class MatmulPath:
 PATHS: dict[str, MatmulPath] = registered(
     MATMUL_PATHS,
     {
-        "quantized": MatmulPath(QUANTIZED, lambda weight, x: weight.product(x), _unchanged),
+        "quantized": MatmulPath(QUANTIZED, lambda weight, x: weight.product(x), lambda _: None),
         "transient": MatmulPath(
             (TransientLinear, TransientEmbedding),
             lambda weight, x: weight.transient_product(x),

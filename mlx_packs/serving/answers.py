@@ -14,7 +14,7 @@ import numpy as np
 from ..bases.tokenizer import token_bytes
 from .generation import Generator
 from .output import Piece
-from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls, usage
+from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls
 from .request import Event, Failed, Finished, Logprob, Progress, Request, Started
 
 MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
@@ -176,8 +176,13 @@ class ChatAnswer:
 
     def _usage(self) -> dict[str, Any]:
         choices = self._texts.choices
-        cached = choices[0].cached
-        return usage(self._prompt_tokens, cached, sum(choice.tokens for choice in choices))
+        tokens = sum(choice.tokens for choice in choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": self._prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": choices[0].cached},
+        }
 
     def _reason(self, choice: Choice) -> str | None:
         if choice.calls and choice.reason == "stop":

@@ -24,7 +24,6 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .fields import Object, parsed
 from .metrics import Metrics
-from .protocol import error_body
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Response]]  # of a request, and its body if there is one
@@ -171,7 +170,8 @@ def failure(
 ) -> JSONResponse:
     """Return an error as OpenAI's clients read it."""
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return JSONResponse(error_body(message, kind, code, param), status)
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status)
 
 
 def error_response(error: BaseException, retry_after: float = 1.0) -> JSONResponse:

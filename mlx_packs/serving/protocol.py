@@ -436,19 +436,6 @@ def now() -> int:
     return int(time.time())
 
 
-def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def error_body(message: str, kind: str, code: str | None, param: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return what a model wrote as tool calls; a text between marks that is none is left out."""
     described = [tool.to_template() for tool in tools]

@@ -101,7 +101,9 @@ class States:
         is_below = self.folder.resolve() in folder.resolve().parents
         if not is_below or not (folder / MANIFEST).is_file():
             raise PackError(f"path '{uri:.200}': nothing is saved there.", "not-found", "path")
-        return Saved(run, kind, name, folder, _facts(folder))
+        file = folder / FACTS  # which a pack that was copied here lacks
+        facts = read_json(file) if file.is_file() else {}
+        return Saved(run, kind, name, folder, facts)
 
     def optimizer_of(self, saved: Saved) -> dict[str, mx.array]:
         if "step" not in saved.facts:
@@ -152,9 +154,3 @@ def _parts(uri: str) -> tuple[str, str, str]:
             flag="path",
         )
     return run, kind, name
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    """Return what is known of a model; a pack that was copied here has no file of it."""
-    file = folder / FACTS
-    return read_json(file) if file.is_file() else {}
