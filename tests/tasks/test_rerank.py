@@ -1,4 +1,4 @@
-"""packs train --task rerank: losses and metrics, packs, evaluation, and what is rejected."""
+"""packs train --task rerank, by either head: losses, packs, evaluation, and what is rejected."""
 
 import json
 from pathlib import Path
@@ -7,24 +7,27 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, train_pack
+from mlx_packs.adapters.spec import SCORE_WEIGHT
 from mlx_packs.data.rankings import RerankPrompt
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.rankings import ndcg, reciprocal_rank
 from mlx_packs.objectives.rerank import infonce_loss, listnet_loss, pairwise_loss
-from mlx_packs.packs.manifest import check_manifest
+from mlx_packs.packs.manifest import check_manifest, replaced_of
 from mlx_packs.runtime import mx
-from tests.helpers.decoder_embedders import write_reranker
+from tests.helpers.decoder_embedders import write_decoder, write_reranker
 from tests.helpers.encoders import write_pairs
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.rankings import all_labelled, all_rankings
 from tests.helpers.tasks import interrupted
 from tests.helpers.variants import slow_except
 
 LORA = LoRAConfig(rank=4)
+OWN = {"rerank_instruction": "Find the same question"}
+TEXTS = "how do i fix a car?", ["steps to repair the vehicle", "a stone"]
 
 
 def settings(**changes) -> TrainConfig:
-    plain = {"batch_size": 4, "iters": 2, "learning_rate": 1e-3, "val_batches": 1}
+    plain = {"batch_size": 4, "iters": 2, "learning_rate": 1e-3, "save_every": 1, "val_batches": 1}
     return TrainConfig(task="rerank", **{**plain, **changes})
 
 
@@ -33,80 +36,114 @@ def data(tmp_path_factory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("data") / "rankings", all_rankings(), 16)
 
 
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory) -> Path:
-    return write_reranker(tmp_path_factory.mktemp("reranker") / "base")
+@pytest.fixture(scope="module", params=["lm", "score"])
+def head(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def trained(reranker, data, tmp_path_factory):
+def folder(head, tmp_path_factory) -> Path:
+    """A base; the one of the new head has no token for yes."""
+    write = write_reranker if head == "lm" else write_decoder
+    return write(tmp_path_factory.mktemp(head) / "base")
+
+
+@pytest.fixture(scope="module")
+def trained(head, folder, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "rerank"
-    train = settings(rerank_instruction="Find the same question", save_every=1)
-    return train_pack(reranker, str(data), LORA, train, out)
+    return train_pack(folder, str(data), LORA, settings(head=head, **OWN), out)
 
 
-def test_report_and_manifest_say_what_was_done(trained):
+def test_report_and_manifest_say_what_was_done(head, trained):
     report, manifest = trained.report, trained.pack.manifest
     assert manifest["objective"] == {
         "task": "rerank",
         "loss": "infonce",
         "instruction": "Find the same question",
-        "head": "lm",
+        "head": head,
     }
     check_manifest(manifest)
+    assert replaced_of(manifest) == ({SCORE_WEIGHT: (1, 64)} if head == "score" else {})
     assert {"mrr_at_10_before_se", "ndcg_at_10_after", "queries_per_s"} <= set(report)
-    assert report["plan_peak_gb"] > 0
+    assert report["plan_peak_gb"] > 0 and not trained.pack.is_reward_model
 
 
-def test_evaluation_is_that_of_the_run(run, trained, reranker, data):
-    report = evaluate(load_base(reranker), trained.pack, str(data))
+@pytest.mark.parametrize("head", ["score"], indirect=True)
+def test_default_head_is_the_base_s_own(run, folder, data, tmp_path):
+    train = ["train", "--model", folder, "--data", data, "--task", "rerank", "--rank", "2"]
+    train += ["--iters", "1", "--batch-size", "2", "--val-batches", "0", "--test-batches", "1"]
+    assert run(*train, "--out", tmp_path / "lm")[0] == 0
+    assert run(*train, "--out", tmp_path / "score", "--head", "score")[0] == 0
+    replaced = [
+        json.loads((tmp_path / head / "pack.json").read_text())["adapters"].get("replaced")
+        for head in ("lm", "score")
+    ]
+    assert replaced[0] is None and replaced[1][0]["name"] == SCORE_WEIGHT
+
+
+def test_evaluation_is_that_of_the_run(run, head, trained, folder, data):
+    report = evaluate(load_base(folder), trained.pack, str(data))
+    assert (report.base is None) is (head == "score")
     for when, metrics in (("before", report.base), ("after", report.pack)):
-        for name, value in metrics.items():
+        for name, value in (metrics or {}).items():
             assert value == pytest.approx(trained.report[f"{name}_{when}"], abs=1e-6)
 
     pack = trained.pack.path
-    code, out, _ = run("eval", pack, "--model", reranker, "--data", data, "--json")
+    code, out, _ = run("eval", pack, "--model", folder, "--data", data, "--json")
     assert code == 0 and json.loads(out)["pack"] == report.pack
 
 
-def test_pack_changes_scores_by_its_own_instruction(trained, reranker):
-    base = load_base(reranker)
-    texts = "how do i fix a car?", ["steps to repair the vehicle", "a stone"]
-    plain = base.rerank(*texts)
-    with base.applied(trained.pack):
-        own = base.rerank(*texts)
-        assert np.array_equal(own, base.rerank(*texts, instruction="Find the same question"))
-        assert not np.array_equal(own, base.rerank(*texts, instruction="Find another one"))
-    assert ((plain > 0) & (plain < 1)).all() and not np.allclose(own, plain)
+def test_pack_scores_by_its_own_instruction_while_it_is_active(trained, folder, data, tmp_path):
+    train = settings(head="lm", iters=1)
+    other = train_pack(folder, str(data), LORA, train, tmp_path / "other").pack
+    base = load_base(folder)
+    plain = base.rerank(*TEXTS)
+    with base.applied(other):
+        by_lm = base.rerank(*TEXTS)
+        with base.applied(trained.pack):
+            own = base.rerank(*TEXTS)
+            assert np.array_equal(own, base.rerank(*TEXTS, instruction="Find the same question"))
+            assert not np.array_equal(own, base.rerank(*TEXTS, instruction="Find another one"))
+        assert np.array_equal(base.rerank(*TEXTS), by_lm)
+    assert np.array_equal(base.rerank(*TEXTS), plain)
+    assert ((own > 0) & (own < 1)).all() and not np.allclose(own, by_lm)
 
 
-@pytest.mark.slow
-def test_resumed_run_equals_an_unbroken_one(trained, reranker, data, tmp_path):
+@pytest.mark.parametrize("head", slow_except(["lm", "score"], "score"), indirect=True)
+def test_resumed_run_equals_an_unbroken_one(head, trained, folder, data, tmp_path):
     cut = interrupted(trained.pack.path, tmp_path / "cut")
-    train = settings(rerank_instruction="Find the same question", save_every=1)
-    again = train_pack(reranker, str(data), LORA, train, cut, resume=True)
+    train = settings(head=head, **OWN)
+    again = train_pack(folder, str(data), LORA, train, cut, resume=True)
     for name, tensor in again.pack.load_tensors().items():
         assert mx.array_equal(tensor, trained.pack.load_tensors()[name])
 
 
-@pytest.mark.slow
-def test_it_learns_to_rank(reranker, tmp_path):
+@pytest.mark.parametrize("head", slow_except(["lm", "score"], "score"), indirect=True)
+def test_it_learns_to_rank(head, folder, tmp_path):
     rows = [
         {"query": "a", "positive": f"car {i}", "negatives": [f"stone {i}", f"lamp {i}"]}
         for i in range(40)
     ]
-    folder = write_pairs(tmp_path / "rows", rows, 16)
-    train = settings(iters=20, learning_rate=1e-2, loss="ranknet")
-    report = train_pack(reranker, str(folder), LoRAConfig(rank=8), train, tmp_path / "pack").report
+    data = write_pairs(tmp_path / "rows", rows, 16)
+    train = settings(head=head, iters=20, learning_rate=1e-2, loss="ranknet")
+    report = train_pack(folder, str(data), LoRAConfig(rank=8), train, tmp_path / "pack").report
     assert report["mrr_at_10_after"] > max(0.8, report["mrr_at_10_before"])
 
 
 @pytest.mark.parametrize("loss", slow_except(["listnet", "ranknet", "margin", "auto"], "auto"))
-def test_each_loss_trains_on_labels(reranker, tmp_path, loss):
-    folder = write_pairs(tmp_path / "rows", all_labelled(), 16)
-    train = settings(loss=loss, iters=1, quantize="nf4")
-    result = train_pack(reranker, str(folder), LORA, train, tmp_path / "pack")
+def test_each_loss_trains_on_labels_and_quantized_bases(head, folder, tmp_path, loss):
+    data = write_pairs(tmp_path / "rows", all_labelled(), 16)
+    train = settings(head=head, loss=loss, iters=1, quantize="nf4")
+    result = train_pack(folder, str(data), LORA, train, tmp_path / "pack")
     assert result.report["loss"] == {"auto": "listnet"}.get(loss, loss)
+
+
+def test_what_does_not_go_with_a_new_head_is_one_line(data, run):
+    with raises("conflict", "method", "full"):
+        settings(head="score", method="full")
+    code, _, _ = run("train", "--data", data, "--task", "lm", "--head", "score")
+    assert code == 2
+    check(run.error, "conflict", "head", "--task classify", "rerank")
 
 
 SCORES = np.array([[0.5, -1.0, 2.0, 9.0], [1.0, 0.0, -2.0, 0.3]], np.float32)
