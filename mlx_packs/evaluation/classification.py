@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..config.choices import TASKS
 from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, by_length
 from ..data.encoding import EncodingOptions, Examples
@@ -240,13 +241,23 @@ def predict(
 
 
 def class_score(predictions: Predictions) -> MetricScore:
+    """Return metrics as validations name them, and as manifests do: ``label_accuracy``."""
     metrics = predictions.metrics()
     validated = {
         name: value
         for name, value in metrics.items()
         if f"valid_{name.removesuffix('_se')}" in VALIDATED
     }
-    return MetricScore(metrics["loss"], validated, len(predictions.values), metrics)
+
+    reported = {
+        f"{name}{suffix}": metrics[f"{key}{suffix}"]
+        for name in TASKS["classify"].metrics
+        if (key := name.removeprefix("label_")) in metrics
+        for suffix in ("", "_se")
+    }
+    if "commonest_share" in metrics:
+        reported["commonest_share"] = metrics["commonest_share"]
+    return MetricScore(metrics["loss"], validated, len(predictions.values), reported)
 
 
 def validated_numbers(problem: str) -> tuple[str, ...]:

@@ -59,6 +59,10 @@ class PerplexityScore(Score):
         return f"loss {self.value:.3f}, PPL {self.ppl:.2f}"
 
     @property
+    def described(self) -> dict[str, int]:
+        return {"rows": self.rows, "targets": self.targets}
+
+    @property
     def perplexity(self) -> dict[str, float | None]:
         return {"ppl": self.ppl, "ppl_se": self.ppl_se, "accuracy": self.accuracy}
 

@@ -69,11 +69,12 @@ def score_preferences(
     count = int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
 
-    facts = {"chosen_ppl": ppl}
+    loss /= len(rewards)
+    metrics = {"preference_accuracy": accuracy, "reward_margin": margin}
+    facts = {**metrics, "loss": loss, "chosen_ppl": ppl}
     if rated:
         facts["commonest_share"] = max(desirable.mean(), 1 - desirable.mean())
-    metrics = {"preference_accuracy": accuracy, "reward_margin": margin}
-    return MetricScore(loss / len(rewards), metrics, len(rewards), facts)
+    return MetricScore(loss, metrics, len(rewards), facts)
 
 
 def score_pairs(
@@ -99,7 +100,7 @@ def score_pairs(
         "reward_margin": float(gains.mean()),
         "reward_margin_se": standard_error(gains),
     }
-    return MetricScore(loss, metrics, len(pairs))
+    return MetricScore(loss, metrics, len(pairs), {**metrics, "loss": loss})
 
 
 class RewardEvaluator:

@@ -25,6 +25,7 @@ from .rows import EvalSettings
 
 Metrics = Mapping[str, float | None]
 
+_COMMONEST = "commonest_share"
 _LABELS = {name: facts.described for name, facts in METRICS.items()} | {"accuracy": "accuracy"}
 
 
@@ -36,7 +37,7 @@ class MetricScore(Score):
         loss: Mean loss of an example.
         metrics: What a line of metrics.jsonl has, with standard errors.
         rows: Number of examples.
-        facts: What only reports have.
+        facts: What reports have in place of the metrics, and `commonest_share`.
     """
 
     loss: float
@@ -67,6 +68,16 @@ class MetricScore(Score):
         metrics = format_with_errors(self.metrics)
         text = ", ".join(filter(None, (f"loss {self.loss:.3f}", metrics)))
         return f"{text}{format_commonest(self.facts)}"
+
+    @property
+    def reported(self) -> Metrics:
+        numbers = {name: value for name, value in self.facts.items() if name != _COMMONEST}
+        return numbers or self.metrics
+
+    @property
+    def described(self) -> Mapping[str, float]:
+        commonest = {name: value for name, value in self.facts.items() if name == _COMMONEST}
+        return {"rows": self.rows, **commonest}
 
     @property
     def perplexity(self) -> dict[str, float | None] | None:
@@ -105,16 +116,6 @@ def standard_error(values: np.ndarray) -> float | None:
     if len(values) < 2:
         return None
     return float(values.std(ddof=1) / np.sqrt(len(values)))
-
-
-def before_and_after(before: Metrics, after: Metrics) -> dict[str, float | None]:
-    """Return metrics as a report of a run names them: ``mae_before``, ``mae_before_se``."""
-    entries = {}
-    for when, metrics in (("before", before), ("after", after)):
-        for name, value in metrics.items():
-            metric = name.removesuffix("_se")
-            entries[f"{metric}_{when}{name.removeprefix(metric)}"] = value
-    return entries
 
 
 def format_with_errors(metrics: Metrics) -> str:

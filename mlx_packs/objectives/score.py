@@ -21,9 +21,11 @@ class Score(ABC):
     Attributes:
         value: what early stopping and --load-best compare.
         measure: what it is: `LOSS`, `REWARD` or another number of a validation.
+        rows: number of examples.
     """
 
     value: float
+    rows: int
     measure: ClassVar[str] = LOSS
 
     @property
@@ -53,6 +55,11 @@ class Score(ABC):
     def reported(self) -> Mapping[str, float | None]:
         """The numbers that a run's report has before and after it; ``x_se`` is the error of x."""
         return self.perplexity or {}
+
+    @property
+    def described(self) -> Mapping[str, float]:
+        """What a report has of the examples that were scored."""
+        return {"rows": self.rows}
 
     @property
     def higher_is_better(self) -> bool:

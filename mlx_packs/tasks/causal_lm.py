@@ -24,7 +24,6 @@ from ..errors import PackError
 from ..evaluation.answers import Exam, answer_of, expected_answer, questions_of
 from ..evaluation.metrics import metric_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
-from ..evaluation.scores import before_and_after
 from ..evaluation.throughput import cut_prompts, measure_throughput
 from ..inference.generate import complete
 from ..memory.matmul_path import generation_path
@@ -269,12 +268,9 @@ class CausalLMTask(TokenTask):
             "raw_prompt": self.sample.is_raw,
         }
 
-        before = outcome.before
-        after = outcome.after
-        metrics = {"rows": after.rows, "targets": after.targets}
-        metrics |= before_and_after(before.reported, after.reported)
+        answers = {}
         if self.exam is not None:
-            metrics["answers"] = self.exam.report(*outcome.answers).to_json()
+            answers["answers"] = self.exam.report(*outcome.answers).to_json()
             samples = self.exam.samples(*outcome.answers)
             report["samples"] = samples
 
@@ -289,7 +285,9 @@ class CausalLMTask(TokenTask):
         facts: dict = {}
         if samples:
             facts["samples"] = [stored_sample(each) for each in samples]
-        return summarized(trained, metrics, objective, facts, report)
+        return summarized(
+            trained, objective, facts, report, answers, ends=(outcome.before, outcome.after)
+        )
 
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, held_out: Examples

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
-from ..config.choices import TASKS
 from ..config.lora import LoRAConfig
 from ..data.batches import allowed_shapes, token_collate
 from ..data.dataset import Batch, Dataset
@@ -24,14 +23,13 @@ from ..evaluation.classification import (
     VALIDATED,
     Predictions,
     class_score,
-    commonest_share,
     confusion_matrix,
     fit_temperature,
     labelled_evaluation,
     predict,
     validated_numbers,
 )
-from ..evaluation.scores import MetricScore, before_and_after
+from ..evaluation.scores import MetricScore
 from ..objectives.causal_lm import split_head
 from ..objectives.classification import ScoreHead, label_reader
 from ..objectives.objective import Objective
@@ -183,7 +181,6 @@ class ClassifyTask(TokenTask):
     def summary(self, trained: Trained) -> Summary:
         last = trained.last
         classes = self.classes
-        before, after = trained.ends()
         objective = self._objective(trained.trainable.model, None)
         held_out = predict(objective, last.held_out.once(), classes.problem)
 
@@ -191,12 +188,8 @@ class ClassifyTask(TokenTask):
         if self.train.calibrate:
             classes, calibrated = self._calibrated(objective, last, held_out)
 
-        metrics = {
-            "rows": after.rows,
-            **before_and_after(_reported(before), _reported(after)),
-            **_constants(held_out, classes),
-            **calibrated,
-        }
+        only = held_out.only_label(classes.labels)
+        results = {**({} if only is None else {"predicts_only": only}), **calibrated}
         named = {
             "task": "classify",
             "loss_on": last.splits["train"].loss_on,
@@ -208,7 +201,7 @@ class ClassifyTask(TokenTask):
             "confusions": _confusions(held_out, classes),
         }
         facts = {"classifier": classes.to_json()}
-        return summarized(trained, metrics, named, facts, report)
+        return summarized(trained, named, facts, report, results)
 
     def _calibrated(
         self, objective: Any, data: PhaseData, held_out: Predictions
@@ -247,25 +240,3 @@ def _confusions(predictions: Predictions, classes: Classes) -> dict | None:
     if counts is None:
         return None
     return {"labels": list(classes.labels), "counts": counts.tolist()}
-
-
-def _constants(predictions: Predictions, classes: Classes) -> dict[str, float | str]:
-    """Return the share of the commonest label, and the only label that is predicted, if it is."""
-    if classes.problem == REGRESSION:
-        return {}
-
-    facts: dict[str, float | str] = {"commonest_share": commonest_share(predictions.values)}
-    if (only := predictions.only_label(classes.labels)) is not None:
-        facts["predicts_only"] = only
-    return facts
-
-
-def _reported(score: MetricScore) -> dict[str, float | None]:
-    """Return the metrics of a score, with standard errors, as manifests name them."""
-    keys = {name: name.removeprefix("label_") for name in TASKS["classify"].metrics}
-    return {
-        f"{name}{suffix}": score.facts[f"{key}{suffix}"]
-        for name, key in keys.items()
-        if key in score.facts
-        for suffix in ("", "_se")
-    }

@@ -26,7 +26,6 @@ from ..data.sharing import least_saved, may_share
 from ..errors import PackError
 from ..evaluation.answers import answer_of
 from ..evaluation.images import advance_of
-from ..evaluation.scores import before_and_after
 from ..inference.generate import text_of
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
@@ -246,9 +245,7 @@ class GRPOTask(Task):
 
     def summary(self, trained: Trained) -> Summary:
         last = trained.last
-        before, after = trained.ends()
         sample = self.sample.report(trained.initial, self.base)
-        metrics = {"rows": after.rows, **before_and_after(before.reported, after.reported)}
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
         report = {
             "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
@@ -256,7 +253,7 @@ class GRPOTask(Task):
         }
         facts = {"samples": [stored_sample(sample)]} if sample["after"] is not None else {}
 
-        return summarized(trained, metrics, named, facts, report)
+        return summarized(trained, named, facts, report)
 
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:

@@ -18,7 +18,6 @@ from ..data.sharing import plan_trees
 from ..data.task_formats import RATED
 from ..display import VERBOSE
 from ..evaluation.preferences import VALIDATED, score_preferences
-from ..evaluation.scores import MetricScore, before_and_after
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
 from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
@@ -183,16 +182,4 @@ class PreferenceTask(TokenTask):
             named["loss"] = loss_of(train)
 
         report = {"sample": sample, "shared_prefix": self.shared_report(trained.last)}
-        metrics = preference_metrics(*trained.ends())
-        return summarized(trained, metrics, named, samples, report)
-
-
-def preference_metrics(before: MetricScore, after: MetricScore) -> dict[str, float | None]:
-    """Return the metrics of the scores before and after a run, without standard errors."""
-    names = TASKS["dpo"].metrics
-    whole = [score.metrics | {"loss": score.loss} | score.facts for score in (before, after)]
-    reported = [{name: metrics[name] for name in names if name in metrics} for metrics in whole]
-    metrics = {"rows": after.rows, **before_and_after(*reported)}
-    if "commonest_share" in after.facts:
-        metrics["commonest_share"] = after.facts["commonest_share"]
-    return metrics
+        return summarized(trained, named, samples, report)

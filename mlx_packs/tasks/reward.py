@@ -17,7 +17,7 @@ from ..objectives.reader import head_reader
 from ..objectives.reward_model import RewardModel
 from ..packs.base import Base
 from .phases import PhaseData
-from .preference import PreferenceTask, preference_metrics
+from .preference import PreferenceTask
 from .task import Binding, Summary, Trained, summarized
 
 
@@ -68,5 +68,4 @@ class RewardTask(PreferenceTask):
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
         report = {"shared_prefix": self.shared_report(trained.last)}
-        metrics = preference_metrics(*trained.ends())
-        return summarized(trained, metrics, named, report=report)
+        return summarized(trained, named, report=report)

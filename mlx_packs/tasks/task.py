@@ -212,27 +212,46 @@ class Task(ABC):
 
 def summarized(
     trained: Trained,
-    metrics: Mapping,
     objective: Mapping,
     facts: Mapping | None = None,
     report: Mapping | None = None,
+    results: Mapping | None = None,
     held_out: Mapping | None = None,
+    ends: tuple[Score, Score] | None = None,
 ) -> Summary:
-    """Return the summary of a run by the metrics of the last phase's held-out examples.
+    """Return the summary of a run by the scores of the last phase's held-out examples.
 
-    ``metrics`` has their number, ``rows``. The other arguments are as in `Summary`.
+    ``results`` are entries of its ``eval`` besides what the scores report, and ``ends`` are the
+    scores before and after, if others. The other arguments are as in `Summary`.
     """
     last = trained.last
+    before, after = ends or trained.ends()
     phases = phase_reports(trained)
     named = {"phases": phases} if phases else {}
-    available = last.held_out_examples.count
+
     return Summary(
-        eval={"split": last.held_out_split, "available": available, **metrics},
+        eval={
+            "split": last.held_out_split,
+            "available": last.held_out_examples.count,
+            **after.described,
+            **_before_and_after(before.reported, after.reported),
+            **(results or {}),
+        },
         objective=dict(objective),
         facts={**named, **(facts or {})},
         held_out=dict(held_out or {}),
         report={"phases": phases, "objective": objective, **(report or {})},
     )
+
+
+def _before_and_after(before: Mapping, after: Mapping) -> dict[str, float | None]:
+    """Return numbers as a report of a run names them: ``mae_before``, ``mae_before_se``."""
+    entries = {}
+    for when, metrics in (("before", before), ("after", after)):
+        for name, value in metrics.items():
+            metric = name.removesuffix("_se")
+            entries[f"{metric}_{when}{name.removeprefix(metric)}"] = value
+    return entries
 
 
 def phase_reports(trained: Trained) -> list[dict]:

@@ -12,7 +12,7 @@ from ..data.dataset import Batch
 from ..data.shapes import padded_length
 from ..data.texts import TextGroups
 from ..errors import PackError, flag_of
-from ..evaluation.scores import Metrics, MetricScore, before_and_after
+from ..evaluation.scores import Metrics, MetricScore
 from ..objectives.objective import TextsObjective
 from ..packs.base import Base
 from .phases import PhaseData
@@ -57,19 +57,18 @@ class TextsTask(Task):
         """Return the metrics of held-out examples, and the loss of batches."""
         objective.model.eval()
         loss = objective.mean_loss(batches)
-        return MetricScore(loss, {} if examples is None else self.metrics(objective, examples))
+        if examples is None:
+            return MetricScore(loss, {})
+        return MetricScore(loss, self.metrics(objective, examples), len(examples))
 
     def metrics(self, objective: Any, examples: TextGroups) -> Metrics:
         raise NotImplementedError
 
     def summary_of(self, trained: Trained, objective: Mapping) -> Summary:
         """Return the summary of a run; ``objective`` is what a manifest has besides the loss."""
-        before, after = trained.ends()
-        examples = trained.last.held_out.examples
-        metrics = {"rows": len(examples), **before_and_after(before.metrics, after.metrics)}
         named = {"task": self.train.task, "loss": self.loss, **objective}
-        report = {"loss": self.loss}
-        return summarized(trained, metrics, named, None, report, {"format": examples.format.name})
+        held_out = {"format": trained.last.held_out.examples.format.name}
+        return summarized(trained, named, report={"loss": self.loss}, held_out=held_out)
 
     def planned_settings(self, train: TrainConfig) -> TrainConfig:
         return replace(train, loss=self.loss)
