@@ -14,18 +14,22 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 import click
 
 from .. import signals
 from ..config.choices import TASKS
-from ..config.other_names import removal
+from ..config.fields import flags_of
+from ..config.other_names import COMMANDS as COMMAND_NAMES
+from ..config.other_names import OTHER_VALUES, ours_for, removal
 from ..distributed.launched import launched
-from ..errors import CRASHED, Interrupted, PackError, did_you_mean
+from ..errors import CRASHED, Interrupted, PackError, any_of, did_you_mean, flag_of
 from ..terminal import guard, guarded
 from .examples import epilog
-from .hints import option_hint
+from .options import SETTINGS
 
+_NEAR = 0.75  # similarity of names, as of `difflib`
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
     "Train": {"train": "train:train", "sweep": "sweep:sweep", "learn": "learn:learn"},
@@ -209,11 +213,41 @@ def first_rank_speaks() -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from None
 
 
+def _option_hint(error: click.NoSuchOption) -> str:
+    """Return a sentence that says what to write; empty if nothing is similar."""
+    if error.ctx is None:
+        return ""
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    parameters = error.ctx.command.params
+    flags = {flag for each in parameters for flag in each.opts if flag.startswith("--")}
+    options = {flag[2:].replace("-", "_") for flag in flags}
+    arguments = {each.name for each in parameters if isinstance(each, click.Argument)}
+
+    ours = ours_for(name, options | arguments) or name
+    if ours in options:
+        return f"Use {flag_of(ours)} {OTHER_VALUES.get(name, '')}".rstrip() + "."
+    if ours in arguments:
+        return "Pass it without a flag."
+
+    if step := COMMAND_NAMES.get(name):
+        return f"Use packs {step}."
+    if "--config" in flags and ours in SETTINGS:
+        flag = flags_of(SETTINGS[ours])[0]
+        command = error.ctx.command_path
+        return f"packs train takes {flag}; {command} reads it only from a file of --config."
+
+    near = get_close_matches(flag_of(name), sorted(flags), n=2, cutoff=_NEAR)
+    if not near:
+        return ""
+    return f"Use {any_of(near)}."
+
+
 def _usage_error(error: click.ClickException) -> PackError:
     """Turn an error of click into a PackError that begins with the option or argument."""
     if isinstance(error, click.NoSuchOption):
         name = error.option_name.lstrip("-").replace("-", "_")
-        text = removal(name) or f"no such option. {option_hint(error)}"
+        text = removal(name) or f"no such option. {_option_hint(error)}"
         complaint = f"{error.option_name}: {text}"
         return PackError(complaint.rstrip(), "unknown")
 

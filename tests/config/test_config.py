@@ -69,6 +69,8 @@ def test_resolve_names_what_is_wrong(values, code, flag, shown):
 def test_resolve_lists_all_faults_of_a_config_at_once():
     with raises("invalid", "iters", "--iters: ", "--batch-size: ", "--seed: "):
         resolve({"iters": 0, "batch_size": 0, "seed": -1})
+    with raises("unknown", "lr_schedule", "--lr-schedule: ", "--optimizer: ", "--weight-decay: "):
+        resolve({"optimizer": "x", "lr_schedule": "y", "weight_decay": -1})
 
 
 @pytest.mark.parametrize("values", [{"rank": 0}, {"rank": "x"}, {"rnak": 1}])
