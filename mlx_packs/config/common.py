@@ -155,7 +155,8 @@ class CommonConfig(Settings):
     offload_base: str = _memory(
         "auto",
         "Leave the transformer blocks of the base on disk and read each whenever it is computed; "
-        "auto does so if the base does not fit into memory otherwise.",
+        "auto does so if the base does not fit into memory otherwise. The micro-batches of an "
+        "update read a block together where memory has room for it.",
         choices=AUTO_ON_OFF,
         memory=True,
         resumable="without-dropout",

@@ -24,6 +24,7 @@ from ..data.shapes import (
     sequence_inputs,
     widths_of,
 )
+from ..distributed.group import group
 from ..errors import PackError
 from ..offload.sizes import BlocksOnDisk
 from ..ops.profile import profile
@@ -200,7 +201,13 @@ def _plan_step(
             (name, tensor_bytes(tensor, itemsize == 4), tensor_bytes(tensor, False))
             for name, tensor in headers.tensors.items()
         )
-        offload = replace(offload, in_flight=1 if runtime.on_cpu() else 2)
+        offload = replace(
+            offload,
+            in_flight=1 if runtime.on_cpu() else 2,
+            micro_batches=train.grad_accumulation_steps,
+            together_bytes=_together_bytes(train, step, itemsize),
+            accumulated_bytes=adapters.accumulated(train),
+        )
         base -= offload.saved_bytes
 
     plan = adapters.plan(
@@ -211,6 +218,17 @@ def _plan_step(
         matmul_path=_path_of(train) if quantized else "dense",
     )
     return replace(plan, offload=offload)
+
+
+def _together_bytes(train: TrainConfig, step: Step, itemsize: int) -> int | None:
+    """Return the bytes that batches of an update add if they pass blocks together; None if not."""
+    # ranks share them, or the loss computes the model in parts
+    if group().batch_shares > 1 or any(TASKS[task].in_batch for task in train.tasks):
+        return None
+    # and of the last block the output and its gradient, for the loss
+    states = 2 * step.sizes.hidden
+    numbers = sum(step.block_inputs(own) + states * own.tokens for own in step.passes)
+    return (train.grad_accumulation_steps - 1) * itemsize * numbers
 
 
 def _read_by_loss(

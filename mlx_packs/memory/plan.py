@@ -51,6 +51,21 @@ class MemoryPlan:
     tensors: int
     offload: BlocksOnDisk | None = None
 
+    def with_batches_together(self, memory: int) -> "MemoryPlan":
+        """Return the plan with an update's batches passing blocks together, if that safely fits."""
+        if self.offload is None or self.offload.together_bytes is None:
+            return self
+
+        moments = {name: dict(parts) for name, parts in self.moments.items()}
+        for name, parts in moments.items():
+            if name != "update":
+                parts["activations"] += self.offload.together_bytes
+            if name in ("update", "loss"):
+                parts["gradients"] -= self.offload.accumulated_bytes
+
+        plan = replace(self, moments=moments, offload=replace(self.offload, together=True))
+        return plan if verdict(plan, memory) == "fits" else self
+
     def with_blocks_in_memory(self, memory: int) -> "MemoryPlan":
         """Return the plan with as many blocks in memory as safely fit."""
         spare = int(memory / (1 + ERROR)) - self.peak_bytes

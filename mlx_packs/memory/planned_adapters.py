@@ -53,9 +53,12 @@ class PlannedAdapters:
 
     def waiting_at_loss(self, train: TrainConfig) -> int:
         """Return the bytes of gradients of earlier batches, and of modules saved in full."""
-        if accumulates(train):
-            return 4 * self.weights
-        return 4 * sum(map(math.prod, self.saved))
+        return self.accumulated(train) + 4 * sum(map(math.prod, self.saved))
+
+    def accumulated(self, train: TrainConfig) -> int:
+        if not accumulates(train):
+            return 0
+        return 4 * (self.weights - sum(map(math.prod, self.saved)))
 
     def plan(
         self,

@@ -72,7 +72,7 @@ class PlanRequest:
     def estimate(self, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
         """Return the plan for these settings, by the rows of the run where they are known."""
         shapes = self.shapes_of(train) if self.shapes_of else None
-        return estimate(self.headers, lora, train, shapes)
+        return estimate(self.headers, lora, train, shapes).with_batches_together(self.memory)
 
     def longest(self, train: TrainConfig) -> int | None:
         """Return the tokens of a row of the longest batch; None where the rows are not known."""

@@ -155,10 +155,14 @@ class Step:
             read = len(self.kept) * 2 * self.sizes.keys * prefixes
         kept = [sum(self._kept(own)) for own in self.passes]
         if self.policy.blocks:
-            kept = [len(self.kept) * self.sizes.hidden * own.tokens for own in self.passes]
+            kept = [self.block_inputs(own) for own in self.passes]
 
         for own in self.passes:
             yield own, sum(kept) + read * self.policy.blocks
+
+    def block_inputs(self, own: Pass) -> int:
+        """Return the numbers of the inputs of the adapted blocks."""
+        return len(self.kept) * self.sizes.hidden * own.tokens
 
     @property
     def independent(self) -> bool:

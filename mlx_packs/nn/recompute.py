@@ -5,12 +5,15 @@ norms and RoPE of q and k, attention and SwiGLU between them (https://arxiv.org/
 ``block`` stores the input of each block, and recomputes it (https://arxiv.org/abs/1604.06174).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from greenlet import getcurrent, greenlet
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..config.choices import POLICIES
@@ -35,98 +38,219 @@ def recomputed(
     or gets from the call, and the trainable parameters of ``modules``; other arrays that
     ``function`` closes over get none.
     """
-    caches = prefix_caches_in((args, kwargs))
-    leaves_arrays = not all(cache.is_last for cache in caches)
-    places: list[tuple[str, int]] = []  # where arrays are in the tree of results
-    others: list[tuple[str, Any]] = []
+    return _Checkpoint(modules, [_Call(function, args, kwargs)]).results()[0]
 
-    def call(kept: list[Arrays | None], args: tuple, kwargs: dict[str, Any]) -> list[mx.array]:
-        own = [cache.keeping(arrays) for cache, arrays in zip(caches, kept, strict=True)]
+
+class _Call:
+    """A call of a function that is computed again, with the prefix caches among its arguments."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._caches = prefix_caches_in((args, kwargs))
+        self._leaves_arrays = not all(cache.is_last for cache in self._caches)
+        self._places: list[tuple[str, int]] = []  # where arrays are in the tree of results
+        self._others: list[tuple[str, Any]] = []
+
+        # what is in a cache is an argument as well: there, no gradient would find it
+        self.arguments = [cache.kept for cache in self._caches], args, kwargs
+
+    def arrays(self, kept: list[Arrays | None], args: tuple, kwargs: dict) -> list[mx.array]:
+        """Return the arrays of the result for `arguments` with other arrays."""
+        own = [cache.keeping(arrays) for cache, arrays in zip(self._caches, kept, strict=True)]
         unused = iter(own)
         args, kwargs = tree_map(
             lambda leaf: next(unused) if isinstance(leaf, PrefixCache) else leaf, (args, kwargs)
         )
-        result = function(*args, **kwargs)
+        result = self._function(*args, **kwargs)
 
-        left = [cache.left() if leaves_arrays else None for cache in own]
+        left = [cache.left() if self._leaves_arrays else None for cache in own]
         leaves = tree_flatten([result, *left])
         arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
 
         # once each: of an array that is a result twice, MLX takes one gradient only
         distinct = {id(leaf): leaf for _, leaf in arrays}
         order = list(distinct)
-        places[:] = [(name, order.index(id(leaf))) for name, leaf in arrays]
-        others[:] = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, mx.array)]
+        self._places = [(name, order.index(id(leaf))) for name, leaf in arrays]
+        self._others = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, mx.array)]
         return list(distinct.values())
 
-    kept = [cache.kept for cache in caches]  # in a cache, no gradient would find them
-    arrays = _recomputed(call, modules, kept, args, kwargs)
-    result, *left = tree_unflatten([*((name, arrays[i]) for name, i in places), *others])
+    def result(self, arrays: Sequence[mx.array]) -> Any:
+        """Return the result that has these arrays."""
+        placed = ((name, arrays[i]) for name, i in self._places)
+        result, *left = tree_unflatten([*placed, *self._others])
 
-    if leaves_arrays:
-        for cache, own in zip(caches, left, strict=True):
-            cache.take(own)
-    return result
+        if self._leaves_arrays:
+            for cache, own in zip(self._caches, left, strict=True):
+                cache.take(own)
+        return result
 
 
-def _recomputed(
-    function: Callable[..., list[mx.array]], modules: Sequence[nn.Module], *args: Any
-) -> list[mx.array]:
-    names = [[name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules]
-    parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
-    inputs = [leaf for _, leaf in tree_flatten(args) if _is_differentiable(leaf)]
-    dropouts = [
-        lora.dropout
-        for m in modules
-        for lora in m.modules()
-        if isinstance(lora, GroupedLoRA) and lora.training and lora.dropout.p
-    ]
+class _Checkpoint:
+    """Some calls, computed one after another, with one read of blocks on disk in each direction."""
 
-    # drawn here, once: both calls must drop the same inputs; within another such call, its keys
-    keys = [_fresh_key() if d.key is None else d.key for d in dropouts]
+    def __init__(self, modules: Sequence[nn.Module], calls: Sequence[_Call]) -> None:
+        self._modules = modules
+        self._calls = calls
+        self._names = [
+            [name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules
+        ]
+        self._parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
+        self._inputs = [
+            [leaf for _, leaf in tree_flatten(call.arguments) if _is_differentiable(leaf)]
+            for call in calls
+        ]
 
-    def set_parameters(values: Sequence[mx.array]) -> None:
-        remaining = iter(values)
-        for module, of_module in zip(modules, names, strict=True):
-            if of_module:
-                module.update(tree_unflatten([(name, next(remaining)) for name in of_module]))
+        self._input_counts = [len(self._parameters), *map(len, self._inputs)]
+        self._output_counts: list[int] = []
+        self._dropouts = [
+            lora.dropout
+            for m in modules
+            for lora in m.modules()
+            if isinstance(lora, GroupedLoRA) and lora.training and lora.dropout.p
+        ]
 
-    def call(*arrays: mx.array) -> list[mx.array]:
-        remaining = iter(arrays[len(parameters) :])
-        placed = tree_map(lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, args)
-        set_parameters(arrays[: len(parameters)])
+        # drawn once: both passes must drop the same inputs; within another such call, its keys
+        self._keys = [
+            [_fresh_key() if d.key is None else d.key for d in self._dropouts] for _ in calls
+        ]
 
-        before = [dropout.key for dropout in dropouts]
-        for dropout, key in zip(dropouts, keys, strict=True):
+    def results(self) -> list[Any]:
+        checkpointed = mx.custom_function(self._forward)
+        checkpointed.vjp(self._backward)
+        arrays = checkpointed(*self._parameters, *itertools.chain(*self._inputs))
+        outputs = zip(self._calls, _split(arrays, self._output_counts), strict=True)
+        return [call.result(arrays) for call, arrays in outputs]
+
+    def _forward(self, *arrays: mx.array) -> list[mx.array]:
+        parameters, *inputs = _split(arrays, self._input_counts)
+        outputs: list[list[mx.array]] = []
+        with _weights_to_read(self._modules):
+            for number, leaves in enumerate(inputs):
+                if outputs:
+                    leaves = mx.depends(leaves, outputs[-1])
+                outputs.append(self._compute(number, *parameters, *leaves))
+
+        self._output_counts = [len(of_call) for of_call in outputs]
+        return [array for of_call in outputs for array in of_call]
+
+    def _backward(self, primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        primals = [primals] if isinstance(primals, mx.array) else primals
+        cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
+        parameters, *inputs = _split(primals, self._input_counts)
+        of_outputs = _split(cotangents, self._output_counts)
+        of_parameters: list[mx.array] = []
+        of_inputs: list[mx.array] = []
+        earlier = cotangents
+
+        # the gradients of products read frozen weights too, which a block on disk has until then
+        with _weights_to_read(self._modules):
+            for number, leaves in enumerate(inputs):
+                arrays = mx.depends([*parameters, *leaves], earlier)
+                _, gradients = mx.vjp(partial(self._compute, number), arrays, of_outputs[number])
+                added, passed_on = _split(gradients, [len(parameters), len(leaves)])
+
+                # summed in the order of the calls, as gradients of batches are
+                of_parameters = list(map(mx.add, of_parameters, added)) or added
+                if of_parameters and passed_on:
+                    passed_on = mx.depends(passed_on, of_parameters)
+                of_inputs += passed_on
+                earlier = [*of_parameters, *passed_on]
+
+        return [*of_parameters, *of_inputs]
+
+    def _compute(self, number: int, *arrays: mx.array) -> list[mx.array]:
+        """Return the arrays of a call, given the parameters and its inputs."""
+        call = self._calls[number]
+        count = len(self._parameters)
+        inputs = iter(arrays[count:])
+        placed = tree_map(
+            lambda leaf: next(inputs) if _is_differentiable(leaf) else leaf, call.arguments
+        )
+        self._set_parameters(arrays[:count])
+
+        before = [dropout.key for dropout in self._dropouts]
+        for dropout, key in zip(self._dropouts, self._keys[number], strict=True):
             dropout.key = key
 
         try:
-            return function(*placed)
+            return call.arrays(*placed)
         finally:
-            set_parameters(parameters)
-            for dropout, key in zip(dropouts, before, strict=True):
+            self._set_parameters(self._parameters)
+            for dropout, key in zip(self._dropouts, before, strict=True):
                 dropout.key = key
 
-    checkpointed = mx.custom_function(call)
+    def _set_parameters(self, values: Sequence[mx.array]) -> None:
+        remaining = iter(values)
+        for module, names in zip(self._modules, self._names, strict=True):
+            if names:
+                module.update(tree_unflatten([(name, next(remaining)) for name in names]))
 
-    @checkpointed.vjp
-    def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
-        primals = [primals] if isinstance(primals, mx.array) else list(primals)
-        cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
-        # the gradients of products read frozen weights too, which a block on disk has until then
-        with ExitStack() as read:
-            for module in modules:
-                if (weights_to_read := getattr(module, "weights_to_read", None)) is not None:
-                    read.enter_context(weights_to_read())
-            _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
 
-        of_parameters = gradients[: len(parameters)]
-        of_inputs = gradients[len(parameters) :]
-        if of_parameters and of_inputs:
-            of_inputs = mx.depends(of_inputs, of_parameters)
-        return [*of_parameters, *of_inputs]
+def blocks_together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return the results of functions that call a model, whose inputs pass each block together.
 
-    return checkpointed(*parameters, *inputs)
+    A block on disk is read once for all. No other transformation of MLX may be around their calls.
+    """
+    return lockstep(functions, lambda block, calls: _Checkpoint([block], calls).results())
+
+
+# a thread would not do: MLX computes an array only in the thread of its stream
+class _Waiting(greenlet):
+    """A function that `lockstep` runs."""
+
+
+def meet(place: Any, request: Any) -> Any:
+    """Return the result of a request, once the other functions have come to a place too."""
+    return getcurrent().parent.switch((place, request))
+
+
+def lockstep(
+    functions: Sequence[Callable[[], Any]], join: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Return the results, trees of arrays, of functions that `meet`; ``join`` answers requests.
+
+    What one computes after its last meeting waits for the function before it, so that their
+    temporaries are not in memory at the same time.
+    """
+    tasks = [_Waiting(function) for function in functions]
+    states = [task.switch() for task in tasks]  # place and request, of one that ended its result
+    while waiting := [number for number, task in enumerate(tasks) if not task.dead]:
+        # one may come to a place that others do not: the first decides where to go on
+        place, _ = states[waiting[0]]
+        met = [number for number in waiting if states[number][0] is place]
+        results = join(place, [states[number][1] for number in met])
+
+        ended: Any = []
+        for number, result in zip(met, results, strict=True):
+            states[number] = tasks[number].switch(_after(ended, result))
+            if tasks[number].dead:
+                ended = states[number]
+    return states
+
+
+def _after(earlier: Any, result: Any) -> Any:
+    """Return a result whose arrays are computed after those of an earlier one."""
+    arrays = [mx.stop_gradient(array) for _, array in tree_flatten(earlier)]
+    if not arrays:
+        return result
+    return tree_map(
+        lambda leaf: mx.depends([leaf], arrays)[0] if isinstance(leaf, mx.array) else leaf, result
+    )
+
+
+def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> list[list[mx.array]]:
+    remaining = iter(arrays)
+    return [list(itertools.islice(remaining, count)) for count in counts]
+
+
+@contextmanager
+def _weights_to_read(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which blocks on disk among modules have their weights."""
+    with ExitStack() as read:
+        for module in modules:
+            if (weights_to_read := getattr(module, "weights_to_read", None)) is not None:
+                read.enter_context(weights_to_read())
+        yield
 
 
 def _is_differentiable(leaf: object) -> bool:
@@ -149,6 +273,8 @@ class RecomputedBlock(WrappedBlock):
 
         if is_read or not self.training:
             return block(*args, **kwargs)
+        if isinstance(getcurrent(), _Waiting):
+            return meet(block, _Call(block, args, kwargs))
         return recomputed(block, [block], *args, **kwargs)
 
 

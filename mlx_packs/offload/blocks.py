@@ -127,6 +127,7 @@ class OffloadedBlocks:
         self._prefixes = block_prefixes(model)
         self._stored = list(stored)
         self.on_disk = len(stored)
+        self.together = False  # whether all micro-batches of an update pass a block at once
         self.bytes_read = 0  # asked for since the base was loaded
         self._stored_bytes: list[int] = []
         self._filled: set[int] = set()  # numbers of blocks that are not hollow now

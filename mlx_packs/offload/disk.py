@@ -36,8 +36,20 @@ def plan_line(blocks: BlocksOnDisk) -> str:
         f"{blocks.on_disk} of {blocks.blocks} blocks stay on disk; a step reads "
         f"{size(blocks.step_bytes)}, {seconds} s at {size(rate)}/s"
     )
+    if blocks.micro_batches > 1:
+        line += f"; {_how_read(blocks)}"
     if rate < _SLOW_RATE:
         line += f"; the disk is slow: each step may wait {seconds} s for it"
+    return line
+
+
+def _how_read(blocks: BlocksOnDisk) -> str:
+    if blocks.together:
+        return f"its {blocks.micro_batches} micro-batches pass each block together"
+
+    line = f"each of its {blocks.micro_batches} micro-batches reads the blocks"
+    if blocks.together_bytes is not None:
+        line += f", as to pass them together takes {size(blocks.together_bytes)} more memory"
     return line
 
 

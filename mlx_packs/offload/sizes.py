@@ -20,7 +20,11 @@ class BlocksOnDisk:
         table_bytes: Bytes of embeddings and head in memory, of which steps read parts.
         head_bytes: Bytes of the head in its files, which a step reads once.
         in_flight: How many of those on disk are in memory at the peak: one was measured on CPUs.
-        passes: How often a step reads a block.
+        passes: How often a step reads a block for a micro-batch.
+        micro_batches: How many micro-batches a step has.
+        together: Whether they pass each block together, so that a step reads it as for one.
+        together_bytes: Bytes of the inputs of blocks that this adds; None if it cannot be done.
+        accumulated_bytes: Bytes of the gradients of earlier micro-batches, which this spares.
     """
 
     blocks: int
@@ -31,6 +35,10 @@ class BlocksOnDisk:
     head_bytes: int = 0
     in_flight: int = 2
     passes: int = 2
+    micro_batches: int = 1
+    together: bool = False
+    together_bytes: int | None = None
+    accumulated_bytes: int = 0
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, int, int]]) -> "BlocksOnDisk":
@@ -66,7 +74,9 @@ class BlocksOnDisk:
     @property
     def step_bytes(self) -> int:
         """Bytes that are read in a step."""
-        return self.passes * self.on_disk * self.stored_bytes + self.head_bytes
+        block_reads = self.passes * (1 if self.together else self.micro_batches)
+        of_blocks = block_reads * self.on_disk * self.stored_bytes
+        return of_blocks + self.micro_batches * self.head_bytes
 
     def in_memory(self, spare: int) -> "BlocksOnDisk":
         """Return these with as many blocks in memory as ``spare`` bytes have room for."""

@@ -16,6 +16,7 @@ from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError, RunStopped
 from ..files import make_folder
+from ..nn.recompute import blocks_together
 from ..objectives.objective import Objective
 from ..objectives.reference import PhaseReference
 from ..objectives.score import Score, StoredScore
@@ -311,7 +312,9 @@ class Fit:
         run = self.run
         phase = data.phase
         stepper, objective = self._stepper_of(phase, optimizer)
-        step = BatchStep(stepper, objective, data.train.collate, self.parts)
+        blocks = getattr(self.trainable.model, "blocks_on_disk", None)
+        together = blocks_together if blocks is not None and blocks.together else None
+        step = BatchStep(stepper, objective, data.train.collate, self.parts, together)
         reports = Reports(self.observers, step, phase.name, run.display.clock)
         save = partial(self._save, optimizer, reports)
         if self.on_nan.policy == "back-off" and run.files.latest_checkpoint() is None:

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..data.dataset import Batch, Dataset
@@ -38,20 +39,24 @@ class Due:
     def anything(self) -> bool:
         return self.report or self.validate or self.save
 
-    def after(self, number: int, in_update: bool) -> None:
-        """Decide it for a batch of the phase; ``in_update``: whether its update waits for more."""
+    def after(self, numbers: range, in_update: bool) -> None:
+        """Decide it for the last batches; ``in_update``: whether their update waits for more."""
         train = self._train
-        ends = number == train.iters
-        self.report = ends or number % train.steps_per_report == 0
-        self.save = self.save or ends or number % train.save_every == 0
+        ends = numbers[-1] == train.iters
+        self.report = ends or _has_multiple(numbers, train.steps_per_report)
+        self.save = self.save or ends or _has_multiple(numbers, train.save_every)
 
-        self._score = self._score or number % train.steps_per_eval == 0
+        self._score = self._score or _has_multiple(numbers, train.steps_per_eval)
         if train.picks_best:
             self.validate = self._validates and not in_update and (self._score or ends)
             self._score = self._score and not self.validate
         else:
             self.validate = self._validates and self._score and not ends
             self._score = False
+
+
+def _has_multiple(numbers: range, factor: int) -> bool:
+    return any(number % factor == 0 for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -110,19 +115,13 @@ class Loop:
             with self.watch.deferring_signals(), self._saved_if_base_changes(), read_errors():
                 ending = self.watch.ended_before()
                 while done < train.iters and not ending:
-                    batch = next(batches)
-                    start = time.perf_counter()
-                    # a run that leaves float16 goes back to the state before an update
-                    random = self._random = mx.random.state[0]
-                    done += 1
-                    updates = done % train.grad_accumulation_steps == 0 or done == train.iters
-                    batch = self.step.objective.prepare(batch)
-                    step = self.step.start(batch, updates, train.grad_accumulation_steps == 1)
-                    self._in_flight.append(_StartedBatch(batch, done, updates, random, step, start))
-                    self._random = mx.random.state[0]
+                    drawn = list(islice(batches, self._at_once(done)))
+                    numbers = range(done + 1, done + len(drawn) + 1)
+                    done = numbers[-1]
+                    batch = self._start(drawn, numbers)
 
                     # a GPU has this step already when the one before it is read
-                    due.after(done, in_update=stepper.waiting > 0)
+                    due.after(numbers, in_update=stepper.waiting > 0)
                     waits = due.anything or self.watch.is_asked_to_end
                     self._read(leaving=0 if waits else stepper.ahead)
                     self.watch.between_batches(self.step, batch, self.phase.first_batch + done)
@@ -130,6 +129,34 @@ class Loop:
                 return ending
         finally:
             self.reports.phase_ends()
+
+    def _at_once(self, done: int) -> int:
+        """Return how many batches are drawn: all of an update if they pass blocks together."""
+        if not self.step.together:
+            return 1
+        train = self.phase.train
+        several = train.grad_accumulation_steps
+        return min(several - done % several, train.iters - done)
+
+    def _start(self, drawn: Sequence[Batch], numbers: range) -> Batch:
+        """Start the step on batches; return the last, prepared."""
+        start = time.perf_counter()
+        # a run that leaves float16 goes back to the state before an update
+        random = self._random = mx.random.state[0]
+        several = self.phase.train.grad_accumulation_steps
+        updates = numbers[-1] % several == 0 or numbers[-1] == self.phase.train.iters
+
+        prepared = [self.step.objective.prepare(batch) for batch in drawn]
+        if len(prepared) > 1:
+            steps = self.step.start_together(prepared)
+        else:
+            steps = [self.step.start(prepared[0], updates, several == 1)]
+
+        for number, batch, step in zip(numbers, prepared, steps, strict=True):
+            is_last = updates and number == numbers[-1]
+            self._in_flight.append(_StartedBatch(batch, number, is_last, random, step, start))
+        self._random = mx.random.state[0]
+        return prepared[-1]
 
     @contextmanager
     def _saved_if_base_changes(self) -> Iterator[None]:

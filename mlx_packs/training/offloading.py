@@ -102,6 +102,7 @@ def fit_run(
     plan = memory.plan
     if base.blocks_on_disk is not None and plan and plan.offload:
         base.blocks_on_disk.keep_in_memory(plan.offload.blocks - plan.offload.on_disk)
+        base.blocks_on_disk.together = plan.offload.together
     show_plan(base, run, memory)
     if memory.disk and not run.request.force:
         check_disk_of(run.folder, memory.disk)

@@ -72,8 +72,10 @@ def plan_training(run: Run, base: Base, target: Base, data: Sequence[PhaseData])
 
     choice = choose_path(run, target, task.typical_rows(data[-1]), plans)
     plan = plans.get(choice.matmul_path)
-    if plan and plan.offload and run.request.recipe.train.offload_base != "on":
-        plan = plan.with_blocks_in_memory(runtime.total_memory())
+    if plan and plan.offload:
+        plan = plan.with_batches_together(runtime.total_memory())
+        if run.request.recipe.train.offload_base != "on":
+            plan = plan.with_blocks_in_memory(runtime.total_memory())
 
     recompute = run.train.recomputes
     if recompute == "auto":

@@ -8,7 +8,8 @@ of a batch add up to it: `BatchStep` takes one in pieces, or the share of a rank
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -20,6 +21,9 @@ from ..distributed.group import group, summed_over_ranks
 from ..objectives.objective import Inputs, Loss, Objective, arrays_of
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
+
+# returns the results of losses, which are computed together (nn/recompute.py)
+Together = Callable[[Sequence[Callable[[], tuple]]], list[tuple]]
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,30 @@ class Stepper:
 
         return StartedStep(total, count, step.norm)
 
+    def start_together(
+        self, batches: Sequence[Sequence[Batch]], together: Together
+    ) -> list[StartedStep]:
+        """Start an update on the pieces of its batches, which are computed ``together``."""
+        pieces = [(self.arrays(piece), piece.layout) for batch in batches for piece in batch]
+
+        def joint_loss() -> tuple:
+            values = together([partial(self.loss, *piece) for piece in pieces])
+            return sum(of_piece[0] for of_piece in values), values
+
+        (_, values), grads = nn.value_and_grad(self.model, joint_loss)()
+        sums = [self.update.unscaled(of_piece) for of_piece in values]
+        self.waiting = len(pieces)
+        self._pending = sum(count for _, count in sums), grads
+        self._evaluate(self._pending, sums, mx.random.state)
+        norm = self._update_waiting()
+
+        steps = []
+        totals = iter([total for total, _ in sums])
+        for batch in batches:
+            total = sum(next(totals) for _ in batch)
+            steps.append(StartedStep(total, sum(piece.denominator for piece in batch), None))
+        return [*steps[:-1], replace(steps[-1], norm=norm)]
+
     def start_without_batch(self, last: bool) -> StartedStep:
         """Take part in an update of the ranks without a batch of this one."""
         if not self.waiting:
@@ -227,6 +255,7 @@ class BatchStep:
     objective: Objective
     collate: Collate  # which knows the pieces of a batch
     parts: int = 1  # pieces of a batch; it only grows
+    together: Together | None = None  # how batches of an update are computed; None: one by one
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Start the step on a prepared batch, as `Stepper.start`, one piece after the other."""
@@ -236,7 +265,14 @@ class BatchStep:
         pieces = self._pieces(batch)
         if len(pieces) == 1:
             return self.stepper.start(pieces[0], last, alone)
+        if self.together:
+            return self.stepper.start_together([pieces], self.together)[0]
         return self.stepper.start_pieces(pieces, last)
+
+    def start_together(self, batches: Sequence[Batch]) -> list[StartedStep]:
+        """Start the step on all prepared batches of an update."""
+        pieces = [self._pieces(batch) for batch in batches]
+        return self.stepper.start_together(pieces, self.together)
 
     def use_smaller_pieces(self, batch: Batch) -> bool:
         """Take batches in twice as many pieces; return whether ``batch`` can be cut so small."""

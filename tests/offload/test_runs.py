@@ -1,5 +1,6 @@
 """Runs with the base on disk end with the packs of runs with the base in memory, to the byte."""
 
+import json
 import os
 import re
 import shutil
@@ -76,6 +77,8 @@ RUNS = {
     "lm": ("chats", {}, {}),
     "packed": ("chats", {"packing": True}, {}),
     "accumulated": ("chats", {"grad_accumulation_steps": 2, "iters": 4}, {}),
+    "three": ("chats", {"grad_accumulation_steps": 3, "iters": 5, "micro_batches": 2}, {}),
+    "skipped": ("chats", {"grad_accumulation_steps": 2, "iters": 4, "on_nan": "skip"}, {}),
     "shared": ("pairs", {"task": "dpo", "share_prefix": "on"}, {}),
     "dpo": ("pairs", {"task": "dpo", "share_prefix": "off"}, {}),
     "dora": ("chats", {"method": "dora"}, {}),
@@ -116,27 +119,51 @@ def test_packs_on_other_formats_are_the_same_to_the_byte(kind, data, tmp_path):
     assert len(hashes) == 1
 
 
+ACCUMULATED = replace(RUN, grad_accumulation_steps=4, iters=4, offload_base="on")
+
+
+def report_of(base, data, train, out) -> dict:
+    return train_pack(str(base), data, LORA, train, out, progress=False).report
+
+
+@pytest.mark.slow
+def test_an_update_reads_blocks_once_where_the_plan_has_room(base, data, tmp_path, monkeypatch):
+    shared = report_of(base, data["chats"], ACCUMULATED, tmp_path / "shared")
+    limit = int(1e9 * shared["plan_peak_gb"] * (1 + ERROR)) - 1000
+    monkeypatch.setattr(runtime, "total_memory", lambda: limit)
+    reads = report_of(base, data["chats"], ACCUMULATED, tmp_path / "reads")
+
+    more = 1e9 * (reads["offload"]["read_gb"] - shared["offload"]["read_gb"])
+    blocks = load_base(base, offload=True).blocks_on_disk
+    assert more == pytest.approx(3 * 2 * blocks.on_disk * blocks.stored_block_bytes, rel=1e-3)
+    hashes = [sha256(tmp_path / name / "adapters.safetensors") for name in ("shared", "reads")]
+    assert hashes[0] == hashes[1]
+
+
 KILLED = """
-import os, sys
+import json, os, sys
 from tests.offload.test_runs import *
-base, data, out = sys.argv[1:]
+base, data, out, changes = sys.argv[1:]
 reports = []
 def kill_after_two():
     reports.append(1)
     if len(reports) == 2:
         os.kill(os.getpid(), 9)
-train = replace(RUN, offload_base="on", steps_per_report=1)
+train = replace(RUN, offload_base="on", steps_per_report=1, **json.loads(changes))
 hash_of_pack(base, data, train, out, callbacks=[Stops(kill_after_two)])
 """
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_can_be_resumed(base, data, tmp_path):
-    whole = hash_of_pack(base, data["chats"], replace(RUN, offload_base="off"), tmp_path / "whole")
+@pytest.mark.parametrize("changes", [{}, {"grad_accumulation_steps": 2, "iters": 6}])
+def test_a_run_that_is_killed_can_be_resumed(base, data, tmp_path, changes):
+    train = replace(RUN, **changes)
+    whole = hash_of_pack(base, data["chats"], train, tmp_path / "whole")
     out = tmp_path / "o"
-    arguments = [sys.executable, "-c", KILLED, str(base), str(data["chats"]), str(out)]
-    assert subprocess.run(arguments, cwd=ROOT).returncode == -9
-    train = replace(RUN, offload_base="on", steps_per_report=1)
+    arguments = [str(base), str(data["chats"]), str(out), json.dumps(changes)]
+    command = [sys.executable, "-c", KILLED, *arguments]
+    assert subprocess.run(command, cwd=ROOT).returncode == -9
+    train = replace(train, offload_base="on", steps_per_report=1)
     assert hash_of_pack(base, data["chats"], train, out, resume=True) == whole
 
 

@@ -58,6 +58,12 @@ class Recorder(Observer):
         read = lambda: (self.log.append(f"read {number}"), (1.0, 2.0))[1]  # noqa: E731
         return SimpleNamespace(read=read)
 
+    def start_together(self, batches, together):
+        return [
+            self.start(batch, number == len(batches), False)
+            for number, batch in enumerate(batches, 1)
+        ]
+
     def on_step(self, line):
         self.log.append(f"step {line['batch']}")
 
@@ -68,7 +74,7 @@ class Recorder(Observer):
         self.log.append(f"validation {line['batch']}")
 
 
-def log_of(saves: list | None = None, **settings) -> list[str]:
+def log_of(together: object = None, **settings) -> list[str]:
     """What happens in a phase of these settings, in its order."""
     quiet = {"steps_per_report": 100, "steps_per_eval": 100, "save_every": 100}
     train = replace(TRAIN, **{**quiet, "iters": 6, **settings})
@@ -84,7 +90,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         facts=dict,
     )
 
-    batch_step = BatchStep(recorder, objective, collate=None)
+    batch_step = BatchStep(recorder, objective, collate=None, together=together)
     state = TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
 
@@ -166,6 +172,15 @@ def test_a_checkpoint_waits_for_the_end_of_an_update(on_gpu):
     assert log == [
         *(*steps("s1 s2 r1 r2 s3 r3"), "save 3"),
         *(*steps("s4 r4 s5 r5 s6 r6"), "report 6", "save 6"),
+    ]
+
+
+def test_batches_that_pass_blocks_together_start_at_once():
+    """What is due after one of them waits for the end of their update."""
+    settings = {"grad_accumulation_steps": 4, "steps_per_report": 3, "steps_per_eval": 3}
+    assert log_of(together=list, save_every=2, **settings) == [
+        *(*steps("s1 s2 s3 s4 r1 r2 r3 r4"), "report 4", "validation 4", "save 4"),
+        *(*steps("s5 s6 r5 r6"), "report 6", "save 6"),
     ]
 
 
