@@ -232,7 +232,6 @@ def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens
 
 
 def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]) -> None:
-    """Raise a PackError for gates without a pack, an encoder, or a pack of another base."""
     if limits and not packs:
         flag = flag_of(next(iter(limits)))
         raise PackError(f"{flag}: is a gate for packs, but there is no pack.", "conflict")

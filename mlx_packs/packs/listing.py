@@ -131,7 +131,6 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
 
 
 def _metric(result: dict) -> dict:
-    """The headline metric of a pack of an encoder; empty if it has none."""
     for name in METRICS:
         if f"{name}_after" in result:
             return {

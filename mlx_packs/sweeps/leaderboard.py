@@ -22,13 +22,12 @@ from ..training.run_page import page_file
 
 _LABEL = 7.2  # width of a character of a label
 _MOST_LABEL = 14  # characters of the name of a value
-# Kinds of dots and the class of the style sheet that each is drawn with.
-KINDS = {"best": "valid", "finished": "train", "stopped": "other", "failed": "failed"}
-_NAMES = {
-    "best": "best",
-    "finished": "trained to the end",
-    "stopped": "stopped at an earlier rung",
-    "failed": "a gate failed",
+# Kinds of dots: the name of each, and the class of the style sheet that it is drawn with.
+_KINDS = {
+    "best": ("best", "valid"),
+    "finished": ("trained to the end", "train"),
+    "stopped": ("stopped at an earlier rung", "other"),
+    "failed": ("a gate failed", "failed"),
 }
 _SIZE = (520, 300)
 FILE = "leaderboard.json"
@@ -207,7 +206,7 @@ def page(content: Mapping) -> str:
         ("Passed", str(sum(row["status"] == "ok" for row in rows))),
     ]
 
-    by_kind: dict[str, list[Mapping]] = {kind: [] for kind in KINDS}
+    by_kind: dict[str, list[Mapping]] = {kind: [] for kind in _KINDS}
     for row in rows:
         if row[metric] is not None:
             by_kind[_kind(row, content)].append(row)
@@ -222,7 +221,7 @@ def page(content: Mapping) -> str:
         metric=metric,
         figures=figures,
         plots=[plot for axis in _axes(content).values() if (plot := _plot(by_kind, metric, axis))],
-        legend=[(KINDS[kind], _NAMES[kind]) for kind, some in by_kind.items() if some],
+        legend=[_KINDS[kind] for kind, some in by_kind.items() if some],
         header=header,
         rows=lines,
     )
@@ -237,10 +236,8 @@ def _plot(by_kind: Mapping[str, Sequence[Mapping]], metric: str, axis: Axis) -> 
         return f"trial {row['trial']}: {place}, {metric} {shown(row[metric])}"
 
     series = {
-        (_NAMES[kind], KINDS[kind]): [
-            (row["values"][name], row[metric], words(row)) for row in by_kind[kind]
-        ]
-        for kind in reversed(KINDS)
+        _KINDS[kind]: [(row["values"][name], row[metric], words(row)) for row in by_kind[kind]]
+        for kind in reversed(_KINDS)
     }
     return scatter(axis, series, metric, _SIZE)
 
