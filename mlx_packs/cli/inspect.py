@@ -454,11 +454,11 @@ def _fit_lines(report: dict) -> list[str]:
 
 def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     """Attach the pack, return how far outputs move, and check that detaching restores them."""
-    from ..packs.base import load_base_for
+    from ..convert.fidelity import load_for_comparison
     from ..packs.making import attach_pack
     from ..runtime import mx
 
-    base = load_base_for(pack, model, trust_remote_code)
+    base = load_for_comparison(pack, model, trust_remote_code)
     probe = mx.arange(1, min(33, base.vocab_size))[None]
     before = base.model(probe)
     mx.eval(before)

@@ -6,7 +6,7 @@ becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..errors import PackError
 from ..evaluation.rows import comparison_data
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
-from ..packs.base import Base, check_no_pack, loaded_base
+from ..packs.base import Base, check_no_pack
 from ..packs.compatibility import check_base
 from ..packs.folder import check_output
 from ..packs.making import untrained_pack
@@ -42,9 +42,9 @@ from .fidelity import (
     check_max_drift,
     drift_limit,
     first_that_passes,
+    load_for_comparison,
     modules_on_call,
 )
-from .merge_plan import Change
 
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
 _OVERSAMPLED = 16
@@ -52,6 +52,8 @@ _ITERATIONS = 4
 
 Weighted = list[tuple[mx.array, float]]  # deltas of one module with the weights of their packs
 Packs = Sequence[tuple[Pack, float]]
+# by module; made again for each use, since all of them would be as large as a dense base
+Deltas = Mapping[str, Callable[[], mx.array]]
 
 
 def linear(deltas: Weighted, *_) -> mx.array:
@@ -59,15 +61,28 @@ def linear(deltas: Weighted, *_) -> mx.array:
     return sum(weight * delta for delta, weight in deltas)
 
 
-def ties(deltas: Weighted, density: float, *_) -> mx.array:
+def ties(
+    deltas: Weighted,
+    density: float,
+    keys: Sequence[mx.array] = (),
+    thresholds: list[float] | None = None,
+) -> mx.array:
     """Trim, elect signs, and merge what agrees.
 
     Semantics: T_i = D_i where |D_i| is among the largest share ``density``, else 0;
         s = sign(sum_i w_i T_i); mean of the T_i of sign s, weighted by w_i, and 0 where none is
 
+    ``thresholds`` of |D_i|: an empty list is filled, so that a later call need not find them.
+
     TIES-Merging: https://arxiv.org/abs/2306.01708
     """
-    trimmed = [(_trimmed(delta, density), weight) for delta, weight in deltas]
+    thresholds = thresholds if thresholds is not None else []
+    if not thresholds:
+        thresholds += [_threshold(delta, density) for delta, _ in deltas]
+    trimmed = [
+        (mx.where(mx.abs(delta) >= threshold, delta, 0), weight)
+        for (delta, weight), threshold in zip(deltas, thresholds, strict=True)
+    ]
     elected = mx.sign(sum(weight * t for t, weight in trimmed))
 
     total = mx.zeros(elected.shape)
@@ -80,14 +95,13 @@ def ties(deltas: Weighted, density: float, *_) -> mx.array:
     return mx.where(weights > 0, total / mx.maximum(weights, 1e-30), 0)
 
 
-def _trimmed(delta: mx.array, density: float) -> mx.array:
+def _threshold(delta: mx.array, density: float) -> float:
     size = np.abs(np.array(delta)).ravel()
     count = max(1, round(density * size.size))
-    threshold = float(np.partition(size, size.size - count)[size.size - count])
-    return mx.where(mx.abs(delta) >= threshold, delta, 0)
+    return float(np.partition(size, size.size - count)[size.size - count])
 
 
-def dare(deltas: Weighted, density: float, keys: Sequence[mx.array]) -> mx.array:
+def dare(deltas: Weighted, density: float, keys: Sequence[mx.array], *_) -> mx.array:
     """Return sum_i w_i M_i D_i / density, with M_i random zeros and ones, a share ``density`` ones.
 
     DARE: https://arxiv.org/abs/2311.03099
@@ -157,7 +171,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     check_output(out := Path(out).expanduser(), overwrite)
     opened = _open(packs)
 
-    loaded = loaded_base(base, opened[0][0], trust_remote_code)
+    loaded = load_for_comparison(opened[0][0], base, trust_remote_code)
     combination = _Combination(loaded, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
     data = "tiny" if data is None and pack_facts(combined.manifest).described else data
@@ -239,10 +253,9 @@ class _Combination:
         modules = dict(self.base.model.named_modules())
 
         def weight_of(path: str) -> mx.array:
-            return frozen_weight(modules[path]).dense().astype(mx.float32) + self.deltas[path]
+            return frozen_weight(modules[path]).dense().astype(mx.float32) + self.deltas[path]()
 
-        changes = [Change(path, weight_of(path), None) for path in self.deltas]
-        return modules_on_call(self.base, changes, weight_of)
+        return modules_on_call(self.base, dict.fromkeys(self.deltas), weight_of)
 
     def kl_of(self, meter: FidelityMeter, dense: Variant, rank: int) -> float:
         """Return the distance of the pack of a rank from the dense modules, in nats per token."""
@@ -250,7 +263,7 @@ class _Combination:
 
     def doublings(self, rank: int | None) -> list[int]:
         """Return the ranks to try after one: its doublings, up to the largest that there is."""
-        largest = max(min(delta.shape[-2:]) for delta in self.deltas.values())
+        largest = max(min(delta().shape[-2:]) for delta in self.deltas.values())
         ranks = []
         while rank and rank < largest:
             rank = min(2 * rank, largest)
@@ -297,27 +310,30 @@ def _check_settings(
         )
 
 
-def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:
-    """Return the method's result for each module's deltas, [out, in] or [E, out, in], lazily."""
-    by_path: dict[str, Weighted] = {}
-    keys: dict[str, list[mx.array]] = {}
-    for i, (pack, weight) in enumerate(opened):
-        for path, spec in pack.specs.items():
-            delta = delta_of(spec, pack.load_tensors())
-            by_path.setdefault(path, []).append((delta, weight))
-            keys.setdefault(path, []).append(adapter_key(seed, f"{i} {path}"))
+def _deltas(opened: Packs, method: str, density: float, seed: int) -> Deltas:
+    """Return what makes the method's result for each module, [out, in] or [E, out, in], lazily."""
 
-    combine = METHODS[method]
-    return {path: combine(deltas, density, keys[path]) for path, deltas in by_path.items()}
+    def combined(path: str, thresholds: list[float]) -> mx.array:
+        deltas = []
+        keys = []
+        for i, (pack, weight) in enumerate(opened):
+            if spec := pack.specs.get(path):
+                deltas.append((delta_of(spec, pack.load_tensors()), weight))
+                keys.append(adapter_key(seed, f"{i} {path}"))
+        return METHODS[method](deltas, density, keys, thresholds)
+
+    paths = dict.fromkeys(path for pack, _ in opened for path in pack.specs)
+    return {path: partial(combined, path, []) for path in paths}
 
 
-def _low_rank(opened: Packs, deltas: dict[str, mx.array], rank: int) -> tuple[Specs, dict]:
+def _low_rank(opened: Packs, deltas: Deltas, rank: int) -> tuple[Specs, dict]:
     """Return adapters of scale 1 of this rank."""
     specs = {}
     tensors = {}
-    for path, delta in deltas.items():
+    for path, make_delta in deltas.items():
+        delta = np.array(make_delta())
         spec = next(p.specs[path] for p, _ in opened if path in p.specs)
-        a, b = _nearest(np.array(delta), min(rank, *delta.shape[-2:]))
+        a, b = _nearest(delta, min(rank, *delta.shape[-2:]))
         actual_rank = a.shape[1]
         part = SliceSpec(path.rpartition(".")[2], sum(spec.widths), actual_rank, float(actual_rank))
         specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)

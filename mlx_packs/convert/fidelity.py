@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
 from ..adapters.imported import full_tensor_modules
 from ..bases.model import BaseModel
+from ..bases.weight_formats import WeightFormat
 from ..config.choices import MATMUL_PATHS
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
@@ -37,10 +39,11 @@ from ..objectives.causal_lm import forward, head_number, part_of, possible_heads
 from ..offload.placing import exceeds_memory
 from ..ops.profile import profile
 from ..packs.base import Base, activated, load_base_for
+from ..packs.compatibility import find_base
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .merge_plan import Change, MergeRequest, plan_changes
+from .merge_plan import MergeRequest, plan_changes
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
@@ -53,6 +56,7 @@ _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
 _LARGE_SHARE = 0.25  # of the memory: the blocks of a larger base stay on disk
 
 Modules = list[tuple[str, nn.Module]]
+Formats = Mapping[str, WeightFormat | None]  # of the new weights, by module; None: it stays dense
 WeightOf = Callable[[str], mx.array]  # the new dense weight of a module, lazy
 Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
 
@@ -272,7 +276,7 @@ def _kl(p: mx.array, q: mx.array) -> float:
 def compare_next_tokens(request: MergeRequest) -> Outcome:
     """Return the fidelity of a merge, and the cheapest setting within the limit."""
     pack = request.pack
-    base = load_for_merge(request)
+    base = load_for_comparison(pack, request.model, request.trust_remote_code)
     meter = FidelityMeter(base, pack, request.columns, request.rows, request.display)
     attached = meter.with_pack(pack)
 
@@ -287,10 +291,15 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
     return Outcome(scores, ("kl_mean", "ppl_ratio"), limit, tried, passes)
 
 
-def load_for_merge(request: MergeRequest) -> Base:
-    """Load the base of a pack, with its blocks on disk if it is large and they can be there."""
-    load = partial(load_base_for, request.pack, request.model, request.trust_remote_code)
-    if exceeds_memory(request.model, _LARGE_SHARE):
+def load_for_comparison(
+    pack: Pack, base: Base | str | Path | None, trust_remote_code: bool
+) -> Base:
+    """Return a base as `loaded_base`, with its blocks on disk if it is large and they can be."""
+    if isinstance(base, Base):
+        return base
+    model = find_base(pack) if base is None else base
+    load = partial(load_base_for, pack, model, trust_remote_code)
+    if exceeds_memory(model, _LARGE_SHARE):
         with suppress(PackError):
             return load(offload_base="on")
     return load()
@@ -314,19 +323,22 @@ def finer_settings(
 def merged_modules(base: BaseModel, request: MergeRequest) -> Modules:
     """Return modules that compute what the written ones will, for a base that is loaded."""
     changes = plan_changes(request).changes
-    merged = modules_on_call(base, changes, _FreshWeights(request).take)
-    paths = {path for path, _ in merged}
-    names = [n for n in replaced_of(request.pack.manifest) if n.rpartition(".")[0] not in paths]
+    formats = {change.path: change.weight_format for change in changes}
+    merged = modules_on_call(base, formats, _FreshWeights(request).take)
+    names = [n for n in replaced_of(request.pack.manifest) if n.rpartition(".")[0] not in formats]
     if names:
         tensors = request.pack.load_tensors()
         merged += full_tensor_modules(base.model, names, tensors, str(request.pack.path))
     return merged
 
 
-def modules_on_call(base: BaseModel, changes: list[Change], weight_of: WeightOf) -> Modules:
-    """Return a module for each change, whose weight is in memory only while it is called."""
+def modules_on_call(base: BaseModel, formats: Formats, weight_of: WeightOf) -> Modules:
+    """Return a module for each path, whose weight is in memory only while it is called."""
     modules = dict(base.model.named_modules())
-    return [(c.path, _ModuleOnCall(modules[c.path], c, weight_of)) for c in changes]
+    return [
+        (path, _ModuleOnCall(modules[path], weight_format, partial(weight_of, path)))
+        for path, weight_format in formats.items()
+    ]
 
 
 class _FreshWeights:
@@ -349,14 +361,19 @@ class _FreshWeights:
 class _ModuleOnCall(nn.Module):
     """A linear, stack of experts or embedding that makes its dense weight for each call."""
 
-    def __init__(self, module: nn.Module, change: Change, weight_of: WeightOf) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        weight_format: WeightFormat | None,
+        new_weight: Callable[[], mx.array],
+    ) -> None:
         super().__init__()
         if "bias" in module:
             self.bias = module.bias
         self._dense_class = _dense_class(module)
         self._dtype = profile().dtype or frozen_weight(module).dtype
-        self._weight_format = change.weight_format
-        self._new_weight = partial(weight_of, change.path)
+        self._weight_format = weight_format
+        self._new_weight = new_weight
         self.freeze()
 
     @property

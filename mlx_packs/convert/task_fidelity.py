@@ -24,7 +24,7 @@ from .fidelity import (
     drift_limit,
     finer_settings,
     first_that_passes,
-    load_for_merge,
+    load_for_comparison,
     merged_modules,
     replaced,
 )
@@ -45,7 +45,7 @@ def compare_vectors(request: MergeRequest) -> Outcome:
     texts = [text for _, row_texts in _texts(request, formats) for text in row_texts if text]
     if not texts:
         raise PackError(f"--data {request.columns.data}: has no text to compare on.", "data")
-    base = load_for_merge(request)
+    base = load_for_comparison(request.pack, request.model, request.trust_remote_code)
     longest = text_limit(request.pack.manifest, base.config)
 
     def vectors() -> np.ndarray:
@@ -64,7 +64,7 @@ def compare_scores(request: MergeRequest) -> Outcome:
     Of each document it is the KL divergence of relevant against not, with the probability that the
     sigmoid of its score is, in nats.
     """
-    base = load_for_merge(request)
+    base = load_for_comparison(request.pack, request.model, request.trust_remote_code)
     instruction = request.pack._part("objective").get("instruction")
     limit = text_limit(request.pack.manifest, base.config)
     rows = [
