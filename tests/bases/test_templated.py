@@ -16,7 +16,7 @@ from mlx_packs.inference.generate import chat_prompt, raw_prompt
 from mlx_packs.packs.manifest import chat_template_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.packs.records import check_same_use
-from mlx_packs.serving.registry import Entry, PackRegistry
+from mlx_packs.serving.registry import PackRegistry, Served
 from tests.helpers.bases import copy_tiny
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
@@ -170,7 +170,7 @@ def test_a_served_model_has_the_template_of_its_packs(bare):
     slots = Mock(base=bare)
     registry = PackRegistry(slots)
     for name, text in (("a", OWN), ("b", OWN), ("c", None)):
-        registry._put(Entry(name, 1, with_recipe(bare, chat_template=text), 1))
+        registry._put(Served(name, 1, with_recipe(bare, chat_template=text), 1))
     templates = {
         model: chat_template_of(registry.recorded(model)) for model in ("a+b:0.5", "c", "base")
     }
