@@ -170,7 +170,7 @@ def test_a_served_model_has_the_template_of_its_packs(bare):
     slots = Mock(base=bare)
     registry = PackRegistry(slots)
     for name, text in (("a", OWN), ("b", OWN), ("c", None)):
-        registry._put(Served(name, 1, with_recipe(bare, chat_template=text), 1))
+        registry._entries[name] = Served(name, 1, with_recipe(bare, chat_template=text), 1)
     templates = {
         model: chat_template_of(registry.recorded(model)) for model in ("a+b:0.5", "c", "base")
     }
