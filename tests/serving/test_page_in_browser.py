@@ -459,7 +459,7 @@ def test_answers_of_the_pack_that_learns_are_rated_and_corrected(
         expect(page.locator("#learns")).to_contain_text("Answers of notes can be rated")
         page.locator(".model").nth(1).select_option("notes")
         options(page, max_tokens="12")
-        ask(page, expect, "Name a colour.")
+        ask(page, expect, "Name a number.")
         expect(page.get_by_role("group", name="Feedback")).to_have_count(1)  # not of the base
         expect(page.get_by_role("button", name="Good")).to_be_disabled()  # it was cut off
 
