@@ -54,13 +54,15 @@ def run(options: argparse.Namespace) -> tuple[list[Record], bool]:
         options.batch_size, options.length, places[ON_DISK].base.vocab_size, options.seed
     )
     batch = rows.for_ours()
+    read_before = places[ON_DISK].base.blocks_on_disk.bytes_read
 
     for turn in range(options.rounds):
         order = list(places.values())
         for place in order if turn % 2 == 0 else order[::-1]:
             place.step(batch)
     same = places[IN_MEMORY].losses == places[ON_DISK].losses
-    return _records(places, options), same
+    read = places[ON_DISK].base.blocks_on_disk.bytes_read - read_before
+    return _records(places, read / options.rounds, options), same
 
 
 def _adapters(options: argparse.Namespace) -> Adapters:
@@ -75,14 +77,15 @@ def _place(offload: bool, adapters: Adapters, options: argparse.Namespace) -> Pl
     return Place(base, ours, mx.get_active_memory() - before)
 
 
-def _records(places: dict[str, Place], options: argparse.Namespace) -> list[Record]:
+def _records(
+    places: dict[str, Place], step_bytes: float, options: argparse.Namespace
+) -> list[Record]:
     here, memory, disk = Environment.here(), places[IN_MEMORY], places[ON_DISK]
     task = f"offload {base_name(TINY, options.model)}"
     shape = f"{options.batch_size} x {options.length}, rank {options.rank}"
-    blocks = disk.base.blocks_on_disk
-    read_ms = 1e3 * blocks.bytes_read / len(disk.step_ms) / disk_rate()
+    read_ms = 1e3 * step_bytes / disk_rate()
     waited = [read_ms / step for step in disk.step_ms]
-    note = f"{blocks.on_disk} blocks; {blocks.bytes_read / len(disk.step_ms) / 1e9:.3g} GB a step"
+    note = f"{disk.base.blocks_on_disk.on_disk} blocks; {step_bytes / 1e9:.3g} GB a step"
     slower = sorted(b / a for a, b in zip(memory.step_ms, disk.step_ms, strict=True))
 
     def of(name: str, metric: str, unit: str, samples: list[float], **fields: object) -> Record:
