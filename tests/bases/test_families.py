@@ -135,12 +135,12 @@ DENSE = [f for f in FAMILIES if f in (*REPRESENTATIVE, *GROUPED, "afm7")]  # afm
 QUANTIZABLE = [f for f in FAMILIES if f != "afm7"]
 
 
-@pytest.mark.parametrize("family", sweep(DENSE, pytest.mark.slow))
+@pytest.mark.parametrize("family", sweep(DENSE))
 def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
     check_step(family, None)
 
 
-@pytest.mark.parametrize("family", sweep(QUANTIZABLE, pytest.mark.slow))
+@pytest.mark.parametrize("family", sweep(QUANTIZABLE))
 def test_step_on_quantized_weights_has_the_gradients_of_plain_lora(family):
     check_step(family, 4)
 

@@ -21,7 +21,7 @@ if OLD:  # mixtures are rejected, phi3small writes beyond its logits, falcon_h1 
     FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
     FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
 # One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent
-# attention, parallel blocks, soft capping. The rest is nightly, or slow for what the others rest on.
+# attention, parallel blocks, soft capping. The rest is slow.
 REPRESENTATIVE = (
     "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
 ).split()
@@ -29,10 +29,10 @@ REPRESENTATIVE = (
 GROUPED = ("llama", "qwen2", "qwen3")  # whose attention and SwiGLU are ours
 
 
-def sweep(families: list[str], others: pytest.MarkDecorator = pytest.mark.nightly) -> list:
+def sweep(families: list[str]) -> list:
     """Parameters of a sweep over families, of which the default suite runs the representative."""
     return [
-        pytest.param(family, marks=() if family in REPRESENTATIVE else others)
+        pytest.param(family, marks=() if family in REPRESENTATIVE else pytest.mark.slow)
         for family in families
     ]
 
