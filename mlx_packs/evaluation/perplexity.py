@@ -218,6 +218,10 @@ class Scorer:
         """Return NLL [M] and hit [M] of every target, and what else ``kind`` has a sum of."""
         return target_loss(self.model, head, inputs, layout, LossOptions(gradient=False))
 
+    def batch_values(self, batch: Batch) -> Sequence[mx.array | None]:
+        """Return the `values` of a batch."""
+        return self._forward(arrays_of(batch), batch.layout)
+
     def examples(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
     ) -> ExampleScores:
@@ -226,8 +230,7 @@ class Scorer:
         def scored(batch: Batch) -> list[np.ndarray]:
             owners = batch.inputs["owners"]
             real = owners >= 0
-            prepared = self._prepare(batch)
-            values = self._forward(arrays_of(prepared), prepared.layout)
+            values = self.batch_values(self._prepare(batch))
             mx.eval(values)
             nll, *others = (np.array(value, dtype=np.float64)[real] for value in values)
             sums = (nll, None, *others)

