@@ -5,9 +5,10 @@ cannot be read off the weights; it is measured on examples, as KL of the next to
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .merge_plan import MergeRequest, plan_changes
+
+_log = logging.getLogger("mlx_packs")
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
@@ -300,8 +303,10 @@ def load_for_comparison(
     model = find_base(pack) if base is None else base
     load = partial(load_base_for, pack, model, trust_remote_code)
     if exceeds_memory(model, _LARGE_SHARE):
-        with suppress(PackError):
+        try:
             return load(offload_base="on")
+        except PackError as error:
+            _log.warning("packs: all of the base is loaded into memory: %s", error)
     return load()
 
 
