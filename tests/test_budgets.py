@@ -82,6 +82,6 @@ def test_figures_see_what_they_count(tmp_path):
         "parallel_assignments_per_1000_lines": round(14 / 0.019, 2),
         "products_with_a_condition": 1,
         "small_private_functions_called_once": 1,
-        "docstring_lines_per_1000_lines": round(3 / 0.019, 2),
+        "docstring_lines_per_definition": 1.0,
         "wide_lines": 1,
     }

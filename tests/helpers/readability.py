@@ -15,6 +15,7 @@ WIDE = 100  # columns
 SMALL = 4  # lines of a function that may stand where it is called
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+OWNERS = ast.Module | ast.ClassDef | Function
 
 
 def figures(package: Path = PACKAGE) -> dict[str, float]:
@@ -33,6 +34,7 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
 
     dense = [body for body in bodies if len(body) >= LONG_BODY and "" not in body]
     statements = [node for nodes in trees for node in nodes]
+    definitions = sum(isinstance(node, OWNERS) for node in statements)
     choices = [node for node in statements if isinstance(node, ast.IfExp)]
     return {
         "long_bodies_without_blank_line": len(dense),
@@ -43,7 +45,7 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
         ),
         "products_with_a_condition": sum(map(multiplies_by_condition, statements)),
         "small_private_functions_called_once": called_once(trees),
-        "docstring_lines_per_1000_lines": round(docstrings / code, 2),
+        "docstring_lines_per_definition": round(docstrings / definitions, 1),
         "wide_lines": sum(len(line) > WIDE for line in lines),
     }
 
@@ -71,8 +73,7 @@ def code_lines(lines: Iterable[str]) -> int:
 
 def docstring_lines(nodes: Iterable[ast.AST]) -> int:
     """Lines of all docstrings of a module that are not blank."""
-    owners = ast.Module | ast.ClassDef | Function
-    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, owners)]
+    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, OWNERS)]
     return sum(line.strip() != "" for text in texts if text for line in text.splitlines())
 
 
