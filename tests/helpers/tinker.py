@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_packs.runtime import mx
-from mlx_packs.serving.train.wire import MEDIA_TYPE, MESSAGES
+from mlx_packs.serving.train.rows import MEDIA_TYPE, MESSAGES
 from tests.helpers.serving import Running
 
 PROTO = {"Content-Type": MEDIA_TYPE}

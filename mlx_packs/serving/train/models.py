@@ -1,42 +1,233 @@
-"""The models in training: which are loaded, and what their clients have them do.
+"""The models in training, over the base of a server.
 
-Requests of one model are computed in the order of their arrival. A request is as many forward
-passes as its rows need. Those of several models take turns, since each passes the queue of the
-thread that computes, which does other work between two.
+The models share the base. One has its adapters on it for the time of a pass; the packs that are
+served are off the base then, and back before the next token is generated. Requests of one model
+are computed in the order of their arrival. A request is as many forward passes as its rows need.
+Those of several models take turns, since each passes the queue of the thread that computes, which
+does other work between two.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import mlx.nn as nn
+import mlx.optimizers as optimizers
 import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from starlette.concurrency import run_in_threadpool
 
+from ...adapters.attach import attach
+from ...adapters.lora import Attached
+from ...adapters.targets import without_narrow
+from ...bases.geometry import find_groups
+from ...config.lora import LoRAConfig
+from ...config.schema import TrainConfig
 from ...errors import PackError
+from ...nn.lora import GroupedLoRA
+from ...nn.surgery import replace_modules
+from ...objectives.causal_lm import Head, split_head
+from ...packs.compatibility import check_generates
+from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
+from ...runtime import mx
+from ...training.update import Update
 from ..generation import Generator
-from .batches import Datum, RowLimits, checked_row, split_passes
-from .losses import Loss, find_loss
-from .passes import Grads, PassResult, TrainedModel
+from ..slots import PackSlots
+from .losses import Datum, Grads, Loss, compute, find_loss, split_passes
 from .protocol import AdamBody, LoraConfigBody
+from .rows import checked_row, forward_output
 from .states import Kind, Saved, States, uri_of
-from .trainer import Trainer, added
-from .wire import ForwardRequest, forward_output
 
-T = TypeVar("T")
+ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
+MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
+_MOST_WITH_LOGITS = 512
 MOST_MODELS = 8
 
 
 @dataclass(eq=False)
-class Model:
-    """A model of a session; its requests wait for its lock, and the first that came goes first."""
+class TrainedModel:
+    """Adapters, the gradients that wait for an update, and the state of the optimizer.
 
-    id: str
-    session_id: str
-    trained: TrainedModel
+    Attributes:
+        modules: what `replace_modules` puts on the base for a pass or an update.
+        grads: sum of the gradients since the last update; None without any.
+        updates: the compiled update, by its settings.
+        id: of the protocol; it and ``session_id`` are empty until `Models` has the model.
+        lock: its requests wait for it, and the first that came goes first.
+    """
+
+    attached: Attached
+    modules: list[tuple[str, nn.Module]]
+    head: Head | None
+    optimizer: optimizers.AdamW
+    rank: int
+    grads: Grads | None = None
+    updates: dict[tuple, Callable[[dict], mx.array]] = field(default_factory=dict)
+    id: str = ""
+    session_id: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def most_inputs(self) -> int:
+        if self.head is None or self.head.frozen is None:
+            return _MOST_WITH_LOGITS
+        return MOST_INPUTS
+
+    def add(self, grads: Grads) -> None:
+        self.grads = _added(self.grads, grads)
+
+
+class Trainer:
+    """Makes models and trains them; only the thread that computes may call it.
+
+    Args:
+        slots: the packs that are served on the base.
+    """
+
+    def __init__(self, slots: PackSlots) -> None:
+        self._slots = slots
+        self._base = slots.base
+
+    def create(self, config: LoraConfigBody) -> TrainedModel:
+        """Return a model with fresh adapters (B = 0), which computes what the base does."""
+        seed = secrets.randbits(31) if config.seed is None else config.seed
+        with self._slots.lifted():
+            targets = self._targets(config)
+            lora = LoRAConfig(rank=config.rank, alpha=ALPHA, target_modules=targets)
+            return self._model(attach(self._base, lora, seed=seed))
+
+    def of_pack(self, pack: Pack, state: Mapping[str, Any] | None) -> TrainedModel:
+        """Return a model with the adapters of a pack; ``state`` is its optimizer's, or None."""
+        check_generates(pack)
+        if reason := pack._beyond_lora:
+            raise PackError(f"path: {reason}, which is not trained here.", "unsupported", "path")
+
+        with self._slots.lifted():
+            model = self._model(attach_pack(self._base, pack))
+            pack.tensors = None
+
+        if state is not None:
+            expected = {name: array.shape for name, array in self.state_of(model).items()}
+            if expected != {name: array.shape for name, array in state.items()}:
+                raise PackError(
+                    "path: its optimizer state is of other adapters.", "mismatch", "path"
+                )
+            model.optimizer.state = tree_unflatten(list(state.items()))
+        return model
+
+    def _model(self, attached: Attached) -> TrainedModel:
+        """Return the model of adapters that are on the base, and take them off."""
+        try:
+            head = split_head(attached.model)
+            ranks = {s.rank for spec in attached.specs.values() for s in spec.slices}
+            optimizer = optimizers.AdamW(0.0, bias_correction=True)
+            optimizer.init(attached.model.trainable_parameters())
+            mx.eval(attached.model.trainable_parameters(), optimizer.state)
+            modules = attached.lift()
+        except BaseException:
+            attached.detach()
+            raise
+
+        return TrainedModel(attached, modules, head, optimizer, max(ranks))
+
+    def _targets(self, config: LoraConfigBody) -> tuple[str, ...]:
+        """Return the paths of the linears that get adapters."""
+        groups, _ = find_groups(self._base.model, self._base.config, (), -1)
+        groups, _ = without_narrow(groups, LoRAConfig(rank=config.rank))
+        paths = [geometry.path for group in groups for geometry in group.members]
+        if config.train_unembed and isinstance(self._base.model.get("lm_head"), nn.Module):
+            paths.append("lm_head")
+        return tuple(paths)
+
+    @contextmanager
+    def _on_base(self, model: TrainedModel) -> Iterator[nn.Module]:
+        """Return the base's model with adapters on it, for training."""
+        base = self._base.model
+        with self._slots.lifted():
+            replace_modules(base, model.modules)
+            base.train()
+            try:
+                yield base
+            finally:
+                model.attached.lift()
+
+    def run(
+        self, model: TrainedModel, rows: Sequence[Datum], loss: Loss, backward: bool
+    ) -> tuple[float, list[np.ndarray], Grads | None]:
+        """Compute a pass as `compute` does, on the base with the adapters of a model."""
+        with self._on_base(model) as base:
+            return compute(base, model.head, rows, loss, backward)
+
+    def update(self, model: TrainedModel, step: AdamBody) -> float:
+        """Update a model by the gradients that wait, and return their norm before clipping."""
+        if model.grads is None:
+            raise PackError(
+                "optim_step: there is no gradient. Call forward_backward first.", "conflict"
+            )
+
+        optimizer = model.optimizer
+        optimizer.learning_rate = step.learning_rate
+        optimizer.betas = [step.beta1, step.beta2]
+        optimizer.eps = step.eps
+        optimizer.weight_decay = step.weight_decay
+
+        grads = model.grads
+        with self._on_base(model) as module:
+            tree = tree_map_with_path(lambda name, _: grads[name], module.trainable_parameters())
+            norm = _update_of(model, module, step)(tree)
+            mx.eval(norm, module.trainable_parameters(), optimizer.state)
+
+        model.grads = None
+        if not mx.isfinite(norm).item():
+            raise PackError(
+                "optim_step: the sum of the gradients is not finite; the weights are unchanged.",
+                "diverged",
+            )
+        return float(norm.item())
+
+    def pack(self, model: TrainedModel) -> Pack:
+        """Return the adapters as they are now, as a pack that is not saved."""
+        pack = pack_of(model.attached, objective={"task": TrainConfig.task})
+        mx.eval(pack.tensors)
+        return pack
+
+    def state_of(self, model: TrainedModel) -> dict[str, mx.array]:
+        return dict(tree_flatten(model.optimizer.state))
+
+
+def _added(total: Grads | None, grads: Grads) -> Grads:
+    """Return the sum of gradients, computed."""
+    if total is None:
+        return grads
+    total = {name: grad + grads[name] for name, grad in total.items()}
+    mx.eval(total)
+    return total
+
+
+def _update_of(
+    model: TrainedModel, module: nn.Module, step: AdamBody
+) -> Callable[[dict], mx.array]:
+    """Return what updates a model on its base by gradients, compiled for the settings of a step.
+
+    The learning rate is part of the optimizer's state, so that a schedule compiles nothing anew.
+    """
+    settings = (step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_clip_norm)
+    if settings not in model.updates:
+        update = Update(module, model.optimizer, max(0.0, step.grad_clip_norm), skips=True)
+        factors = [m.state for m in module.modules() if isinstance(m, GroupedLoRA)]
+        state = [factors, model.optimizer.state]
+
+        def apply(grads: dict) -> mx.array:
+            return update.apply(grads, mx.array(1.0))
+
+        model.updates.clear()
+        model.updates[settings] = mx.compile(apply, inputs=state, outputs=state)
+    return model.updates[settings]
 
 
 class Models:
@@ -53,18 +244,18 @@ class Models:
         self._trainer = Trainer(generator.registry.slots)
         self.passes = 0
         self.waiting = 0
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, TrainedModel] = {}
         self._making = 0  # models that have a place and are not made yet
 
     @property
-    def all(self) -> list[Model]:
+    def all(self) -> list[TrainedModel]:
         return list(self._models.values())
 
     @property
     def is_full(self) -> bool:
         return len(self._models) + self._making >= MOST_MODELS
 
-    def find(self, model_id: str) -> Model:
+    def find(self, model_id: str) -> TrainedModel:
         model = self._models.get(model_id)
         if model is None:
             raise PackError(
@@ -88,92 +279,97 @@ class Models:
 
         self._making += 1
         try:
-            trained = await self._generator.result_of(make)
+            model = await self._generator.result_of(make)
         finally:
             self._making -= 1
-        self._models[model_id] = Model(model_id, session_id, trained)
+        model.id = model_id
+        model.session_id = session_id
+        self._models[model_id] = model
 
-    async def unload(self, model: Model) -> None:
+    async def unload(self, model: TrainedModel) -> None:
         """Forget a model, when its earlier requests are computed."""
         async with model.lock:
             self._models.pop(model.id, None)
 
-    async def forward(self, model: Model, request: ForwardRequest) -> bytes:
-        """Compute a loss of some datums, with its gradient unless the request is `forward_only`.
+    async def forward(self, model: TrainedModel, request: Any) -> bytes:
+        """Compute a ForwardBackwardRequest: a loss, with its gradient unless ``forward_only``.
 
         The gradient is added to those that wait, of all datums or of none.
         """
-        loss = find_loss(request.loss)
-        limits = RowLimits(self._generator.limits.context, self._generator.base.vocab_size)
-
-        def checked() -> list[Datum]:
-            data = enumerate(request.data)
-            return [checked_row(i, each, loss, limits) for i, each in data]
-
+        loss = find_loss(request.loss_fn)
         if not request.data:
             raise PackError("data: has no datum.", flag="data")
 
-        async with model.lock:
-            self._check_loaded(model)
-            rows = await run_in_threadpool(checked)
-            result = await self._forward(model.trained, rows, loss, not request.forward_only)
-            if result.grads is not None:
-                await self._generator.result_of(
-                    partial(self._trainer.add, model.trained, result.grads)
-                )
+        context = self._generator.limits.context
+        vocab_size = self._generator.base.vocab_size
 
-        return forward_output(result.logprobs, {"loss:sum": result.loss})
+        def checked() -> list[Datum]:
+            data = enumerate(request.data)
+            return [checked_row(i, each, loss, context, vocab_size) for i, each in data]
+
+        async with model.lock:
+            self.find(model.id)
+            rows = await run_in_threadpool(checked)
+            backward = not request.forward_only
+            total, logprobs, grads = await self._forward(model, rows, loss, backward)
+            if grads is not None:
+                await self._generator.result_of(partial(model.add, grads))
+        return forward_output(logprobs, total)
 
     async def _forward(
         self, model: TrainedModel, rows: Sequence[Datum], loss: Loss, backward: bool
-    ) -> PassResult:
+    ) -> tuple[float, list[np.ndarray], Grads | None]:
         """Compute as many passes as the rows need, and return their sum."""
         total = 0.0
         logprobs: dict[int, np.ndarray] = {}
         grads: Grads | None = None
 
-        def compute(numbers: Sequence[int]) -> None:
+        def compute_pass(numbers: Sequence[int]) -> None:
             nonlocal total, grads
-            result = self._trainer.run(model, [rows[i] for i in numbers], loss, backward)
-            total += result.loss
-            logprobs.update(zip(numbers, result.logprobs, strict=True))
-            if result.grads is not None:
-                grads = added(grads, result.grads)
+            chosen = [rows[i] for i in numbers]
+            value, by_row, more = self._trainer.run(model, chosen, loss, backward)
+            total += value
+            logprobs.update(zip(numbers, by_row, strict=True))
+            if more is not None:
+                grads = _added(grads, more)
 
         self.waiting += 1
         try:
             for numbers in split_passes(rows, model.most_inputs):
-                await self._generator.result_of(partial(compute, numbers))
+                await self._generator.result_of(partial(compute_pass, numbers))
                 self.passes += 1
         finally:
             self.waiting -= 1
-        return PassResult(total, [logprobs[i] for i in range(len(rows))], grads)
+        return total, [logprobs[i] for i in range(len(rows))], grads
 
-    async def update(self, model: Model, params: AdamBody) -> float:
+    async def update(self, model: TrainedModel, params: AdamBody) -> float:
         async with model.lock:
-            self._check_loaded(model)
-            return await self._generator.result_of(
-                partial(self._trainer.update, model.trained, params)
-            )
+            self.find(model.id)
+            return await self._generator.result_of(partial(self._trainer.update, model, params))
 
-    async def pack(self, model: Model) -> Pack:
+    async def pack(self, model: TrainedModel) -> Pack:
         """Return a copy of a model, whose lock the caller holds, as a pack."""
-        self._check_loaded(model)
-        return await self._generator.result_of(partial(self._trainer.pack, model.trained))
+        self.find(model.id)
+        return await self._generator.result_of(partial(self._trainer.pack, model))
 
     async def save(
-        self, model: Model, kind: Kind, name: str, facts: Mapping[str, Any], overwrite: bool = False
+        self,
+        model: TrainedModel,
+        kind: Kind,
+        name: str,
+        facts: Mapping[str, Any],
+        overwrite: bool = False,
     ) -> Saved:
         """Save a model; one of ``weights`` has the state of its optimizer."""
         uri = uri_of(model.id, kind, name)
 
         def write() -> Saved:
-            optimizer = self._trainer.state_of(model.trained) if kind == "weights" else None
-            pack = self._trainer.pack(model.trained)
+            optimizer = self._trainer.state_of(model) if kind == "weights" else None
+            pack = self._trainer.pack(model)
             return self._states.save(uri, pack, facts, optimizer, overwrite)
 
         async with model.lock:
-            self._check_loaded(model)
+            self.find(model.id)
             return await self._generator.result_of(write)
 
     async def load(self, model_id: str, session_id: str, saved: Saved, optimizer: bool) -> None:
@@ -184,6 +380,3 @@ class Models:
             return self._trainer.of_pack(Pack.open(saved.folder), state)
 
         await self._add(model_id, session_id, open_saved)
-
-    def _check_loaded(self, model: Model) -> None:
-        self.find(model.id)

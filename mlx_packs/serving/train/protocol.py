@@ -15,6 +15,7 @@ MAX_SAMPLES = 256
 _MOST = 10_000  # chunks of a prompt, tags of a session
 _MOST_NUMBER = 1e30  # float32 has no more than 3.4e38
 _Positive = Annotated[float, Field(ge=0, le=_MOST_NUMBER)]
+_Optimizer = Annotated[dict[Literal["type"], Literal["adamw"]], Field(max_length=1)]
 _StopTokens = Annotated[list[Integer], Field(max_length=MAX_STOPS)]
 
 
@@ -44,17 +45,13 @@ class LoraConfigBody(Object):
     train_attn: Literal[True] = True
 
 
-class OptimizerConfigBody(Object):
-    type: Literal["adamw"] = "adamw"
-
-
 class CreateModelBody(Object):
     session_id: Name
     model_seq_id: Number
     base_model: Name
     user_metadata: JsonObject = Field(default_factory=dict)
     lora_config: LoraConfigBody = Field(default_factory=LoraConfigBody)
-    optimizer_config: OptimizerConfigBody = Field(default_factory=OptimizerConfigBody)
+    optimizer_config: _Optimizer | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -110,7 +107,7 @@ class LoadWeightsBody(Object):
     model_seq_id: Number
     base_model: Name | None = None
     user_metadata: JsonObject = Field(default_factory=dict)
-    optimizer_config: OptimizerConfigBody | None = None
+    optimizer_config: _Optimizer | None = None
     type: Literal["load_weights"] = "load_weights"
 
     @field_validator("model_id")
@@ -169,10 +166,8 @@ class SampleBody(Object):
     type: Literal["sample"] = "sample"
 
 
-class RetrieveBody(Object):
+class ResultBody(Object):
+    """Asks for the result of a request, or cancels it."""
+
     request_id: Name
     allow_metadata_only: bool = False
-
-
-class CancelBody(Object):
-    request_id: Name

@@ -1,35 +1,105 @@
-"""Samples of a model by the Tinker protocol: tokens with their log-probabilities.
+"""Sampling by the Tinker protocol: its sessions, and tokens with their log-probabilities.
 
 A sequence has the token that ended it, so that a model can be trained to end.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import PackError
+from ...packs.pack import Pack
 from ...runtime import mx
-from ..answers import Texts
+from ..answers import Choice, Texts
 from ..generation import Generator
 from ..http import ServerSettings
 from ..prompts import CHARACTER_TOKENS, check_tokens
+from ..registry import BASE_NAME
 from ..request import Event, Progress, Request, sampler_of
 from .protocol import SampleBody
-from .wire import Sample, sample_output
+from .rows import MESSAGES
+from .states import Saved, run_of
 
 _BUSY_SECONDS = 0.2
+_PREFIX = "tinker"  # of names in the registry, which other packs do not have
+_SAVED = "saved"
+_MOST_LOADED = 8  # saved models in memory, and steps of each model
+_STOPPED = 0
+_TOO_LONG = 1
 
 
-class SampleRunner:
-    """Samples from the base and from adapters that are served on it."""
+class Samplers:
+    """Sampling sessions on the base, on saved models, and on models as they were at some step.
+
+    Their packs are served beside all others. The latest eight steps of each model are in memory,
+    and the latest eight saved models.
+    """
 
     def __init__(self, generator: Generator, settings: ServerSettings) -> None:
         self._generator = generator
         self._settings = settings
+        self._sessions: dict[str, tuple[str, str | None]] = {}
+        # names in the registry, by the id of the model of steps, or `_SAVED`
+        self._loaded: dict[str, list[str]] = {}
+
+    def find(self, session_id: str) -> tuple[str, str | None]:
+        """Return the name of a session's pack in the registry, and its path if it is saved."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise PackError(
+                f"sampling_session_id '{session_id:.80}': is not known here. Make a new sampling "
+                "client.",
+                "not-found",
+                "sampling_session_id",
+            )
+        return session
+
+    def of_base(self) -> str:
+        return self._new(BASE_NAME)
+
+    async def of_saved(self, saved: Saved) -> str:
+        """Return the id of a new session on a saved model as it is now."""
+        name = f"{_PREFIX}/{saved.run}/{saved.kind}/{saved.name}"
+        await self._load(_SAVED, name, Pack.open(saved.folder))
+        return self._new(name, saved.uri)
+
+    async def of_step(self, model_id: str, pack: Pack, number: int) -> str:
+        """Return the id of a new session on a model as it is now, whose weights ``pack`` has."""
+        name = f"{_PREFIX}/{run_of(model_id)}/step-{number}"
+        await self._load(model_id, name, pack)
+        return self._new(name)
+
+    async def _load(self, group: str, name: str, pack: Pack) -> None:
+        """Serve a pack, and no longer the oldest of its group if that has too many."""
+        names = [each for each in self._loaded.get(group, []) if each != name]
+        removed = names[: max(0, len(names) + 1 - _MOST_LOADED)]
+        self._loaded[group] = [*names[len(removed) :], name]
+
+        def replace_packs() -> None:
+            for each in (*removed, name):
+                self._forget(each)
+            self._generator.registry.add(name, pack)
+
+        await self._generator.result_of(replace_packs)
+
+    async def forget_steps(self, model_id: str) -> None:
+        """Free the memory of all steps of a model."""
+        for name in self._loaded.pop(model_id, []):
+            await self._generator.result_of(partial(self._forget, name))
+
+    def _new(self, name: str, uri: str | None = None) -> str:
+        session_id = uuid.uuid4().hex
+        self._sessions[session_id] = name, uri
+        return session_id
+
+    def _forget(self, name: str) -> None:
+        if name in self._generator.registry.names:
+            self._generator.registry.remove(name)
 
     def check(self, body: SampleBody) -> None:
         """Raise a PackError for a request that can never be computed."""
@@ -49,7 +119,7 @@ class SampleRunner:
         """Return the message with the sequences that ``model`` of the registry continues with."""
         logprobs = None
         if body.prompt_logprobs:
-            compute = partial(prompt_logprobs, self._generator, model, body.prompt.tokens)
+            compute = partial(_prompt_logprobs, self._generator, model, body.prompt.tokens)
             logprobs = await self._generator.result_of(compute)
 
         deadline = time.monotonic() + self._settings.request_seconds
@@ -61,9 +131,9 @@ class SampleRunner:
                     raise
                 await asyncio.sleep(_BUSY_SECONDS)
             else:
-                return sample_output(sequences, logprobs)
+                return _output(sequences, logprobs)
 
-    async def _sequences(self, body: SampleBody, model: str, deadline: float) -> list[Sample]:
+    async def _sequences(self, body: SampleBody, model: str, deadline: float) -> Sequence[Choice]:
         make = partial(self._request, body, model, deadline)
         texts = Texts(self._generator, body.num_samples, make)
         try:
@@ -75,14 +145,7 @@ class SampleRunner:
             texts.cancel()
             raise
 
-        return [
-            Sample(
-                [each.token for each in choice.logprobs],
-                [each.logprob for each in choice.logprobs],
-                choice.reason == "stop",
-            )
-            for choice in texts.choices
-        ]
+        return texts.choices
 
     def _request(
         self,
@@ -125,7 +188,23 @@ class SampleRunner:
         return texts, tokens + [each for each in stop or () if isinstance(each, int)]
 
 
-def prompt_logprobs(generator: Generator, model: str, prompt: list[int]) -> np.ndarray:
+def _output(sequences: Sequence[Choice], logprobs: np.ndarray | None) -> bytes:
+    """Return a SampleResponse; ``logprobs`` are those of the prompt's tokens, if asked for."""
+    message = MESSAGES.SampleResponse()
+    for choice in sequences:
+        reason = _STOPPED if choice.reason == "stop" else _TOO_LONG
+        sequence = message.sequences.add(stop_reason=reason)
+        tokens = [each.token for each in choice.logprobs]
+        sequence.tokens = np.array(tokens, np.int32).tobytes()
+        scores = [each.logprob for each in choice.logprobs]
+        sequence.logprobs = np.array(scores, np.float32).tobytes()
+
+    if logprobs is not None:
+        message.prompt_logprobs = logprobs.astype(np.float32).tobytes()
+    return message.SerializeToString()
+
+
+def _prompt_logprobs(generator: Generator, model: str, prompt: list[int]) -> np.ndarray:
     """Return the log-probabilities [T] of the tokens of a prompt; the first has none (NaN)."""
     parts = [np.array([np.nan], np.float32)]
     registry = generator.registry

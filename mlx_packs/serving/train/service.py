@@ -24,16 +24,15 @@ from ..http import (
     read_body,
 )
 from ..registry import BASE_NAME
-from .models import Model, Models
+from .models import Models, TrainedModel
 from .protocol import (
-    CancelBody,
     ClientConfigBody,
     CreateModelBody,
     CreateSessionBody,
     LoadWeightsBody,
     ModelBody,
     OptimStepBody,
-    RetrieveBody,
+    ResultBody,
     SampleBody,
     SamplingSessionBody,
     SaveForSamplerBody,
@@ -41,10 +40,9 @@ from .protocol import (
     SessionBody,
 )
 from .results import Result, Results
-from .sampling import SampleRunner
-from .sampling_sessions import SamplingSessions
+from .rows import MEDIA_TYPE, MOST_DATUMS, read_forward_request
+from .sampling import Samplers
 from .states import States
-from .wire import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 
 log = logging.getLogger("mlx_packs.serving")
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
@@ -70,8 +68,7 @@ class TrainingService:
         self._states = states
         self._settings = settings
         self._models = Models(generator, states)
-        self._samplers = SamplingSessions(generator)
-        self._runner = SampleRunner(generator, settings)
+        self._samplers = Samplers(generator, settings)
         self.results = Results()
         self._sessions: dict[str, float] = {}  # by id, when it was heard of last
         self._making_room = asyncio.Lock()
@@ -196,7 +193,7 @@ class TrainingService:
                 "model_name": base.public_name,
                 "model_data": {"model_name": name, **data},
                 "is_lora": True,
-                "lora_rank": model.trained.rank,
+                "lora_rank": model.rank,
             }
         )
 
@@ -209,7 +206,7 @@ class TrainingService:
 
         return self._started(unload(), model.id)
 
-    async def _unload(self, model: Model) -> None:
+    async def _unload(self, model: TrainedModel) -> None:
         await self._models.unload(model)
         await self._samplers.forget_steps(model.id)
 
@@ -314,19 +311,19 @@ class TrainingService:
 
     async def sampling_session(self, request: Request) -> Response:
         session_id = request.path_params["id"]
-        session = self._samplers.find(session_id)
+        _, uri = self._samplers.find(session_id)
         facts = {"sampler_id": session_id, "base_model": self._sdk_name}
-        return JSONResponse({**facts, "model_path": session.uri})
+        return JSONResponse({**facts, "model_path": uri})
 
     async def sample(self, _: Request, body: SampleBody) -> Response:
-        session = self._samplers.find(body.sampling_session_id)
-        self._runner.check(body)
+        name, _ = self._samplers.find(body.sampling_session_id)
+        self._samplers.check(body)
         key = (body.sampling_session_id, body.seq_id)
-        return self._started(self._runner.sample(body, session.model), None, key, body.num_samples)
+        return self._started(self._samplers.sample(body, name), None, key, body.num_samples)
 
     # Results
 
-    async def retrieve(self, _: Request, body: RetrieveBody) -> Response:
+    async def retrieve(self, _: Request, body: ResultBody) -> Response:
         """Return the result of a request, or after a while that it is still computed."""
         try:
             result = await self.results.wait(body.request_id, _POLL_SECONDS)
@@ -341,7 +338,7 @@ class TrainingService:
             return Response(result, media_type=MEDIA_TYPE)
         return JSONResponse(result)
 
-    async def cancel(self, _: Request, body: CancelBody) -> Response:
+    async def cancel(self, _: Request, body: ResultBody) -> Response:
         self.results.cancel(body.request_id)
         return Response(status_code=204)
 

@@ -7,7 +7,8 @@ import pytest
 
 from mlx_packs.serving.app import make_app
 from mlx_packs.serving.http import body_of
-from mlx_packs.serving.train.wire import MESSAGES, read_forward_request
+from mlx_packs.serving.train.losses import LOSSES
+from mlx_packs.serving.train.rows import MESSAGES, checked_row, read_forward_request
 from tests.helpers.body_fields import is_bounded, leaves, with_value
 from tests.helpers.errors import raises
 from tests.helpers.tinker import PROTO, forward_request
@@ -65,10 +66,11 @@ def test_every_field_of_a_body_has_a_bound(server):
 )
 def test_a_message_beyond_its_bounds(name, change):
     message = MESSAGES.ForwardBackwardRequest(model_id="m")
-    message.data.add()
+    message.data.add().model_input.add(encoded_text={"tokens": bytes(4)})
     change(message)
     with raises("invalid", None, f"{name}: has a length of"):
-        read_forward_request(message.SerializeToString())
+        message = read_forward_request(message.SerializeToString())
+        checked_row(0, message.data[0], LOSSES["cross_entropy"], 16, 16)
 
 
 def _chunk(message):

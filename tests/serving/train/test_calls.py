@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mlx_packs.serving.train import passes as passes_module
+from mlx_packs.serving.train import models as models_module
 from tests.helpers.serving import SECONDS, until
 from tests.helpers.tinker import ADAM, MESSAGES, PROTO, TinkerClient, forward_request
 
@@ -37,7 +37,7 @@ def at_once(server):
 @pytest.fixture
 def limit(monkeypatch):
     """Set the most inputs of a pass."""
-    return lambda inputs: monkeypatch.setattr(passes_module, "MOST_INPUTS", inputs)
+    return lambda inputs: monkeypatch.setattr(models_module, "MOST_INPUTS", inputs)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def computed(server, monkeypatch):
     seen = []
 
     def noted(trained, rows, loss, backward):
-        (name,) = [model.id for model in models.all if model.trained is trained]
+        (name,) = [model.id for model in models.all if model is trained]
         seen.append((name, len(rows) * max(row.size for row in rows)))
         return run(trained, rows, loss, backward)
 

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs.objectives.causal_lm import Head, split_head
 from mlx_packs.ops.linear_cross_entropy import cross_entropy
-from mlx_packs.serving.train.passes import target_logprobs
+from mlx_packs.serving.train.losses import target_logprobs
 from tests.helpers.bases import first_blocks, small_base
 
 HEADS = ("quantized", "dense", "trainable", "none")

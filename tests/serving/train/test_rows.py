@@ -4,19 +4,18 @@ import numpy as np
 import pytest
 
 from mlx_packs.errors import PackError
-from mlx_packs.serving.train.batches import RowLimits, batch_of, checked_row, split_passes
-from mlx_packs.serving.train.losses import LOSSES
-from mlx_packs.serving.train.wire import MESSAGES, RawDatum, read_forward_request
+from mlx_packs.serving.train.losses import LOSSES, _padded, split_passes
+from mlx_packs.serving.train.rows import MESSAGES, checked_row, read_forward_request
 from tests.helpers.tinker import forward_request
 
-LIMITS = RowLimits(context=6, vocab_size=50)
+CONTEXT, VOCABULARY = 6, 50
 GOOD = {"target_tokens": [2, 3], "weights": [0.5, 1.0]}
 SAMPLED = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [1.0, 0.0]}
 
 
-def row_of(tokens: list[int], inputs: dict, loss: str = "cross_entropy"):
+def row_of(tokens: list[int], inputs: dict, loss: str = "cross_entropy", context: int = CONTEXT):
     request = read_forward_request(forward_request("m", [(tokens, inputs)], loss))
-    return checked_row(0, request.data[0], LOSSES[loss], LIMITS)
+    return checked_row(0, request.data[0], LOSSES[loss], context, VOCABULARY)
 
 
 def test_a_row():
@@ -36,7 +35,7 @@ def test_a_row():
         ([1, -1], GOOD, "cross_entropy", "token -1 is outside"),
         ([1, 2], {"target_tokens": [2, 50]}, "cross_entropy", "token 50 is outside"),
         ([1, 2], {"target_tokens": [2.0, 3.0]}, "cross_entropy", "must be integers"),
-        ([1, 2], {"target_tokens": [2, 3, 4]}, "cross_entropy", "a target for each"),
+        ([1, 2], {"target_tokens": [2, 3, 4]}, "cross_entropy", "a number for each"),
         ([1, 2], {"weights": [1.0, 1.0]}, "cross_entropy", "target_tokens: is required"),
         ([1, 2], GOOD | {"weights": [1.0]}, "cross_entropy", r"weights: has the shape \[1\]"),
         ([1, 2], GOOD | {"weight": [1.0, 1.0]}, "cross_entropy", "weight: this loss does not"),
@@ -87,24 +86,21 @@ def request_with(field: str) -> bytes:
 )
 def test_faulty_bytes(body, message):
     with pytest.raises(PackError, match=message):
-        read_forward_request(body)
+        request = read_forward_request(body)
+        checked_row(0, request.data[0], LOSSES["cross_entropy"], CONTEXT, VOCABULARY)
 
 
 def test_images_are_rejected():
-    request = MESSAGES.ForwardBackwardRequest(model_id="m")
+    datum = MESSAGES.Datum()
     image = b"\x12\x03\x0a\x01x"  # the field 2 of a chunk, a message whose field 1 is "x"
-    request.data.add().model_input.add().MergeFromString(image)
+    datum.model_input.add().MergeFromString(image)
     with pytest.raises(PackError, match="images"):
-        read_forward_request(request.SerializeToString())
-
-
-def row_of_length(length: int):
-    datum = RawDatum(np.ones(length, np.int32), {"target_tokens": np.ones(length, np.int64)})
-    return checked_row(0, datum, LOSSES["cross_entropy"], RowLimits(4096, 50))
+        checked_row(0, datum, LOSSES["cross_entropy"], CONTEXT, VOCABULARY)
 
 
 def passes(most: int, *lengths: int) -> list[list[int]]:
-    return split_passes([row_of_length(length) for length in lengths], most)
+    rows = [row_of([1] * n, {"target_tokens": [1] * n}, context=4096) for n in lengths]
+    return split_passes(rows, most)
 
 
 def test_the_rows_of_each_pass():
@@ -117,8 +113,6 @@ def test_the_rows_of_each_pass():
 
 
 def test_rows_of_a_pass_are_padded_to_one_width():
-    batch = batch_of([row_of([1] * n, {"target_tokens": [2] * n}) for n in (6, 5)])
-    assert batch.tokens.shape == (2, 8) and batch.tokens[1, 5] == 0
-    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
-    assert batch.targets.tolist() == [2] * 11 and batch.sizes == [6, 5]
-    assert batch.inputs["weights"].tolist() == [1.0] * 11
+    tokens, positions = _padded([row_of([1] * n, {"target_tokens": [2] * n}) for n in (6, 5)])
+    assert tokens.shape == (2, 8) and tokens[1, 5] == 0
+    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]

@@ -100,7 +100,7 @@ def test_a_step_of_a_model(client, datum):
 
 
 def test_the_oldest_saved_models_leave_memory(client, server, datum, monkeypatch):
-    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._MOST_LOADED", 1)
+    monkeypatch.setattr("mlx_packs.serving.train.sampling._MOST_LOADED", 1)
     model = client.create()
     sessions = []
     for name in ("a", "b"):
@@ -114,7 +114,7 @@ def test_the_oldest_saved_models_leave_memory(client, server, datum, monkeypatch
 
 
 def test_the_first_steps_leave_memory(client, monkeypatch):
-    monkeypatch.setattr("mlx_packs.serving.train.sampling_sessions._MOST_LOADED", 2)
+    monkeypatch.setattr("mlx_packs.serving.train.sampling._MOST_LOADED", 2)
     model = client.create()
     for number in (1, 2, 3):
         body = {"model_id": model, "sampling_session_seq_id": number}

@@ -34,7 +34,7 @@ def test_an_update_is_that_of_torch_adamw(client, generator, datum):
     norm = client.step(model, learning_rate=1e-3)["metrics"]["grad_norm"]
     assert norm > 0
 
-    trained = client.server.training._models.find(model).trained.attached.tensors()
+    trained = client.server.training._models.find(model).attached.tensors()
     values = np.array(trained["model.layers.0.self_attn.q_proj.lora_b"])
     np.testing.assert_allclose(np.abs(values[values != 0]), 1e-3, rtol=1e-4)
 
@@ -60,7 +60,7 @@ def test_gradients_add_up_in_batches_and_in_requests(client, datum, monkeypatch)
     rows = [datum, (datum[0][:5], {name: values[:5] for name, values in datum[1].items()})]
     norms = []
     for tokens, parts in ((2048, [rows]), (8, [rows]), (2048, [rows[:1], rows[1:]])):
-        monkeypatch.setattr("mlx_packs.serving.train.passes.MOST_INPUTS", tokens)
+        monkeypatch.setattr("mlx_packs.serving.train.models.MOST_INPUTS", tokens)
         model = client.create()
         for part in parts:
             client.forward(model, part)
@@ -115,7 +115,7 @@ def test_errors_leave_the_model_as_it_was(client, datum):
 def test_a_failed_step_is_an_error_of_the_server(client, datum, monkeypatch):
     model = client.create()
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_packs.serving.train.passes.target_logprobs", lambda *_, **__: 1 / 0)
+        patch.setattr("mlx_packs.serving.train.losses.target_logprobs", lambda *_, **__: 1 / 0)
         message, category = client.forward(model, [datum])
     assert category == "server" and "log" in message
     assert client.forward(model, [datum])[0] > 0

@@ -9,11 +9,9 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.serving.train.batches import Datum, RowLimits, checked_row
-from mlx_packs.serving.train.losses import LOSSES
+from mlx_packs.serving.train.losses import LOSSES, Datum
+from mlx_packs.serving.train.models import Trainer
 from mlx_packs.serving.train.protocol import AdamBody, LoraConfigBody
-from mlx_packs.serving.train.trainer import Trainer
-from mlx_packs.serving.train.wire import RawDatum
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
@@ -30,10 +28,9 @@ def slots():
     slots.close()
 
 
-def row(tokens: list[int], vocab_size: int = 4096) -> Datum:
-    inputs = {"target_tokens": np.array(tokens[::-1])}
-    datum = RawDatum(np.array(tokens, np.int32), inputs)
-    return checked_row(0, datum, LOSS, RowLimits(16, vocab_size))
+def row(tokens: list[int]) -> Datum:
+    numbers = np.array(tokens, np.int32)
+    return Datum(numbers, numbers[::-1], {"weights": np.ones(len(tokens), np.float32)})
 
 
 def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
@@ -48,8 +45,8 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
     losses = []
     for _ in range(3):
         done = run(trainer, model)
-        losses.append(done.loss)
-        trainer.add(model, done.grads)
+        losses.append(done[0])
+        model.add(done[2])
         assert trainer.update(model, STEP) > 0
     assert losses[2] < losses[1] < losses[0]
     assert slots.add(trainer.pack(model)) == 0
@@ -58,13 +55,13 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
 def test_served_packs_are_off_the_base_for_the_time_of_a_batch(slots):
     trainer = Trainer(slots)
     alone = trainer.create(LoraConfigBody(rank=4, seed=0))
-    before = run(trainer, alone, backward=False).loss
+    before = run(trainer, alone, backward=False)[0]
 
     slots.add(random_pack_of(slots))
     names = [name for name, _ in slots.base.model.named_modules()]
     other = trainer.create(LoraConfigBody(rank=8, seed=1, train_unembed=False))
     for model in (alone, other):
-        assert run(trainer, model, backward=False).loss == before
+        assert run(trainer, model, backward=False)[0] == before
     assert [name for name, _ in slots.base.model.named_modules()] == names
     assert not slots.base.model.training
 
@@ -93,7 +90,7 @@ def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
     trainer = Trainer(slots)
     model = trainer.create(LoraConfigBody(rank=4, seed=0))
     names = [name for name, _ in slots.base.model.named_modules()]
-    monkeypatch.setattr("mlx_packs.serving.train.passes.target_logprobs", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlx_packs.serving.train.losses.target_logprobs", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(trainer, model)
     assert [name for name, _ in slots.base.model.named_modules()] == names
@@ -107,7 +104,7 @@ def test_each_update_has_its_own_settings(slots):
     changes = [{}, {"grad_clip_norm": 0.1}, {"beta1": 0.5}, {"learning_rate": 1e-3}, {}]
     for change in changes:
         for model in models:
-            trainer.add(model, run(trainer, model).grads)
+            model.add(run(trainer, model)[2])
             trainer.update(model, STEP.model_copy(update=change))
         models[1].updates.clear()
 
@@ -122,7 +119,7 @@ def test_a_pass_that_is_not_finite_is_an_error(slots):
     huge = replace(row([5, 6, 7, 8]), inputs={"weights": np.full(4, 3e38, np.float32)})
     with raises("diverged", None, "not finite"):
         run(trainer, model, rows=(huge,))
-    assert np.isfinite(run(trainer, model).loss)
+    assert np.isfinite(run(trainer, model)[0])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen3_moe", "mamba2"])
@@ -131,18 +128,18 @@ def test_other_families_learn(family):
     slots = PackSlots(family_base(family))
     trainer = Trainer(slots)
     model = trainer.create(LoraConfigBody(rank=2, seed=0))
-    rows = tuple(row(tokens, vocab_size=64) for tokens in ([5, 6, 7, 8], [9, 4]))
+    rows = tuple(row(tokens) for tokens in ([5, 6, 7, 8], [9, 4]))
     first = run(trainer, model, rows=rows)
-    trainer.add(model, first.grads)
+    model.add(first[2])
     assert trainer.update(model, STEP) > 0
-    assert run(trainer, model, rows=rows).loss < first.loss
+    assert run(trainer, model, rows=rows)[0] < first[0]
     slots.close()
 
 
 def test_models_leave_memory(slots):
     trainer = Trainer(slots)
     model = trainer.create(LoraConfigBody(rank=4, seed=0))
-    trainer.add(model, run(trainer, model).grads)
+    model.add(run(trainer, model)[2])
     trainer.update(model, STEP)
     groups = [weakref.ref(place.lora) for place in model.attached.places.values()]
     del model
