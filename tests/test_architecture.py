@@ -161,8 +161,8 @@ OWN_READERS = {
     "learning/rows.py": "rows of its own, to add to them",
     "sweeps/trial.py": "the log of a trial of its own",
     "sweeps/sweep.py": "a study of its own, to cut off an unfinished line",
-    **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
-    "data/cells.py": "cells of rows, bounded",
+    **dict.fromkeys(("data/rows.py", "data/messages.py", "data/json_lines.py"), "rows, bounded"),
+    "data/row_format.py": "cells of rows, bounded",
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(
         ("layers/registered.py", "training/initial_adapters.py"), "files that were checked"

@@ -23,7 +23,6 @@ OWN = {
         "objectives/decoder_embedding.py",
         "evaluation/embeddings.py",
         "data/pairs.py",
-        "data/pair_formats.py",
     ),
     **dict.fromkeys(PREFERENCE_TASKS, ("tasks/preference.py", "objectives/preference.py")),
     "reward": (
@@ -45,7 +44,6 @@ OWN = {
         "objectives/rerank.py",
         "evaluation/rankings.py",
         "data/rankings.py",
-        "data/ranking_formats.py",
     ),
     "grpo": ("tasks/grpo.py", "tasks/rewards.py", "objectives/grpo.py"),
     "distill": (

@@ -139,8 +139,8 @@ def _lines(stream: IO[bytes], name: str, names: "DataConfig") -> "Iterator[Row]"
 
 def _value(where: str, line: bytes) -> Any:
     """Return the JSON of a line; a line that is no text, list or object of JSON is the text."""
-    from ..data.bad_rows import RowError
     from ..data.json_lines import parse_line
+    from ..data.row_format import RowError
 
     is_structured = line.lstrip()[:1] in (b"{", b"[")
     try:

@@ -139,9 +139,8 @@ def _readers(
     from ..data.formats import FORMATS, first_format, formats_of, own_formats
     from ..data.labels import find_classes
     from ..data.overview import Reader
-    from ..data.pair_formats import PairFormat
     from ..data.rows import load_rows
-    from ..data.task_formats import LABEL_FORMATS
+    from ..data.task_formats import LABEL_FORMATS, PairFormat
     from ..tasks.tokens import encoding_options
 
     formats = formats_of(task) if task is not None else FORMATS
@@ -218,7 +217,7 @@ def _labels(labels: Mapping[str, int]) -> str:
 
 def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -> list[str]:
     """Return the overview of a split for people, with the histogram of its lengths."""
-    from ..data.bad_rows import shown_counts
+    from ..data.row_format import shown_counts
 
     of = f" ({look.looked_at:,} of them looked at)" if look.looked_at != look.rows else ""
     read = look.facts

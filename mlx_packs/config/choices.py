@@ -334,7 +334,7 @@ TASKS = Table(
             by_text=True,
             heads=("none",),
             losses=tuple(LOSSES),
-            formats="mlx_packs.data.pair_formats:PAIR_FORMATS",
+            formats="mlx_packs.data.task_formats:PAIR_FORMATS",
             metrics=tuple(
                 "spearman ndcg_at_10 triplet_accuracy pearson mrr_at_10 recall_at_1".split()
             ),
@@ -405,7 +405,7 @@ TASKS = Table(
             by_text=True,
             heads=("lm", "score"),
             losses=RANKING_LOSSES,
-            formats="mlx_packs.data.ranking_formats:RANKING_FORMATS",
+            formats="mlx_packs.data.task_formats:RANKING_FORMATS",
             metrics=("ndcg_at_10", "mrr_at_10"),
             pack=PackFacts(
                 described="a reranker",

@@ -9,8 +9,7 @@ import numpy as np
 
 from ..config.choices import MATMUL_PATHS
 from ..data.formats import TOKEN_FORMATS, RowFormat, format_of
-from ..data.pair_formats import PAIR_FORMATS
-from ..data.ranking_formats import RANKING_FORMATS, RankingFormat
+from ..data.task_formats import PAIR_FORMATS, RANKING_FORMATS, RankingFormat
 from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import generation_path

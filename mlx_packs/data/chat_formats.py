@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
-from .cells import messages_of, unpacked
 from .conversations import Content, Conversation
 from .images import IMAGE_COLUMNS, with_column_images
-from .messages import Turn, turns_of
-from .row_format import Row, RowFormat, optional, shown, text_of
-from .tool_calls import json_value, normal_tools, without_padding
+from .messages import Turn, json_value, normal_tools, turns_of, without_padding
+from .row_format import Row, RowFormat, messages_of, optional, shown, text_of, unpacked
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 TOOL_COLUMNS = ("tools", "functions")

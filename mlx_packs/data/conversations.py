@@ -27,9 +27,9 @@ from ..bases.turns import (
 )
 from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
 from ..errors import PackError
-from .bad_rows import RowError
 from .images import without_marks
 from .messages import THOUGHTS
+from .row_format import RowError
 
 Span = tuple[int, int]  # of characters, the second excluded
 T = TypeVar("T")

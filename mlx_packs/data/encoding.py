@@ -17,7 +17,6 @@ from ..bases.turns import images_of
 from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
-from .bad_rows import TOO_LONG, BadRows, RowError
 from .conversations import Content, Conversation, Span, continued, render_ahead, split_prompts
 from .fim import SPARE, FillInTheMiddle, arranged, sentinels
 from .formats import (
@@ -36,6 +35,7 @@ from .formats import (
     with_task,
 )
 from .images import FEWER_BY_MAX_PIXELS
+from .row_format import TOO_LONG, BadRows, RowError
 from .sources import Rows, as_rows, canonical_line
 from .token_store import ByteFile, Example, JoinedExamples, TokenStore
 

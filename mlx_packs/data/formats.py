@@ -13,14 +13,13 @@ from ..bases.tokenizer import text_tokens
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
-from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT
 from .chat_formats import TokenFormat as TokenFormat
 from .conversations import Content, Span
 from .row_format import Row as Row
+from .row_format import RowError, is_missing, shown, text_of
 from .row_format import RowFormat as RowFormat
 from .row_format import check_unicode as check_unicode
-from .row_format import is_missing, shown, text_of
 from .task_formats import PREFERENCE as PREFERENCE
 from .task_formats import PROMPT as PROMPT
 

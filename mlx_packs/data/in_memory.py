@@ -7,8 +7,7 @@ from typing import Any
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .cells import label_names
-from .row_format import plain
+from .row_format import label_names, plain
 from .sources import Rows, ValueList
 
 IN_MEMORY = "rows-in-memory"  # what runs and manifests call them

@@ -13,12 +13,12 @@ import numpy as np
 from ..bases.tokenizer import text_tokens
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import BadRows
 from .chat_formats import about_conversation
 from .encoding import EncodingOptions, Examples
 from .formats import COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, Label, check_input, read_label
 from .preferences import Scored
+from .row_format import BadRows
 from .sources import ConvertedRows, Rows, as_rows
 from .token_cache import encode_cached
 

@@ -14,11 +14,9 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import RowError
-from .cells import list_of, number_of
 from .chat_formats import Chat
 from .formats import TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
-from .row_format import optional
+from .row_format import RowError, list_of, number_of, optional
 from .task_formats import LABEL_COLUMNS
 
 # What is decided; all but one are transformers' names.

@@ -13,7 +13,6 @@ from ..bases.templated import with_template
 from ..bases.turns import answer_end_note
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
-from .bad_rows import RowError
 from .chat_formats import ConversationFormat
 from .conversations import Conversation
 from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat, suggested_tasks
@@ -21,7 +20,7 @@ from .near_copies import compared
 from .preferences import both_completions
 from .prompts import with_placeholder
 from .rendered_parts import REMEDIES, REMEDY, parts
-from .row_format import optional
+from .row_format import RowError, optional
 from .sources import as_rows
 
 _LOOKED_AT = 10_000  # rows of a larger split

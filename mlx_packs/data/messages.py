@@ -1,17 +1,21 @@
-"""Messages as the chat template takes them, whatever dialect a row has.
+"""Messages and tools as the chat template takes them, whatever dialect a row has.
 
 Roles, calls of tools and thoughts have other names in the data of other programs; an answer may be
-marked as no target. A fault is a ValueError whose text says what is wrong.
+marked as no target. Tools and their calls have OpenAI's form, with arguments as an object: training
+and serving render them in it. A fault is a ValueError whose text says what is wrong.
 """
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from .images import content_of, with_own_images
-from .row_format import shown
-from .tool_calls import WRITTEN_THOUGHTS, calls_in_text, normal_calls
+from .row_format import MOST_DEPTH, shown
 
 # Other names of roles: of ShareGPT, LLaMA-Factory, ms-swift, and older ones of OpenAI.
 ROLES = {
@@ -44,6 +48,13 @@ _MARKS = {
 }
 # Marks that are for parts of an answer, or that programs read in opposite ways.
 _OTHER_MARKS = ("mask", "train_detail", "training_detail", "loss_scale")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call, as others call them too
+# Keys of a call that say nothing which its name and arguments do not.
+_OTHER_KEYS = ("id", "type", "index", "parsed_arguments")
+_CALL_KEYS = {"function", "name", *_ARGUMENTS, *_OTHER_KEYS}
+_NO_CALL = "a call of a tool must be an object with a 'name' and 'arguments'."
+WRITTEN_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -219,3 +230,221 @@ def _popped_mark(given: dict[str, Any], role: str) -> bool:
         )
 
     return all(marks.values())
+
+
+def normal_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object.
+
+    In an object a null is padding (of Arrow) and left out; a JSON text stays as it is written; None
+    is a call without arguments.
+    """
+    return _arguments(without_padding(value))
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """The same for arguments without padding."""
+    if isinstance(value, str):
+        value = _parsed(value, "the arguments of a call are") if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("the arguments of a call must be an object.")
+    return json_value(value, "the arguments of a call have")
+
+
+def _normal_call(call: Any) -> dict[str, Any]:
+    """Return ``{id, type, function: {name, arguments}}``, without an id if the call has none."""
+    if isinstance(call, str):
+        call = _parsed(call, "a call of a tool is")
+    if not isinstance(call, Mapping):
+        raise ValueError(_NO_CALL)
+
+    function = call.get("function") or {}
+    if isinstance(function, str):
+        function = _parsed(function, "the 'function' of a call is")
+    if not isinstance(function, Mapping):
+        raise ValueError(_NO_CALL)
+
+    parts = [{k: v for k, v in part.items() if v is not None} for part in (function, call)]
+    if unknown := [key for part in parts for key in part if key not in _CALL_KEYS]:
+        raise ValueError(
+            f"a call of a tool has the unknown key {shown(unknown[0])}. Write its arguments under "
+            "'arguments', and remove other keys."
+        )
+
+    name = _only([part["name"] for part in parts if "name" in part], "names")
+    if not isinstance(name, str) or not name:
+        raise ValueError(_NO_CALL)
+
+    given = [_arguments(part[key]) for part in parts for key in _ARGUMENTS if key in part]
+    arguments = _only([each for each in given if each], "arguments") or {}
+
+    normal = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id") is not None:
+        normal = {"id": call["id"], **normal}
+    return normal
+
+
+def _only(values: Sequence[Any], what: str) -> Any:
+    """Return the value that a call has, perhaps under several keys; None without."""
+    if any(value != values[0] for value in values[1:]):
+        raise ValueError(f"a call of a tool has different {what} under several keys.")
+    return next(iter(values), None)
+
+
+def normal_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message: a list of them, one of them, or the JSON text of either.
+
+    A null outside such a text is padding; an object of nothing but nulls is no call.
+    """
+    calls = _listed(calls, "the calls of tools are", "'tool_calls' must be a list of calls.")
+    return [_normal_call(call) for call in calls if is_given(call)]
+
+
+def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return what stands before the calls in a text of nothing else, and the calls.
+
+    It is the JSON of one call or of several, or each is between ``<tool_call>`` tags; thoughts
+    between ``<think>`` tags may come first.
+    """
+    thoughts = WRITTEN_THOUGHTS.match(text)
+    before = ""
+    rest = text
+    if thoughts:
+        before = thoughts[0]
+        rest = text[thoughts.end() :]
+
+    first, *pieces = _MARKED.split(rest)  # the texts around calls, and the calls
+    if not pieces:
+        return before.strip(), normal_calls(rest)
+
+    if others := [other for piece in pieces[1::2] if (other := piece.strip())]:
+        raise ValueError(
+            f"a text follows a call of a tool: {shown(others[0])}. Write it before the calls, or "
+            "into a message of its own."
+        )
+
+    return (before + first).strip(), [_normal_call(call) for call in pieces[::2]]
+
+
+def normal_tools(tools: Any) -> list[Any] | None:
+    """Return tools as ``{type: function, function: {name, ...}}``; None without any.
+
+    They are a list or a single one, and each may be a JSON text. A null is padding, unless it is
+    in such a text; an object that has only nulls is no tool.
+    """
+    tools = _listed(tools, "'tools' is", "'tools' must be a list of tools.")
+    return [_normal_tool(tool) for tool in tools if is_given(tool)] or None
+
+
+def _normal_tool(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = _parsed(tool, "a tool is")
+    if not isinstance(tool, Mapping):
+        raise ValueError("a tool must be an object.")
+
+    function = tool.get("function")
+    is_bare = isinstance(tool.get("name"), str)
+    if isinstance(function, str) and not is_bare:
+        function = _parsed(function, "the 'function' of a tool is")
+    if not isinstance(function, Mapping):
+        if not is_bare:
+            return json_value(tool, "a tool has")  # of a kind that the template may know
+        function = {key: value for key, value in tool.items() if key != "type"}
+        tool = {}
+
+    if isinstance(schema := function.get("parameters"), str):
+        parameters: Any = {}
+        if schema.strip():
+            parameters = _parsed(schema, "the 'parameters' of a tool are")
+        function = {**function, "parameters": parameters}
+
+    # for who decodes the answer; a prompt with it would be another one than in training
+    function = {key: value for key, value in function.items() if key != "strict"}
+    return json_value({"type": "function", **tool, "function": function}, "a tool has")
+
+
+def _listed(value: Any, what: str, fault: str) -> Sequence[Any]:
+    """Return a list, of what may be one of its items, or the JSON text of either.
+
+    A null outside such a text is padding; ``what`` begins the error of a text that is no JSON.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, what) if value.strip() else None
+    else:
+        value = without_padding(value)
+
+    if isinstance(value, Mapping):
+        return [value]
+    if value is None:
+        return []
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(fault)
+    return value
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value is more than nulls: Arrow may write an object of nulls for no value."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            rest += part.values()
+        elif part is not None:
+            return True
+    return False
+
+
+def without_padding(value: Any) -> Any:
+    """Remove the keys that are null: Arrow gives every object all keys."""
+    if isinstance(value, Mapping):
+        return {key: without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_padding(item) for item in value]
+    return value
+
+
+def _parsed(text: str, what: str) -> Any:
+    """``what`` begins the sentence of the error."""
+
+    def reject(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=reject)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} not valid JSON: {error}.") from None
+
+
+def json_value(value: Any, what: str, place: str = "", depth: int = 0) -> Any:
+    """Return a value as JSON has it: dates and times as ISO text.
+
+    A ValueError names a part of another type, NaN or infinity, and a nesting deeper than a line
+    may have: ``what`` begins its sentence, ``place`` is where the value is, at ``depth``.
+    """
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if depth >= MOST_DEPTH:
+        raise ValueError(f"{what} lists and objects that are nested more than {MOST_DEPTH} deep.")
+
+    if isinstance(value, Mapping):
+        places = {key: f"{place}.{key}".lstrip(".") for key in value}
+        if others := [key for key in places if not isinstance(key, str)]:
+            raise ValueError(f"{what} the key {shown(others[0])}, which is no text.")
+        return {key: json_value(item, what, places[key], depth + 1) for key, item in value.items()}
+
+    if isinstance(value, (list, tuple)):
+        items = enumerate(value)
+        return [json_value(item, what, f"{place}[{i}]", depth + 1) for i, item in items]
+
+    is_number = isinstance(value, float)
+    if is_number and math.isfinite(value):
+        return value
+    if isinstance(value, (date, time)) and value == value:  # pandas' NaT is a date
+        return value.isoformat()
+
+    fault = f"{value}" if is_number else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{what}, in '{place:.60}', {fault}, which JSON does not have. Write it as a text or leave "
+        "it out."
+    )

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import RowError
 from .formats import RowFormat, TokenFormat
 from .images import images_key
+from .row_format import RowError
 from .sources import Row, Rows, as_rows
 
 RUN = 5  # words

@@ -14,23 +14,21 @@ from ..config.common import CommonConfig
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
-from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
 from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat
 from .images import images_key, stored_text
 from .labelled import NO_LIMIT, encode_labelled
 from .labels import REGRESSION, Classes
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
-from .pair_formats import PairFormat
 from .pairs import encode_pairs
 from .preferences import encode_tokens
 from .prompts import encode_prompts
-from .ranking_formats import RankingFormat
 from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
+from .row_format import BadRows, RowError
 from .rows import Splits, held_out
 from .sharing import Repeats, repeats_of
 from .sources import Rows, as_rows
-from .task_formats import RATED
+from .task_formats import RATED, PairFormat, RankingFormat
 from .token_store import masked
 from .trees import common_inputs
 

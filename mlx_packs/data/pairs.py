@@ -13,9 +13,9 @@ from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .dataset import Batch, Shape
 from .formats import Row
-from .pair_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .sampler import Sampler
 from .shapes import PairShape
+from .task_formats import MOST_NEGATIVES, PAIR_FORMATS, PairFormat
 from .texts import NAMES, Group, TextCollate, TextGroups, encode_groups
 
 # Arrays of a batch, one for each text of an example.

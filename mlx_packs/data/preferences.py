@@ -15,13 +15,11 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .bad_rows import BadRows, RowError
-from .cells import messages_of, truth_of
 from .chat_formats import about_conversation, prompt_and_completion
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
 from .messages import Turn, last_turn_start
-from .row_format import RowFormat, optional
+from .row_format import BadRows, RowError, RowFormat, messages_of, optional, truth_of
 from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import RATED
 from .token_cache import encode_cached

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..config.data import DataConfig
-from .bad_rows import BadRows
 from .batches import TokenCollate
 from .chat_formats import about_conversation
 from .dataset import Batch, ExampleSet, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
+from .row_format import BadRows
 from .sources import Rows, as_rows, canonical_line
 from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
 

@@ -15,7 +15,7 @@ from ..bases.tokenizer import beginning, padded, tokenizer_errors
 from ..errors import PackError
 from .dataset import Batch, Shape
 from .formats import Row
-from .ranking_formats import RANKING_FORMATS, RankingFormat
+from .task_formats import RANKING_FORMATS, RankingFormat
 from .texts import Group, TextCollate, TextGroups, encode_groups
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

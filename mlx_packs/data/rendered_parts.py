@@ -10,9 +10,9 @@ from functools import partial
 
 from ..bases.chat_template import template_file
 from ..errors import PackError
-from .bad_rows import RowError
 from .conversations import Conversation
 from .messages import THOUGHTS
+from .row_format import RowError
 
 _READ_KEYS = {"role", "content", "images", "tool_calls", "tool_call_id", *THOUGHTS}
 _THINK = "<think>"

@@ -1,6 +1,9 @@
-"""Rows from files and data sets: JSONL, JSON, CSV, texts, parquet, Hugging Face."""
+"""Rows from files, patterns, numbered shards and data sets of the Hugging Face Hub."""
 
+import glob
+import re
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +15,11 @@ import numpy as np
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
-from .bad_rows import BadRows, shown_counts
-from .cells import label_names
-from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .formats import FORMATS, Row, RowFormat, check_format, first_format
 from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
-from .json_lines import BOM, JsonLines, parse_json
+from .json_lines import BOM, TEXT_SUFFIXES, JsonLines, gzip_rows, parse_json, table_rows, text_rows
 from .near_copies import hold_out
-from .shards import matching_files, numbered_shards
+from .row_format import BadRows, label_names, shown_counts
 from .sources import Parquet, Rows, Source, ValueList, as_rows
 from .streams import STREAMED, hub_splits, hub_stream
 
@@ -27,6 +27,8 @@ SPLITS = tuple(SPLIT_NAMES)
 _KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
 _HELD_OUT_SHARE = 0.05
 _HELD_OUT_MOST = 100
+# train-00000-of-00008, train_3, part.12
+_SHARD = re.compile(r"(?P<name>.+?)[-_.](?P<number>\d+)(?:-of-(?P<count>\d+))?")
 
 
 @dataclass
@@ -380,3 +382,50 @@ def _renamed(
     names: Mapping[str, str], with_names: Callable[[Mapping], Mapping], value: Mapping
 ) -> dict:
     return {names.get(name, name): column for name, column in with_names(value).items()}
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Return the files of a pattern by name; none is an error. ``**`` stands for any folders."""
+    paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    files = sorted(path for path in paths if not path.is_dir())
+    if not files:
+        raise PackError(
+            f"--data {pattern}: no file matches. Check the folder, and quote the pattern.",
+            "not-found",
+            "data",
+        )
+
+    _check_complete({file: file.name.split(".")[0] for file in files})
+    return files
+
+
+def numbered_shards(stems: dict[Path, str]) -> dict[str, list[Path]]:
+    """Return numbered files by their common name, in the order of their numbers.
+
+    ``stems`` has the names of files without their endings. Missing shards are a PackError.
+    """
+    shards: dict[str, list[tuple[int, Path]]] = defaultdict(list)
+    for file, stem in stems.items():
+        if match := _SHARD.fullmatch(stem):
+            shards[match["name"]].append((int(match["number"]), file))
+
+    _check_complete(stems)
+    return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}
+
+
+def _check_complete(stems: dict[Path, str]) -> None:
+    """Raise a PackError if the names of shards (``-of-00008``) count more than there are."""
+    numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
+    for file, stem in stems.items():
+        match = _SHARD.fullmatch(stem)
+        if match and match["count"]:
+            numbers[file.parent, match["name"], int(match["count"])].add(int(match["number"]))
+
+    for (folder, name, count), present in numbers.items():
+        if len(present) < count:
+            raise PackError(
+                f"{folder}: has {len(present)} of the {count} shards of {name}. Complete the "
+                "download, or rename the files without '-of-'.",
+                "not-found",
+                "data",
+            )

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..errors import PackError
 from ..reading import sha256
-from .cells import label_names, parquet_features
 from .formats import Row
 from .images import hashed_text
+from .row_format import label_names, parquet_features
 
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time

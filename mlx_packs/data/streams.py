@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 
 from ..cache import key_of
 from ..errors import PackError, library_errors
-from .cells import label_names
-from .converted import ROWS, Copy
 from .images import stored_text
 from .in_memory import SPLIT_NAMES
-from .row_format import plain
+from .json_lines import ROWS, Copy
+from .row_format import label_names, plain
 from .sources import Rows
 
 STREAMED = "hf:"

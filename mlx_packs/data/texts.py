@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..config.data import DataConfig
-from .bad_rows import BadRows
 from .dataset import Batch, ExampleSet, edges_of
 from .formats import Row, RowFormat, check_format, first_format
+from .row_format import BadRows
 from .shapes import padded_length
 from .sources import as_rows, canonical_line
 from .token_store import StoredExamples, TokenStore

@@ -20,10 +20,10 @@ from ..bases.templated import with_template
 from ..bases.turns import images_of
 from ..cache import json_array
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from .bad_rows import BadRows
 from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
 from .encoding_parts import EncodingJob, encode_parts, part_count, parts_of
 from .formats import Row, RowFormat
+from .row_format import BadRows
 from .sources import Rows, as_rows
 from .token_store import TOKENS, StoredExamples
 

@@ -16,8 +16,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_valida
 
 from ..bases.turns import IMAGE_MARK
 from ..data.images import check_marks
-from ..data.messages import ROLES, name_thoughts
-from ..data.tool_calls import normal_arguments, normal_tools
+from ..data.messages import ROLES, name_thoughts, normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
 from .fields import Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text

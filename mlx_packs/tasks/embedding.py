@@ -8,7 +8,6 @@ from .. import runtime
 from ..bases.encoder import Embedder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
 from ..data.dataset import Dataset
-from ..data.pair_formats import PairFormat
 from ..data.pairs import (
     PairCollate,
     PairSampler,
@@ -17,6 +16,7 @@ from ..data.pairs import (
     encode_pairs,
 )
 from ..data.rows import Splits
+from ..data.task_formats import PairFormat
 from ..data.texts import TextGroups
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries

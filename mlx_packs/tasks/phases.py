@@ -16,10 +16,10 @@ from ..config.fields import fields_where
 from ..config.phase import Phase
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
-from ..data.bad_rows import BadRows
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
 from ..data.formats import formats_of
 from ..data.near_copies import row_notes
+from ..data.row_format import BadRows
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from ..config.data import DataConfig
-from ..data.bad_rows import BadRows
 from ..data.dataset import ExampleSet
 from ..data.left_out import template_notes
+from ..data.row_format import BadRows
 from ..data.rows import Splits
 from ..display import Display
 from ..evaluation.images import advance_of

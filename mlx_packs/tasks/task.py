@@ -24,8 +24,8 @@ from ..config.choices import METHODS, OBJECTIVES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
-from ..data.bad_rows import shown_counts
 from ..data.dataset import Dataset, ExampleSet
+from ..data.row_format import shown_counts
 from ..data.rows import Splits
 from ..display import Display, clock
 from ..gates import gates_text

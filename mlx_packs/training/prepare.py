@@ -21,8 +21,8 @@ from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
-from ..data.bad_rows import BadRows
 from ..data.json_layout import json_layout
+from ..data.row_format import BadRows
 from ..data.rows import Splits
 from ..data.teacher_cache import TeacherCache
 from ..display import Display

@@ -10,14 +10,6 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.data import DataConfig
-from mlx_packs.data.cells import (
-    as_number,
-    as_truth,
-    label_names,
-    messages_of,
-    parquet_features,
-    unpacked,
-)
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import formats_of
 from mlx_packs.data.in_memory import source_of
@@ -25,7 +17,15 @@ from mlx_packs.data.labels import find_classes, read_label
 from mlx_packs.data.pairs import encode_pairs
 from mlx_packs.data.preferences import RATED, encode_tokens
 from mlx_packs.data.rankings import RerankPrompt, encode_rankings
-from mlx_packs.data.row_format import Row
+from mlx_packs.data.row_format import (
+    Row,
+    as_number,
+    as_truth,
+    label_names,
+    messages_of,
+    parquet_features,
+    unpacked,
+)
 from mlx_packs.data.rows import load_rows
 from tests.helpers.errors import raises
 

@@ -9,13 +9,13 @@ from mlx_packs import load_base, runtime
 from mlx_packs.config.choices import LOSSES
 from mlx_packs.data.dataset import Batch, Dataset
 from mlx_packs.data.formats import Row
-from mlx_packs.data.pair_formats import PAIR_FORMATS
 from mlx_packs.data.pairs import (
     PairCollate,
     PairSampler,
     choose_loss,
     encode_pairs,
 )
+from mlx_packs.data.task_formats import PAIR_FORMATS
 from mlx_packs.data.texts import TextGroups
 from tests.helpers.encoders import all_pairs, all_scored, all_triplets
 from tests.helpers.errors import raises

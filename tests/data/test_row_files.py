@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import DataConfig
-from mlx_packs.data import converted
+from mlx_packs.data import json_lines
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import load_rows
 from mlx_packs.errors import PackError
@@ -199,7 +199,7 @@ def test_a_copy_is_made_once_for_a_file(tmp_path):
 
 
 def test_a_bomb_and_a_torn_file_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(converted, "_ALWAYS", 1000)
+    monkeypatch.setattr(json_lines, "_ALWAYS", 1000)
     bomb = tmp_path / "bomb.jsonl.gz"
     bomb.write_bytes(gzip.compress(b" " * 10_000_000))
     with raises("unreadable", None, "bomb.jsonl.gz", "bytes"):

@@ -6,9 +6,8 @@ from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.data.formats import FORMATS, PREFERENCE, formats_of, tasks_of
-from mlx_packs.data.pair_formats import PAIR_FORMATS
-from mlx_packs.data.ranking_formats import RANKING_FORMATS
 from mlx_packs.data.row_format import Row, RowFormat
+from mlx_packs.data.task_formats import PAIR_FORMATS, RANKING_FORMATS
 from mlx_packs.tasks.phases import resolve_phases
 from tests.helpers.rows import write_rows
 

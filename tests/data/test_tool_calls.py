@@ -5,8 +5,13 @@ from datetime import date, datetime, time, timezone
 
 import pytest
 
-from mlx_packs.data.messages import turns_of
-from mlx_packs.data.tool_calls import calls_in_text, normal_arguments, normal_calls, normal_tools
+from mlx_packs.data.messages import (
+    calls_in_text,
+    normal_arguments,
+    normal_calls,
+    normal_tools,
+    turns_of,
+)
 from mlx_packs.serving.protocol import Message
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}

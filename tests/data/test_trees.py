@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mlx_packs.data.bad_rows import BadRows
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.prompts import Prompts, SharedPrompts
+from mlx_packs.data.row_format import BadRows
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import TreeShape
 from mlx_packs.data.trees import (

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.formats import Chat, Row
-from mlx_packs.data.tool_calls import normal_calls, normal_tools
+from mlx_packs.data.messages import normal_calls, normal_tools
 from mlx_packs.runtime import mx
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.prompts import RequestPrompts
