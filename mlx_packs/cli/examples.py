@@ -15,8 +15,6 @@ sweep
     packs sweep -c sweep.yaml
   Let earlier trials choose the values:
     packs sweep -c sweep.yaml --search tpe
-  Train them on the workers of a Ray cluster:
-    packs sweep -c sweep.yaml --runner ray
 
 learn
   Train on the answers that were rated on a server, and serve the result if it wins:

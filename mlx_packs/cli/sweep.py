@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from .. import signals
-from ..config.choices import SEARCHES, SWEEP_RUNNERS
+from ..config.choices import SEARCHES
 from ..config.external import translate
 from ..config.fields import read_settings
 from ..display import NORMAL, QUIET, Display
@@ -37,37 +37,30 @@ from .recipe import recipe_of
     "--search",
     section="Optimization",
     type=click.Choice(tuple(SEARCHES)),
-    help="How values are chosen: all combinations (grid), at random (random), at random with "
-    "successive halving (halving), or from the results of earlier trials (tpe).",
+    help="How values are chosen: all combinations (grid), at random (random), or from the results "
+    "of earlier trials (tpe).",
     default_text="search of the section sweep, else grid",
-)
-@option(
-    "--runner",
-    type=click.Choice(SWEEP_RUNNERS),
-    default=SWEEP_RUNNERS[0],
-    help="Train the trials one after the other on this machine (local), or on the workers of the "
-    "Ray cluster at RAY_ADDRESS, else of one on this machine (ray).",
 )
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
-def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bool) -> None:
+def sweep(file: str, out: str | None, search: str | None, quiet: bool) -> None:
     """Train a recipe with several settings, and compare the packs.
 
-    The section sweep of FILE names the search (grid, random, halving or tpe) and the values by key
-    of the recipe. Every trial that is known is checked before the first one starts. Each is trained
+    The section sweep of FILE names the search (grid, random or tpe) and the values by key of the
+    recipe. Every trial that is known is checked before the first one starts. Each is trained
     in a process of its own; after an interruption the same command continues. The leaderboard is
     printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out
     metric among the packs that pass the recipe's gates; if none does, the exit code is 1.
     """
-    _check_installed("sweep", "Optuna", "sweep")
-    if runner == "ray":
-        _check_installed("--runner ray", "Ray", "ray")
+    if find_spec("optuna") is None:
+        raise PackError(
+            "sweep: Optuna is not installed. Run `pip install 'mlx-packs[sweep]'`.", "dependency"
+        )
 
     from ..files import exclusive_writer, make_folder
     from ..sweeps.leaderboard import text_table
     from ..sweeps.plan import SECTION, plan_sweep
-    from ..sweeps.run import EXECUTORS, SweepRun
-    from ..sweeps.sweep import begin
+    from ..sweeps.sweep import begin, train_trials
 
     settings = read_settings(file)
     if SECTION not in settings:
@@ -92,12 +85,11 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
         begun, continues = begin(plan)
         text = f"{plan.config.search} · {begun.count} trials · {folder}"
         if continues:
-            over = sum(trial.result(0) is not None for trial in begun.trials)
+            over = sum(trial.result is not None for trial in begun.trials)
             text += f" · continues, {over} have results"
         display.line("sweep", text)
         try:
-            with EXECUTORS[runner]() as executor:
-                SweepRun(begun, executor, display).run()
+            train_trials(begun, display)
         except (KeyboardInterrupt, Interrupted) as error:
             number = getattr(error, "exit_code", 128 + signals.number_of(error)) - 128
             raise Interrupted(
@@ -115,10 +107,3 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
         if failed and len(failed) == len(content["rows"]):
             why = f"every trial failed ({failed[0]})"
         exit_if_failed([f"{folder}: {why}; the logs are trials/*/train.log"])
-
-
-def _check_installed(place: str, package: str, extra: str) -> None:
-    """Raise a PackError if a package that an extra brings is not installed."""
-    if find_spec(package.lower()) is None:
-        text = f"{package} is not installed. Run `pip install 'mlx-packs[{extra}]'`."
-        raise PackError(f"{place}: {text}", "dependency")

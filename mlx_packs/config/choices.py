@@ -231,7 +231,6 @@ class SearchFacts:
     """Facts of a search of packs sweep."""
 
     draws: bool = False  # whether values are drawn, as many as ``trials``; else all combinations
-    halves: bool = False  # whether the worse trials end early
     learns: bool = False  # whether values depend on the results of earlier trials
 
 
@@ -506,11 +505,9 @@ DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writ
 SEARCHES = {  # of packs sweep
     "grid": SearchFacts(),
     "random": SearchFacts(draws=True),
-    "halving": SearchFacts(draws=True, halves=True),
     "tpe": SearchFacts(draws=True, learns=True),
 }
 AUTO_ON_OFF = ("auto", "on", "off")
-SWEEP_RUNNERS = ("local", "ray")  # that train the trials of packs sweep
 DISTANCES = ("euclidean", "cosine", "manhattan")
 
 

@@ -20,6 +20,7 @@ REMOVED: Mapping[str, str] = {
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
     "on_long_row": "Use --on-bad-row skip, which leaves out examples whose images do not fit, too.",
+    "runner": "Leave it out: trials are trained one after another on this machine.",
     "supervise": _SHELL_LOOP,
     "together": "Leave it out: trials are trained one after another.",
 }
@@ -32,6 +33,7 @@ _WITHOUT = {
     "exclude_modules": "Name the others with --target-modules.",
     "fast_inference": "Use packs serve, which answers for many packs in one batch.",
     "flash_attention": "Leave it out: attention without T x T scores is always used.",
+    "min_iters reduction_factor": "Leave it out: a sweep trains every trial to its end.",
     "padding_free": "Use --packing, which needs no padding.",
     "torch_compile": "Leave it out: every step is compiled.",
     "trainable_token_indices": "Train the embedding: --target-modules embed_tokens,q_proj,v_proj.",
@@ -138,6 +140,7 @@ _VALUES = {
     "quantize": {"nf4": "4bit bnb bnb4 int4", "affine8": "8bit bnb8 int8", "mxfp4": "fp4"},
     "compute_dtype": DTYPES,
     "pack_dtype": DTYPES,
+    "search": {"random or tpe": "halving"},
     "exchange_dtype": DTYPES,
 }
 

@@ -26,7 +26,6 @@ _MOST_LABEL = 14  # characters of the name of a value
 _KINDS = {
     "best": ("best", "valid"),
     "finished": ("trained to the end", "train"),
-    "stopped": ("stopped at an earlier rung", "other"),
     "failed": ("a gate failed", "failed"),
 }
 _SIZE = (520, 300)
@@ -254,4 +253,4 @@ def _kind(row: Mapping, content: Mapping) -> str:
         return "best"
     if row["status"] != "ok":
         return "failed"
-    return "finished" if row["rung"] == content["rungs"] - 1 else "stopped"
+    return "finished"

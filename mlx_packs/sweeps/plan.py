@@ -54,8 +54,6 @@ class SweepConfig(Settings):
     trials: int | None = _key(None, "Number of trials.", at_least=1, at_most=MOST_TRIALS)
     seed: int = _key(0, "Random seed of the values.", at_least=0, below=2**32)
     metric: str | None = _key(None, "Held-out metric that trials are compared by.")
-    reduction_factor: int = _key(3, "Halving keeps one in N trials of a rung.", at_least=2)
-    min_iters: int | None = _key(None, "Batches of the first rung.", at_least=1)
     parameters: dict = _key({}, "Values by key of the recipe.")
 
     def _conflicts(self) -> Iterator[Fault]:
@@ -68,9 +66,6 @@ class SweepConfig(Settings):
         if not search.draws and self.trials is not None:
             text = "a grid has as many trials as combinations. Leave it out, or use search random."
             yield Fault("trials", text, "conflict")
-        if not search.halves:
-            for name in self.changed(("reduction_factor", "min_iters")):
-                yield Fault(name, "belongs to search halving. Leave it out.", "conflict")
 
 
 @dataclass(frozen=True, repr=False)
@@ -229,32 +224,10 @@ def with_values(recipe: Mapping, values: Values) -> dict:
     return changed
 
 
-def rungs_of(config: SweepConfig, iters: int) -> tuple[int | None, ...]:
-    """Return the batches at the end of each rung of runs of ``iters``; None is the end of the run.
-
-    Successive halving keeps one in ``reduction_factor`` trials of a rung and trains them as many
-    times as long (https://arxiv.org/abs/1502.07943). Other searches have one rung.
-    """
-    factor = config.reduction_factor
-    rungs: list[int | None] = [None]
-    part = factor
-
-    while (
-        SEARCHES[config.search].halves
-        and part <= (config.trials or 1)
-        and iters // part >= (config.min_iters or 1)
-    ):
-        rungs.insert(0, iters // part)
-        part *= factor
-
-    return tuple(rungs)
-
-
 SECTION = "sweep"  # of a recipe
 # Keys that a trial cannot choose.
 _OF_SWEEP = ("out", "adapter_path", "resume", "overwrite", "seeds")
 _CORNERS = 64  # at most, of a space whose trials are not known yet
-_LENGTHS = ("iters", "epochs", "time", "phases")  # settings by which trials differ in length
 
 
 @dataclass(frozen=True)
@@ -268,7 +241,6 @@ class Plan:
     values: list[Values]  # of the trials that are known before the first one is trained
     recipe_of: Callable[[Values], Recipe]  # of a trial; raises a PackError if there is none
     recipe: Recipe  # of the first trial or corner of the space
-    rungs: tuple[int | None, ...]  # batches at the end of each; None is the end of the run
     metrics: tuple[str, ...]  # the first that a trial has counts
 
 
@@ -291,12 +263,13 @@ def plan_sweep(
     config = SweepConfig.from_mapping(section, f"{where}: {SECTION}")
     space = parse_space(config.parameters, where)
     for key in space:
-        _check_key(key, config, where)
+        if key.partition(".")[0] in _OF_SWEEP:
+            place = f"sweep.parameters.{key}"
+            raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
 
     values = planned_values(config, space, where)
     recipes = [_recipe(recipe, v, where, recipe_of) for v in values or corners(space, _CORNERS)]
     metrics = _metrics(config, recipes, where)
-    _check_length(config, recipes[0], where)
     _check_inputs(recipes)
 
     return Plan(
@@ -307,19 +280,8 @@ def plan_sweep(
         values=values,
         recipe_of=lambda own: _recipe(recipe, own, where, recipe_of),
         recipe=recipes[0],
-        rungs=rungs_of(config, recipes[0].train.iters),
         metrics=metrics,
     )
-
-
-def _check_key(key: str, config: SweepConfig, where: str) -> None:
-    place = f"sweep.parameters.{key}"
-    first = key.partition(".")[0]
-    if first in _OF_SWEEP:
-        raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
-    if SEARCHES[config.search].halves and first in _LENGTHS:
-        text = "makes trials differ in length, which halving compares. Use search random."
-        raise setting_error(text, place, where, "conflict")
 
 
 def _recipe(
@@ -363,19 +325,6 @@ def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[st
         text = f"'{config.metric}' is no metric of --task {tasks[0]}. {hint}"
         raise setting_error(text, "sweep.metric", where, "unknown")
     return (config.metric,)
-
-
-def _check_length(config: SweepConfig, recipe: Recipe, where: str) -> None:
-    if not SEARCHES[config.search].halves:
-        return
-
-    train = recipe.train
-    if named := train.changed(("epochs", "time", "phases")):
-        text = "does not go with search halving, which counts batches. Give iters."
-        raise setting_error(text, named[0], where, "conflict")
-    if config.min_iters is not None and config.min_iters > train.iters:
-        text = f"is {config.min_iters}, but trials have {train.iters} batches (iters). Lower it."
-        raise setting_error(text, "sweep.min_iters", where)
 
 
 def _check_inputs(recipes: list[Recipe]) -> None:

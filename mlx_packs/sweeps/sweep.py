@@ -1,4 +1,4 @@
-"""A sweep in its folder: which one it is, its trials in a study of Optuna, and their results."""
+"""A sweep in its folder: its trials in a study of Optuna, their training, and their results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from ..config.choices import SEARCHES, is_lower_better
 from ..config.other_names import without_removed
 from ..config.recipe import resolve
-from ..errors import PackError, library_errors, older_version
+from ..display import Display, clock
+from ..errors import PackError, library_errors
 from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
 from ..reading import read_json, sealed, without_seal
+from .leaderboard import value_text, write_leaderboard
 from .plan import Plan, Space, Values, draws
-from .trial import Result, Trial
+from .trial import Result, Trial, train, write_result
 
 _FILE = "sweep.json"
 _STUDY = "study.jsonl"
@@ -28,10 +30,9 @@ _FORMAT = "mlx_packs sweep 2"
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """A trial with its last result, and the metric that it is compared by."""
+    """A trial with its result, and the metric that it is compared by."""
 
     trial: Trial
-    rung: int
     result: Result
     metric: str
     value: float | None
@@ -92,7 +93,7 @@ class Sweep:
         """Return values for the next trial. Packs that fail a gate count as infeasible."""
         earlier = self.study.get_trials()
         for trial, known in zip(self.trials, earlier, strict=False):
-            result = trial.result(len(self.plan.rungs) - 1)
+            result = trial.result
             if result is not None and not result.passed:
                 known.set_constraint("gates", 1.0)
 
@@ -106,27 +107,22 @@ class Sweep:
         name = next((name for name in metrics if name in values), metrics[0])
         return name, values.get(name)
 
-    def tell(self, trial: Trial, rung: int, result: Result) -> None:
-        """Tell Optuna what came of a trial, if it failed or this is its last rung."""
+    def tell(self, trial: Trial, result: Result) -> None:
+        """Tell Optuna what came of a trial."""
         value = self.metric_of(result)[1]
         if result.error or value is None:
             self.study.tell(trial.number - 1, state=TrialState.FAIL, skip_if_finished=True)
-        elif rung + 1 == len(self.plan.rungs):
+        else:
             self.study.tell(trial.number - 1, value, skip_if_finished=True)
 
-    def prune(self, trial: Trial) -> None:
-        self.study.tell(trial.number - 1, state=TrialState.PRUNED, skip_if_finished=True)
-
-    def ranked(self, rung: int | None = None) -> list[RankedTrial]:
-        """Return the trials that have a result of a rung, or their last one, the best first."""
-        rungs = range(len(self.plan.rungs)) if rung is None else [rung]
-        rows = {
-            trial.number: RankedTrial(trial, each, result, *self.metric_of(result))
-            for each in rungs
+    def ranked(self) -> list[RankedTrial]:
+        """Return the trials that have a result, the best first."""
+        rows = [
+            RankedTrial(trial, result, *self.metric_of(result))
             for trial in self.trials
-            if (result := trial.result(each)) is not None
-        }
-        return sorted(rows.values(), key=RankedTrial.order)
+            if (result := trial.result) is not None
+        ]
+        return sorted(rows, key=RankedTrial.order)
 
     def leaderboard(self) -> dict[str, Any]:
         """Return the leaderboard as `packs sweep --json` prints it."""
@@ -146,7 +142,6 @@ class Sweep:
             "metric": metric,
             "lower_is_better": is_lower_better(metric),
             "trials": self.count,
-            "rungs": len(plan.rungs),
             "axes": {
                 key: {"values": getattr(d, "choices", None), "log": getattr(d, "log", False)}
                 for key, d in plan.space.items()
@@ -159,7 +154,6 @@ class Sweep:
                     "values": row.trial.values,
                     metric: row.value,
                     "status": row.status,
-                    "rung": row.rung,
                     "pack": None if row.result.error else str(row.trial.pack),
                     **{k: v for k, v in vars(row.result).items() if k != "error"},
                 }
@@ -200,7 +194,6 @@ def _identity(plan: Plan) -> dict[str, Any]:
         "format": _FORMAT,
         **{key: getattr(config, key) for key in ("search", "seed", "trials", "parameters")},
         "metric": plan.metrics[0] if SEARCHES[config.search].learns else None,
-        "rungs": plan.rungs,
         "recipe": plan.recipe.to_json(),
     }
 
@@ -210,12 +203,11 @@ def _check_same(plan: Plan, before: dict[str, Any]) -> None:
 
     Settings that its recipe lacks, since they are newer, have their defaults.
     """
-    if before.get("format") == "mlx_packs sweep 1":
-        raise older_version(plan.folder, "Choose another --out, or remove that folder.")
     if isinstance(recipe := before.get("recipe"), dict):
         before = {**before, "recipe": resolve(without_removed(recipe)).to_json()}
 
     before = without_seal(sealed(before))
+    before.pop("rungs", None)  # written while a search could end worse trials early
     now = without_seal(sealed(_identity(plan)))  # as it will be read
     if differs := [key for key in before if before[key] != now.get(key)]:
         key = differs[0]
@@ -245,3 +237,51 @@ def _open(file: Path, lower: bool) -> Study:
 def _damaged(file: Path, reason: str) -> PackError:
     text = f"is damaged ({reason}). Remove it; trials that are over are not repeated."
     return PackError(f"{file}: {text}", "unreadable")
+
+
+def train_trials(sweep: Sweep, display: Display) -> None:
+    """Train the trials that have no result, one after another.
+
+    The leaderboard is written after each trial, so that it can be read meanwhile.
+    """
+    count = 0
+    for trial in sweep.to_train():
+        count += 1
+        if (result := trial.result) is not None:  # of an earlier command
+            sweep.tell(trial, result)
+            continue
+
+        values = ", ".join(f"{key}={value_text(value)}" for key, value in trial.values.items())
+        with display.working("trial", f"{trial.number} · {values}"):
+            result = _result_of(sweep, trial)
+        sweep.tell(trial, result)
+        text = f"{trial.number}/{sweep.count} · {values} · {_described(sweep, result)}"
+        display.line("trial", text)
+        write_leaderboard(sweep.plan.folder, sweep.leaderboard())
+
+    if count < sweep.count:
+        display.line("sweep", f"{count} of {sweep.count} trials: no new values were found")
+    write_leaderboard(sweep.plan.folder, sweep.leaderboard())
+
+
+def _result_of(sweep: Sweep, trial: Trial) -> Result:
+    try:
+        recipe = sweep.plan.recipe_of(trial.values).to_json()
+    except PackError as error:  # of values that were drawn after the sweep was checked
+        return write_result(trial, Result(error=error.message))
+    return train(trial, recipe)
+
+
+def _described(sweep: Sweep, result: Result) -> str:
+    name, value = sweep.metric_of(result)
+    if result.error:
+        text = result.error
+    elif value is None:
+        text = f"has no finite {name}"
+    else:
+        text = f"{name} {value:.4g} after {result.batches:,} batches"
+    if result.train_s is not None:
+        text += f" · {clock(result.train_s)}"
+    if not result.error and not result.passed:
+        text += " · FAILED a gate"
+    return text

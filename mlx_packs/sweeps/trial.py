@@ -1,37 +1,48 @@
 """A trial of a sweep: its folder, the run that trains it in a process of its own, its metrics."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import SIGKILL, Signals
 from typing import Any
 
-from .. import signals
+from .. import signals, terminal
 from ..config.choices import TASKS
-from ..errors import Interrupted, PackError
+from ..config.fields import read_settings
+from ..config.recipe import resolve
+from ..display import Display
+from ..errors import CRASHED, Interrupted, PackError, RunStopped
 from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
 from ..report.facts import number
-from ..terminal import printable
 from ..training.run_folder import RunFolder
 
 RECIPE = "recipe.json"
 LOG = "train.log"
+_RESULT = "result-0.json"
 _TAIL_BYTES = 300  # of a log, for the reason of its end
 # `python -m`, but without the current folder on the path, whose files may be called as modules.
 _PROGRAM = (
     "import sys; "
     f"sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
-    "from mlx_packs.sweeps.process import main; main()"
+    "from mlx_packs.sweeps.trial import main; main()"
 )
 _SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by exit code
+# How long the process of an earlier sweep that was killed may take to save its checkpoint.
+_WAIT_S = 120.0
+# Faults of the machine, not of a trial: they end the sweep, which goes on later.
+_OF_ALL = ("unwritable", "busy", "interrupted")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial at the end of a rung."""
+    """What came of a trial."""
 
     batches: int = 0  # that it was trained on
     metrics: Mapping[str, float] | None = None  # held-out metrics by name; only finite ones
@@ -64,44 +75,39 @@ class Trial:
         """Whether there is a checkpoint to continue from."""
         return bool(RunFolder.of(self.pack).checkpoints())
 
-    def result(self, rung: int) -> Result | None:
-        """Return the result of a rung; None if it is not over. A damaged file is a PackError."""
-        file = self.folder / f"result-{rung}.json"
+    @property
+    def result(self) -> Result | None:
+        """The result; None if the trial is not over. A damaged file is a PackError."""
+        file = self.folder / _RESULT
         if not file.is_file():
             return None
         try:
-            content = read_json(file)
-            content.pop("packs", None)  # written while several trials could share a batch
-            return Result(**content)
+            return Result(**read_json(file))
         except TypeError:
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
 
-def write_result(trial: Trial, rung: int, result: Result) -> Result:
-    """Write the result of a rung atomically, and return it: from then on it is not repeated."""
+def write_result(trial: Trial, result: Result) -> Result:
+    """Write the result of a trial atomically, and return it: from then on it is not repeated."""
     make_folder(trial.folder)
-    atomic_write(trial.folder / f"result-{rung}.json", to_json(vars(result)))
+    atomic_write(trial.folder / _RESULT, to_json(vars(result)))
     return result
 
 
-def train(trial: Trial, recipe: dict[str, Any], rung: int, until: int | None) -> Result:
-    """Train a trial to the end of a rung, in a process of its own, and return the result.
+def train(trial: Trial, recipe: dict[str, Any]) -> Result:
+    """Train a trial in a process of its own, and return the result.
 
-    A rung that is over is not repeated, and one that was interrupted continues from its checkpoint.
-    It ends after ``until`` batches; None trains to the end. A trial that fails has a result with an
+    A trial that was interrupted continues from its checkpoint. One that fails has a result with an
     ``error``.
 
     Raises:
         PackError: something ended it that would end every trial, as a full disk or a signal.
     """
-    if (result := trial.result(rung)) is not None:
-        return result
-
     make_folder(trial.folder)
     atomic_write(trial.folder / RECIPE, to_json(recipe))
 
-    code = _run(trial, rung, until)
-    if (result := trial.result(rung)) is not None:
+    code = _run(trial)
+    if (result := trial.result) is not None:
         return result
 
     reason = _last_line(trial.folder / LOG).removeprefix("packs: ")
@@ -109,23 +115,18 @@ def train(trial: Trial, recipe: dict[str, Any], rung: int, until: int | None) ->
         raise Interrupted(f"interrupted in trial {trial.number}", _SIGNALLED[code])
     if code == 2:
         raise PackError(f"trial {trial.number}: {reason}", "unwritable")
-    if code == -SIGKILL:
+    if code == -signal.SIGKILL:
         reason = "was killed (SIGKILL), probably for want of memory"
     elif code < 0:
-        reason = f"crashed ({Signals(-code).name})"
-    return fail(trial, rung, reason or f"ended with exit code {code}")
+        reason = f"crashed ({signal.Signals(-code).name})"
+    return write_result(trial, Result(error=reason or f"ended with exit code {code}"))
 
 
-def fail(trial: Trial, rung: int, reason: str) -> Result:
-    """Write that a trial has no pack, and why; return this result."""
-    return write_result(trial, rung, Result(error=reason))
-
-
-def _run(trial: Trial, rung: int, until: int | None) -> int:
+def _run(trial: Trial) -> int:
     """Run the process of a trial and return its exit code; it ends when this process does."""
     with (trial.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(trial.folder), str(rung), str(until or 0)],
+            [sys.executable, "-c", _PROGRAM, str(trial.folder)],
             stdin=subprocess.PIPE,  # closed by the system when this process ends, however it does
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -147,7 +148,7 @@ def _last_line(log: Path) -> str:
         lines = file.read().decode(errors="replace").split("\n")
     for line in reversed(lines):
         if line.strip():
-            return printable(line.strip())
+            return terminal.printable(line.strip())
     return ""
 
 
@@ -169,3 +170,71 @@ def measured(report: Mapping, task: str) -> dict[str, float]:
     values = {name: report.get(f"{name}_after") for name in dict.fromkeys(names)}
     values["answers"] = (answers.get("after") or {}).get("share")
     return {name: value for name, v in values.items() if (value := number(v)) is not None}
+
+
+def train_trial(trial: Trial) -> Result:
+    """Train a trial, or continue from its checkpoint, in this process, and return the result."""
+    from ..training.run import train_request
+    from ..training.settings import Request
+
+    recipe = resolve(read_settings(trial.folder / RECIPE))
+    run: dict[str, Any] = {**recipe.run, "out": str(trial.pack)}
+    run["resume"] = trial.is_begun
+    run["overwrite"] = not trial.is_begun
+    if trial.is_begun:
+        run.pop("resume_adapter_file", None)
+
+    recipe = replace(recipe, run=run, names_data=True)
+    report = train_request(Request(recipe, recipe.model, Display())).report
+    return Result(
+        batches=report["batches"],
+        metrics=measured(report, report["task"]),
+        gates={
+            name: {**gate, "value": number(gate["value"])} for name, gate in report["gates"].items()
+        },
+        pack_mb=report["pack_mb"],
+        train_s=report["train_s"],
+        peak_gb=report["peak_gb"],
+    )
+
+
+def _when_free(trial: Trial) -> Result:
+    """Train a trial as soon as no process of an earlier sweep writes its run any more."""
+    end = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return train_trial(trial)
+        except PackError as error:
+            if error.code != "busy" or time.monotonic() > end:
+                raise
+        time.sleep(0.5)
+
+
+def _end_with_parent() -> None:
+    """End this process as by SIGTERM, which saves a checkpoint, once its parent is gone."""
+    os.read(0, 1)  # it writes nothing
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Train the trial whose folder is the argument of this process, and write the result."""
+    terminal.guard()
+    trial = Trial(0, {}, Path(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    try:
+        with signals.handled():
+            result = _when_free(trial)
+    except KeyboardInterrupt as error:  # before the first checkpoint
+        sys.exit(128 + signals.number_of(error))
+    except PackError as error:
+        error.show()
+        if error.code in _OF_ALL:
+            sys.exit(error.exit_code)
+        reason = error.reason if isinstance(error, RunStopped) else error.message
+        result = Result(error=reason)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(CRASHED)
+
+    write_result(trial, result)

@@ -59,6 +59,8 @@ def test_a_function_with_other_options_rejects_it_too():
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
         ("serve --kv-bits 8", "raise --kv-memory"),
         ("quantize --block 32", "Use --group-size."),
+        ("sweep --runner ray", "one after another on this machine"),
+        ("sweep --together", "one after another"),
         ("eval-batch --hosts h.json", "Use it with packs train."),
     ],
 )

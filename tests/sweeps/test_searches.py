@@ -1,4 +1,4 @@
-"""The trials of a sweep: values, their determinism, and the rungs of successive halving."""
+"""The trials of a sweep: their values, and that a seed determines them."""
 
 import pytest
 from optuna.trial import create_trial
@@ -11,7 +11,6 @@ from mlx_packs.sweeps.plan import (
     draws,
     parse_space,
     planned_values,
-    rungs_of,
     with_values,
 )
 
@@ -33,7 +32,6 @@ def test_a_seed_gives_the_same_values_and_another_seed_others():
     parameters = {"learning_rate": RATE, "rank": [8, 16, 32]}
     first = values("random", parameters, trials=20, seed=3)
     assert first == values("random", parameters, trials=20, seed=3)
-    assert first == values("halving", parameters, trials=20, seed=3)
     assert first != values("random", parameters, trials=20, seed=4)
     assert first[:5] == values("random", parameters, trials=5, seed=3)
 
@@ -96,22 +94,6 @@ def test_random_trials_are_all_different():
     assert len({tuple(v.items()) for v in drawn}) == 6
 
 
-@pytest.mark.parametrize(
-    "trials, iters, least, expected",
-    [
-        (9, 90, None, (10, 30, None)),
-        (12, 90, None, (10, 30, None)),
-        (27, 90, 10, (10, 30, None)),
-        (2, 90, None, (None,)),
-        (9, 2, None, (None,)),
-    ],
-)
-def test_rungs_end_with_the_whole_run(trials, iters, least, expected):
-    config = SweepConfig("halving", trials=trials, min_iters=least)
-    assert rungs_of(config, iters) == expected
-    assert rungs_of(SweepConfig("random", trials=trials), iters) == (None,)
-
-
 def test_keys_in_mappings_leave_the_others():
     recipe = {"rank": 8, "rank_pattern": {"q_proj": 4}}
     changed = with_values(recipe, {"rank_pattern.v_proj": 2, "rank": 16})
@@ -147,8 +129,6 @@ def test_wrong_parameters_are_errors(parameters, code):
         ("grid", {"trials": 3}),
         *((name, {}) for name, search in SEARCHES.items() if search.draws),
         ("random", {"trials": 0}),
-        ("random", {"trials": 2, "min_iters": 3}),
-        ("halving", {"trials": 2, "reduction_factor": 1}),
         ("bayes", {"trials": 2}),
     ],
 )
@@ -179,8 +159,8 @@ FAULTS = {
     "sweep: {search: tpe, parameters: {rank: [4]}}": "invalid",
     "sweep: {search: tpe, trials: 2, parameters: {rank: {min: 0, max: 4}}}": "invalid",
     "sweep: {search: tpe, trials: 2, parameters: {rank: {min: 1, max: 4}, task: [lm, x]}}": "unknown",
-    "sweep: {search: halving, trials: 2, parameters: {iters: [4, 8]}}": "conflict",
-    "sweep: {search: halving, trials: 2, min_iters: 10, parameters: {rank: [4, 8]}}": "invalid",
+    "sweep: {search: halving, trials: 2, parameters: {rank: [4, 8]}}": "unknown",
+    "sweep: {min_iters: 10, parameters: {rank: [4, 8]}}": "unknown",
     "resume: true\nsweep: {parameters: {rank: [4]}}": "conflict",
     "task: reward\nsweep: {parameters: {rank: [4]}}": "conflict",
     "itrs: 3\nsweep: {parameters: {rank: [4]}}": "unknown",
