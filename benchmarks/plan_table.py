@@ -294,7 +294,8 @@ def seconds_on_disk(config: dict, batch: int, length: int, reading: float) -> li
     if routed := config.get("num_experts_per_tok"):
         width = routed * config["moe_intermediate_size"]
         config = config | {"model_type": "qwen3", "intermediate_size": width}
-    job = StepJob(config=config, batch=batch, length=length, rank=16, recompute="block")
+    size = {"batch": batch, "length": length, "rank": 16}
+    job = StepJob(config=config, **size, recompute="block", compiled=False)
     (step,) = lay_out([(OURS, job)], list(DISK_CHIPS.values()))
 
     cells = []

@@ -38,6 +38,7 @@ class StepJob:
         prefix: inputs that the sequences of a group begin with, computed once.
         root: of these, inputs that all sequences begin with, computed before the others.
         weights: how the model is quantized.
+        compiled: False: as a step of ours with blocks on disk, which is not.
     """
 
     config: dict
@@ -54,6 +55,7 @@ class StepJob:
     prefix: int = 0
     root: int = 0
     weights: str = "affine4"
+    compiled: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class _Ours:
         return shapes[0][2]
 
     def step(self, job: StepJob) -> tuple[list, list]:
-        names = ("path", "recompute", "packed", "method", "groups", "prefix", "root")
+        names = ("path", "recompute", "packed", "method", "groups", "prefix", "root", "compiled")
         options = {name: getattr(job, name) for name in names}
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         quantization = dict(zip(("group_size", "bits", "mode"), WEIGHTS[job.weights], strict=True))

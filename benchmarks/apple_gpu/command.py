@@ -59,10 +59,12 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
                             recompute=policy,
                             supervised=supervised,
                             method=method,
+                            compiled=compiled,
                         ),
                     )
                     for method in methods
                     for path, policy in jobs
+                    for compiled in ([True, False] if options.uncompiled else [True])
                 ]
                 steps = lay_out(theirs + ours, options.chip, _fixed_s(options))
                 shape = (
@@ -151,7 +153,7 @@ _PARTS = {
         frozenset(
             {
                 *("model", "batch", "length", "supervised", "path", "recompute", "method"),
-                *("weights", "step_ms"),
+                *("weights", "step_ms", "uncompiled"),
             }
         ),
     ),
@@ -261,6 +263,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="What every step takes beside its graph, as benchmarks.rates measures it, in steps, "
         f"trees and published [{1e3 * STEP_S:g}]; such predictions are not recorded",
+    )
+    add(
+        "--uncompiled",
+        action="store_true",
+        default=None,
+        help="Steps of ours also as they are with blocks on disk, not compiled, in steps",
     )
     history.add_option(p)
     return p

@@ -57,8 +57,9 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     groups: int = 0,
     prefix: int = 0,
     root: int = 0,
+    compiled: bool = True,
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Call one compiled training step on a model whose arrays are not evaluated.
+    """Call one training step on a model whose arrays are not evaluated.
 
     Args:
         model: a 4-bit model of mlx-lm, frozen.
@@ -76,6 +77,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, which are computed once.
         root: of these, inputs that all sequences begin with, which are computed before the others.
+        compiled: whether the step is, as it is unless blocks are on disk.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
@@ -91,6 +93,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     optimizer = make_optimizer(settings)
     optimizer.init(model.trainable_parameters())
     head = next(possible_heads(model))
+    if not compiled:
+        model.blocks_on_disk = None
     stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
     inputs = {"tokens": mx.zeros((batch, length), mx.int32)}
     inputs |= {n: mx.zeros((targets,), mx.int32) for n in ("positions", "targets", "owners")}

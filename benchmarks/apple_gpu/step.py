@@ -72,7 +72,8 @@ class Step:
         name += f", recompute {self.job.recompute}" if self.job.recompute != "none" else ""
         if self.job.groups:
             name += ", tree"
-        return name + (", packed" if self.job.packed else "")
+        name += ", packed" if self.job.packed else ""
+        return name + ("" if self.job.compiled else ", not compiled")
 
     @property
     def whole(self) -> Costs:
