@@ -357,8 +357,8 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
 def diff(a: str, b: str) -> None:
     """Compare the deltas of two packs.
 
-    For each layer, the output shows the norms of both deltas and of their difference, the cosine
-    between them, and how far their input and output directions overlap. No base model is loaded.
+    For each layer, the output shows the norms of both deltas and of their difference, and the
+    cosine between them. No base model is loaded.
     """
     from ..packs.diff import diff, lines
 

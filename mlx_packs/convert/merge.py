@@ -23,7 +23,7 @@ from ..display import Display, display_of
 from ..errors import PackError
 from ..evaluation.rows import comparison_data
 from ..packs.base import Base, name_of
-from ..packs.compatibility import check_checkpoint
+from ..packs.compatibility import check_checkpoint, find_base
 from ..packs.manifest import (
     architecture_facts,
     chat_template_of,
@@ -38,7 +38,7 @@ from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 @checked_arguments
 def merge_pack(  # noqa: PLR0913 - a public facade
     pack: str | Path | Pack,
-    base: Base | str | Path,
+    base: Base | str | Path | None,
     out: str | Path,
     requantize: str = "none",
     dtype: str = "auto",
@@ -55,7 +55,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
 
     Args:
         pack: A pack or its folder.
-        base: Its base model: a folder, a Hub id, or a loaded one, whose files are read again.
+        base: Its base model: a folder, a Hub id, a loaded one, or None for the one of its training.
         out: Folder to write the merged model to.
         requantize: Format of the merged weights. ``"none"`` writes dense weights in the float dtype
             of the base model, and ``"same"`` quantizes as the base model is. ``"affine4"``,
@@ -87,7 +87,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     chosen, compared_on = comparison_data(pack, [pack], data)
     request = MergeRequest(
         pack=pack,
-        model=name_of(base),
+        model=find_base(pack) if base is None else name_of(base),
         requantize=requantize,
         dtype=dtype,
         max_drift=max_drift,

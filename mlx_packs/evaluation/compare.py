@@ -27,9 +27,9 @@ from ..memory.matmul_path import generation_path
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
-from ..packs.pack import OnePack, Pack, as_pack
+from ..packs.pack import Pack
 from ..packs.records import agreed_records, check_same_use
-from ..packs.weighted_sum import check_distinct
+from ..packs.weighted_sum import OnePack, as_pack, check_distinct
 from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows

@@ -11,7 +11,8 @@ from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..packs.base import Base, activated, check_no_pack, loaded_base, scoring
 from ..packs.manifest import has_score_head, task_code
-from ..packs.pack import Pack, as_pack
+from ..packs.pack import Pack
+from ..packs.weighted_sum import as_pack
 from .embeddings import EmbeddingEvaluator
 from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows

@@ -26,7 +26,8 @@ from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.manifest import chat_template_of
-from ..packs.pack import Pack, as_pack
+from ..packs.pack import Pack
+from ..packs.weighted_sum import as_pack
 from .perplexity import Scorer
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none

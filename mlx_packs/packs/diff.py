@@ -1,10 +1,8 @@
 """Differences of two packs: what they share, and the distance of their deltas layer by layer.
 
 A delta is scale * A @ B, [in, out]. With orthogonal bases Q of both packs' A, side by side, and P
-of their B, a delta is Q @ core @ P.T with a core as small as the ranks together. Norms, products
-and singular vectors are computed from the cores, and nothing as large as a weight is made.
-
-Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/abs/2106.09685
+of their B, a delta is Q @ core @ P.T with a core as small as the ranks together. Norms and products
+are computed from the cores, and nothing as large as a weight is made.
 """
 
 import re
@@ -18,6 +16,7 @@ from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..config.arguments import checked_arguments
 from ..errors import PackError
+from ..report.facts import Norms
 from ..runtime import mx
 from .manifest import replaced_of
 from .pack import Pack
@@ -33,10 +32,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     """Compare two packs: their common settings, and the distance between their deltas.
 
     No base model is loaded. Ranks and targets may differ; a projection that only one pack adapts
-    counts with its full delta. ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper
-    (section 7.2 of https://arxiv.org/abs/2106.09685) for the input and the output directions of the
-    deltas, at the full ranks: 1 if the smaller subspace lies within the larger one. ``chance`` has
-    the values of random subspaces (input, output).
+    counts with its full delta.
 
     Args:
         a: The first pack, or its folder.
@@ -64,12 +60,12 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             continue
 
         factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
-        sums, overlap = _compare(*factors)
+        sums = _compare(*factors)
 
         rank_a, rank_b = (s.rank if s else 0 for s in spec)
         ranks = {"rank_a": rank_a, "rank_b": rank_b}
-        modules.append({"path": path, **ranks, **_distances(sums), **overlap})
-        layers.setdefault(layer_of(path), []).append((sums, overlap))
+        modules.append({"path": path, **ranks, **_distances(sums)})
+        layers[layer_of(path)] = layers.get(layer_of(path), 0) + sums
 
     for pack, spec, stored in zip(packs, specs, tensors, strict=True):
         incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
@@ -91,8 +87,8 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         "b": _facts(packs[1]),
         "same_base": shared["base"]["same"] and shared["quantization"]["same"],
         "shared": shared,
-        "total": _total([part for parts in layers.values() for part in parts]),
-        "layers": [{"layer": name, **_total(parts)} for name, parts in layers.items()],
+        "total": _distances(sum(layers.values())),
+        "layers": [{"layer": name, **_distances(sums)} for name, sums in layers.items()],
         "modules": modules,
         "only_in_a": [path for path in specs[0] if path not in specs[1]],
         "only_in_b": [path for path in specs[1] if path not in specs[0]],
@@ -112,15 +108,12 @@ def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     return a * scale, b
 
 
-def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
-    """Norms, product and subspace overlaps of two deltas; None is a delta of zero."""
-    no_overlap = {"overlap_in": None, "overlap_out": None, "chance": None}
+def _compare(a: Factors | None, b: Factors | None) -> Sums:
+    """Norms and product of two deltas; None is a delta of zero."""
     if a is None or b is None:
-        square = squared_norm(*(a or b))
-        return square * np.array([b is None, a is None, True, False]), no_overlap
+        return squared_norm(*(a or b)) * np.array([b is None, a is None, True, False])
 
     sums = np.zeros(4)
-    overlaps = []
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
         r = a_in.shape[1]
@@ -129,47 +122,13 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
         of_a = left[:, :r] @ right[:, :r].T  # [k, l]
         of_b = left[:, r:] @ right[:, r:].T
-
         sums += [np.sum(x) for x in (of_a**2, of_b**2, (of_a - of_b) ** 2, of_a * of_b)]
-        overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
-
-    overlaps = [overlap for overlap in overlaps if overlap is not None]
-    if not overlaps:  # a delta of zero has no directions
-        return sums, no_overlap
-
-    means = np.mean(overlaps, axis=0)
-    return sums, {
-        "overlap_in": float(means[0]),
-        "overlap_out": float(means[1]),
-        "chance": means[2:].tolist(),
-    }
+    return sums
 
 
 def squared_norm(a: np.ndarray, b: np.ndarray) -> float:
     """||A @ B||^2 = sum(A'A * BB'), summed over experts."""
     return float(np.sum((a.swapaxes(-1, -2) @ a) * (b @ b.swapaxes(-1, -2))))
-
-
-def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[float] | None:
-    """Phi for inputs and outputs, of the deltas and of random subspaces of these sizes."""
-    a_in, a_out = _directions(a)
-    b_in, b_out = _directions(b)
-    i = a_in.shape[1]
-    j = b_in.shape[1]
-    if not i or not j:
-        return None
-
-    phi = [float(np.sum((x.T @ y) ** 2)) / min(i, j) for x, y in ((a_in, b_in), (a_out, b_out))]
-    return [*phi, max(i, j) / width, max(i, j) / height]
-
-
-def _directions(core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Left and right singular vectors of a core with nonzero singular values."""
-    u, s, vt = np.linalg.svd(core, full_matrices=False)
-    nonzero = np.zeros(len(s), bool)
-    if s[0] > 0:
-        nonzero = s > 1e-6 * s[0]  # factors have 24 bits
-    return u[:, nonzero], vt[nonzero].T
 
 
 def _distances(sums: Sums) -> dict:
@@ -188,14 +147,6 @@ def _distances(sums: Sums) -> dict:
         "relative": relative,
         "cosine": cosine,
     }
-
-
-def _total(parts: list[tuple[Sums, dict]]) -> dict:
-    total = _distances(sum(sums for sums, _ in parts))
-    for key in ("overlap_in", "overlap_out"):
-        overlaps = [overlap[key] for _, overlap in parts if overlap[key] is not None]
-        total[key] = float(np.mean(overlaps)) if overlaps else None
-    return total
 
 
 def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
@@ -217,6 +168,44 @@ def layer_of(path: str) -> str:
     """The path through the number of its block, or all of it."""
     match = re.match(r"(.*?\.\d+)\.", path)
     return match[1] if match else path
+
+
+def delta_norms(pack: Pack) -> Norms:
+    """||scale * A @ B|| of each LoRA of a pack, by layer and projection.
+
+    Tensors that are stored in full and adapters of other kinds have no delta of their own and are
+    left out; no base model is loaded. Raises PackError if a tensor is damaged.
+    """
+    specs = {path: spec for path, spec in pack.specs.items() if spec.kind == "lora" and spec.rank}
+    if not specs:
+        return Norms((), ())
+
+    tensors = pack.load_tensors()
+    layers = {}
+    for path in sorted(specs, key=by_number):
+        layer = layer_of(path)
+        name = path.removeprefix(layer).lstrip(".") or path
+        norm = squared_norm(*factors_of(specs[path], tensors)) ** 0.5
+        layers.setdefault(layer, {})[name] = norm
+
+    names = {name for row in layers.values() for name in row}
+    leaves = {name: name.rpartition(".")[2] for name in names}
+    if len(set(leaves.values())) == len(names):  # the last part tells them apart
+        layers = {at: {leaves[name]: v for name, v in row.items()} for at, row in layers.items()}
+
+    projections = list(dict.fromkeys(name for row in layers.values() for name in row))
+    rows = [
+        (_layer_name(layer), [row.get(name) for name in projections])
+        for layer, row in layers.items()
+    ]
+
+    return Norms(projections, rows)
+
+
+def _layer_name(layer: str) -> str:
+    """``layer 3`` for ``model.layers.3``; a path without a number as it is."""
+    *_, name, number = ["", *layer.split(".")]
+    return f"{name.removesuffix('s')} {number}" if number.isdecimal() else layer
 
 
 def _facts(pack: Pack) -> dict:
@@ -256,7 +245,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
 
 
 def lines(report: dict) -> list[str]:
-    """The report of `diff` as a table of 60 columns, the farthest projections below it."""
+    """The report of `diff` as a table of 50 columns, the farthest projections below it."""
     table = []
     for name, facts in (("A", report["a"]), ("B", report["b"])):
         ranks = ", ".join(map(str, facts["ranks"])) or "0"
@@ -270,7 +259,7 @@ def lines(report: dict) -> list[str]:
     if report["shared"]["adapters"]["same"]:  # to the byte
         return table
 
-    table += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}   overlap"]
+    table += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}"]
     table += [_row(_block(layer["layer"]), layer) for layer in report["layers"]]
     if len(report["layers"]) > 1:
         table.append(_row("all", report["total"]))
@@ -289,10 +278,6 @@ def lines(report: dict) -> list[str]:
     if reasons := report["not_comparable"]:
         table += [f"unlike  {path}: {reason}" for path, reason in list(reasons.items())[:3]]
         table.append(f"unlike  {len(reasons)} in all, which are in no figure above")
-
-    if chances := [m["chance"] for m in report["modules"] if m["chance"]]:
-        read, written = np.mean(chances, axis=0)
-        table.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")
     return table
 
 
@@ -325,10 +310,7 @@ def _text(value: object) -> str:
 def _row(name: str, difference: dict) -> str:
     norms = "".join(f"{_norm(difference[key]):>8}" for key in ("norm_a", "norm_b", "distance"))
     ratios = "".join(f"{_ratio(difference[key]):>6}" for key in ("relative", "cosine"))
-    both = "-"
-    if difference["overlap_in"] is not None:
-        both = f"{difference['overlap_in']:.2f}/{difference['overlap_out']:.2f}"
-    return f"{name:<13}{norms}{ratios}{both:>10}"
+    return f"{name:<13}{norms}{ratios}"
 
 
 def _norm(value: float) -> str:

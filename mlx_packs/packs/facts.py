@@ -1,15 +1,14 @@
-"""Facts of a pack for a page, from its manifest, and the norms of its deltas."""
+"""Facts of a pack for a page, from its manifest."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..adapters.spec import by_number, leaf_names, ranks_of
+from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import quantization_name
 from ..config.choices import METRICS, TASKS, is_lower_better
 from ..display import size
 from ..report.facts import (
     MetricChange,
-    Norms,
     Page,
     Points,
     loss_name,
@@ -24,9 +23,7 @@ from ..report.facts import (
 from ..report.page import render_fragment
 from ..report.recipe import recipe_sections
 from .card import card_command, phase_lines
-from .diff import factors_of, layer_of, squared_norm
 from .manifest import replaced_of, specs_of, task_of
-from .pack import Pack
 
 # Metrics of `eval` for people; others are shown by their keys.
 _NAMES = {
@@ -222,40 +219,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def delta_norms(pack: Pack) -> Norms:
-    """||scale * A @ B|| of each LoRA of a pack, by layer and projection.
-
-    Tensors that are stored in full and adapters of other kinds have no delta of their own and are
-    left out; no base model is loaded. Raises PackError if a tensor is damaged.
-    """
-    specs = {path: spec for path, spec in pack.specs.items() if spec.kind == "lora" and spec.rank}
-    if not specs:
-        return Norms((), ())
-
-    tensors = pack.load_tensors()
-    layers = {}
-    for path in sorted(specs, key=by_number):
-        layer = layer_of(path)
-        name = path.removeprefix(layer).lstrip(".") or path
-        norm = squared_norm(*factors_of(specs[path], tensors)) ** 0.5
-        layers.setdefault(layer, {})[name] = norm
-
-    names = {name for row in layers.values() for name in row}
-    leaves = {name: name.rpartition(".")[2] for name in names}
-    if len(set(leaves.values())) == len(names):  # the last part tells them apart
-        layers = {at: {leaves[name]: v for name, v in row.items()} for at, row in layers.items()}
-
-    projections = list(dict.fromkeys(name for row in layers.values() for name in row))
-    rows = [
-        (_shown(layer), [row.get(name) for name in projections]) for layer, row in layers.items()
-    ]
-
-    return Norms(projections, rows)
-
-
-def _shown(layer: str) -> str:
-    """``layer 3`` for ``model.layers.3``; a path without a number as it is."""
-    *_, name, number = ["", *layer.split(".")]
-    return f"{name.removesuffix('s')} {number}" if number.isdecimal() else layer

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..config.arguments import checked_arguments
 from .base import Base, loaded_base
-from .pack import Pack, Packs, as_pack
+from .pack import Pack
+from .weighted_sum import Packs, as_pack
 
 
 @checked_arguments

@@ -5,8 +5,7 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 ``mlx_lm.generate --adapter-path`` read it. Safetensors and JSON only, never code.
 """
 
-import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ..adapters.spec import Specs, check_shapes
 from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, to_json
-from ..late import load
 from ..reading import file_facts
 from ..runtime import mx
 from ..tensors import read_tensors, save_tensors
@@ -77,7 +75,9 @@ class Pack:
         return f"Pack({self.name!r} of {base}, {parameters:,} parameters{scored})"
 
     def _repr_html_(self) -> str:
-        return _later("facts:notebook_html")(self.manifest, Path(self.name).name)
+        from .facts import notebook_html
+
+        return notebook_html(self.manifest, Path(self.name).name)
 
     @property
     def _identity(self) -> object:
@@ -97,7 +97,11 @@ class Pack:
         Raises:
             PackError: If there is no such pack, or one of its files is damaged.
         """
-        folder = _later("hub:cached")(str(path)) if is_hub_name(path) else Path(path).expanduser()
+        folder = Path(path).expanduser()
+        if is_hub_name(path):
+            from .hub import cached
+
+            folder = cached(str(path))
         return cls(open_folder(folder), None, folder)
 
     def verify(self) -> None:
@@ -214,6 +218,8 @@ class Pack:
 
         They are no part of the pack: the manifest does not name them.
         """
+        from .card import model_card
+
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
 
@@ -227,7 +233,7 @@ class Pack:
             if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
 
-            card = _later("card:model_card")(self.manifest, folder.name)
+            card = model_card(self.manifest, folder.name)
             (partial / CARD).write_text(card, encoding="utf-8")
 
             written = (ADAPTERS, ADAPTER_CONFIG, CARD)
@@ -259,9 +265,9 @@ class Pack:
         Raises:
             PackError: As in `merge_pack`, or if the base model cannot be found.
         """
-        if base is None:
-            base = _later("compatibility:find_base")(self)
-        return load("convert.merge:merge_pack")(self, base, out, **options)
+        from .. import merge_pack
+
+        return merge_pack(self, base, out, **options)
 
     @checked_arguments
     def export(self, to: str, out: str | Path, start: str | None = None) -> dict:
@@ -275,7 +281,9 @@ class Pack:
         Raises:
             PackError: If the other format cannot store a part of the pack.
         """
-        return load("convert.interop:export_pack")(self, to, out, start)
+        from .. import export_pack
+
+        return export_pack(self, to, out, start)
 
     @checked_arguments
     def push(self, repo: str, **options: Any) -> dict:
@@ -288,36 +296,11 @@ class Pack:
         Raises:
             PackError: If the pack is damaged, or the Hub rejects it or cannot be reached.
         """
-        return _later("share:push")(self, repo, **options)
+        from .. import push
+
+        return push(self, repo, **options)
 
     def _note(self, **facts: object) -> None:
         """Add facts to the manifest of a saved pack; its other files are unchanged."""
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, manifest_text(self.manifest))
-
-
-OnePack = str | Path | Pack
-Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
-
-
-def as_pack(packs: Packs) -> Pack:
-    """One pack from a pack, a folder, or packs with weights (a mapping or pairs)."""
-    if isinstance(packs, Pack):
-        return packs
-    if isinstance(packs, (str, Path)):
-        return Pack.open(packs)
-
-    pairs = packs.items() if isinstance(packs, Mapping) else packs
-    if not isinstance(pairs, Iterable):
-        raise PackError(
-            "pack: must be a pack, its folder, or packs with weights, "
-            f"but is a {type(packs).__name__}.",
-            flag="pack",
-        )
-    weighted = [(as_pack(pack), weight) for pack, weight in pairs]
-    return _later("weighted_sum:weighted_sum")(weighted)
-
-
-def _later(name: str) -> Callable[..., Any]:
-    """A function of this package that brings much with it is imported when it is called."""
-    return pkgutil.resolve_name(f"{__package__}.{name}")

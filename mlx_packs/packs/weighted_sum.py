@@ -4,7 +4,7 @@ A sum of low-rank deltas is one of higher rank: the packs' A are concatenated, a
 weight and scale, one below the other. The result is a pack like any other, with scale 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,28 @@ from .manifest import spec_json
 from .pack import Pack
 from .records import agreed_records, check_same_use
 
+OnePack = str | Path | Pack
+Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
+
 LEAST_WEIGHT = 1e-6
 MOST_WEIGHT = 100.0
+
+
+def as_pack(packs: Packs) -> Pack:
+    """One pack from a pack, a folder, or packs with weights (a mapping or pairs)."""
+    if isinstance(packs, Pack):
+        return packs
+    if isinstance(packs, (str, Path)):
+        return Pack.open(packs)
+
+    pairs = packs.items() if isinstance(packs, Mapping) else packs
+    if not isinstance(pairs, Iterable):
+        raise PackError(
+            "pack: must be a pack, its folder, or packs with weights, "
+            f"but is a {type(packs).__name__}.",
+            flag="pack",
+        )
+    return weighted_sum([(as_pack(pack), weight) for pack, weight in pairs])
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:

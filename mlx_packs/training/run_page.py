@@ -7,9 +7,9 @@ from pathlib import Path
 from ..config.arguments import checked_arguments
 from ..errors import PackError, file_errors
 from ..files import atomic_write, to_json
+from ..packs.diff import delta_norms
 from ..packs.facts import (
     changes_of,
-    delta_norms,
     figures_of,
     held_out_line,
     manifest_facts,

@@ -11,7 +11,7 @@ import pytest
 import mlx_packs as mp
 from mlx_packs.config.arguments import checked_arguments
 from mlx_packs.config.data import Columns
-from mlx_packs.packs.pack import Packs
+from mlx_packs.packs.weighted_sum import Packs
 from mlx_packs.training.settings import recipe_of
 from tests.helpers.errors import raises
 

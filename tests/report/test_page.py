@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_packs.config.recipe import Recipe
-from mlx_packs.packs.facts import delta_norms, manifest_facts
+from mlx_packs.packs.diff import delta_norms
+from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
 from mlx_packs.report.chart import change_bars, chart, ticks
 from mlx_packs.report.facts import (
