@@ -20,10 +20,10 @@ from .ops.dispatch import backend as backend
 from .packs.base import Base as Base
 from .packs.base import load_base as load_base
 from .packs.diff import diff as diff
+from .packs.folder import list_packs as list_packs
 from .packs.generation import batch_generate as batch_generate
 from .packs.generation import generate as generate
 from .packs.generation import stream_generate as stream_generate
-from .packs.listing import list_packs as list_packs
 from .packs.pack import Pack as Pack
 from .packs.share import pull as pull
 from .packs.share import push as push

@@ -330,7 +330,7 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
     FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the Hub's caches
     are searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
-    from ..packs.listing import list_packs, table
+    from ..packs.folder import list_packs, table
 
     top = folder or None
     if top is None and not hub_cache:

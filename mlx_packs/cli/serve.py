@@ -359,7 +359,7 @@ def _load(
 ) -> "Base":
     """Load the base that was named, or else that of the first pack."""
     from ..packs.base import load_base_for
-    from ..packs.listing import list_packs
+    from ..packs.folder import list_packs
     from ..packs.pack import Pack
 
     if not packs and folder is not None:

@@ -26,12 +26,11 @@ from ..evaluation.rows import comparison_data
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
 from ..packs.base import Base, check_no_pack
-from ..packs.compatibility import check_base
+from ..packs.compatibility import agreed_records, check_base
 from ..packs.folder import check_output
 from ..packs.making import untrained_pack
 from ..packs.manifest import pack_facts
 from ..packs.pack import Pack
-from ..packs.records import agreed_records
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import (

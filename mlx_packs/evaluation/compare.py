@@ -26,9 +26,8 @@ from ..gates import Gates, evaluate_gates, failures, gate_limits
 from ..memory.matmul_path import generation_path
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
-from ..packs.compatibility import check_base, check_generates
+from ..packs.compatibility import agreed_records, check_base, check_generates, check_same_use
 from ..packs.pack import Pack
-from ..packs.records import agreed_records, check_same_use
 from ..packs.weighted_sum import OnePack, as_pack, check_distinct
 from .images import encode_shown
 from .perplexity import Difference, ExampleScores, Scorer
@@ -200,13 +199,10 @@ def named_packs(packs: OnePack | Sequence | Mapping) -> list[tuple[str, Pack]]:
 
     short = [BASE, *(pack.short_name for pack in opened)]
     names = [BASE]
-    for pack, name in zip(opened, short[1:], strict=True):
-        candidates = [name] if short.count(name) == 1 else []
-        candidates.append(pack.name)
-        if pack.path:
-            candidates.append(str(pack.path.resolve()))
+    for pack in opened:
+        name = pack.short_name if short.count(pack.short_name) == 1 else pack.name
         numbered = (f"{name} ({i})" for i in count(2))
-        names.append(next(each for each in chain(candidates, numbered) if each not in names))
+        names.append(next(each for each in chain([name], numbered) if each not in names))
     return list(zip(names[1:], opened, strict=True))
 
 

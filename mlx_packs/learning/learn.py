@@ -21,10 +21,9 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of, evaluation_rows
 from ..files import atomic_folder, atomic_write, exclusive_writer, to_json
 from ..packs.base import load_base_for
-from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
+from ..packs.compatibility import check_checkpoint, note_of_start, quantize_for, quantize_options
 from ..packs.manifest import MANIFEST, chat_template_of, template_kwargs_of
 from ..packs.pack import Pack
-from ..packs.records import note_of_start
 from ..reading import read_json
 from ..tensors import save_tensors
 from ..training.initial_adapters import adapter_settings

@@ -1,11 +1,19 @@
-"""The folder of a pack: what may be in it, whether it is complete, where one may be written."""
+"""The folder of a pack: what may be in it, whether it is complete, and lists of such folders."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..adapters.spec import ranks_of
+from ..config.arguments import checked_arguments
+from ..config.choices import METRICS
 from ..errors import PackError
-from ..leftovers import recover
+from ..leftovers import recover, recovered
 from ..reading import sha256
-from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
+from ..terminal import short
+from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, check_pin, read_manifest, specs_of
+
+_ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
 
 def open_folder(folder: Path) -> dict:
@@ -88,3 +96,184 @@ def _is_hub_blob(link: Path) -> bool:
     snapshots = link.parent.parent
     target = link.resolve()
     return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
+
+
+def cache_roots() -> list[Path]:
+    """The folder of packs that were pulled by name, and the Hub's own cache."""
+    from huggingface_hub import constants
+
+    return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
+
+
+@checked_arguments
+def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
+    """List the packs below a folder or in the Hub's caches, without reading tensors or hashes.
+
+    Links to folders are not followed, and hidden folders are skipped.
+
+    Args:
+        folder: Folder to search with its subfolders; None searches no folder.
+        hub_cache: Whether to list the packs in the Hub's caches.
+
+    Returns:
+        A mapping for each pack, sorted by name. ``pack`` is the folder, ``name`` the name, and
+        ``error`` is None if the pack is complete. From the manifest it has ``base``,
+        ``fingerprint``, ``model_type``, ``quantization``, ``ranks``, ``parameters``, ``pack_mb``,
+        ``ppl_before``, ``ppl_after`` (for an encoder None, with ``metric``, ``metric_before`` and
+        ``metric_after`` instead), ``created``, ``license`` and, for a pulled pack, ``hub`` (repo,
+        revision, commit).
+
+    Raises:
+        PackError: If there is no such folder.
+    """
+    packs: list[tuple[str, Path, OSError | None]] = []
+    if folder is not None:
+        top = Path(folder).expanduser()
+        if not top.is_dir():
+            kind = "is a file" if top.exists() else "no such folder"
+            raise PackError(
+                f"{top}: {kind}. Name a folder with packs below it.", "not-found", "folder"
+            )
+
+        for path, fault in packs_below(top):
+            name = top.resolve().name if path == top else str(path.relative_to(top))
+            packs.append((name, path, fault))
+
+    if hub_cache:
+        packs += [(name, path, None) for name, path in _packs_of_hub()]
+
+    return [_entry(*pack) for pack in sorted(packs, key=lambda pack: pack[:2])]
+
+
+def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
+    """Each folder with a manifest, and each that cannot be read with the reason."""
+    waiting = [top]
+    while waiting:
+        path = waiting.pop()
+        try:
+            recovered(path)
+            with os.scandir(path) as entries:
+                is_folder = {e.name: e.is_dir(follow_symlinks=False) for e in entries}
+        except OSError as error:
+            yield path, error
+            continue
+
+        if is_folder.get(MANIFEST) is False:
+            yield path, None
+        else:
+            visible = [name for name, is_one in is_folder.items() if is_one and name[0] != "."]
+            waiting += [path / name for name in visible]
+
+
+def _packs_of_hub() -> Iterator[tuple[str, Path]]:
+    pulled, snapshots = cache_roots()
+    packs = [(file.parents[1], file.parent) for file in pulled.glob(f"*/[!.]*/{MANIFEST}")]
+    in_snapshots = snapshots.glob(f"models--*/snapshots/*/{MANIFEST}")
+    packs += [(file.parents[2], file.parent) for file in in_snapshots]
+
+    for repo, folder in packs:
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        yield f"{name}@{folder.name[:_ID_DIGITS]}", folder
+
+
+def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
+    """A damaged manifest or file is its error, as ``fault`` is: the folder cannot be read."""
+    entry = dict.fromkeys(
+        "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
+        "metric metric_before metric_after created license".split()
+    )
+    entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": None}
+
+    try:
+        if fault is not None:
+            raise fault
+
+        entry["hub"] = check_pin(folder)
+        manifest = read_manifest(folder / MANIFEST)
+        base = manifest["base"]
+        sizes = [facts["bytes"] for facts in manifest["files"].values()]
+        result = manifest.get("eval") or {}
+        measured = manifest.get("measured") or {}
+
+        entry |= {
+            **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
+            "base": base["id"],
+            "ranks": ranks_of(specs_of(manifest)),
+            "parameters": manifest["adapters"]["parameters"],
+            "pack_mb": round(((folder / MANIFEST).stat().st_size + sum(sizes)) / 1e6, 3),
+            "ppl_before": result.get("ppl_before"),
+            "ppl_after": result.get("ppl_after"),
+            **_metric(result),
+            "created": measured.get("created"),
+            "license": manifest.get("license"),
+        }
+
+        check_sizes(folder, manifest)
+    except PackError as error:
+        entry["error"] = error.message.removeprefix(f"{folder}{os.sep}")
+    except OSError as error:
+        entry["error"] = f"{Path(error.filename or MANIFEST).name}: {error.strerror or error}"
+
+    return entry
+
+
+def _metric(result: dict) -> dict:
+    for name in METRICS:
+        if f"{name}_after" in result:
+            return {
+                "metric": name,
+                "metric_before": result.get(f"{name}_before"),
+                "metric_after": result[f"{name}_after"],
+            }
+    return {}
+
+
+def table(entries: list[dict], width: int) -> list[str]:
+    """Lines have at most ``width`` columns (60 or more)."""
+    gap = "  " if width >= 80 else " "
+    rows = [["pack", "base", "MB", "rank", "PPL", "created"], *map(_cells, entries)]
+
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    left = width - sum(widths[2:]) - 5 * len(gap)
+    base = min(widths[1], max(8, left - widths[0], left * 2 // 5))
+    widths[:2] = [min(widths[0], left - base), base]
+
+    lines = []
+    for row, entry in zip(rows, [None, *entries], strict=True):
+        cells = [_cut(cell, column) for cell, column in zip(row, widths, strict=True)]
+        name = f"{cells[0]:<{widths[0]}}"
+        base_name = f"{cells[1]:<{widths[1]}}"
+        if entry is not None and entry["error"]:
+            lines.append(_cut(f"{name}{gap}damaged: {entry['error']}", width))
+            continue
+
+        numbers = [f"{cell:>{column}}" for cell, column in zip(cells[2:], widths[2:], strict=True)]
+        lines.append(gap.join([name, base_name, *numbers]).rstrip())
+    return lines
+
+
+def _cells(entry: dict) -> list[str]:
+    if entry["error"]:
+        return [entry["name"], "", "", "", "", ""]
+
+    rank = "full"
+    if ranks := entry["ranks"]:
+        rank = "-".join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))
+
+    change = "-"
+    before = entry["ppl_before"]
+    after = entry["ppl_after"]
+    if before is not None and after is not None:
+        change = f"{short(before)}→{short(after)}"
+    if (name := entry["metric"]) and entry["metric_before"] is not None:
+        change = (
+            f"{METRICS[name].described} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
+        )
+
+    base = entry["base"].rsplit("/", 1)[-1]
+    created = (entry["created"] or "-")[:10]
+    return [entry["name"], base, f"{entry['pack_mb']:.1f}", rank, change, created]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"

@@ -26,7 +26,7 @@ from ..files import (
     write_errors,
 )
 from ..reading import DOCUMENT_BYTES, decode, read_header, sha256
-from .folder import check_hash, check_output, open_folder, verify_hashes
+from .folder import cache_roots, check_hash, check_output, open_folder, verify_hashes
 from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, parse_manifest, read_pin
 
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
@@ -117,13 +117,6 @@ def _is_complete(folder: Path, commit: str) -> bool:
 def _pin(folder: Path, pin: dict) -> None:
     """Record beside a pack where it comes from, and the hash of its manifest."""
     atomic_write(folder / PIN, to_json(pin | {"manifest_sha256": sha256(folder / MANIFEST)}))
-
-
-def cache_roots() -> list[Path]:
-    """The folder of packs that were pulled by name, and the Hub's own cache."""
-    from huggingface_hub import constants
-
-    return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
 
 
 def _cache(repo: str) -> Path:

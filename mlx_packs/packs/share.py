@@ -21,7 +21,8 @@ from ..errors import PackError
 from ..files import atomic_folder, atomic_write
 from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
 from .card import model_card
-from .hub import cache_roots, check_names, errors_of_hub, fetch, http_errors, split_name
+from .folder import cache_roots
+from .hub import check_names, errors_of_hub, fetch, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, manifest_text, read_pin
 from .pack import Pack
 

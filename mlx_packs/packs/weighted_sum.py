@@ -16,10 +16,9 @@ from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import to_json
 from ..runtime import mx
-from .compatibility import check_activates
+from .compatibility import agreed_records, check_activates, check_same_use
 from .manifest import spec_json
 from .pack import Pack
-from .records import agreed_records, check_same_use
 
 OnePack = str | Path | Pack
 Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]

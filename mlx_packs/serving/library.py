@@ -9,8 +9,8 @@ from starlette.concurrency import run_in_threadpool
 
 from ..errors import PackError
 from ..files import is_hub_id
+from ..packs.folder import packs_below
 from ..packs.hub import cached
-from ..packs.listing import packs_below
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from .embedding import EmbeddingWorker

@@ -11,10 +11,9 @@ from ..adapters.score_head import score_head
 from ..adapters.spec import SCORE_WEIGHT
 from ..errors import PackError
 from ..nn.served_lora import BASE
-from ..packs.compatibility import check_generates, check_use
+from ..packs.compatibility import agreed_records, check_generates, check_same_use, check_use
 from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
-from ..packs.records import agreed_records, check_same_use
 from ..packs.scored import OpenClassifier, classifier_of
 from ..packs.weighted_sum import check_weight, weighted_sum
 from .slots import PackSlots

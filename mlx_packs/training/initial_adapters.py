@@ -5,10 +5,9 @@ from typing import Any
 
 from ..adapters.trainable import Trainable
 from ..errors import PackError, errors_of, library_errors
-from ..packs.compatibility import check_base
+from ..packs.compatibility import check_base, note_of_start
 from ..packs.manifest import ADAPTERS, MANIFEST, chat_template_of, is_hub_name, read_manifest
 from ..packs.pack import Pack
-from ..packs.records import note_of_start
 from ..reading import read_header, sha256
 from ..runtime import mx
 from .settings import Run, RunSettings

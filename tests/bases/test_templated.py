@@ -13,9 +13,9 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.row_format import Row
 from mlx_packs.evaluation.rows import columns_of
 from mlx_packs.inference.generate import chat_prompt, raw_prompt
+from mlx_packs.packs.compatibility import check_same_use
 from mlx_packs.packs.manifest import chat_template_of
 from mlx_packs.packs.pack import Pack
-from mlx_packs.packs.records import check_same_use
 from mlx_packs.serving.registry import PackRegistry, Served
 from tests.helpers.bases import copy_tiny
 from tests.helpers.errors import raises

@@ -7,14 +7,14 @@ import pytest
 
 from mlx_packs import Pack
 from mlx_packs.config.choices import TASKS
-from mlx_packs.packs.manifest import recorded_keys
-from mlx_packs.packs.records import (
+from mlx_packs.packs.compatibility import (
     TRAINING_ONLY,
     agreed_records,
     check_same_use,
     note_of_start,
     use_records,
 )
+from mlx_packs.packs.manifest import recorded_keys
 from mlx_packs.packs.weighted_sum import weighted_sum
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of
