@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
-from .conversations import Content, Conversation
+from .conversations import Conversation, PlainText
 from .images import IMAGE_COLUMNS, with_column_images
 from .messages import Turn, json_value, normal_tools, turns_of, without_padding
 from .row_format import Row, RowFormat, messages_of, optional, shown, text_of, unpacked
@@ -31,11 +31,8 @@ class TokenFormat(RowFormat):
     special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
 
     @abstractmethod
-    def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Content:
+    def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Conversation | PlainText:
         """Return what a row says; with a tokenizer, `for_tokenizer` it and its chat template."""
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return self.read(row, names).texts
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
         return loss_on or self.loss_on
@@ -95,16 +92,20 @@ class ConversationFormat(TokenFormat):
 
 
 class Chat(ConversationFormat):
-    """Messages with roles, and the tools that they may call."""
+    """Messages with roles, in a column that the settings name or in ``column``."""
 
-    name = "chat"
     loss_on = "assistant"
 
+    def __init__(self, name: str = "chat", column: str | None = None) -> None:
+        self.name = name
+        self._column = column
+
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.chat_feature,)
+        return (self._column or names.chat_feature,)
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        return _turns(row, _listed(row, names.chat_feature, "{role, content}"))
+        (column,) = self.columns(names)
+        return _turns(row, _listed(row, column))
 
 
 class Completion(ConversationFormat):
@@ -144,7 +145,10 @@ class Alpaca(ConversationFormat):
         return ("instruction", "output")
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("input", "history", *super().optional_columns(names))
+        return ("history", *super().optional_columns(names))
+
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        return ["instruction", "input", "output"]
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the instruction with its input, and the output."""
@@ -162,19 +166,6 @@ class Alpaca(ConversationFormat):
         question = {"role": "user", "content": "\n\n".join(parts)}
         answer = {"role": "assistant", "content": text_of(row, "output")}
         return _turns(row, [question, answer])
-
-
-class ShareGPT(ConversationFormat):
-    """Turns with ``from`` and ``value`` (or ``role`` and ``content``), as ShareGPT exports them."""
-
-    name = "sharegpt"
-    loss_on = "assistant"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("conversations",)
-
-    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        return _turns(row, _listed(row, "conversations", "{from, value}"))
 
 
 def _turns(row: Row, messages: list) -> list[Turn]:
@@ -242,7 +233,7 @@ def _side(row: Row, role: str, column: str) -> list[Turn]:
     if isinstance(value, Mapping):
         return _turns(row, [value])
     if isinstance(value, list):
-        return _turns(row, _listed(row, column, "{role, content}"))
+        return _turns(row, _listed(row, column))
     return [Turn({"role": role, "content": text_of(row, column)})]
 
 
@@ -321,14 +312,14 @@ def _variables(row: Row, value: Any) -> Mapping[str, Any]:
         raise row.error(str(error), "wrong type") from None
 
 
-def _listed(row: Row, column: str, of: str) -> list:
+def _listed(row: Row, column: str) -> list:
     """Return a column, which must be a list with something in it."""
     messages = unpacked(row.value[column])
     if messages == []:
         raise _fault(row, f"'{column}' must contain at least one message.", messages)
     if not isinstance(messages, list):
         kind = type(messages).__name__
-        rule = f"'{column}' must be a list of {of}, or its JSON text, but is a {kind}."
+        rule = f"'{column}' must be a list of messages, or its JSON text, but is a {kind}."
         raise _fault(row, rule, messages)
     return messages
 

@@ -5,15 +5,15 @@ it is in use: a tokenizer may join its end to the beginning of the answer. "ASSI
 are one text whose token " Yes" is half prompt and half answer.
 """
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..bases.chat_template import Beginnings
 from ..bases.templated import with_template
+from ..bases.tokenizer import text_tokens
 from ..bases.turns import (
     NO_IMAGES,
     SENTINEL,
@@ -33,59 +33,39 @@ from .row_format import RowError
 
 Span = tuple[int, int]  # of characters, the second excluded
 T = TypeVar("T")
-
-
-class Content(ABC):
-    """What an example says: its row as it was read, once for all that use it."""
-
-    where: str  # the row that errors name
-
-    @property
-    @abstractmethod
-    def texts(self) -> list[str]:
-        """Every text, for what needs texts of whatever kind."""
-
-    @property
-    def images(self) -> list[Any]:
-        """The images, as `vision.pictures.ImageSource`."""
-        return []
-
-    @property
-    def answer(self) -> str | None:
-        """The text after the `prompt`; None where that is no answer."""
-        return None
-
-    @property
-    def thoughts(self) -> str:
-        """The thoughts before the `answer` that the row has under a key of their own."""
-        return ""
-
-    @property
-    def arguments(self) -> list[Any]:
-        """The arguments of all calls."""
-        return []
-
-    @abstractmethod
-    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Content":
-        """Return the content with what renders and encodes it.
-
-        Raises:
-            RowError: The text has been rendered before.
-            PackError: The base model has no chat template, or reads no images.
-        """
-
-    @abstractmethod
-    def prompt(self) -> tuple[str, list[int]]:
-        """Return the prompt as people see it, and its tokens; it needs a tokenizer."""
-
-    @abstractmethod
-    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of it that are targets (none for ``all``)."""
+_PROMPT_TOKENS = 32  # of a text, that are to be continued; of a short text at most half
 
 
 @dataclass(frozen=True)
-class Conversation(Content):
-    """Messages, the tools that they may call, and what else a chat template reads.
+class PlainText:
+    """A text, and the column that it is from; read as a `Conversation`, but without an answer."""
+
+    where: str
+    text: str
+    column: str
+    tokenizer: Any = None
+    images: ClassVar[Sequence[Any]] = ()
+    answer: ClassVar[str | None] = None
+
+    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "PlainText":
+        return replace(self, tokenizer=tokenizer)
+
+    def prompt(self) -> tuple[str, list[int]]:
+        """The prompt is the beginning of the text."""
+        tokens = text_tokens(self.tokenizer, self.text)
+        tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
+        shown = tokens[1:] if tokens[0] == self.tokenizer.bos_token_id else tokens
+        return self.tokenizer.decode(shown), tokens
+
+    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
+        if not self.text:
+            raise RowError(self.where, f"'{self.column}' is empty.", "empty")
+        return self.text, []
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row as it was read once: messages, their tools, and what else a chat template reads.
 
     Attributes:
         context: numbers of the messages that are no targets.
@@ -116,10 +96,12 @@ class Conversation(Content):
 
     @property
     def images(self) -> list[Any]:
+        """The images, as `vision.pictures.ImageSource`."""
         return image_sources(self.messages)
 
     @property
     def answer(self) -> str | None:
+        """The text after the `prompt`; None if the next message is no answer."""
         if self.asked >= len(self.messages) or self.asked in self.context:
             return None
 
@@ -129,16 +111,24 @@ class Conversation(Content):
 
     @property
     def thoughts(self) -> str:
+        """The thoughts before the `answer` that the row has under a key of their own."""
         if self.asked >= len(self.messages):
             return ""
         return self.messages[self.asked].get(THOUGHTS[0], "")
 
     @property
     def arguments(self) -> list[Any]:
+        """The arguments of all calls."""
         calls = [call for message in self.messages for call in message.get("tool_calls") or ()]
         return [call["function"]["arguments"] for call in calls]
 
     def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Conversation":
+        """Return the conversation with what renders and encodes it.
+
+        Raises:
+            RowError: The text has been rendered before.
+            PackError: The base model has no chat template, or reads no images.
+        """
         if self.images and images_of(tokenizer) is None:
             raise PackError(
                 f"{self.where}: has images, and {NO_IMAGES} If the text is not about the images, "
@@ -164,7 +154,7 @@ class Conversation(Content):
         return conversation
 
     def prompt(self) -> tuple[str, list[int]]:
-        """The prompt is what comes before the answer that is asked for."""
+        """Return the last message before the answer that is asked for, and the prompt's tokens."""
         messages = self.messages[: self.asked]
         tokens = self._rendered(encode_conversation, messages, add_generation_prompt=True)
         return without_marks(messages[-1]), tokens
@@ -227,6 +217,7 @@ class Conversation(Content):
         return text
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
+        """Return the text, and the spans of it that are targets (none for ``all``)."""
         text = self._ended(self._prefix(len(self.messages)))
         if loss_on == "all":
             if self.context:
@@ -341,6 +332,9 @@ class Conversation(Content):
                     return len(start), len(text) - len(rest)
 
         return None
+
+
+Content = Conversation | PlainText
 
 
 def render_ahead(conversations: Sequence[Conversation], loss_on: str) -> None:

@@ -6,53 +6,20 @@ in the facts of the task.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
-from ..bases.tokenizer import text_tokens
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
-from .chat_formats import Alpaca, Chat, Completion, ShareGPT
+from .chat_formats import Alpaca, Chat, Completion
 from .chat_formats import TokenFormat as TokenFormat
-from .conversations import Content, Span
+from .conversations import PlainText
 from .row_format import Row as Row
 from .row_format import RowError, is_missing, shown, text_of
 from .row_format import RowFormat as RowFormat
 from .row_format import check_unicode as check_unicode
 from .task_formats import PREFERENCE as PREFERENCE
 from .task_formats import PROMPT as PROMPT
-
-_PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
-
-
-@dataclass(frozen=True)
-class PlainText(Content):
-    """A text, and the column that it is from."""
-
-    where: str
-    text: str
-    column: str
-    tokenizer: Any = None
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.text]
-
-    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "PlainText":
-        return replace(self, tokenizer=tokenizer)
-
-    def prompt(self) -> tuple[str, list[int]]:
-        """The prompt is the beginning of the text."""
-        tokens = text_tokens(self.tokenizer, self.text)
-        tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
-        shown = tokens[1:] if tokens[0] == self.tokenizer.bos_token_id else tokens
-        return self.tokenizer.decode(shown), tokens
-
-    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
-        if not self.text:
-            raise RowError(self.where, f"'{self.column}' is empty.", "empty")
-        return self.text, []
 
 
 class Text(TokenFormat):
@@ -80,7 +47,8 @@ class Text(TokenFormat):
 COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
 TEXT = Text()
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), ShareGPT())
+SHAREGPT = Chat("sharegpt", "conversations")  # turns with from and value, or role and content
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), SHAREGPT)
 _OF_TASKS: dict[str, tuple[RowFormat, ...]] = {
     name: TASKS.resolve(name, facts.formats) for name, facts in TASKS.items() if facts.formats
 }
@@ -112,7 +80,7 @@ def suggested_tasks(row: Row, names: DataConfig, unused: Iterable[str]) -> list[
     """Return the built-in tasks that train on most columns which are ``unused`` by another one."""
     columns = set(unused)
     covered = {
-        each: len(columns & each.used(row, names)) for each in _OTHERS if each.resembles(row, names)
+        each: len(columns & each.used(row, names)) for each in _OTHERS if each.matches(row, names)
     }
     most = max(covered.values(), default=0)
     suitable = [each for each, count in covered.items() if count == most > 0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.data import JSON_LAYOUT, DataConfig
 from ..reading import parse_json
+from .conversations import Conversation
 from .formats import COMPLETION, PREFERENCE, Row, TokenFormat
 from .preferences import both_completions
 from .rows import Splits
@@ -65,6 +66,8 @@ def _answers(splits: Splits, columns: DataConfig) -> Iterable[tuple[str, list]]:
     if isinstance(row_format, TokenFormat):
         for row in rows:
             content = row_format.read(row, columns)
+            if not isinstance(content, Conversation):
+                return
             answer = content.answer or ""
             if content.thoughts:
                 answer = f"{content.thoughts}</think>{answer}"

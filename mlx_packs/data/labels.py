@@ -243,7 +243,7 @@ def check_input(row: Row, names: DataConfig) -> RowFormat:
         texts = [text_of(row, names.text_feature)]
         column = names.text_feature
     else:
-        texts = CHAT.texts(row, names)
+        texts = CHAT.read(row, names).texts
         column = names.chat_feature
 
     if not any(text.strip() for text in texts):

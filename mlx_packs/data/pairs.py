@@ -73,7 +73,7 @@ def choose_loss(requested: str, pairs: TextGroups, where: str) -> str:
     if loss not in possible:
         fitting = min(
             (each for each in PAIR_FORMATS if loss in each.losses),
-            key=lambda each: len(each.text_columns),
+            key=lambda each: len(each.sides),
         )
         raise PackError(
             f"--loss {loss}: needs {{{', '.join(fitting.columns(NAMES))}}}, but {where} "

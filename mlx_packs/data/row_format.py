@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from ..config.data import DataConfig
 from ..errors import Code, PackError
@@ -21,6 +21,7 @@ TOO_LONG = "images beyond --max-seq-length"  # the reason of such a row
 
 R = TypeVar("R")  # a row
 T = TypeVar("T")  # its content
+_MOST_NUMBER = 3e38  # of float32
 MOST_DEPTH = 100  # of lists and objects within one another
 _TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 _METADATA = b"huggingface"  # key of a parquet file that `datasets` has written
@@ -158,16 +159,12 @@ class Row:
 class RowFormat(ABC):
     """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
 
-    name: ClassVar[str]
-    other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # that a column may have
+    name: str
+    other_names: Mapping[str, tuple[str, ...]] = {}  # that a column may have
 
     @abstractmethod
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return the columns that a row of this format has."""
-
-    @abstractmethod
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return every text of a row, for what needs texts of whatever kind."""
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return other columns that are read if a row has them."""
@@ -186,10 +183,18 @@ class RowFormat(ABC):
         """Return the values of the columns of a row that `matches`."""
         return [row.value[self.column(row, name)] for name in self.columns(names)]
 
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        """Return the columns of a row that its texts are in; a row need not have all of them."""
+        return [self.column(row, name) for name in self.columns(names)]
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """Return every text of a row, for what needs texts of whatever kind."""
+        values = (row.value.get(column) for column in self.text_columns(row, names))
+        return [text for value in values for text in _texts_in(value)]
+
     def used(self, row: Row, names: DataConfig) -> set[str]:
         """Return the columns that are read; a row need not have all of them."""
-        columns = {self.column(row, name) for name in self.columns(names)}
-        return columns | set(self.optional_columns(names))
+        return {*self.text_columns(row, names), *self.optional_columns(names)}
 
     def matches(self, row: Row, names: DataConfig) -> bool:
         return all(self.column(row, name) in row.value for name in self.columns(names))
@@ -197,10 +202,6 @@ class RowFormat(ABC):
     def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return rows with those joined that are one example."""
         return rows
-
-    def resembles(self, row: Row, names: DataConfig) -> bool:
-        """Return whether a row of another task may be meant to have this format."""
-        return self.matches(row, names)
 
 
 def check_unicode(row: Row, text: str) -> None:
@@ -286,6 +287,18 @@ def messages_of(value: Any) -> Any:
     return messages
 
 
+def _texts_in(value: Any) -> list[str]:
+    """Return a text, the texts of a list, or the contents of messages."""
+    value = messages_of(value)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [value.get(key) for key in ("content", "value", "text")]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [text for item in value for text in _texts_in(item)]
+
+
 def list_of(row: Row, column: str, of: str = "values") -> list:
     """Return a list, or raise a RowError."""
     value = plain(unpacked(row.value[column]))
@@ -317,9 +330,9 @@ def texts_of(row: Row, column: str) -> list[str]:
 
 
 def number_of(row: Row, column: str) -> float:
-    """Return a finite number, or raise a RowError."""
+    """Return a finite number of float32, or raise a RowError."""
     number = as_number(row.value[column])
-    if number is None:
+    if number is None or abs(number) > _MOST_NUMBER:
         fault = f"'{column}' must be a number, but is {shown(row.value[column])}."
         raise row.error(fault, "wrong type")
 

@@ -1,15 +1,14 @@
 """Formats of rows that tasks other than language modeling train on."""
 
 import re
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..config.choices import LOSSES
 from ..config.data import DataConfig
 from .chat_formats import CONVERSATION_COLUMNS, Chat, Completion
-from .images import plain_text
 from .row_format import (
     Row,
     RowError,
@@ -17,7 +16,6 @@ from .row_format import (
     as_number,
     as_truth,
     check_unicode,
-    messages_of,
     number_of,
     optional,
     plain,
@@ -32,13 +30,12 @@ from .row_format import (
 POSITIVE_NAMES = ("positives", "pos")
 NEGATIVE_NAMES = ("negative", "negatives", "neg", "negative_1")
 RELEVANCE_NAMES = ("labels", "label", "scores", "score", "relevance")
+_DOCUMENT_NAMES = ("document", "documents", "passage")
 _NUMBERED = re.compile(r"negative_\d+")
 LABEL_COLUMNS = ("label", "labels", "score")  # a row has one of them
-_MOST_SCORE = 3e38  # of float32
 MOST_NEGATIVES = 32  # of an anchor
 _MOST_LABEL = 1e6
 _NAMES = DataConfig()  # rankings have names of their own
-_QUERY_NAMES = ("anchor",)
 
 
 class Preference(RowFormat):
@@ -54,14 +51,10 @@ class Preference(RowFormat):
         return ("chosen", "rejected")
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.prompt_feature, *CONVERSATION_COLUMNS)
+        return CONVERSATION_COLUMNS
 
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [
-            text
-            for column in (names.prompt_feature, *self.columns(names))
-            for text in _texts(row, column)
-        ]
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        return [names.prompt_feature, *self.columns(names)]
 
 
 class RatedCompletion(Completion):
@@ -72,9 +65,6 @@ class RatedCompletion(Completion):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return (*super().columns(names), "label")
 
-    def resembles(self, row: Row, names: DataConfig) -> bool:
-        return self.matches(row, names) and as_truth(row.value["label"]) is not None
-
 
 class Prompt(RowFormat):
     """A prompt whose completions are generated; a reward function sees all columns of its row."""
@@ -84,20 +74,8 @@ class Prompt(RowFormat):
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         return (names.prompt_feature,)
 
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return _texts(row, names.prompt_feature)
-
     def used(self, row: Row, names: DataConfig) -> set[str]:
         return set(row.value)
-
-
-def _texts(row: Row, column: str) -> list[str]:
-    """A column has a text, or messages with one each; without the column there is none."""
-    if not isinstance(value := messages_of(row.value.get(column, [])), list):
-        return [text_of(row, column)]
-
-    contents = [plain_text(m.get("content")) for m in value if isinstance(m, Mapping)]
-    return [content for content in contents if content]
 
 
 class LabelledText(RowFormat):
@@ -111,17 +89,12 @@ class LabelledText(RowFormat):
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         return LABEL_COLUMNS
 
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [text_of(row, names.text_feature)]
-
     def matches(self, row: Row, names: DataConfig) -> bool:
         return super().matches(row, names) and _is_labelled(row)
 
 
 class LabelledChat(Chat):
     """A chat with its label, its labels, or a score."""
-
-    name = "labelled chats"
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
         return (*LABEL_COLUMNS, *super().optional_columns(names))
@@ -159,7 +132,7 @@ RATED = RatedCompletion()
 PREFERENCE_FORMATS: tuple[RowFormat, ...] = (PREFERENCE,)
 RATED_FORMATS: tuple[RowFormat, ...] = (RATED,)
 PROMPT_FORMATS: tuple[RowFormat, ...] = (PROMPT,)
-LABEL_FORMATS: tuple[RowFormat, ...] = (LabelledChat(), LabelledText())
+LABEL_FORMATS: tuple[RowFormat, ...] = (LabelledChat("labelled chats"), LabelledText())
 
 
 class Pair(NamedTuple):
@@ -169,21 +142,30 @@ class Pair(NamedTuple):
     score: float | None = None
 
 
+@dataclass(frozen=True, eq=False)
 class PairFormat(RowFormat):
-    """Rows of sentence-transformers, which an encoder trains on."""
+    """Rows of sentence-transformers, which an encoder trains on.
 
-    text_columns: ClassVar[tuple[str, ...]]
-    score_column: ClassVar[str | None] = None  # None where rows have no score
+    Attributes:
+        sides: the columns of texts: anchor, positive and negative, or two sentences.
+        score_column: the column of a score; None if rows have no score.
+        other_names: names that a column may have instead.
+    """
+
+    name: str
+    sides: tuple[str, ...]
+    score_column: str | None = None
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def has_anchors(self) -> bool:
         """Whether the first text of a row is a query, which the others answer."""
-        return "anchor" in self.text_columns
+        return "anchor" in self.sides
 
     @property
     def has_negatives(self) -> bool:
         """Whether every row has negatives of its own."""
-        return "negative" in self.text_columns
+        return "negative" in self.sides
 
     @property
     def losses(self) -> list[str]:
@@ -191,27 +173,38 @@ class PairFormat(RowFormat):
         return [
             name
             for name, facts in LOSSES.items()
-            if facts.scored == bool(self.score_column) and facts.texts <= len(self.text_columns)
+            if facts.scored == bool(self.score_column) and facts.texts <= len(self.sides)
         ]
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         if not self.score_column:
-            return self.text_columns
-        return (*self.text_columns, self.score_column)
+            return self.sides
+        return (*self.sides, self.score_column)
 
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [text for column in self.text_columns for text in self._texts(row, column)]
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        columns = super().text_columns(row, names)
+        if self.has_negatives:
+            columns[2:] = negative_columns(row, columns[2])
+        return columns
+
+    def matches(self, row: Row, names: DataConfig) -> bool:
+        """Documents with labels do not all belong to the query."""
+        is_document = self.column(row, "positive") in _DOCUMENT_NAMES
+        is_judged = any(column in row.value for column in RELEVANCE_NAMES)
+        return super().matches(row, names) and not (is_document and is_judged)
 
     def usable(self, row: Row) -> Iterator[Pair]:
         """Yield a pair for each positive of a row; a RowError says what is wrong with it."""
-        columns = [self._texts(row, column) for column in self.text_columns]
-        for name, texts in zip(self.text_columns, columns, strict=True):
+        columns = [self._texts(row, column) for column in self.sides]
+        for name, texts in zip(self.sides, columns, strict=True):
             for text in texts:
                 check_unicode(row, text)
                 if not text.strip():
                     raise row.error(f"'{self.column(row, name)}' is empty.", "empty")
 
-        score = self._score(row)
+        score = None
+        if self.score_column is not None:
+            score = number_of(row, self.column(row, self.score_column))
         (first,), seconds, *negatives = columns
         for second in seconds:
             yield Pair([first, second, *(text for texts in negatives for text in texts)], score)
@@ -223,64 +216,26 @@ class PairFormat(RowFormat):
             return texts_of(row, column)
         if name == "negative":
             return negatives_of(row, column, MOST_NEGATIVES)
-
         return [text_of(row, column)]
 
-    def _score(self, row: Row) -> float | None:
-        if self.score_column is None:
-            return None
 
-        column = self.column(row, self.score_column)
-        score = number_of(row, column)
-        if abs(score) > _MOST_SCORE:
-            fault = f"'{column}' must be a number, but is {shown(score)}."
-            raise row.error(fault, "wrong type")
-
-        return score
-
-
-class ScoredPairs(PairFormat):
-    """Two sentences and how alike they are."""
-
-    name = "scored pairs"
-    text_columns = ("sentence1", "sentence2")
-    score_column = "score"
-    other_names: ClassVar = {"score": ("label",)}
-
-
-class Triplets(PairFormat):
-    """An anchor, what belongs to it, and one text or more that does not."""
-
-    name = "triplets"
-    text_columns = ("anchor", "positive", "negative")
-    other_names: ClassVar = {
-        "anchor": ("query",),
-        "positive": POSITIVE_NAMES,
-        "negative": NEGATIVE_NAMES,
-    }
-
-    def used(self, row: Row, names: DataConfig) -> set[str]:
-        return super().used(row, names) | set(negative_columns(row, self.column(row, "negative")))
-
-
-class AnchorPairs(PairFormat):
-    """An anchor and what belongs to it."""
-
-    name = "pairs"
-    text_columns = ("anchor", "positive")
-    other_names: ClassVar = {
-        "anchor": ("query",),
-        "positive": (*POSITIVE_NAMES, "document", "documents", "passage"),
-    }
-
-    def matches(self, row: Row, names: DataConfig) -> bool:
-        """Documents with labels do not all belong to the query."""
-        is_document = self.column(row, "positive") in ("document", "documents", "passage")
-        is_judged = any(column in row.value for column in RELEVANCE_NAMES)
-        return super().matches(row, names) and not (is_document and is_judged)
-
-
-PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
+PAIR_FORMATS: tuple[PairFormat, ...] = (
+    PairFormat("scored pairs", ("sentence1", "sentence2"), "score", {"score": ("label",)}),
+    PairFormat(
+        "triplets",
+        ("anchor", "positive", "negative"),
+        other_names={
+            "anchor": ("query",),
+            "positive": POSITIVE_NAMES,
+            "negative": NEGATIVE_NAMES,
+        },
+    ),
+    PairFormat(
+        "pairs",
+        ("anchor", "positive"),
+        other_names={"anchor": ("query",), "positive": (*POSITIVE_NAMES, *_DOCUMENT_NAMES)},
+    ),
+)
 
 
 class Ranking(NamedTuple):
@@ -291,16 +246,42 @@ class Ranking(NamedTuple):
     labels: list[float]
 
 
+@dataclass(frozen=True, eq=False)
 class RankingFormat(RowFormat):
-    """A kind of row with a query and its documents."""
+    """A query with documents that answer it and others that do not, or with labelled documents.
 
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        ranking = self._ranking(row)
-        return [ranking.query, *ranking.documents]
+    The higher the label of a document, the better it answers. A row may have one document with its
+    label; `grouped` joins those of a query.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        return self.parts
+
+    @property
+    def is_labelled(self) -> bool:
+        return "labels" in self.parts
+
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        query, documents, others = super().text_columns(row, names)
+        if self.is_labelled:
+            return [query, documents, others]
+        return [query, documents, *negative_columns(row, others)]
 
     def usable(self, row: Row) -> Ranking:
         """Return the ranking of a row, or raise the RowError that says what is wrong."""
-        ranking = self._ranking(row)
+        query, documents, others = (self.column(row, part) for part in self.parts)
+        if self.is_labelled:
+            ranking = Ranking(text_of(row, query), *_labelled(row, documents, others))
+        else:
+            positives = texts_of(row, documents)
+            negatives = negatives_of(row, others)
+            labels = [1.0] * len(positives) + [0.0] * len(negatives)
+            ranking = Ranking(text_of(row, query), positives + negatives, labels)
+
         for text in (ranking.query, *ranking.documents):
             check_unicode(row, text)
             if not text.strip():
@@ -311,53 +292,12 @@ class RankingFormat(RowFormat):
             raise row.error(fault, "no target")
         return ranking
 
-    @abstractmethod
-    def _ranking(self, row: Row) -> Ranking: ...
-
-
-class PositiveAndNegatives(RankingFormat):
-    """A query, one document or several that answer it, and others that do not."""
-
-    name = "queries with negatives"
-    other_names: ClassVar = {
-        "query": _QUERY_NAMES,
-        "positive": POSITIVE_NAMES,
-        "negatives": NEGATIVE_NAMES,
-    }
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("query", "positive", "negatives")
-
-    def used(self, row: Row, names: DataConfig) -> set[str]:
-        return super().used(row, names) | set(negative_columns(row, self.column(row, "negatives")))
-
-    def _ranking(self, row: Row) -> Ranking:
-        positives = texts_of(row, self.column(row, "positive"))
-        negatives = negatives_of(row, self.column(row, "negatives"))
-        labels = [1.0] * len(positives) + [0.0] * len(negatives)
-        return Ranking(text_of(row, self.column(row, "query")), positives + negatives, labels)
-
-
-class LabelledDocuments(RankingFormat):
-    """A query, documents, and a label of each: the higher, the better it answers.
-
-    A row may have one document with its label; `grouped` joins those of a query.
-    """
-
-    name = "labelled documents"
-    other_names: ClassVar = {
-        "query": _QUERY_NAMES,
-        "documents": ("document", "docs", "passage", "passages"),
-        "labels": RELEVANCE_NAMES,
-    }
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("query", "documents", "labels")
-
     def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
+        if not self.is_labelled:
+            return rows
+
         groups: dict[str, Row] = {}
         joined: list[Row] = []
-
         for row in rows:
             query = self._query_of_one(row)
             if query is None:
@@ -392,23 +332,23 @@ class LabelledDocuments(RankingFormat):
         query = row.value[self.column(row, "query")]
         return row.with_value({**others, "query": query, "documents": [], "labels": []})
 
-    def _ranking(self, row: Row) -> Ranking:
-        column = self.column(row, "labels")
-        values = plain(unpacked(row.value[column]))
-        if not isinstance(values, list):
-            values = [values]
 
-        labels = [number for value in values if (number := relevance(value)) is not None]
-        if len(labels) != len(values):
-            fault = f"'{column}' must be numbers of 0 or more, but is {shown(row.value[column])}."
-            raise row.error(fault, "wrong type")
+def _labelled(row: Row, documents: str, labels: str) -> tuple[list[str], list[float]]:
+    """Return the documents of a row and the label of each, by the names of their columns."""
+    values = plain(unpacked(row.value[labels]))
+    if not isinstance(values, list):
+        values = [values]
 
-        documents = texts_of(row, self.column(row, "documents"))
-        if len(labels) != len(documents):
-            fault = f"has {len(documents)} documents, but {len(labels)} labels."
-            raise row.error(fault, "wrong type")
+    relevances = [number for value in values if (number := relevance(value)) is not None]
+    if len(relevances) != len(values):
+        fault = f"'{labels}' must be numbers of 0 or more, but is {shown(row.value[labels])}."
+        raise row.error(fault, "wrong type")
 
-        return Ranking(text_of(row, self.column(row, "query")), documents, labels)
+    texts = texts_of(row, documents)
+    if len(relevances) != len(texts):
+        fault = f"has {len(texts)} documents, but {len(relevances)} labels."
+        raise row.error(fault, "wrong type")
+    return texts, relevances
 
 
 def relevance(value: object) -> float | None:
@@ -423,4 +363,19 @@ def relevance(value: object) -> float | None:
     return None
 
 
-RANKING_FORMATS: tuple[RankingFormat, ...] = (PositiveAndNegatives(), LabelledDocuments())
+RANKING_FORMATS: tuple[RankingFormat, ...] = (
+    RankingFormat(
+        "queries with negatives",
+        ("query", "positive", "negatives"),
+        {"query": ("anchor",), "positive": POSITIVE_NAMES, "negatives": NEGATIVE_NAMES},
+    ),
+    RankingFormat(
+        "labelled documents",
+        ("query", "documents", "labels"),
+        {
+            "query": ("anchor",),
+            "documents": ("document", "docs", "passage", "passages"),
+            "labels": RELEVANCE_NAMES,
+        },
+    ),
+)

@@ -310,7 +310,7 @@ def test_rows_of_a_table_are_padded_with_nulls(tmp_path):
 def test_texts_and_prompts_show_no_marks(tokenizer):
     row = Row("f:1", asked(user("<image>What?"), image="a.png"))
     row_format = format_of(row, COLUMNS)
-    assert row_format.texts(row, COLUMNS) == ["What?", "A cat."]
+    assert row_format.read(row, COLUMNS).texts == ["What?", "A cat."]
     assert row_format.read(row, COLUMNS).answer == "A cat."
     alone = Row("f:1", asked(parts(url("a.png"))))
     assert row_format.texts(alone, COLUMNS) == ["A cat."]

@@ -166,7 +166,6 @@ def test_each_tool_and_call_is_checked(with_template):
             None,
             "label; train on them with --task kto",
         ),
-        ({"prompt": "a", "completion": "b", "label": "web"}, None, "label"),
         ({"text": "a", "label": "b"}, None, "label; train on them with --task classify"),
         (
             {"text": "a", "query": "b", "documents": ["c", "d"], "labels": [0, 1], "id": 1},
