@@ -28,7 +28,7 @@ from numpy.lib import format as npy
 
 from .errors import PackError
 from .files import atomic_folder, cache_folder, replace_file, write_errors
-from .leftovers import remove, sweep, temporary
+from .filesystem import remove, sweep, temporary
 
 _BLOCK_BYTES = 16 << 20
 _HASH_BYTES = 32

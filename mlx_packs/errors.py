@@ -48,20 +48,26 @@ class PackError(click.ClickException):
 
     The command line prints the message with its flags (``--max-seq-length``); ``str(error)`` has
     the Python arguments instead (``max_seq_length``). To quote the error in another message, use
-    ``error.message``.
+    ``error.message``, or ``error.text`` without its place.
 
     Args:
-        message: The message on one line, in terms of the command line, with commands in backticks.
+        text: What is wrong on one line, in terms of the command line, with commands in backticks.
         code: The kind of error; it is stable, so that callers and tests can rely on it.
         flag: The setting that the error is about, as in Python (``max_seq_length``); by default the
             flag at the start of the message.
+        where: The file or row to put before the text.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, code: Code = "invalid", flag: str | None = None) -> None:
+    def __init__(
+        self, text: str, code: Code = "invalid", flag: str | None = None, where: object = ""
+    ) -> None:
+        message = f"{where}: {text}" if where else text
         super().__init__(message)
         self.code: Code = code
+        self.text = text
+        self.where = str(where)
         leading = _FLAG.match(message)
         self.flag = flag or (leading[2].replace("-", "_") if leading else None)
 
@@ -122,7 +128,7 @@ class RunStopped(PackError):
 def older_version(place: object, remedy: str = "") -> PackError:
     """Return the error for a file of an older version; ``remedy`` says what to do."""
     fault = "was written by an older version of mlx-packs, which this one does not read."
-    return PackError(f"{place}: {fault} {remedy}".rstrip(), "unsupported")
+    return PackError(f"{fault} {remedy}".rstrip(), "unsupported", where=place)
 
 
 class BackOff(Exception):
@@ -203,10 +209,10 @@ def file_errors(
     try:
         yield
     except OSError as error:
-        raise PackError(f"{place}: cannot be read ({error.strerror}).", code, flag) from None
+        raise PackError(f"cannot be read ({error.strerror}).", code, flag, where=place) from None
     except ValueError as error:
         fault = str(error).rstrip(".")
-        raise PackError(f"{place}: {fault}. {remedy}".rstrip(), code, flag) from None
+        raise PackError(f"{fault}. {remedy}".rstrip(), code, flag, where=place) from None
 
 
 @contextmanager

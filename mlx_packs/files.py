@@ -14,7 +14,7 @@ from typing import IO
 
 from . import filesystem
 from .errors import PackError
-from .leftovers import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
+from .filesystem import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
 from .terminal import escaped
 
 TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe

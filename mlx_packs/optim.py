@@ -10,15 +10,15 @@ from mlx.utils import tree_map_with_path
 
 from .config import choices
 from .config.choices import registered
+from .config.optimizer import SCHEDULES
 from .config.schema import TrainConfig
 from .config.values import setting_error, typed_value
 from .errors import did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx
-from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from .schedules import Schedule
+    from .config.optimizer import Schedule
 
 _MIN_8BIT_SIZE = 4096  # numbers; smaller states stay float32, as in bitsandbytes
 
@@ -226,11 +226,12 @@ def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
 def _arguments(config: TrainConfig) -> dict:
     """Return the arguments of the chosen optimizer, each typed as its default is."""
     for key, values in config.optimizer_config.items():
+        where = f"optimizer_config.{key}"
         if key not in OPTIMIZERS:
             text = f"is not an optimizer. {did_you_mean(str(key), list(OPTIMIZERS))}"
-            raise setting_error(text, f"optimizer_config.{key}", code="unknown")
+            raise setting_error(text, where, code="unknown")
         if not isinstance(values, Mapping | None):
-            raise setting_error(f"must be a mapping, but is {values!r}.", f"optimizer_config.{key}")
+            raise setting_error(f"must be a mapping, but is {values!r}.", where)
 
     where = f"optimizer_config.{config.optimizer}"
     parameters = inspect.signature(OPTIMIZERS[config.optimizer]).parameters

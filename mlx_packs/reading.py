@@ -56,12 +56,13 @@ def check_regular(file: Path, limit: int | None = None) -> int:
 def _checked_size(file: Path, facts: os.stat_result, limit: int | None) -> int:
     if not stat.S_ISREG(facts.st_mode):
         kind = next((kind for is_kind, kind in _KINDS if is_kind(facts.st_mode)), "no file")
-        raise PackError(f"{file}: is {kind}. Put a regular file in its place.", "unreadable")
+        raise PackError(f"is {kind}. Put a regular file in its place.", "unreadable", where=file)
 
     if limit is not None and facts.st_size > limit:
         raise PackError(
-            f"{file}: has {facts.st_size:,} bytes, but at most {limit:,} are read of such a file.",
+            f"has {facts.st_size:,} bytes, but at most {limit:,} are read of such a file.",
             "unreadable",
+            where=file,
         )
 
     return facts.st_size

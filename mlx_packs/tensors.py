@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .errors import PackError
 from .files import replace_file, write_errors
-from .leftovers import temporary
+from .filesystem import temporary
 from .reading import FLOATS, read_header
 from .runtime import dtype_name, mx
 

@@ -14,9 +14,9 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors sandbox plugins signals fork late runtime kinds reading filesystem leftovers files cache tensors run_clock
+terminal errors sandbox plugins signals fork late runtime kinds reading filesystem files cache tensors run_clock
 display gates measurements chips macos
-distributed schedules config report ops cpu optim nn bases offload vision adapters data objectives inference memory packs evaluation
+distributed config report ops cpu optim nn bases offload vision adapters data objectives inference memory packs evaluation
 tasks training sweeps learning
 convert serving bench layers extras cli
 """.split()
@@ -153,7 +153,7 @@ OWN_READERS = {
     **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),
     "cache.py": "files that it makes, and verifies",
     "vision/store.py": "a file that it makes",
-    **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
+    **dict.fromkeys(("files.py", "filesystem.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
     "distributed/link.py": "messages of other ranks, bounded",
     **dict.fromkeys(("distributed/group.py", "extras/pipeline/stage.py"), "arrays of other ranks"),

@@ -43,3 +43,9 @@ def test_show_prints_one_line_that_cannot_steer_a_terminal(capsys):
 def test_did_you_mean_names_the_nearest_or_all():
     assert "'rank'" in did_you_mean("rnak", ["rank", "alpha"])
     assert did_you_mean("zzz", ["b", "a"]).index("a") < did_you_mean("zzz", ["b", "a"]).index("b")
+
+
+def test_the_text_stays_apart_from_its_place():
+    error = PackError("--rank: must be 2.", "data", where="recipe.yaml")
+    assert (error.message, error.text) == ("recipe.yaml: --rank: must be 2.", "--rank: must be 2.")
+    assert (error.where, error.code, error.flag) == ("recipe.yaml", "data", None)

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_packs import filesystem, leftovers
+from mlx_packs import filesystem
 from mlx_packs.files import atomic_folder, atomic_write, exclusive_writer, replace_folder
-from mlx_packs.leftovers import OLD, PARTIAL, hidden_name, recover, recovered, sweep, temporary
+from mlx_packs.filesystem import OLD, PARTIAL, hidden_name, recover, recovered, sweep, temporary
 from tests.helpers.errors import raises
 from tests.helpers.packs import write_pack
 
@@ -163,7 +163,7 @@ def test_only_what_nobody_holds_is_removed(tmp_path):
 def test_what_a_dead_process_left_is_removed_by_the_next(tmp_path):
     """Of every file that the next one writes in that folder, whatever its name."""
     code = (
-        "import os, sys, pathlib; from mlx_packs.files import *; from mlx_packs.leftovers import *\n"
+        "import os, sys, pathlib; from mlx_packs.files import *; from mlx_packs.filesystem import *\n"
         "here = pathlib.Path(sys.argv[1]); lock = exclusive_writer(here / 'x'); lock.__enter__()\n"
         "x = temporary(here / 'x', pathlib.Path.mkdir); x.__enter__().joinpath('file').touch()\n"
         "y = temporary(here / 'y', pathlib.Path.touch); y.__enter__()\n"
@@ -219,7 +219,7 @@ def test_recovery_waits_for_a_live_process(tmp_path, monkeypatch):
 
 def test_recovery_without_locks_waits_a_moment(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem, "lock", lambda _: False)
-    monkeypatch.setattr(leftovers, "_WAIT_S", 0.05)
+    monkeypatch.setattr(filesystem, "_WAIT_S", 0.05)
     write(tmp_path / "x", "old")
     os.rename(tmp_path / "x", hidden_name(tmp_path / "x", OLD))
     recover(tmp_path / "x")
@@ -253,7 +253,7 @@ def test_the_next_command_puts_a_pack_back(tmp_path, run):
 def test_lock_files_of_others_stay(tmp_path):
     (tmp_path / ".theirs.lock").write_text("4711\n")
     (tmp_path / ".empty.lock").touch()
-    (tmp_path / ".dead.lock").write_bytes(leftovers.lock_text())
+    (tmp_path / ".dead.lock").write_bytes(filesystem.lock_text())
     with exclusive_writer(tmp_path / "live"):
         sweep(tmp_path)
         assert names(tmp_path) == [".empty.lock", ".live.lock", ".theirs.lock"]

@@ -9,13 +9,13 @@ import pytest
 
 from mlx_packs.config.choices import OPTIMIZERS, OptimizerFacts, registered
 from mlx_packs.config.fields import facts_of
+from mlx_packs.config.optimizer import SCHEDULES
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory.planned_adapters import optimizer_bytes
 from mlx_packs.optim import OPTIMIZERS as REGISTERED
 from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
-from mlx_packs.schedules import SCHEDULES
 from tests.helpers.errors import raises
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..errors import PackError, file_errors, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
+from ..filesystem import recover
 from ..kinds import check_keys
-from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .compressed_tensors import check_compressed, is_read_as_dense

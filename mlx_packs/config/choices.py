@@ -2,7 +2,7 @@
 
 Each name is listed here once, with the facts that other modules need. The module that implements
 it builds its registry with `registered`, which fails at import unless every name has its code and
-all code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load
+all code has a name. Schedules are not here: their registry (`config.optimizer`) does not load
 MLX.
 """
 

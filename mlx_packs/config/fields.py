@@ -190,7 +190,7 @@ class Settings:
         except PackError as error:
             if not where:
                 raise
-            raise PackError(f"{where}: {error}", error.code, error.flag) from None
+            raise PackError(str(error), error.code, error.flag, where=where) from None
 
     def _parts(self) -> list[type["Settings"]]:
         """Return the classes that check settings in use, bases before those with all settings."""
@@ -290,9 +290,8 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     """Return the error for a key that is no setting; ``parent`` is the mapping that it is in."""
     valid = list(valid)
     name = str(key).replace("-", "_")
-    place = f"{where}: " if where else ""
     if text := removal(name):
-        return PackError(f"{place}{parent}{key}: {text}", "unknown", name)
+        return PackError(f"{parent}{key}: {text}", "unknown", name, where=where)
 
     ours = ours_for(name, valid)
     value = OTHER_VALUES.get(name)
@@ -309,8 +308,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     else:
         hint = did_you_mean(str(key), valid)
 
-    message = f"{place}{parent}{key}: {fault} {hint}"
-    return PackError(message, "unknown", key)
+    return PackError(f"{parent}{key}: {fault} {hint}", "unknown", key, where=where)
 
 
 def _owner_of(name: str, valid: Iterable[str]) -> str:

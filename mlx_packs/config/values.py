@@ -139,12 +139,9 @@ def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") 
     ``key`` may be a place in the setting (``rank_pattern.q_proj``); ``where`` is the file, empty
     for flags and Python.
     """
-    place = key
-    if where:
-        place = f"{where}: {key}"
-    elif key.isidentifier():
-        place = flag_of(key)
-    return PackError(f"{place}: {text}", code, re.split(r"[.\[]", key, maxsplit=1)[0])
+    place = flag_of(key) if key.isidentifier() and not where else key
+    setting = re.split(r"[.\[]", key, maxsplit=1)[0]
+    return PackError(f"{place}: {text}", code, setting, where)
 
 
 def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:

@@ -43,9 +43,7 @@ class RowError(PackError):
         code: Code = "data",
         flag: str | None = None,
     ) -> None:
-        super().__init__(f"{where}: {fault}", code, flag)
-        self.where = where
-        self.fault = fault
+        super().__init__(fault, code, flag, where=where)
         self.reason = reason
 
 
@@ -111,7 +109,7 @@ class BadRows:
 
     def to_json(self) -> list:
         """`from_json` reads it; the places of rows are left out."""
-        return [[i, e.fault, e.reason, e.code, e.flag] for i, e in self.errors]
+        return [[i, e.text, e.reason, e.code, e.flag] for i, e in self.errors]
 
     @classmethod
     def from_json(cls, entries: Iterable, rows: Sequence, stops: bool) -> "BadRows":

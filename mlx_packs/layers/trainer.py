@@ -28,7 +28,7 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import Interrupted, PackError, did_you_mean, file_errors
 from ..files import atomic_write, make_folder, replace_file, to_json, write_errors
-from ..leftovers import temporary
+from ..filesystem import temporary
 from ..nn.frozen_weight import frozen_weight
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .. import filesystem
 from ..errors import PackError
 from ..files import replace_file, write_errors
-from ..leftovers import temporary
+from ..filesystem import temporary
 from ..reading import parse_json
 
 # The file of the rows of each task.

@@ -8,7 +8,7 @@ from ..adapters.spec import ranks_of
 from ..config.arguments import checked_arguments
 from ..config.choices import METRICS
 from ..errors import PackError
-from ..leftovers import recover, recovered
+from ..filesystem import recover, recovered
 from ..reading import sha256
 from ..terminal import short
 from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, check_pin, read_manifest, specs_of

@@ -296,13 +296,12 @@ def _recipe(
         check_data_named(resolved)
         resolve_phases(resolved.train, resolved.data)
     except PackError as error:
-        text = error.message.removeprefix(f"{where}: ")
         names = {key.rpartition(".")[2] for key in values} | {key.split(".")[0] for key in values}
-        place = f"{where}: "
-        if error.flag in names or any(key in text for key in values):
+        place = where
+        if error.flag in names or any(key in error.text for key in values):
             shown = ", ".join(f"{key}={value}" for key, value in values.items())
-            place += f"sweep.parameters ({shown}): "
-        raise PackError(place + text, error.code, error.flag) from None
+            place += f": sweep.parameters ({shown})"
+        raise PackError(error.text, error.code, error.flag, where=place) from None
 
     return resolved
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import exclusive_writer, is_pattern, make_folder, write_errors
-from ..leftovers import sweep
+from ..filesystem import sweep
 from ..packs.folder import check_output
 from .run_folder import RunFolder, run_folder
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..display import Display, size
 from ..errors import PackError
 from ..files import write_errors
-from ..leftovers import discard
+from ..filesystem import discard
 from ..memory.pressure import CRITICAL, LOW, memory_pressure
 from ..runtime import mx
 from .observer import Observer

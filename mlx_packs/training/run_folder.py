@@ -11,7 +11,7 @@ from ..config.choices import METHODS, TASKS
 from ..config.other_names import without_removed
 from ..errors import PackError, file_errors, older_version
 from ..files import atomic_write, make_folder, to_json
-from ..leftovers import discard, recovered
+from ..filesystem import discard, recovered
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
 from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state

@@ -233,7 +233,7 @@ def _read(text: str, folder: Path | None) -> bytes:
             return file.read()
 
     except PackError as error:
-        raise PackError(error.message.removeprefix(f"{path}: ")) from None
+        raise PackError(error.text) from None
     except (FileNotFoundError, NotADirectoryError):
         place = f" in {folder or 'the current folder'}"
         if Path(_path_of(text)).is_absolute():

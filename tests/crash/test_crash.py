@@ -14,7 +14,7 @@ import pytest
 from mlx_packs import Pack
 from mlx_packs.bases.files import RECORD
 from mlx_packs.bases.writer import verify
-from mlx_packs.leftovers import recover
+from mlx_packs.filesystem import recover
 from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.run_folder import RunFolder
 from tests.crash.cases import OVERWRITES, RUNS, Places, hidden_names, weights_of

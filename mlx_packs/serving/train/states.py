@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ...errors import PackError, file_errors
 from ...files import to_json
-from ...leftovers import discard
+from ...filesystem import discard
 from ...packs.manifest import MANIFEST
 from ...packs.pack import Pack
 from ...reading import check_files, file_facts, read_json

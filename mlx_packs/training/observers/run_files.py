@@ -8,7 +8,7 @@ from pathlib import Path
 from ...display import Display
 from ...errors import PackError, reason_of
 from ...files import append_line, atomic_write
-from ...leftovers import discard
+from ...filesystem import discard
 from ...objectives.score import Score
 from ...report.facts import PAGE
 from ...report.page import render
