@@ -11,8 +11,6 @@ from ..nn.frozen_weight import CustomWeight, frozen_weight
 from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
-from .gguf.header import ERRORS as GGUF_ERRORS
-from .readers import DENSE
 from .weight_formats import format_class, format_of, named_format
 
 Weights = dict[str, mx.array]
@@ -118,16 +116,13 @@ def stored_as_asked(config: Mapping, quantize: str) -> bool:
         return False
     if named_format(quantize).is_stored(quantization):
         return True
-    raise already_quantized(quantize, quantization_name(quantization), config)
+    raise already_quantized(quantize, quantization_name(quantization))
 
 
-def already_quantized(quantize: str, kind: str, config: Mapping) -> PackError:
-    other = "the checkpoint that it was made from"
-    if GGUF_ERRORS in config:
-        other = f"it as {DENSE}FILE.gguf, whose K-quants are dense"
+def already_quantized(quantize: str, kind: str) -> PackError:
     return PackError(
         f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "
-        f"name {other}.",
+        "name the checkpoint that it was made from.",
         "conflict",
     )
 

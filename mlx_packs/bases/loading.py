@@ -117,7 +117,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     if as_stored:
         options = None
     if options and (kind := quantized_as(path, stored)):
-        raise already_quantized(quantize, kind, stored)
+        raise already_quantized(quantize, kind)
 
     dtype = _activation_dtype(stored, request.compute_dtype)
     rounding = RoundingError()

@@ -24,7 +24,6 @@ from .files import (
     vocab_size_of,
     weight_files,
 )
-from .gguf.header import ERRORS as GGUF_ERRORS
 from .supported import check_architecture
 from .templated import with_template
 
@@ -195,8 +194,6 @@ class BaseModel:
         kind = quantization_name(self.quantization)
         if self.rounding_error is not None:
             kind += f" (relative error of the weights {100 * self.rounding_error:.1f} %)"
-        if errors := self.config.get(GGUF_ERRORS):
-            kind += f" ({self._gguf_line(errors)})"
 
         size = sum(f.stat().st_size for f in weight_files(self.path))
         shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
@@ -204,15 +201,3 @@ class BaseModel:
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
-
-    def _gguf_line(self, errors: Mapping[str, Mapping | None]) -> str:
-        """Which types of a GGUF file are exact in the dtype of this base, and errors of others."""
-        scales = "float32" if self.compute_dtype == "float32" else "rounded"
-        exact = [kind for kind, error in errors.items() if error and not error[scales]]
-        parts = [f"{' and '.join(exact)} exact"] if exact else []
-        for kind, error in errors.items():
-            if error is None:
-                parts.append(f"{kind} dense")
-            elif error[scales]:
-                parts.append(f"{kind} {100 * error[scales]:.2g} %")
-        return ", ".join(parts)

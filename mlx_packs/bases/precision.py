@@ -10,7 +10,7 @@ from .. import chips, runtime
 from ..config.choices import architecture_of
 from ..runtime import dtype_name, mx
 from .files import text_config
-from .gguf.header import ERRORS as GGUF_ERRORS
+from .gguf.header import K_QUANTS
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 STORED = "as stored"
@@ -88,7 +88,7 @@ def with_rounded_scales(
     MLX multiplies in the widest dtype, so activations would become float32 otherwise.
     """
     rounded = dict(weights)
-    if GGUF_ERRORS in config:
+    if K_QUANTS in config:
         for name, tensor in weights.items():
             if name.endswith((".scales", ".biases")) and tensor.dtype == mx.float32:
                 rounded[name] = tensor.astype(dtype)

@@ -1,4 +1,4 @@
-"""Base models that are single files: their formats, and names of files in other programs.
+"""Base models that are single files: their formats, and models of Ollama.
 
 Each file becomes an ordinary checkpoint folder. To add a format: its functions in a package here,
 and an entry in `READERS`; or a package of its own, whose entry point names a `Reader`.
@@ -18,10 +18,14 @@ from ..kinds import check_keys
 from ..reading import read_json
 from .gguf.header import is_gguf
 
-DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
 _log = logging.getLogger("mlx_packs")
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
+_OLLAMA = "ollama:"
+_REMOVED = {  # prefixes of names, and what to do instead
+    "dense:": "Name the GGUF file without 'dense:', or take the safetensors of the same model.",
+    "lmstudio:": "Name the GGUF file itself, below ~/.lmstudio/models.",
+}
 _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 _logged: set[str] = set()  # faults of packages, each of which is logged once
 
@@ -44,12 +48,12 @@ class Reader:
     code: str
     suffixes: tuple[str, ...] = ()
 
-    def folder(self, file: Path, **options: bool) -> Path:
-        return pkgutil.resolve_name(self.code)(file, **options)
+    def folder(self, file: Path) -> Path:
+        return pkgutil.resolve_name(self.code)(file)
 
 
-_GGUF = Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder", (".gguf",))
-READERS = (_GGUF,)
+_GGUF_CODE = "mlx_packs.bases.gguf.checkpoint:checkpoint_folder"
+READERS = (Reader("GGUF", is_gguf, _GGUF_CODE, (".gguf",)),)
 
 
 def reader_of(path: Path) -> Reader | None:
@@ -75,19 +79,21 @@ def _readers() -> Iterator[Reader]:
 
 
 def is_local_model(name: str) -> bool:
-    """Whether a name is a model of another program on this machine."""
-    return name.partition(":")[0] in PROGRAMS and ":" in name
+    """Whether a name is a model of Ollama on this machine."""
+    return name.startswith((_OLLAMA, *_REMOVED))
 
 
 def local_model(name: str) -> Path:
-    """The GGUF file of ``ollama:NAME`` or ``lmstudio:PUBLISHER/MODEL``; of ``dense:`` a folder."""
-    program, _, rest = name.partition(":")
-    return PROGRAMS[program](rest)
+    """The GGUF file of ``ollama:NAME``.
 
+    A manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the file.
+    """
+    flag = f"--model {name}"
+    for prefix, instead in _REMOVED.items():
+        if name.startswith(prefix):
+            raise PackError(f"{flag}: {prefix!r} is not read any more. {instead}", "unknown")
 
-# A manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the GGUF.
-def _ollama(name: str) -> Path:
-    flag = f"--model ollama:{name}"
+    name = name.removeprefix(_OLLAMA)
     model, _, tag = name.partition(":")
     parts = model.split("/")
     if not all(_PART.fullmatch(part) for part in (*parts, tag or "latest")) or len(parts) > 3:
@@ -132,53 +138,3 @@ def _ollama(name: str) -> Path:
             "not-found",
         )
     return blob
-
-
-# ``models/PUBLISHER/MODEL/FILE.gguf``
-def _lmstudio(name: str) -> Path:
-    """With several files, the name says which."""
-    flag = f"--model lmstudio:{name}"
-    parts = name.split("/")
-    if len(parts) not in (2, 3) or not all(_PART.fullmatch(part) for part in parts):
-        raise PackError(
-            f"{flag}: is not a name of LM Studio. Name PUBLISHER/MODEL or "
-            "PUBLISHER/MODEL/FILE.gguf."
-        )
-
-    root = Path("~/.lmstudio/models").expanduser()
-    place = root.joinpath(*parts)
-    if len(parts) == 3 and place.is_file():
-        return place
-
-    folder = root.joinpath(*parts[:2])
-    names = [file.name for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
-    if not names or len(parts) == 3:
-        listed = f" It has {', '.join(names)}." if names else ""
-        raise PackError(f"{flag}: there is no GGUF file at {place}.{listed}", "not-found")
-
-    if len(names) > 1:
-        raise PackError(
-            f"{flag}: has {len(names)} GGUF files. Name one: lmstudio:{name}/{names[0]} "
-            f"({', '.join(names)}).",
-            "conflict",
-        )
-
-    return folder / names[0]
-
-
-def _dense(name: str) -> Path:
-    path = Path(name).expanduser()
-    if is_local_model(name) and not os.path.exists(path):
-        path = local_model(name)
-    if not is_gguf(path):
-        raise PackError(
-            f"--model {DENSE}{name}: is not a GGUF file. Name it without {DENSE!r}.", "unsupported"
-        )
-    return _GGUF.folder(path, dense_k=True)
-
-
-PROGRAMS: dict[str, Callable[[str], Path]] = {
-    "ollama": _ollama,
-    "lmstudio": _lmstudio,
-    DENSE.removesuffix(":"): _dense,
-}

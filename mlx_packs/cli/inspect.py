@@ -54,7 +54,7 @@ def inspect(
 
     Without --on no tensor and no model is loaded. PACK may also be a folder that `packs quantize`
     wrote, whose files are then checked against their hashes, or another base model: a folder, a
-    GGUF file, 'ollama:NAME' or 'lmstudio:PUBLISHER/MODEL'.
+    GGUF file or 'ollama:NAME'.
     """
     from ..bases.files import RECORD
     from ..packs.pack import Pack

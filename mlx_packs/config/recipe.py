@@ -31,8 +31,8 @@ class RunOptions(Settings):
 
     model: str = _data(
         "tiny",
-        "Base model: a folder, a GGUF file, a Hugging Face id, a model of Ollama or LM Studio "
-        "(ollama:NAME, lmstudio:NAME), or 'tiny' (bundled).",
+        "Base model: a folder, a GGUF file, a Hugging Face id, a model of Ollama "
+        "(ollama:NAME), or 'tiny' (bundled).",
         metavar="MODEL",
         common="Base model: a folder, a GGUF file, a Hugging Face id or 'tiny'.",
     )

@@ -21,7 +21,7 @@ from ..bases.files import (
     unknown_to_hub,
     weight_files,
 )
-from ..bases.gguf.header import ERRORS as GGUF_ERRORS
+from ..bases.gguf.header import K_QUANTS
 from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
 from ..bases.supported import check_supported
@@ -150,7 +150,7 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
 def _as_loaded(tensors: Tensors, config: dict) -> Tensors:
     dtype = DTYPES[stored_dtype(config)]
     tensors = renamed_headers(tensors, config, dtype)
-    if GGUF_ERRORS not in config:
+    if K_QUANTS not in config:
         return tensors
     # as `bases.precision.with_rounded_scales`; a plan for float32 widens half precision
     return {

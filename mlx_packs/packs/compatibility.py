@@ -17,7 +17,7 @@ from ..bases.files import (
     stored_quantization,
 )
 from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_fingerprint
-from ..bases.readers import DENSE, is_local_model, reader_of
+from ..bases.readers import is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
 from ..config.data import COLUMN_SETTINGS
@@ -218,8 +218,7 @@ def find_base(pack: Pack | None) -> str:
         return TINY
 
     name = pack.manifest["base"]["id"]
-    is_model = is_local_model(name) and not name.startswith(DENSE)
-    if name == TINY or is_hub_id(name) or is_model:
+    if name == TINY or is_hub_id(name) or is_local_model(name):
         return name
 
     folders = _bases_of_runs(pack)

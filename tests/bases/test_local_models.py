@@ -1,4 +1,4 @@
-"""Names of models that Ollama and LM Studio have on this machine."""
+"""Names of models that Ollama has on this machine."""
 
 import json
 
@@ -36,21 +36,10 @@ def test_a_blob_that_is_gone(ollama):
     assert str(ollama) in raised.value.message and "\n" not in raised.value.message
 
 
-@pytest.mark.parametrize("name", ["ollama:none", "ollama:../../x:4b", "lmstudio:a", "lmstudio:a/b"])
+@pytest.mark.parametrize(
+    "name", ["ollama:none", "ollama:../../x:4b", "lmstudio:a/b", "dense:m.gguf"]
+)
 def test_names_of_nothing(ollama, name):
     with pytest.raises(PackError) as raised:
         resolve_checkpoint(name)
     assert f"--model {name}" in raised.value.message
-
-
-def test_a_name_of_lm_studio(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / ".lmstudio/models/a/b"
-    folder.mkdir(parents=True)
-    (folder / "x.gguf").write_bytes(b"GGUF")
-    (folder / "mmproj-x.gguf").write_bytes(b"GGUF")
-    assert local_model("lmstudio:a/b") == folder / "x.gguf"
-    (folder / "y.gguf").write_bytes(b"GGUF")
-    with pytest.raises(PackError):
-        local_model("lmstudio:a/b")
-    assert local_model("lmstudio:a/b/y.gguf") == folder / "y.gguf"

@@ -20,7 +20,6 @@ from .header import GgufFile, TensorInfo
 Config = dict[str, Any]
 
 _log = logging.getLogger("mlx_packs")
-_MISSING = object()
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA_NORMS = {
@@ -37,48 +36,13 @@ _ROPE_TENSORS = ("rope_freqs.weight", *_FACTORS)
 VISION = ("v.", "mm.")
 
 
-class Metadata:
-    """Metadata of a file by key; a value of another type is an error that names the key."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-
-    def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """The value at a key, where ``%`` is the architecture; without a default it is needed."""
-        key = key.replace("%", self.file.architecture)
-        value = self.file.metadata.get(key, _MISSING)
-        if value is _MISSING:
-            if default is _MISSING:
-                raise self.file.fault(f"has no {key}. Convert the model again.")
-            return default
-
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-
-        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not is_kind or (kind is float and not np.isfinite(value)):
-            shown = f"{type(value).__name__} {value!r:.40}"
-            raise self.file.fault(f"{key} must be {kind.__name__}, but is {shown}.")
-        return value
-
-    def size(self, key: str, default: Any = _MISSING) -> Any:
-        """A number from 1 to 2^31 - 1."""
-        value = self.get(key, int, default)
-        if value is default:
-            return value
-        if not 1 <= value < 2**31:
-            key = key.replace("%", self.file.architecture)
-            raise self.file.fault(f"{key} is {value}. Copy or download it again.")
-        return value
-
-
 @dataclass(frozen=True)
 class Architecture:
     """One architecture of llama.cpp that is read; the names of its linears are the family's."""
 
     model_type: str  # in config.json
     norms: Mapping[str, str]  # modules of a block by the name of their tensors
-    extend: Callable[[Config, Metadata], None] | None = None  # adds what only this config has
+    extend: Callable[[Config, GgufFile], None] | None = None  # adds what only this config has
     norm_offset: float = 0.0  # what llama.cpp has added to the weights of norms
     needs_bfloat16: bool = False  # whether its activations overflow float16
     scalings: tuple[str, ...] = ("linear", "yarn")  # kinds of rope scaling that mlx-lm has for it
@@ -93,18 +57,18 @@ class Architecture:
         return {theirs: ours for ours, theirs in self.family.gguf_names.items()} | self.norms
 
 
-def _llama(config: Config, metadata: Metadata) -> None:
-    rope_dims = metadata.size("%.rope.dimension_count", config["head_dim"])
+def _llama(config: Config, file: GgufFile) -> None:
+    rope_dims = file.size("%.rope.dimension_count", config["head_dim"])
     if rope_dims != config["head_dim"]:
-        raise metadata.file.fault(
+        raise file.fault(
             f"rotates {rope_dims} of {config['head_dim']} dimensions of a head, which llama in "
             "mlx-lm does not.",
             "unsupported",
         )
 
-    config |= {"attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors, "mlp_bias": False}
-    if (factors := metadata.file.tensors.get("rope_freqs.weight")) is not None:
-        config["rope_scaling"] = _llama3_scaling(config, metadata.file, factors)
+    config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": False}
+    if (factors := file.tensors.get("rope_freqs.weight")) is not None:
+        config["rope_scaling"] = _llama3_scaling(config, file, factors)
 
 
 def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Config:
@@ -136,41 +100,39 @@ def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Confi
     }
 
 
-def _gemma2(config: Config, metadata: Metadata) -> None:
+def _gemma2(config: Config, file: GgufFile) -> None:
     config |= {
-        "attn_logit_softcapping": metadata.get("%.attn_logit_softcapping", float, 50.0),
-        "final_logit_softcapping": metadata.get("%.final_logit_softcapping", float, 30.0),
+        "attn_logit_softcapping": file.get("%.attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": file.get("%.final_logit_softcapping", float, 30.0),
         "query_pre_attn_scalar": _attention_scalar(config, blocks_of_largest=46),
-        "sliding_window": metadata.size("%.attention.sliding_window", 4096),
+        "sliding_window": file.size("%.attention.sliding_window", 4096),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
 
-def _gemma3(config: Config, metadata: Metadata) -> None:
+def _gemma3(config: Config, file: GgufFile) -> None:
     config |= {
         "query_pre_attn_scalar": _attention_scalar(config, blocks_of_largest=62),
-        "sliding_window": metadata.size("%.attention.sliding_window", 512),
-        "sliding_window_pattern": _window_pattern(metadata),
-        "rope_local_base_freq": metadata.get("%.rope.freq_base_swa", float, 10_000.0),
+        "sliding_window": file.size("%.attention.sliding_window", 512),
+        "sliding_window_pattern": _window_pattern(file),
+        "rope_local_base_freq": file.get("%.rope.freq_base_swa", float, 10_000.0),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
-    if metadata.get("%.final_logit_softcapping", float, 0.0):
-        raise metadata.file.fault(
-            "caps its logits, which gemma3 in mlx-lm does not.", "unsupported"
-        )
+    if file.get("%.final_logit_softcapping", float, 0.0):
+        raise file.fault("caps its logits, which gemma3 in mlx-lm does not.", "unsupported")
 
 
-def _window_pattern(metadata: Metadata) -> int:
+def _window_pattern(file: GgufFile) -> int:
     """N if each N-th block attends to everything; it may be written as flags of the blocks."""
-    flags = metadata.file.metadata.get("gemma3.attention.sliding_window_pattern")
+    flags = file.metadata.get("gemma3.attention.sliding_window_pattern")
     if not isinstance(flags, (list, np.ndarray)):
-        return metadata.size("%.attention.sliding_window_pattern", 6)
+        return file.size("%.attention.sliding_window_pattern", 6)
 
     slides = [bool(flag) for flag in flags]
     pattern = slides.index(False) + 1 if False in slides else 0
     if not pattern or any(s == ((i + 1) % pattern == 0) for i, s in enumerate(slides)):
-        raise metadata.file.fault("has sliding windows in no regular pattern.", "unsupported")
+        raise file.fault("has sliding windows in no regular pattern.", "unsupported")
     return pattern
 
 
@@ -181,13 +143,13 @@ def _attention_scalar(config: Config, blocks_of_largest: int) -> int:
     return config["head_dim"]
 
 
-def _phi3(config: Config, metadata: Metadata) -> None:
-    tensors = metadata.file.tensors
-    original = metadata.size(
+def _phi3(config: Config, file: GgufFile) -> None:
+    tensors = file.tensors
+    original = file.size(
         "%.rope.scaling.original_context_length", config["max_position_embeddings"]
     )
 
-    rope_dims = metadata.size("%.rope.dimension_count", config["head_dim"])
+    rope_dims = file.size("%.rope.dimension_count", config["head_dim"])
     config |= {
         "original_max_position_embeddings": original,
         "partial_rotary_factor": rope_dims / config["head_dim"],
@@ -195,8 +157,8 @@ def _phi3(config: Config, metadata: Metadata) -> None:
 
     if any(name in tensors for name in _FACTORS):
         if not all(name in tensors for name in _FACTORS):
-            raise metadata.file.fault("has one of two lists of rope factors. Get it again.")
-        long, short = (read_dense(metadata.file, tensors[name]).reshape(-1) for name in _FACTORS)
+            raise file.fault("has one of two lists of rope factors. Get it again.")
+        long, short = (read_dense(file, tensors[name]).reshape(-1) for name in _FACTORS)
 
         config["rope_scaling"] = {
             "type": "longrope",
@@ -256,11 +218,10 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 def config_of(file: GgufFile, architecture: Architecture) -> Config:
     """The config.json of a file, without tokens, dtype and quantization."""
-    metadata = Metadata(file)
-    hidden = metadata.size("%.embedding_length")
-    heads = metadata.size("%.attention.head_count")
+    hidden = file.size("%.embedding_length")
+    heads = file.size("%.attention.head_count")
 
-    if metadata.size("%.expert_count", 1) > 1:
+    if file.size("%.expert_count", 1) > 1:
         raise file.fault(
             "is a mixture of experts, which is not read from GGUF. Take the safetensors.",
             "unsupported",
@@ -273,15 +234,15 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
     config: Config = {
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.size("%.block_count"),
-        "intermediate_size": metadata.size("%.feed_forward_length"),
+        "num_hidden_layers": file.size("%.block_count"),
+        "intermediate_size": file.size("%.feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.size("%.attention.head_count_kv", heads),
-        "head_dim": metadata.size("%.attention.key_length", max(1, hidden // heads)),
-        "rms_norm_eps": metadata.get("%.attention.layer_norm_rms_epsilon", float),
+        "num_key_value_heads": file.size("%.attention.head_count_kv", heads),
+        "head_dim": file.size("%.attention.key_length", max(1, hidden // heads)),
+        "rms_norm_eps": file.get("%.attention.layer_norm_rms_epsilon", float),
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": metadata.size("%.context_length"),
-        "rope_theta": metadata.get("%.rope.freq_base", float, 10_000.0),
+        "max_position_embeddings": file.size("%.context_length"),
+        "rope_theta": file.get("%.rope.freq_base", float, 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
 
@@ -290,15 +251,14 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
             f"claims {config['num_hidden_layers']} blocks, but has {len(file.tensors)} tensors."
         )
 
-    _add_scaling(config, metadata, architecture)
+    _add_scaling(config, file, architecture)
     if architecture.extend:
-        architecture.extend(config, metadata)
+        architecture.extend(config, file)
     return config
 
 
-def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture) -> None:
+def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> None:
     """Add linear or yarn scaling; raises PackError if mlx-lm would leave out what the file says."""
-    file = metadata.file
     unread = [n for n in _ROPE_TENSORS if n in file.tensors and n not in architecture.rope_tensors]
     if unread:
         raise file.fault(
@@ -307,11 +267,11 @@ def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture)
             "unsupported",
         )
 
-    older_key = metadata.get("%.rope.scale_linear", float, None)
-    factor = metadata.get("%.rope.scaling.factor", float, older_key)
+    older_key = file.get("%.rope.scale_linear", float, None)
+    factor = file.get("%.rope.scaling.factor", float, older_key)
     is_scaled = factor not in (None, 0, 1)
     without_type = "linear" if is_scaled else "none"  # as in llama.cpp
-    kind = metadata.get("%.rope.scaling.type", str, without_type)
+    kind = file.get("%.rope.scaling.type", str, without_type)
     if kind == "none":
         return
 
@@ -329,22 +289,22 @@ def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture)
     config["rope_scaling"] = {"type": kind, "rope_type": kind, "factor": factor}
 
     if kind == "yarn":
-        config["rope_scaling"] |= _yarn(metadata)
+        config["rope_scaling"] |= _yarn(file)
 
 
-def _yarn(metadata: Metadata) -> Config:
+def _yarn(file: GgufFile) -> Config:
     settings: Config = {
-        "original_max_position_embeddings": metadata.size("%.rope.scaling.original_context_length")
+        "original_max_position_embeddings": file.size("%.rope.scaling.original_context_length")
     }
 
     for name in ("beta_fast", "beta_slow"):
-        value = metadata.get(f"%.rope.scaling.yarn_{name}", float, None)
+        value = file.get(f"%.rope.scaling.yarn_{name}", float, None)
         if value is not None:
             settings[name] = value
 
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if metadata.get(f"%.rope.scaling.{name}", float, 1.0) != 1:
-            raise metadata.file.fault(
+        if file.get(f"%.rope.scaling.{name}", float, 1.0) != 1:
+            raise file.fault(
                 f"changes yarn by rope.scaling.{name}, which mlx-lm does not. Take another model.",
                 "unsupported",
             )

@@ -1,5 +1,11 @@
-"""Writes the checkpoint folder of a GGUF file, one tensor at a time."""
+"""The checkpoint folder of a GGUF file: written one tensor at a time, into the cache.
 
+It stays there while the file stays as it is.
+"""
+
+import hashlib
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,19 +13,49 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import PackError
+from ...cache import Cache, key_of
+from ...errors import PackError, file_errors
 from ...files import atomic_write, free_bytes, to_json
+from ...reading import check_regular
 from ...runtime import mx
 from ...tensors import write_tensors
 from .architectures import Architecture, architecture_of, config_of, names_of
-from .blocks import DENSE, FORMATS, Affine, BlockFormat, read_affine, read_dense
-from .formats import choose_formats
-from .header import ERRORS, GgufFile, TensorInfo, read_gguf
+from .blocks import FORMATS, BlockFormat, read_affine, read_dense
+from .header import K_QUANTS, GgufFile, TensorInfo, read_gguf
 from .tokenizer import tokenizer_files
 
+_CACHE = Cache("gguf", days=30, is_needed=True)
+_FORMAT = "mlx_packs gguf 4"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _STORED = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 _FREE_BYTES = 256 << 20  # that stay free on the disk
+_log = logging.getLogger("mlx_packs")
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Write the folder of a file if it is missing; PackError for an unusable file."""
+    path = path.resolve()
+    with file_errors(path, code="not-found", flag="model"):
+        check_regular(path)
+
+    state = _state(path)
+
+    def write(folder: Path) -> None:
+        Conversion.of(path).write(folder)
+        if _state(path) != state:
+            raise PackError(
+                f"{path}: changed while it was read. Wait until it is written.", "unreadable"
+            )
+
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()
+    return _CACHE.folder(f"{path.stem[:80]}-{digest[:12]}", key_of(state), write)
+
+
+def _state(path: Path) -> list:
+    """What changes when the bytes of a file do."""
+    facts = path.stat()
+    name = os.fsencode(path).hex()
+    return [_FORMAT, name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 @dataclass(frozen=True)
@@ -35,7 +71,7 @@ class Conversion:
     tokenizer: tuple[str, dict[str, Any]]  # tokenizer.json and tokenizer_config.json
 
     @classmethod
-    def of(cls, path: Path, *, dense_k: bool = False) -> "Conversion":
+    def of(cls, path: Path) -> "Conversion":
         """Read and check everything of a file but most of its weights."""
         file = read_gguf(path)
         architecture = architecture_of(file)
@@ -51,11 +87,11 @@ class Conversion:
         if isinstance(bos, int):
             config["bos_token_id"] = bos
 
-        formats, errors = choose_formats(file, names, dtype, dense_k=dense_k)
+        formats = _formats(file, names)
         if quantization := _quantization(file, names, formats):
             config |= {"quantization": quantization, "quantization_config": quantization}
         if any(block_format.is_k for block_format in formats.values()):
-            config[ERRORS] = errors
+            config[K_QUANTS] = True
         return cls(file, architecture, config, names, dtype, formats, (text, tokenizer_config))
 
     def write(self, folder: Path) -> None:
@@ -110,10 +146,10 @@ class Conversion:
         for name, info in self._infos():
             order = self._order(name, info)
             if block_format := self.formats.get(name):
-                weight = read_affine(self.file, info, block_format)
+                arrays = read_affine(self.file, info)
                 if order is not None:
-                    weight = weight.rows(order)
-                yield from self._affine(name, weight, block_format)
+                    arrays = [array[order] for array in arrays]
+                yield from self._affine(name, arrays, block_format)
                 continue
 
             array = read_dense(self.file, info)
@@ -130,11 +166,12 @@ class Conversion:
             yield name, tensor
 
     def _affine(
-        self, name: str, weight: Affine, block_format: BlockFormat
+        self, name: str, arrays: list[np.ndarray], block_format: BlockFormat
     ) -> Iterator[tuple[str, mx.array]]:
         path = name.removesuffix(".weight")
-        yield name, mx.array(weight.weight)
-        for part, values in (("scales", weight.scales), ("biases", weight.biases)):
+        weight, *numbers = arrays
+        yield name, mx.array(weight)
+        for part, values in zip(("scales", "biases"), numbers, strict=True):
             tensor = mx.array(values)
             # the dtype on a GPU, which rounds the scales of K-quants when it loads them
             if self.dtype != mx.float32 and not mx.isfinite(tensor.astype(mx.float16)).all().item():
@@ -199,11 +236,11 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         kind = "quantized"
-        formats = FORMATS.get(tensor.type, ())
+        block_format = FORMATS.get(tensor.type)
         # such a matrix stays as it is with scales in float16
-        if len(tensor.shape) == 2 and any(not block_format.is_k for block_format in formats):
+        if len(tensor.shape) == 2 and block_format and not block_format.is_k:
             kind = "exact"
-        elif tensor.type in DENSE:
+        elif tensor.type in _STORED:
             kind = tensor.type
         sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
 
@@ -213,6 +250,25 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
         return mx.float32 if is_exact else mx.bfloat16
 
     return _STORED.get(most, mx.float16)
+
+
+def _formats(file: GgufFile, names: Mapping[str, str]) -> dict[str, BlockFormat]:
+    """The format of each matrix that stays quantized; others become dense, which is logged."""
+    formats = {}
+    dense = set()
+    for name, tensor in names.items():
+        info = file.tensors[tensor]
+        if len(info.shape) != 2 or info.type in _STORED:
+            continue
+        if info.type in FORMATS:
+            formats[name] = FORMATS[info.type]
+        else:
+            dense.add(info.type)
+
+    if dense:
+        kinds = " and ".join(sorted(dense))
+        _log.warning("%s: weights in %s become dense, which needs more memory.", file.path, kinds)
+    return formats
 
 
 def _quantization(

@@ -17,7 +17,8 @@ from ...errors import PackError, file_errors
 from ...reading import open_regular
 
 MAGIC = b"GGUF"
-ERRORS = "gguf_errors"  # in the config.json of a file whose K-quants stay quantized: by type
+K_QUANTS = "gguf_k_quants"  # in the config.json of a file whose K-quants stay quantized
+_MISSING = object()
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 1 << 17
 _MAX_KEYS = 1 << 16
@@ -74,7 +75,40 @@ class GgufFile:
         return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
 
     def fault(self, fault: str, code: str = "unreadable") -> PackError:
-        return PackError(f"{self.path}: {fault}", code, "model")  # type: ignore[arg-type]
+        return file_fault(self.path, fault, code)
+
+    def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
+        """The metadata at a key, where ``%`` is the architecture; without a default it is needed.
+
+        A value of another type is an error that names the key.
+        """
+        key = key.replace("%", self.architecture)
+        value = self.metadata.get(key, _MISSING)
+        if value is _MISSING:
+            if default is _MISSING:
+                raise self.fault(f"has no {key}. Convert the model again.")
+            return default
+
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_kind or (kind is float and not np.isfinite(value)):
+            shown = f"{type(value).__name__} {value!r:.40}"
+            raise self.fault(f"{key} must be {kind.__name__}, but is {shown}.")
+        return value
+
+    def size(self, key: str, default: Any = _MISSING) -> Any:
+        """A number from 1 to 2^31 - 1 at a key of the metadata."""
+        value = self.get(key, int, default)
+        if value is not default and not 1 <= value < 2**31:
+            key = key.replace("%", self.architecture)
+            raise self.fault(f"{key} is {value}. Copy or download it again.")
+        return value
+
+
+def file_fault(path: Path, fault: str, code: str = "unreadable") -> PackError:
+    return PackError(f"{path}: {fault}", code, "model")  # type: ignore[arg-type]
 
 
 def is_gguf(path: Path) -> bool:
@@ -101,20 +135,13 @@ def read_gguf(path: Path) -> GgufFile:
             try:
                 return _Parser(path, view).parse()
             except _Fault as fault:
-                raise PackError(
-                    f"{path}: is cut short or damaged ({fault}). Copy or download it again.",
-                    "unreadable",
-                    "model",
-                ) from None
+                text = f"is cut short or damaged ({fault}). Copy or download it again."
+                raise file_fault(path, text) from None
 
 
 def _check_version(path: Path, head: bytes) -> None:
     if len(head) < 8 or head[:4] != MAGIC:
-        raise PackError(
-            f"{path}: is not a GGUF file, or is cut short. Copy or download it again.",
-            "unreadable",
-            "model",
-        )
+        raise file_fault(path, "is not a GGUF file, or is cut short. Copy or download it again.")
 
     version = int.from_bytes(head[4:], "little")
     if version in _VERSIONS:
@@ -128,7 +155,7 @@ def _check_version(path: Path, head: bytes) -> None:
     elif version > _VERSIONS[-1]:
         remedy = "Upgrade mlx_packs, or get the file in version 3."
 
-    raise PackError(f"{path}: {fault}. {remedy}", "unsupported", "model")
+    raise file_fault(path, f"{fault}. {remedy}", "unsupported")
 
 
 class _Fault(Exception):  # noqa: N818
@@ -162,11 +189,11 @@ class _Parser:
     def _check_not_split(self, metadata: dict[str, Any]) -> None:
         count = metadata.get("split.count")
         if isinstance(count, int) and count > 1:
-            raise PackError(
-                f"{self.path}: is one of {count} parts. Join them: `llama-gguf-split --merge "
-                "FIRST.gguf WHOLE.gguf`.",
+            raise file_fault(
+                self.path,
+                f"is one of {count} parts. Join them: `llama-gguf-split --merge FIRST.gguf "
+                "WHOLE.gguf`.",
                 "unsupported",
-                "model",
             )
 
     def _take(self, count: int) -> int:
@@ -267,11 +294,11 @@ class _Parser:
         try:
             type_name = GGMLQuantizationType(kind).name
         except ValueError:
-            raise PackError(
-                f"{self.path}: {name[:60]} is of type {kind}, which is not known. Upgrade the "
-                "package gguf, or get the model in another quantization.",
+            raise file_fault(
+                self.path,
+                f"{name[:60]} is of type {kind}, which is not known. Upgrade the package gguf, or "
+                "get the model in another quantization.",
                 "unsupported",
-                "model",
             ) from None
 
         per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]

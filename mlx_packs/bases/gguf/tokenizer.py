@@ -12,7 +12,6 @@ import numpy as np
 
 from ...errors import library_errors
 from ..chat_template import check_syntax
-from .architectures import Metadata
 from .header import GgufFile
 
 # Kinds of tokens (llama.cpp's llama_token_type)
@@ -94,8 +93,7 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
 
     Raises PackError if there is no tokenizer, its kind is unknown, or its template is no Jinja.
     """
-    metadata = Metadata(file)
-    kind = metadata.get("tokenizer.ggml.model", str, "")
+    kind = file.get("tokenizer.ggml.model", str, "")
     if not kind or "tokenizer.ggml.tokens" not in file.metadata:
         raise file.fault("has no tokenizer. Get the GGUF of the same model that has one.")
 
@@ -106,8 +104,8 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
             "unsupported",
         )
 
-    vocabulary = _vocabulary(file, metadata, kind, vocab_size)
-    template = metadata.get("tokenizer.chat_template", str, None)
+    vocabulary = _vocabulary(file, kind, vocab_size)
+    template = file.get("tokenizer.chat_template", str, None)
     if template is not None:
         check_syntax(template, str(file.path))
 
@@ -116,16 +114,16 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
 
     with library_errors(broken):  # type: ignore[arg-type]
         build = _byte_level if kind == "gpt2" else _sentence_piece
-        tokenizer = build(file, metadata, vocabulary)
+        tokenizer = build(file, vocabulary)
         _add_tokens(tokenizer, vocabulary)
-        begins = _add_bos(tokenizer, metadata, vocabulary, kind)
+        begins = _add_bos(tokenizer, file, vocabulary, kind)
         text = tokenizer.to_str()
 
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": begins,
-        "model_max_length": metadata.size("%.context_length"),
+        "model_max_length": file.size("%.context_length"),
     }
 
     for name, number in vocabulary.special.items():
@@ -135,7 +133,7 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
     return text, config, vocabulary.ends
 
 
-def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) -> Vocabulary:
+def _vocabulary(file: GgufFile, kind: str, vocab_size: int) -> Vocabulary:
     tokens = _texts(file, "tokenizer.ggml.tokens")
     if not 1 <= len(tokens) <= vocab_size:
         raise file.fault(f"has {len(tokens):,} tokens, but its embedding {vocab_size:,} rows.")
@@ -151,7 +149,7 @@ def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) 
 
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id", int, None)
+        number = file.get(f"tokenizer.ggml.{key}_token_id", int, None)
         if number is None:
             continue
         if not 0 <= number < len(tokens):
@@ -165,16 +163,16 @@ def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) 
     for number in special.values():
         types[number] = _CONTROL
 
-    ends = _ends(metadata, tokens, types, special["eos"])
+    ends = _ends(file, tokens, types, special["eos"])
     values = [] if scores is None else [float(score) for score in scores]
     return Vocabulary(tokens, types, values, merges, ends, special)
 
 
-def _ends(metadata: Metadata, tokens: list[str], types: list[int], eos: int) -> list[int]:
+def _ends(file: GgufFile, tokens: list[str], types: list[int], eos: int) -> list[int]:
     """EOS, EOT and EOM by their keys, and the well-known."""
     ends = [eos]
     for key in ("eot", "eom"):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id", int, None)
+        number = file.get(f"tokenizer.ggml.{key}_token_id", int, None)
         if number is not None and 0 <= number < len(tokens):
             ends.append(number)
 
@@ -199,10 +197,10 @@ def _numbers(file: GgufFile, key: str, count: int, default: int | None) -> Any:
     return value.tolist()
 
 
-def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> Any:
+def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = metadata.get("tokenizer.ggml.pre", str, "default")
+    name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITS:
         raise file.fault(
             f"splits texts by {name[:40]!r} (tokenizer.ggml.pre), which is not known here. Take "
@@ -231,7 +229,7 @@ def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> A
     return tokenizer
 
 
-def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> Any:
+def _sentence_piece(file: GgufFile, vocabulary: Vocabulary) -> Any:
     """Merges follow from scores; unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -251,7 +249,7 @@ def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) 
 
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", bool, True):
+    if file.get("tokenizer.ggml.add_space_prefix", bool, True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         parts.append(decoders.Strip(" ", 1, 0))
 
@@ -288,18 +286,18 @@ def _add_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
     )
 
 
-def _add_bos(tokenizer: Any, metadata: Metadata, vocabulary: Vocabulary, kind: str) -> bool:
+def _add_bos(tokenizer: Any, file: GgufFile, vocabulary: Vocabulary, kind: str) -> bool:
     """Add BOS and EOS to texts where the file says so; return whether it is BOS."""
     from tokenizers import processors
 
     names = []
-    begins = metadata.get("tokenizer.ggml.add_bos_token", bool, kind == "llama")
+    begins = file.get("tokenizer.ggml.add_bos_token", bool, kind == "llama")
     begins = begins and "bos" in vocabulary.special
     if begins:
         names.append(vocabulary.tokens[vocabulary.special["bos"]])
 
     template: list[str] = [f"{name}:0" for name in names] + ["$A:0"]
-    if metadata.get("tokenizer.ggml.add_eos_token", bool, False):
+    if file.get("tokenizer.ggml.add_eos_token", bool, False):
         names.append(vocabulary.tokens[vocabulary.special["eos"]])
         template.append(f"{names[-1]}:0")
 
