@@ -1,6 +1,6 @@
-"""Checkpoints in a format that MLX lacks: where their tensors go, and what may be asked of them."""
+"""Checkpoints in a format that MLX lacks: where their tensors go."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.nn as nn
@@ -10,8 +10,8 @@ from ..errors import PackError
 from ..nn.frozen_weight import CustomWeight, frozen_weight
 from ..nn.surgery import replace_modules
 from ..runtime import mx
-from .files import quantization_name, stored_quantization
-from .weight_formats import format_class, format_of, named_format
+from .files import stored_quantization
+from .weight_formats import format_class, format_of
 
 Weights = dict[str, mx.array]
 
@@ -109,32 +109,10 @@ def custom_quantization(model: nn.Module) -> dict:
     return format_of(module).to_config()
 
 
-def stored_as_asked(config: Mapping, quantize: str) -> bool:
-    """Whether --quantize asks a checkpoint for the format that it is stored in."""
-    quantization = stored_quantization(config)
-    if quantize == "none" or not quantization:
-        return False
-    if named_format(quantize).is_stored(quantization):
-        return True
-    raise already_quantized(quantize, quantization_name(quantization))
-
-
 def already_quantized(quantize: str, kind: str) -> PackError:
+    """The error of --quantize on a base that is quantized so."""
     return PackError(
-        f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "
-        "name the checkpoint that it was made from.",
+        f"--quantize {quantize}: the base is quantized already ({kind}). Leave --quantize out to "
+        "train on it as it is, or name the checkpoint that it was made from.",
         "conflict",
     )
-
-
-def check_stored(
-    tensors: Collection[str], name: str, quantize: str, double_quant: bool, keep: Sequence[str]
-) -> None:
-    """Check a base that is `stored_as_asked`, with these tensors, for the other settings."""
-    arrays: dict[str, set[str]] = {}
-    for tensor in tensors:
-        path, _, part = tensor.rpartition(".")
-        arrays.setdefault(path.removesuffix(".weight"), set()).add(part)
-
-    modules: dict[str, Collection[str]] = {path: arrays[path] for path in weight_modes_of(tensors)}
-    named_format(quantize, double_quant).check_stored(modules, name, keep)

@@ -27,10 +27,8 @@ from .compressed_tensors import (
 )
 from .custom_weights import (
     already_quantized,
-    check_stored,
     custom_quantization,
     place_custom_weights,
-    stored_as_asked,
 )
 from .files import (
     CONFIG,
@@ -113,11 +111,8 @@ def _load_decoder(request: _Request) -> BaseModel:
     options = None
     if quantize != "none":
         options = QuantizeOptions(named_format(quantize, request.double_quant), keep)
-    as_stored = stored_as_asked(stored, quantize)
-    if as_stored:
-        options = None
-    if options and (kind := quantized_as(path, stored)):
-        raise already_quantized(quantize, kind)
+        if kind := quantized_as(path, stored):
+            raise already_quantized(quantize, kind)
 
     dtype = _activation_dtype(stored, request.compute_dtype)
     rounding = RoundingError()
@@ -129,9 +124,6 @@ def _load_decoder(request: _Request) -> BaseModel:
         return with_rounded_scales(weights, stored, dtype)
 
     model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
-    if as_stored:
-        tensors = dict(tree_flatten(model.parameters()))
-        check_stored(tensors, request.name, quantize, request.double_quant, keep)
 
     quantization = config.get("quantization") or custom_quantization(model)
     if options:

@@ -1,13 +1,12 @@
 """NF4 as a format of weights: as `packs quantize` and bitsandbytes write it."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
 from ..config.choices import WEIGHT_MODES
-from ..errors import PackError
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..ops import nf4
 from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
@@ -101,19 +100,3 @@ class NF4Format(CustomFormat):
     def is_stored(self, quantization: Mapping) -> bool:
         """As written here or by bitsandbytes."""
         return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
-
-    def check_stored(
-        self, modules: Mapping[str, Collection[str]], name: str, keep: Sequence[str]
-    ) -> None:
-        """Check that absmax are stored as they were asked for, too."""
-        for path, arrays in modules.items():
-            if ("nested_absmax" in arrays) != self.double_quant:
-                stored = "single" if self.double_quant else "double"
-                raise PackError(
-                    f"--quantize nf4: {name} is NF4 already, {stored}-quantized ({path}). Leave "
-                    "--no-double-quant as the base has it.",
-                    "conflict",
-                    "double_quant",
-                )
-
-        super().check_stored(modules, name, keep)

@@ -7,7 +7,7 @@ its class, and name it in `config.choices.WEIGHT_MODES` and `WEIGHT_FORMATS`.
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -17,7 +17,6 @@ from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..errors import PackError, did_you_mean
 from ..nn.frozen_weight import CustomWeight
 from ..runtime import mx
-from .shapes import is_named
 
 Shape = tuple[int, ...]
 Tensors = dict[str, mx.array]
@@ -92,7 +91,7 @@ class WeightFormat(ABC):
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def is_stored(self, quantization: Mapping) -> bool:
-        """Return whether asking for it of a checkpoint that is quantized so leaves it as it is."""
+        """Return whether a config.json's quantization is in this format."""
         return False
 
     @property
@@ -197,20 +196,7 @@ class CustomFormat(WeightFormat):
         return self.dequantize(self.arrays(w), w.dtype)
 
     def is_stored(self, quantization: Mapping) -> bool:
-        # other settings than the mode do not count: `check_stored` compares these
         return quantization.get("mode") == self.mode
-
-    def check_stored(
-        self, modules: Mapping[str, Collection[str]], name: str, keep: Sequence[str]
-    ) -> None:
-        """Check that a stored base (arrays by path) is dense where --keep asks."""
-        for dense in keep:
-            if path := next((path for path in modules if is_named(path, dense)), None):
-                raise PackError(
-                    f"--keep {dense}: {name} is {self.mode.upper()} already, {path} too. Take the "
-                    "checkpoint that it was made from.",
-                    "conflict",
-                )
 
 
 def part_name(name: str, part: str) -> str:

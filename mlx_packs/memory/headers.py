@@ -10,7 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.compressed_tensors import format_on_loading
-from ..bases.custom_weights import check_stored, stored_as_asked
+from ..bases.custom_weights import already_quantized
+from ..bases.files import quantization_name, stored_quantization
 from ..bases.model_classes import classes_of
 from ..bases.precision import stored_dtype
 from ..bases.unsupported import INSTEAD
@@ -105,8 +106,9 @@ class Headers:
 
     def check_quantize(self, train: TrainConfig) -> None:
         """Raise a PackError, as `load_base` does, if a quantized base is to be quantized anew."""
-        if stored_as_asked(self.config, train.quantize):
-            check_stored(self.tensors, self.name, train.quantize, train.double_quant, train.keep)
+        stored = stored_quantization(self.config)
+        if train.quantize != "none" and stored:
+            raise already_quantized(train.quantize, quantization_name(stored))
 
 
 def dense_tensors(config: Mapping) -> Tensors:

@@ -450,7 +450,7 @@ def load_base(
             or a Hub id. Every checkpoint that mlx-lm loads is supported, and NF4 as `packs
             quantize` and bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"``, ``"nf4"``, ``"mxfp4"`` or ``"nvfp4"`` quantizes a
-            dense checkpoint while it is read. A checkpoint that is NF4 already stays as it is.
+            dense checkpoint while it is read.
         trust_remote_code: Whether to allow executing Python code shipped with the checkpoint.
         double_quant: Whether to store the scales (absmax) of NF4 in 8 bits.
         keep: Modules that ``quantize`` leaves dense: their paths, or ends of paths (``lm_head``).

@@ -171,7 +171,8 @@ def test_a_plan_counts_its_tensors(checkpoint, dense_checkpoint):
     assert on_loading.base == nbytes
     assert estimate(headers, lora, replace(train, matmul_path="dense")).base > 4 * nbytes
     assert _precision(headers, train)[0] == (8, 1, "rows")
-    headers.check_quantize(with_choice(train, quantize="rows"))
+    with raises("conflict", "quantize", "quantized already"):
+        headers.check_quantize(with_choice(train, quantize="rows"))
 
 
 def test_a_plan_of_a_format_that_is_not_registered_is_rejected(checkpoint, monkeypatch):

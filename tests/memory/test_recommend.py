@@ -275,14 +275,13 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
     dense = write_headers(tmp_path / "dense", dense_headers("small", 1024))
     out = tmp_path / "nf4"
     assert run("quantize", "--model", dense, "--out", out)[0] == 0
-    arguments = ["plan", "--model", out, "--quantize", "nf4", "--memory", "64"]
+    arguments = ["plan", "--model", out, "--memory", "64"]
     code, report, _ = run(*arguments, "--json")
     assert code == 0
     for option in json.loads(report)["options"][:-1]:
         assert peak_of(option["command"], read_headers(out)) == option["peak_gb"]
-    for flags, flag in ((["--no-double-quant"], "double_quant"), (["--keep", "q_proj"], "keep")):
-        assert run(*arguments, *flags)[0] == 2
-        check(run.error, "conflict", flag)
+    assert run(*arguments, "--quantize", "nf4")[0] == 2
+    check(run.error, "conflict", "quantize", "quantized already")
 
 
 @pytest.mark.parametrize(
