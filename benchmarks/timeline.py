@@ -19,7 +19,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bases.shapes import Heads
+from mlx_packs.bases.geometry import Heads
 from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..bases.geometry import find_groups
-from ..bases.shapes import Group
+from ..bases.geometry import Group, find_groups
 from ..bases.supported import check_trainable
 from ..config.lora import LoRAConfig
 from ..errors import PackError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mlx.utils import tree_flatten
 
 from ..bases.files import quantization_name
-from ..bases.shapes import check_num_layers
+from ..bases.geometry import check_num_layers
 from ..bases.supported import check_trainable
 from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..config.lora import LoRAConfig

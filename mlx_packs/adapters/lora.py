@@ -29,8 +29,8 @@ from .spec import ModuleSpec, Specs, ranks_of, weights_of
 from .tensors import AdapterPlace, load_places, place_tensors
 
 if TYPE_CHECKING:
+    from ..bases.geometry import Geometry, Group
     from ..bases.model import BaseModel
-    from ..bases.shapes import Geometry, Group
 
 
 class Attached:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 
 from ..bases.families import is_of_projector
-from ..bases.geometry import linears
-from ..bases.shapes import Geometry, GeometryError, Group
+from ..bases.geometry import Geometry, GeometryError, Group, linears
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import is_switch_linear

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.shapes import Group
+from ..bases.geometry import Group
 from ..config.choices import METHODS
 from ..errors import PackError
 from ..runtime import mx

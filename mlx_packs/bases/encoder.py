@@ -1,9 +1,10 @@
-"""Sentence encoders of the BERT family: MiniLM, bge, e5 and gte share this architecture.
+"""Sentence encoders: BERT (MiniLM, bge, e5, gte) and ModernBERT.
 
 The modules are named as transformers names them, so that a checkpoint's tensors load unchanged.
 All is float32.
 
 BERT: https://arxiv.org/abs/1810.04805
+ModernBERT: https://arxiv.org/abs/2412.13663
 """
 
 import math
@@ -19,7 +20,6 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import PackError, library_errors
-from ..late import load
 from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
@@ -41,25 +41,10 @@ _SIZES = (  # in config.json
     "vocab_size"
 ).split()
 _UNUSED = re.compile(r"(pooler|cls|classifier|head|decoder)\.|embeddings\.position_ids$")
-_FAMILIES = {  # by model_type: the class of the module
-    "bert": "bases.encoder:Encoder",
-    "modernbert": "bases.modern_bert:ModernBert",
-}
-
-
-class _Embeddings(nn.Module):
-    def __init__(self, vocab: int, positions: int, types: int, dims: int, eps: float) -> None:
-        super().__init__()
-        self.word_embeddings = nn.Embedding(vocab, dims)
-        self.position_embeddings = nn.Embedding(positions, dims)
-        self.token_type_embeddings = nn.Embedding(types, dims)
-        self.LayerNorm = nn.LayerNorm(dims, eps)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """[B, T] to [B, T, D]; a text is all of the first type."""
-        places = self.position_embeddings.weight[: tokens.shape[1]]
-        places = places + self.token_type_embeddings.weight[0]
-        return self.LayerNorm(self.word_embeddings(tokens) + places)
+# Kinds of attention of ModernBERT's blocks: what they call their rotary base, and its default.
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_THETAS = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
 
 
 class _SelfAttention(nn.Module):
@@ -122,8 +107,11 @@ class Encoder(nn.Module):
         dims = config["hidden_size"]
         eps = config.get("layer_norm_eps") or 1e-12
         positions = config["max_position_embeddings"]
-        types = config.get("type_vocab_size", 2)
-        self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)
+        self.embeddings = nn.Module()  # for the tensors' names
+        self.embeddings.word_embeddings = nn.Embedding(config["vocab_size"], dims)
+        self.embeddings.position_embeddings = nn.Embedding(positions, dims)
+        self.embeddings.token_type_embeddings = nn.Embedding(config.get("type_vocab_size", 2), dims)
+        self.embeddings.LayerNorm = nn.LayerNorm(dims, eps)
 
         ffn = config["intermediate_size"]
         activation = ACTIVATIONS[config.get("hidden_act", "gelu")]
@@ -146,11 +134,134 @@ class Encoder(nn.Module):
         """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
         mask = is_valid(tokens, lengths)[:, None, None] if lengths is not None else None
 
-        x = self.embeddings(tokens)
+        embeddings = self.embeddings
+        places = embeddings.position_embeddings.weight[: tokens.shape[1]]
+        places = places + embeddings.token_type_embeddings.weight[0]  # a text has the first type
+        x = embeddings.LayerNorm(embeddings.word_embeddings(tokens) + places)
         for layer in self.layers:
             x = layer(x, mask)
 
         return pooled(x, lengths, self.sentence_config)
+
+
+class _RotaryAttention(nn.Module):
+    def __init__(self, config: Mapping, theta: float) -> None:
+        super().__init__()
+        dims = config["hidden_size"]
+        bias = config.get("attention_bias", False)
+        self.Wqkv = nn.Linear(dims, 3 * dims, bias)
+        self.Wo = nn.Linear(dims, dims, bias)
+        self._heads = config["num_attention_heads"]
+        self._theta = theta
+
+    def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+        """Attend from every token of x [B, T, D] to the keys in ``mask``, [B or 1, 1, T, T]."""
+        rows, length, dims = x.shape
+        qkv = self.Wqkv(x).reshape(rows, length, 3, self._heads, -1)
+        q, k, v = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))  # [B, H, T, D / H]
+
+        width = q.shape[-1]
+        rotate = {"traditional": False, "base": self._theta, "scale": 1.0, "offset": 0}
+        q = mx.fast.rope(q, width, **rotate)
+        k = mx.fast.rope(k, width, **rotate)
+
+        attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=mask)
+        return self.Wo(attended.swapaxes(1, 2).reshape(rows, length, dims))
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: Mapping) -> None:
+        super().__init__()
+        dims = config["hidden_size"]
+        ffn = config["intermediate_size"]
+        bias = config.get("mlp_bias", False)
+        self.Wi = nn.Linear(dims, 2 * ffn, bias)
+        self.Wo = nn.Linear(ffn, dims, bias)
+        self._activation = ACTIVATIONS[config.get("hidden_activation", "gelu")]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[B, T, D] to [B, T, D]. Semantics: Wo(activation(a) * b) of the halves of Wi(x)."""
+        inputs, gate = mx.split(self.Wi(x), 2, axis=-1)
+        return self.Wo(self._activation(inputs) * gate)
+
+
+class _RotaryLayer(nn.Module):
+    def __init__(self, config: Mapping, number: int, kind: str) -> None:
+        super().__init__()
+        self.attn_norm = _norm(config) if number else nn.Identity()
+        self.attn = _RotaryAttention(config, _theta(config, kind))
+        self.mlp_norm = _norm(config)
+        self.mlp = _FeedForward(config)
+
+    def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+        x = x + self.attn(self.attn_norm(x), mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ModernBert(nn.Module):
+    """As `Encoder`, with rotary positions and blocks that mostly attend to neighbours."""
+
+    def __init__(self, config: Mapping, sentence_config: SentenceConfig) -> None:
+        super().__init__()
+        dims = config["hidden_size"]
+        self.embeddings = nn.Module()  # for the tensors' names
+        self.embeddings.tok_embeddings = nn.Embedding(config["vocab_size"], dims)
+        self.embeddings.norm = _norm(config)
+
+        self._kinds = _kinds(config)
+        self.layers = [_RotaryLayer(config, i, kind) for i, kind in enumerate(self._kinds)]
+        self.final_norm = _norm(config)
+        self._reach = config.get("local_attention", 128) // 2
+
+        self.sentence_config = sentence_config
+        self.dims = dims  # width of a vector
+        positions = config["max_position_embeddings"]
+        # tokens of a text at most
+        self.longest = min(sentence_config.max_seq_length or positions, positions)
+
+    def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
+        """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
+        places = mx.arange(tokens.shape[1])
+        near = (mx.abs(places[:, None] - places) <= self._reach)[None, None]
+        masks = {_FULL: None, _SLIDING: near}
+        if lengths is not None:
+            valid = is_valid(tokens, lengths)[:, None, None]
+            masks = {_FULL: valid, _SLIDING: near & valid}
+
+        embeddings = self.embeddings
+        x = embeddings.norm(embeddings.tok_embeddings(tokens))
+        for kind, layer in zip(self._kinds, self.layers, strict=True):
+            x = layer(x, masks[kind])
+        return pooled(self.final_norm(x), lengths, self.sentence_config)
+
+
+def _norm(config: Mapping) -> nn.LayerNorm:
+    eps = config.get("norm_eps", 1e-5)
+    return nn.LayerNorm(config["hidden_size"], eps, bias=config.get("norm_bias", False))
+
+
+def _kinds(config: Mapping) -> list[str]:
+    """Which attention each block has: every third is full, unless the config says otherwise."""
+    every = config.get("global_attn_every_n_layers", 3)
+    blocks = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [_SLIDING if i % every else _FULL for i in range(blocks)]
+
+    if len(kinds) != blocks or set(kinds) - {_FULL, _SLIDING}:
+        text = f"config.json: layer_types must name {blocks} of {_FULL} and {_SLIDING}."
+        raise PackError(text, "unreadable")
+    return kinds
+
+
+def _theta(config: Mapping, kind: str) -> float:
+    key, default = _THETAS[kind]
+    own = (config.get("rope_parameters") or {}).get(kind) or {}
+    if own.get("rope_type", "default") != "default" or config.get("rope_scaling"):
+        text = "config.json: scaled rotary positions of a ModernBERT are not supported."
+        raise PackError(text, "unsupported")
+
+    return own.get("rope_theta") or config.get(key) or default
 
 
 def pooled(x: mx.array, lengths: mx.array | None, sentence_config: SentenceConfig) -> mx.array:
@@ -199,13 +310,13 @@ def tensor_name(stored: str) -> str | None:
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def make_encoder(path: Path, config: dict) -> Encoder:
+def make_encoder(path: Path, config: dict) -> Encoder | ModernBert:
     checked = check_config(config, path / "config.json")
     return encoder_class(config)(checked, read_sentence_config(path))
 
 
-def encoder_class(config: Mapping) -> type[Encoder]:
-    return load(_FAMILIES[config.get("model_type", "bert")])
+def encoder_class(config: Mapping) -> type[Encoder] | type[ModernBert]:
+    return ModernBert if config.get("model_type") == "modernbert" else Encoder
 
 
 def check_config(config: dict, where: Path) -> dict:
@@ -241,7 +352,7 @@ def check_config(config: dict, where: Path) -> dict:
     return config
 
 
-def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
+def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder | ModernBert:
     """Frozen: in float32, or ``lazy`` as stored, unread."""
     model = make_encoder(path, config)
     tensors: dict[str, mx.array] = {}

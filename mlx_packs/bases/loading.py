@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -25,11 +26,6 @@ from .compressed_tensors import (
     quantization_in_mlx,
     without_quantization,
 )
-from .custom_weights import (
-    already_quantized,
-    custom_quantization,
-    place_custom_weights,
-)
 from .files import (
     CONFIG,
     TINY,
@@ -38,13 +34,21 @@ from .files import (
     quantized_as,
     read_config,
     resolve_checkpoint,
+    vocab_size_of,
     weight_files,
 )
 from .fingerprint import fingerprint
 from .model import BaseModel, Source, weight_map
 from .model_classes import classes_of
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype, with_rounded_scales
-from .quantization import QuantizeOptions, RoundingError, quantize_weights
+from .quantization import (
+    QuantizeOptions,
+    RoundingError,
+    check_not_quantized,
+    custom_quantization,
+    place_custom_weights,
+    quantize_weights,
+)
 from .sandboxed_tokenizer import read_ahead
 from .supported import check_supported
 from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
@@ -111,8 +115,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     options = None
     if quantize != "none":
         options = QuantizeOptions(named_format(quantize, request.double_quant), keep)
-        if kind := quantized_as(path, stored):
-            raise already_quantized(quantize, kind)
+        check_not_quantized(quantize, stored, quantized_as(path, stored))
 
     dtype = _activation_dtype(stored, request.compute_dtype)
     rounding = RoundingError()
@@ -198,6 +201,19 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
     return BaseModel(
         name, path, model, None, config, fingerprint(path), dict(quantization), sources
     )
+
+
+def tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
+    """Return the tokenizer of a base model and the size of its vocabulary; load no weights."""
+    from mlx_lm.utils import load_config
+
+    path = resolve_checkpoint(model)
+    stored = check_files(path)
+    with library_errors(partial(unreadable, path, stored)):
+        config = load_config(path)
+    tokenizer = load_tokenizer(path, config, trust_remote_code)
+    take_images(tokenizer, model, path, stored)
+    return tokenizer, vocab_size_of(stored, path)
 
 
 def load_model_of(

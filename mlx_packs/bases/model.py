@@ -25,7 +25,7 @@ from .files import (
     weight_files,
 )
 from .supported import check_architecture
-from .templated import with_template
+from .tokenizer import with_template
 
 if TYPE_CHECKING:
     from .encoder import Embedder

@@ -6,13 +6,30 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
+from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError, did_you_mean
+from ..nn.frozen_weight import CustomWeight, frozen_weight
+from ..nn.lora import is_switch_linear
+from ..nn.surgery import replace_modules
 from ..runtime import mx
-from .shapes import is_named
-from .weight_formats import AFFINE_BITS, MLXFormat, WeightFormat, named_format
+from .files import quantization_name, stored_quantization
+from .geometry import is_named
+from .weight_formats import (
+    AFFINE_BITS,
+    MLXFormat,
+    WeightFormat,
+    format_class,
+    format_of,
+    named_format,
+)
+
+if TYPE_CHECKING:
+    from .model import BaseModel
 
 _SAMPLED = 1 << 16  # weights of a tensor whose rounding is measured
 
@@ -203,3 +220,168 @@ def quantize_weights(
 
     nn.quantize(model, class_predicate=lambda path, _: native.get(path, False))
     return weights
+
+
+Formats = dict[str, WeightFormat | None]  # by path; None is dense
+
+
+def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat | None:
+    """The format of a module's changed weight; None is dense."""
+    stored = format_of(module)
+
+    if requantize == "none":
+        return None
+
+    if requantize == "same":
+        if stored and stored.mode not in WEIGHT_MODES:
+            raise PackError(
+                f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
+                "nvfp4, affine4, affine8 or none.",
+                "unsupported",
+            )
+        return stored
+
+    if stored is None:  # what the base left dense stays so
+        return None
+
+    wanted = named_format(requantize)
+    if wanted.is_stored(stored.to_config()):
+        return stored
+
+    if is_switch_linear(module) and not wanted.holds("other"):
+        raise PackError(
+            f"--requantize {requantize}: {path} has experts, and {requantize} is for linears "
+            "and embeddings. Choose same, affine4 or affine8.",
+            "unsupported",
+        )
+
+    if not wanted.fits(frozen_weight(module).dense().shape[-1]):
+        return None
+    return wanted
+
+
+def smaller_formats(base: "BaseModel", requantize: str, changed: Collection[str]) -> Formats:
+    """Formats of unchanged weights that become smaller by them, or cannot stay as they are."""
+    formats: Formats = {}
+    if not base.quantization or requantize == "same":
+        return formats
+
+    for path, module in base.model.named_modules():
+        if path in changed or not (stored := format_of(module)):
+            continue
+
+        wanted = format_after(path, module, requantize)
+        is_smaller = wanted is None or wanted.bits_per_weight < stored.bits_per_weight
+        if is_smaller or stored.mode not in WEIGHT_MODES:
+            formats[path] = wanted
+
+    return formats
+
+
+Weights = dict[str, mx.array]
+
+
+def place_custom_weights(
+    model: nn.Module, weights: Weights, dtype: mx.Dtype, config: Mapping, where: Path
+) -> None:
+    """Put a module wherever the weights are in a format that MLX lacks; they are loaded later.
+
+    ``weights`` have the names of the model; ``dtype`` is of the dense weight where one is needed.
+    """
+    modes = weight_modes_of(weights)
+    _check_no_codes_alone(weights, modes, config, where)
+
+    modules = dict(model.named_modules())
+    placed = []
+    for path, mode in modes.items():
+        if format_class(mode).native:
+            continue
+
+        module = modules.get(path)
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            kind = "nothing" if module is None else type(module).__name__
+            raise PackError(
+                f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for "
+                f"linears and embeddings, here is {kind}.",
+                "unsupported",
+            )
+
+        quantized = _quantized_module(path, mode, module, weights, dtype, where)
+
+        shape = list(frozen_weight(quantized).shape)
+        if shape != list(module.weight.shape):
+            raise PackError(
+                f"{where}: {path}: is quantized from {shape}, but the config asks for "
+                f"{list(module.weight.shape)}.",
+                "unreadable",
+            )
+
+        placed.append((path, quantized))
+
+    replace_modules(model, placed)
+
+
+def _quantized_module(
+    path: str, mode: str, dense: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path
+) -> nn.Module:
+    parts = WEIGHT_MODES[mode].parts
+    names = {part: f"{path}.{part}" for part in ("weight", *parts)}
+    arrays = {part: weights[name] for part, name in names.items() if name in weights}
+    if "weight" not in arrays:
+        raise _damaged(where, f"{path}.weight: is missing beside {path}.{parts[0]}.")
+
+    try:
+        module = format_class(mode).of_arrays(arrays).module_of(dense, arrays, dtype)
+    except ValueError as error:
+        raise _damaged(where, f"{path}: quantized tensors do not fit: {error}") from None
+
+    for part in parts:
+        if part in arrays and not mx.isfinite(arrays[part]).all().item():
+            raise _damaged(where, f"{path}.{part}: has NaN or infinite values.")
+    return module
+
+
+def _damaged(where: Path, fault: str) -> PackError:
+    return PackError(f"{where}: {fault} The checkpoint is damaged: get it again.", "unreadable")
+
+
+def _check_no_codes_alone(
+    weights: Weights, modes: Mapping[str, str], config: Mapping, where: Path
+) -> None:
+    """Check that codes have their parts beside them where config.json names the format."""
+    quantization = stored_quantization(config)
+    if not quantization:
+        return
+    mode = next((m for m in WEIGHT_MODES if format_class(m)().is_stored(quantization)), None)
+    if mode is None:
+        return
+
+    for name, tensor in weights.items():
+        path = name.removesuffix(".weight")
+        codes = name.endswith(".weight") and tensor.dtype in (mx.uint8, mx.int8)
+        if codes and path not in modes:
+            part = WEIGHT_MODES[mode].parts[0]
+            raise _damaged(
+                where, f"{path}.{part}: is missing beside {name}, which is {mode.upper()}."
+            )
+
+
+def custom_quantization(model: nn.Module) -> dict:
+    """Settings of a model's custom weights whose config.json has none; {} for others."""
+    module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
+    if module is None:
+        return {}
+    return format_of(module).to_config()
+
+
+def check_not_quantized(quantize: str, config: Mapping, kind: str | None = None) -> None:
+    """Check that --quantize has a dense base; ``kind`` is what its tensors are quantized as."""
+    if stored := stored_quantization(config):
+        kind = quantization_name(stored)
+    if quantize == "none" or kind is None:
+        return
+    raise PackError(
+        f"--quantize {quantize}: the base is quantized already ({kind}). Leave --quantize out to "
+        "train on it as it is, or name the checkpoint that it was made from.",
+        "conflict",
+    )

@@ -1,25 +1,32 @@
-"""The tokenizer of a checkpoint."""
+"""The tokenizer of a checkpoint: its tokens as texts, another chat template, marks of thoughts."""
 
+import copy
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import late
+from ..config.chat_templates import CHAT_TEMPLATES, MARKS, PLAIN
 from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..sandbox.process import IMAGES
 from ..terminal import guarded_native
+from .chat_template import check_syntax
 from .families import has_vision_tower
 from .sandboxed_tokenizer import confine, read_ahead
-from .templated import adds_bos, tool_parser_of
-from .turns import images_of, stop_at_answer_end
+from .turns import images_of, stop_at_answer_end, unnamed_ends
 from .unsupported import unreadable_tokenizer
+
+if TYPE_CHECKING:
+    pass
 
 
 def load_tokenizer(
@@ -277,3 +284,117 @@ def in_batches(
         results[chosen] = values
 
     return results
+
+
+_TAIL = 64  # tokens at the end of a prompt, more than any mark and the white space after it
+
+
+def thought_marks(tokenizer: Any) -> tuple[str, str]:
+    """Return what opens and what ends thoughts, by default as most models write them."""
+    if getattr(tokenizer, "has_thinking", False):
+        return tokenizer.think_start, tokenizer.think_end
+    return "<think>", "</think>"
+
+
+def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return whether what follows a prompt begins in the thoughts.
+
+    Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
+    that is a text of the conversation: of a question, a tool, or an earlier answer. ``prompt`` is
+    as of `render_chat` with ``add_generation_prompt``.
+    """
+    opening, _ = thought_marks(tokenizer)
+    return readable_text(tokenizer, prompt[-_TAIL:]).rstrip().endswith(opening)
+
+
+def split_thoughts(tokenizer: Any, text: str, is_open: bool = False) -> tuple[str, str]:
+    """Return the thoughts and the answer of a text; the answer is empty if thoughts do not end.
+
+    ``is_open``: the text begins in the thoughts, as `opens_thoughts` has it.
+    """
+    opening, end = thought_marks(tokenizer)
+    written = text.lstrip()
+    if not is_open and not written.startswith(opening):
+        return "", text
+
+    thoughts, _, answer = written.removeprefix(opening).partition(end)
+    return thoughts.strip(), answer.strip()
+
+
+def with_template(tokenizer: Any, text: str | None) -> Any:
+    """Return a tokenizer whose chat template is ``text``; None leaves it as it is."""
+    if text is None:
+        return tokenizer
+
+    templated = tokenizer.__dict__.setdefault("_templated", {})
+    if text not in templated:
+        templated[text] = _with_template(tokenizer, text)
+    return templated[text]
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether a tokenizer begins a text with BOS."""
+    if (adds := getattr(tokenizer, "_adds_bos", None)) is None:
+        bos = tokenizer.bos_token_id
+        adds = tokenizer._adds_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    return adds
+
+
+def tool_parser_of(tokenizer: Any, template: str | None) -> str | None:
+    """Return the name of mlx-lm's parser for the calls that a template writes."""
+    from mlx_lm import tokenizer_utils
+
+    infer = getattr(tokenizer_utils, "_infer_tool_parser", None)
+    if infer is None or template is None:
+        return None
+    return infer(SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab))
+
+
+def _with_template(tokenizer: Any, text: str) -> Any:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    _check_marks(tokenizer, text)
+    check_syntax(text, "--chat-template")
+
+    own = tokenizer._tokenizer
+    plain = copy.copy(own)
+    plain.chat_template = text
+
+    if text == PLAIN and adds_bos(tokenizer):
+        plain.chat_template = "{{- bos_token }}" + text
+
+    tools = {}
+    if parser := tool_parser_of(own, text):
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+        tools = {
+            "tool_parser": module.parse_tool_call,
+            "tool_call_start": module.tool_call_start,
+            "tool_call_end": module.tool_call_end,
+        }
+
+    ends = tokenizer.eos_token_ids - set(unnamed_ends(tokenizer))
+    templated = TokenizerWrapper(plain, lambda _: tokenizer.detokenizer, ends, **tools)
+    templated._images = getattr(tokenizer, "_images", None)
+    templated._template_name = "--chat-template"
+
+    stop_at_answer_end(templated)
+    return templated
+
+
+def _check_marks(tokenizer: Any, text: str) -> None:
+    """Raise a PackError if a named template marks turns with what is no token of the base."""
+    vocabulary = tokenizer.get_vocab()
+    usable = [
+        name
+        for name, template in CHAT_TEMPLATES.items()
+        if all(mark in vocabulary for mark in MARKS.get(template, ()))
+    ]
+
+    for name, template in CHAT_TEMPLATES.items():
+        if text == template and name not in usable:
+            raise PackError(
+                f"--chat-template {name}: {MARKS[template][0]} is no token of the base model. Name "
+                f"one of {', '.join(usable)}, or a .jinja file.",
+                "unsupported",
+                "chat_template",
+            )

@@ -135,7 +135,7 @@ def _readers(
 
     Raises a PackError for rows that the task does not train on.
     """
-    from ..bases.model_tokenizer import tokenizer_of
+    from ..bases.loading import tokenizer_of
     from ..data.formats import FORMATS, first_format, formats_of, own_formats
     from ..data.labels import find_classes
     from ..data.overview import Reader
@@ -176,7 +176,7 @@ def _readers(
 def _text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
     """Return the tokenizer with which a base embeds texts, and the most tokens that it reads."""
     from ..bases.files import check_files, resolve_checkpoint
-    from ..bases.model_tokenizer import tokenizer_of
+    from ..bases.loading import tokenizer_of
     from ..bases.sentence_config import read_sentence_config
     from ..bases.tokenizer import load_encoder_tokenizer
     from ..data.labelled import NO_LIMIT

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
-    from ..bases.shapes import Group
+    from ..bases.geometry import Group
     from ..ops._backend import Instance
 
 

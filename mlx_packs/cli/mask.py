@@ -4,8 +4,8 @@ from dataclasses import replace
 from datetime import date
 
 from ..bases.chat_template import reads_clock
-from ..bases.model_tokenizer import tokenizer_of
-from ..bases.templated import with_template
+from ..bases.loading import tokenizer_of
+from ..bases.tokenizer import with_template
 from ..config.choices import TASKS
 from ..config.recipe import Recipe
 from ..config.tasks import tasks_of

@@ -6,7 +6,7 @@ from ..errors import PackError
 from ..reading import read_text
 
 # The prompt and then the completion, as TRL trains on both without a template. A tokenizer that
-# begins texts with BOS begins these with it (`bases.templated`).
+# begins texts with BOS begins these with it (`bases.tokenizer`).
 PLAIN = """\
 {%- for message in messages %}
 {%- if loop.index > 2 or message.role != ('user' if loop.first else 'assistant') %}

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from ..bases import files as base_files
 from ..bases import writer
-from ..bases.templated import with_template
-from ..bases.tokenizer import load_tokenizer
+from ..bases.tokenizer import load_tokenizer, with_template
 from ..bases.turns import unnamed_ends
-from ..bases.write_plan import WritePlan
+from ..bases.writer import WritePlan
 from ..config.arguments import checked_arguments
 from ..config.choices import architecture_of
 from ..config.data import Columns

@@ -23,10 +23,9 @@ from ..bases.gguf.header import K_QUANTS
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.precision import stored_dtype, with_rounded_scales
-from ..bases.quantization import QuantizeOptions, formats_for
-from ..bases.requantize import format_after, smaller_formats
+from ..bases.quantization import QuantizeOptions, format_after, formats_for, smaller_formats
 from ..bases.weight_formats import WeightFormat, format_of, named_format
-from ..bases.write_plan import Item, WritePlan, in_shards
+from ..bases.writer import Item, WritePlan, in_shards
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..config.data import DataConfig
 from ..display import Display

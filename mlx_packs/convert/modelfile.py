@@ -15,8 +15,7 @@ from typing import Any
 from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint
 from ..bases.readers import is_local_model, local_model
-from ..bases.templated import adds_bos, with_template
-from ..bases.tokenizer import load_tokenizer
+from ..bases.tokenizer import adds_bos, load_tokenizer, with_template
 from ..bases.turns import answer_end, given_variables, render_conversation
 from ..config.chat_templates import PLAIN
 from ..errors import PackError, errors_of

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..bases.geometry import Heads
 from ..bases.sentence_config import MODULES, PROMPTS, QUERY, SETTINGS, read_sentence_config
-from ..bases.shapes import Heads
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
 from ..objectives.decoder_embedding import with_eos

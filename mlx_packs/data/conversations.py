@@ -12,8 +12,7 @@ from itertools import groupby, pairwise
 from typing import Any, ClassVar, TypeVar
 
 from ..bases.chat_template import Beginnings
-from ..bases.templated import with_template
-from ..bases.tokenizer import text_tokens
+from ..bases.tokenizer import text_tokens, with_template
 from ..bases.turns import (
     NO_IMAGES,
     SENTINEL,

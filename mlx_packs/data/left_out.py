@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bases.chat_template import unread_variables
-from ..bases.templated import with_template
+from ..bases.tokenizer import with_template
 from ..bases.turns import answer_end_note
 from ..config.data import DataConfig
 from ..errors import PackError, any_of

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..bases.chat_template import reads_clock
-from ..bases.templated import with_template
+from ..bases.tokenizer import with_template
 from ..bases.turns import images_of
 from ..cache import json_array
 from ..config.data import COLUMN_SETTINGS, DataConfig

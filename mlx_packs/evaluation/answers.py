@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..bases.thoughts import opens_thoughts, split_thoughts, thought_marks
-from ..bases.tokenizer import tokenizer_errors
+from ..bases.tokenizer import opens_thoughts, split_thoughts, thought_marks, tokenizer_errors
 from ..config.data import DataConfig
 from ..data.conversations import Content
 from ..data.formats import Row, TokenFormat

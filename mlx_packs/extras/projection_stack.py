@@ -16,9 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..adapters.attach import attach, check_bare
-from ..bases.geometry import probe
+from ..bases.geometry import GeometryError, check_num_layers, probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
-from ..bases.shapes import GeometryError, check_num_layers
 from ..config.lora import LoRAConfig
 from ..data.dataset import Batch
 from ..errors import PackError

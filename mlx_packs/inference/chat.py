@@ -4,7 +4,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bases.thoughts import opens_thoughts, split_thoughts, thought_marks
+from ..bases.tokenizer import opens_thoughts, split_thoughts, thought_marks
 from ..bases.turns import IMAGE_MARK
 from ..config.sampling import Sampling
 from ..data.messages import THOUGHTS

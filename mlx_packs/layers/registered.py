@@ -9,8 +9,7 @@ import mlx.nn as nn
 
 from ..adapters.spec import ModuleSpec
 from ..adapters.targets import plan_specs
-from ..bases.geometry import probe
-from ..bases.shapes import GeometryError, Group
+from ..bases.geometry import GeometryError, Group, probe
 from ..config.lora import LoRAConfig
 from ..errors import PackError, file_errors
 from ..kinds import check_keys, check_kind

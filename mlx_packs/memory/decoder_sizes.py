@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
 from ..bases.families import FAMILIES, facts_of, is_of_projector, name_in_text_model
-from ..bases.shapes import Heads
+from ..bases.geometry import Heads
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Headers, Tensors

@@ -10,10 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.compressed_tensors import format_on_loading
-from ..bases.custom_weights import already_quantized
-from ..bases.files import quantization_name, stored_quantization
 from ..bases.model_classes import classes_of
 from ..bases.precision import stored_dtype
+from ..bases.quantization import check_not_quantized
 from ..bases.unsupported import INSTEAD
 from ..bases.weight_formats import WeightFormat, format_class, named_format
 from ..config.choices import WEIGHT_MODES, weight_modes_of
@@ -106,9 +105,7 @@ class Headers:
 
     def check_quantize(self, train: TrainConfig) -> None:
         """Raise a PackError, as `load_base` does, if a quantized base is to be quantized anew."""
-        stored = stored_quantization(self.config)
-        if train.quantize != "none" and stored:
-            raise already_quantized(train.quantize, quantization_name(stored))
+        check_not_quantized(train.quantize, self.config)
 
 
 def dense_tensors(config: Mapping) -> Tensors:

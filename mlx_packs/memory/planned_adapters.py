@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from ..adapters.targets import plan_specs
 from ..adapters.trainable import find_method
 from ..bases.families import PROJECTOR, is_of_projector
-from ..bases.shapes import Geometry, Group, check_num_layers, is_named
+from ..bases.geometry import Geometry, Group, check_num_layers, is_named
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..bases.model_tokenizer import tokenizer_of
+from ..bases.loading import tokenizer_of
 from ..bases.turns import images_of
 from ..config.choices import TASKS
 from ..config.data import DataConfig

@@ -1,8 +1,8 @@
 """Memory of what a vision-language base has beside its language model; its tower is released."""
 
 from ..bases.families import is_of_projector, projector_paths
+from ..bases.geometry import is_named
 from ..bases.precision import activation_bytes
-from ..bases.shapes import is_named
 from .headers import Headers, Tensors
 
 KEPT_BYTES = 512 << 20  # of the features that were read last, as vision/store.py keeps them

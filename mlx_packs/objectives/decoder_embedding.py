@@ -13,9 +13,9 @@ import mlx.nn as nn
 
 from ..bases.encoder import Embedder, pooled
 from ..bases.files import context_of
+from ..bases.geometry import Heads
 from ..bases.model import BaseModel
 from ..bases.sentence_config import read_sentence_config
-from ..bases.shapes import Heads
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import forward

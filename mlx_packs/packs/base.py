@@ -19,7 +19,7 @@ from ..adapters.targets import open_projector
 from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
-from ..bases.templated import with_template
+from ..bases.tokenizer import with_template
 from ..config.arguments import checked_arguments
 from ..config.choices import MATMUL_PATHS
 from ..config.sampling import Sampling

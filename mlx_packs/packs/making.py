@@ -13,8 +13,8 @@ from ..adapters.targets import open_projector, tied_tables
 from ..adapters.trainable import Trainable
 from ..bases.families import has_vision_tower
 from ..bases.fingerprint import text_hashes
+from ..bases.geometry import Group, Heads
 from ..bases.loading import lazy_base
-from ..bases.shapes import Group, Heads
 from ..errors import PackError
 from ..nn.surgery import block_prefixes
 from ..reading import read_header

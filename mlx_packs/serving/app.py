@@ -19,8 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..adapters.spec import ranks_of
-from ..bases.templated import with_template
-from ..bases.tokenizer import tokens_of
+from ..bases.tokenizer import tokens_of, with_template
 from ..bases.turns import images_of
 from ..errors import PackError
 from ..objectives.rerank import rerank_prompt

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from ..bases.thoughts import opens_thoughts
+from ..bases.tokenizer import opens_thoughts
 
 Kind = Literal["content", "reasoning", "tool_call"]
 _KINDS: dict[str | None, Kind] = {"reasoning": "reasoning", "tool": "tool_call"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.thoughts import split_thoughts
+from ..bases.tokenizer import split_thoughts
 from ..config.data import DataConfig
 from ..data.prompts import Prompts, wanted_text
 from ..errors import Code, PackError, reason_of

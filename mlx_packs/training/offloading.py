@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .. import runtime
-from ..bases.shapes import is_named
+from ..bases.geometry import is_named
 from ..display import size
 from ..errors import PackError
 from ..memory.disk import plan_disk

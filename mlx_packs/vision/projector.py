@@ -12,8 +12,8 @@ from mlx.utils import tree_map
 from .. import runtime
 from ..bases.families import PROJECTOR, has_vision_tower, projector_paths
 from ..bases.files import weight_files
+from ..bases.geometry import is_named
 from ..bases.model import BaseModel
-from ..bases.shapes import is_named
 from ..bases.turns import images_of
 from ..errors import PackError
 from ..reading import read_header

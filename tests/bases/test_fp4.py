@@ -9,7 +9,7 @@ from mlx_lm.utils import load_model
 
 from mlx_packs import load_base
 from mlx_packs.bases.mapped_embedding import map_embedding
-from mlx_packs.bases.requantize import format_after
+from mlx_packs.bases.quantization import format_after
 from mlx_packs.config.choices import MATMUL_PATHS, weight_modes_of
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.nn.frozen_weight import frozen_weight, with_dense_dtype

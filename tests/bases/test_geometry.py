@@ -6,8 +6,14 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.geometry import find_groups, linears, probe, select_targets
-from mlx_packs.bases.shapes import GeometryError, Heads
+from mlx_packs.bases.geometry import (
+    GeometryError,
+    Heads,
+    find_groups,
+    linears,
+    probe,
+    select_targets,
+)
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx

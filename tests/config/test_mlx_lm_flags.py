@@ -16,7 +16,7 @@ from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases import model_tokenizer
+from mlx_packs.bases import loading
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli import recipe as cli_recipe
 from mlx_packs.cli.train import train as command
@@ -398,9 +398,7 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     passed = []
-    monkeypatch.setattr(
-        model_tokenizer, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0
-    )
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0)
     invoke_train("--show-mask")
     invoke_train("--show-mask", "--trust-remote-code")
     assert [args[-1] for args in passed] == [False, True]

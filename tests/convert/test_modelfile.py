@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mlx_packs.bases import templated
-from mlx_packs.bases.templated import with_template
+from mlx_packs.bases import tokenizer as tokenizers
+from mlx_packs.bases.tokenizer import with_template
 from mlx_packs.bases.turns import render_conversation
 from mlx_packs.config.chat_templates import CHAT_TEMPLATES
 from mlx_packs.convert.modelfile import _prompts
@@ -44,7 +44,7 @@ def ollama(lines: list[str], messages: list[dict]) -> str:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "default"])
 def test_prompts_are_those_of_the_template(shared_tiny, monkeypatch, name):
-    monkeypatch.setattr(templated, "_check_marks", lambda *_: None)
+    monkeypatch.setattr(tokenizers, "_check_marks", lambda *_: None)
     tokenizer = with_template(shared_tiny.tokenizer, {**CHAT_TEMPLATES, "default": DEFAULT}[name])
     lines = _prompts(tokenizer, {})
     assert ('SYSTEM """Be kind."""' in lines) == (name == "default")

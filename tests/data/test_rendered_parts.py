@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_packs.bases.templated import with_template
+from mlx_packs.bases.tokenizer import with_template
 from mlx_packs.config.data import DataConfig
 from mlx_packs.data import left_out
 from mlx_packs.data.formats import TOKEN_FORMATS, format_of

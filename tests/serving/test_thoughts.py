@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_packs.bases.thoughts import opens_thoughts
+from mlx_packs.bases.tokenizer import opens_thoughts
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.serving.output import Output, first_state
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import Observer, evaluate, evaluate_batch, train_pack
-from mlx_packs.bases import model_tokenizer
+from mlx_packs.bases import loading
 from mlx_packs.bases.families import VISION_FAMILIES
 from mlx_packs.bases.tokenizer import readable_text
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
@@ -50,7 +50,7 @@ def test_a_tokenizer_counts_images_without_the_model(family, folders, here):
     splits = load_rows(DataConfig(data=str(here / "d")))
     rows, columns = splits.rows["train"], DataConfig()
     base = load_base(folders / family)
-    tokenizer, _ = model_tokenizer.tokenizer_of(str(folders / family), False)
+    tokenizer, _ = loading.tokenizer_of(str(folders / family), False)
 
     computed = encode(rows, base.tokenizer, columns)
     counted = encode(rows, tokenizer, columns)
@@ -92,7 +92,7 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
     }
     short = {"image": row["images"][0], **chat("What?", "B")}
     rows = [{**first, "images": row["images"]}, chat("None", "A" * 100), short]
-    tokenizer, _ = model_tokenizer.tokenizer_of(str(folders / "qwen3_vl"), False)
+    tokenizer, _ = loading.tokenizer_of(str(folders / "qwen3_vl"), False)
     whole = encoded(tokenizer, rows, 4096)
     last = int(np.flatnonzero(whole[0].tokens < 0)[-1]) + 1  # the length up to the last image
 
@@ -116,7 +116,7 @@ def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, here):
     write_image(here / "a.png", 0, 224, 224)
     row = {"image": str(here / "a.png"), "prompt": "What?", "completion": "A"}
     folder = write_vision_base(family, here / "base")
-    tokenizer, _ = model_tokenizer.tokenizer_of(str(folder), False)
+    tokenizer, _ = loading.tokenizer_of(str(folder), False)
 
     limits = (0, 56 * 56)
     large, small = (encoded(tokenizer, [row], 4096, max_pixels=n).lengths[0] for n in limits)
@@ -134,7 +134,7 @@ def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
         {"prompt": "What?", "images": images[0][:1], **asked},
         {"prompt": "What?" * 9 + "<image><image>", "images": images[1], **asked},
     ]
-    tokenizer, _ = model_tokenizer.tokenizer_of(str(folders / "qwen3_vl"), False)
+    tokenizer, _ = loading.tokenizer_of(str(folders / "qwen3_vl"), False)
     rows = [Row(f"f:{i}", row, folder) for i, row in enumerate(rows)]
     lengths = encode_preferences(rows, tokenizer, DataConfig(), EncodingOptions()).row_lengths
 

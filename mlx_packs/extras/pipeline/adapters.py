@@ -6,8 +6,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...adapters.trainable import Trainable, TrainableWrapper
-from ...bases.geometry import select_targets
-from ...bases.shapes import Heads
+from ...bases.geometry import Heads, select_targets
 from ...config.lora import LoRAConfig
 from ...display import Display, size
 from ...distributed.group import group, join
