@@ -143,7 +143,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         more = ["--train", str(Path(folder) / "states"), "--learn", str(Path(folder) / "learn")]
-        more += ["--ratings-per-hour", "100000"]
         load, samples, state = served(options, MixedLoad, more)
 
     before, after = level(samples)

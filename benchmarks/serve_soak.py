@@ -34,7 +34,7 @@ from .server_load import Target
 from .soak import Slope, slope
 from .swap import random_pack
 
-MODELS = ("base", "a", "b", "b+a:0.5")
+MODELS = ("base", "a", "b")
 REMOVED = "c"  # comes and goes
 PROMPTS = ("What is a list?", "Who was Emma?", "Tell me of the sea.", "Why is it so?")
 TOKENS = 12

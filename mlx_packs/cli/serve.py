@@ -163,12 +163,6 @@ _memory = partial(option, section="Memory and speed")
     "missing, and serve the version of the first pack that packs learn DIR chose. Without a pack, "
     "the versions of the base are served as learned. README.txt in the folder lists the data.",
 )
-@_server(
-    "--ratings-per-hour",
-    default=60,
-    type=click.IntRange(1),
-    help="With --learn: maximum number of ratings and corrections per hour from one address.",
-)
 @options.trust_remote_code
 @options.backend
 def serve(
@@ -182,7 +176,7 @@ def serve(
 ) -> None:
     """Serve packs over HTTP to clients of the OpenAI API.
 
-    The model of a request names the pack: base, notes, or a weighted sum such as notes+law:0.3.
+    The model of a request names the pack, or is base for the base model without one.
     Requests for different packs are computed in one batch. A page to try them is at /.
     """
     _check_installed()
@@ -414,7 +408,6 @@ def _run(
         template_kwargs=given["template_kwargs"],
         request_seconds=given["timeout"],
         host=given["host"],
-        ratings_per_hour=given["ratings_per_hour"],
     )
 
     with memory_limits(), started(worker), ExitStack() as stack:
@@ -425,7 +418,7 @@ def _run(
         learning = None
         if given["learn"] is not None:
             opened = stack.enter_context(_opened(given["learn"], base, packs))
-            learning = Learning(opened, library, settings)
+            learning = Learning(opened, library)
             learning.serve_current()
         _announce(worker.registry.names, listening, settings)
         if learning is not None:

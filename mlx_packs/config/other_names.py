@@ -20,6 +20,7 @@ REMOVED: Mapping[str, str] = {
     "launch_agent": _SHELL_LOOP,
     "max_restarts": _SHELL_LOOP,
     "on_long_row": "Use --on-bad-row skip, which leaves out examples whose images do not fit, too.",
+    "ratings_per_hour": "Leave it out: ratings need the key or the token of the server.",
     "runner": "Leave it out: trials are trained one after another on this machine.",
     "supervise": _SHELL_LOOP,
     "together": "Leave it out: trials are trained one after another.",

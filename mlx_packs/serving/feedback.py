@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import secrets
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from ..learning.folder import LearningFolder
 from ..learning.rows import Answer, Feedback, rows_of, write_rows
 from .answers import ChatAnswer
 from .fields import Object
-from .http import ServerSettings
 from .library import Library
 from .protocol import MAX_CHOICES, ChatBody
 
@@ -28,8 +26,6 @@ _ANSWERS = 1000  # that are remembered
 _BYTES = 64 << 20  # of them
 _CHARACTERS = 100_000  # of a correction
 _WATCH_SECONDS = 1.0
-_HOUR = 3600.0
-_CLIENTS = 1024  # whose ratings of the last hour are counted
 
 
 class FeedbackBody(Object):
@@ -59,17 +55,15 @@ class _Remembered:
 class Learning:
     """Keeps rated answers of one pack in a folder, and serves the version that the folder names."""
 
-    def __init__(self, folder: LearningFolder, library: Library, settings: ServerSettings) -> None:
+    def __init__(self, folder: LearningFolder, library: Library) -> None:
         self.folder = folder
         self.version = -1  # that is served; none yet
         self._library = library
-        self._settings = settings
         self._path = folder.path.absolute()  # which messages to clients leave out
         self._choices: OrderedDict[tuple[str, int], _Remembered] = OrderedDict()
         self._bytes = 0
         self._numbers: dict[str | None, int] = {}  # versions that were served, by their adapters
         self._writing = asyncio.Lock()
-        self._rating_times: OrderedDict[str, list[float]] = OrderedDict()  # by address
 
     # Versions
 
@@ -148,11 +142,10 @@ class Learning:
 
     # Feedback
 
-    async def rate(self, request: Request, body: FeedbackBody) -> Response:
+    async def rate(self, _: Request, body: FeedbackBody) -> Response:
         """Answer ``POST /v1/feedback``: keep the answer with what is said of it."""
         async with self._writing:
             remembered, answer = self._rated(body)
-            self._count_rating(request.client.host if request.client else "")
             identity = secrets.token_hex(16)
             rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
             await run_in_threadpool(write_rows, self._path, rows, remembered.row)
@@ -161,25 +154,6 @@ class Learning:
 
         facts = {"id": body.id, "index": body.index, "kept": sorted(rows), "replaces": replaces}
         return JSONResponse({"object": "feedback", **facts})
-
-    def _count_rating(self, client: str) -> None:
-        """Raise a PackError if an address has rated enough answers for an hour."""
-        most = self._settings.ratings_per_hour
-        now = time.monotonic()
-        times = [each for each in self._rating_times.pop(client, []) if now - each < _HOUR]
-        self._rating_times[client] = times
-
-        if len(times) >= most:
-            raise PackError(
-                f"id: this address has rated {most} answers within an hour, and more are not kept. "
-                "Try again later, or start the server with a larger --ratings-per-hour.",
-                "busy",
-                "id",
-            )
-
-        times.append(now)
-        if len(self._rating_times) > _CLIENTS:
-            self._rating_times.popitem(last=False)
 
     def _rated(self, body: FeedbackBody) -> tuple[_Remembered, Answer]:
         """Return the answer that feedback is about; a PackError if it says nothing of one."""

@@ -72,7 +72,6 @@ class ServerSettings:
         request_seconds: how long a request may take.
         host: the address that it listens on; on this machine's own, other names are rejected.
         max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
-        ratings_per_hour: of one address, which a server that learns keeps.
         allow_urls: whether images that a request names by an HTTP URL are fetched.
     """
 
@@ -85,7 +84,6 @@ class ServerSettings:
     host: str = "127.0.0.1"
     max_pixels: int = DataConfig.max_pixels
     allow_urls: bool = False
-    ratings_per_hour: int = 60
 
 
 class AccessGuard:

@@ -1,7 +1,6 @@
 """The packs that are served, by name, and which of them requests still use."""
 
 import itertools
-import math
 import re
 from dataclasses import dataclass, field
 
@@ -11,17 +10,14 @@ from ..adapters.score_head import score_head
 from ..adapters.spec import SCORE_WEIGHT
 from ..errors import PackError
 from ..nn.served_lora import BASE
-from ..packs.compatibility import agreed_records, check_generates, check_same_use, check_use
+from ..packs.compatibility import check_generates, check_use
 from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..packs.scored import OpenClassifier, classifier_of
-from ..packs.weighted_sum import check_weight, weighted_sum
 from .slots import PackSlots
 
 BASE_NAME = "base"
 _NAME = re.compile(r"[A-Za-z0-9][\w./@-]{0,127}", re.ASCII)
-_SUMS = 8  # weighted sums that stay in memory although no request uses them
-_PARTS = 8  # packs of one sum
 
 
 @dataclass(eq=False)
@@ -61,7 +57,6 @@ class PackRegistry:
     slots: PackSlots
     task: str = "lm"
     _entries: dict[str, Served] = field(default_factory=dict)
-    _sums: dict[str, Served] = field(default_factory=dict)
     _keys: itertools.count = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -69,7 +64,7 @@ class PackRegistry:
 
     @property
     def names(self) -> list[str]:
-        """The names that a request may have for its model, sums aside."""
+        """The names that a request may have for its model."""
         return list(self._entries)
 
     @property
@@ -104,38 +99,22 @@ class PackRegistry:
         del self._entries[name]
 
     def recorded(self, model: str) -> dict:
-        """Return recipe and objective of a pack; of a weighted sum, what all its packs agree on.
-
-        Any thread may call it.
-        """
-        packs = self._packs_of(model)
-        return agreed_records(packs) if packs else {}
-
-    def _packs_of(self, model: str) -> list[Pack]:
-        packs = self.packs
-        names = [model] if model in packs else [name for name, _ in parts_of(model)]
-        return [packs[name] for name in names if name in packs]
+        """Return the manifest of a pack, empty for the base; any thread may call it."""
+        pack = self.packs.get(model)
+        return pack.manifest if pack is not None else {}
 
     def check_model(self, model: str) -> None:
         """Raise a PackError unless a model can be leased now for text, embeddings or ranks.
 
         Any thread may call it.
         """
-        names = [name for name, _ in parts_of(model)] if model not in self._entries else [model]
-        for name in names:
-            pack = self._entry(name).pack
-            if pack is not None and self.task == "lm":
-                check_generates(pack)
-        if len(names) > 1 and (packs := self._packs_of(model)):
-            check_same_use(packs, "model")
+        pack = self._entry(model).pack
+        if pack is not None and self.task == "lm":
+            check_generates(pack)
 
     def lease(self, model: str) -> Served:
-        """Return what a request for a model computes with, until `release`.
-
-        Args:
-            model: ``base``, the name of a pack, or a weighted sum such as ``notes+law:0.3``.
-        """
-        entry = self._entries.get(model) or self._sum(model)
+        """Return what a request for ``base`` or a pack computes with, until `release`."""
+        entry = self._entry(model)
         entry.users += 1
         return entry
 
@@ -181,13 +160,9 @@ class PackRegistry:
         return Served(name, slot, pack, next(self._keys), classifier, head)
 
     def _retire(self, entry: Served) -> None:
-        """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""
+        """Free a slot, as soon as no request uses it."""
         entry.retired = True
         self._free(entry)
-        for name, other in list(self._sums.items()):
-            if entry.name in [part for part, _ in parts_of(name)]:
-                del self._sums[name]
-                self._retire(other)
 
     def _free(self, entry: Served) -> None:
         """Remove the adapters of a pack that is served no more and that no request uses."""
@@ -197,34 +172,10 @@ class PackRegistry:
     def _entry(self, name: str) -> Served:
         entry = self._entries.get(name)
         if entry is None:
-            raise PackError(
-                f"model '{name}': is not served. Served are {', '.join(self.names)}.",
-                "not-found",
-                "model",
-            )
-        return entry
-
-    def _sum(self, model: str) -> Served:
-        """Return the entry of a weighted sum, which is loaded at its first use."""
-        parts = parts_of(model)
-        if len(parts) == 1 and parts[0][1] == 1:
-            return self._entry(parts[0][0])
-        if model in self._sums:
-            self._sums[model] = self._sums.pop(model)  # the last is the one that was used last
-            return self._sums[model]
-
-        entries = [(self._entry(name), weight) for name, weight in parts]
-        if any(entry.pack is None for entry, _ in entries):
-            raise PackError(f"model '{model}': base has no adapters to add.", flag="model")
-        pack = weighted_sum([(entry.pack, weight) for entry, weight in entries])
-
-        idle = [name for name, entry in self._sums.items() if entry.users == 0]
-        for name in idle[: max(0, len(self._sums) - _SUMS + 1)]:
-            self._retire(self._sums.pop(name))
-
-        entry = self._load(model, pack)
-        pack.tensors = {}  # they are in the slot, and nothing is summed from a sum
-        self._sums[model] = entry
+            remedy = f"Served are {', '.join(self.names)}."
+            if "+" in name:
+                remedy = "A weighted sum is served as a pack: make one with packs combine."
+            raise PackError(f"model '{name}': is not served. {remedy}", "not-found", "model")
         return entry
 
 
@@ -236,20 +187,3 @@ def check_name(name: str) -> None:
             f"and not '{BASE_NAME}'.",
             flag="name",
         )
-
-
-def parts_of(model: str) -> list[tuple[str, float]]:
-    """Return the names and weights of ``notes+law:0.3``; a name alone has weight 1."""
-    parts = []
-    for text in model.split("+"):
-        name, colon, weight = text.partition(":")
-        try:
-            value = float(weight) if colon else 1.0
-        except ValueError:
-            value = math.nan
-        check_weight(value, f"model '{model:.140}'", "model")
-        parts.append((name.strip(), value))
-
-    if len(parts) > _PARTS:
-        raise PackError(f"model: adds {len(parts)} packs, and {_PARTS} is the most.", flag="model")
-    return parts

@@ -86,7 +86,7 @@ class Started:
 
     Attributes:
         cached: tokens of its prompt that were in memory already.
-        adapters: hash of the adapters of its pack; None for the base and for sums of packs.
+        adapters: hash of the adapters of its pack; None for the base.
     """
 
     cached: int

@@ -58,6 +58,7 @@ def test_a_function_with_other_options_rejects_it_too():
         ("train --on-long-row drop", "Use --on-bad-row skip"),
         ("eval --on-long-row drop", "Use --on-bad-row skip"),
         ("serve --kv-bits 8", "raise --kv-memory"),
+        ("serve --ratings-per-hour 9", "the key or the token"),
         ("quantize --block 32", "Use --group-size."),
         ("sweep --runner ray", "one after another on this machine"),
         ("sweep --together", "one after another"),

@@ -60,7 +60,7 @@ class Running:
         self.worker, self.settings = worker, ServerSettings(**settings)
         self.library = Library(worker, folder)
         self.training = training and training(self.settings)
-        self.learning = learning and Learning(learning, self.library, self.settings)
+        self.learning = learning and Learning(learning, self.library)
         self.server = Server(
             worker, self.library, self.settings, Metrics(), self.training, self.learning
         )

@@ -23,7 +23,6 @@ class Server:
 
     def __init__(self, folder: Path, *args: str) -> None:
         command = [*PACKS, "serve", "--port", "0", "--grace", "1", "--no-key", *args]
-        command += ["--ratings-per-hour", "1000"]
         self.process = subprocess.Popen(
             command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
         )

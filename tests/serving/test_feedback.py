@@ -204,19 +204,6 @@ def test_only_packs_learn_changes_what_the_name_serves(generator, shelf, folder,
         assert rate(server, ended(server), rating="down")[0] == 200
 
 
-def test_an_address_rates_a_bounded_number_of_answers_an_hour(generator, folder, monkeypatch):
-    with Running(generator, learning=folder, ratings_per_hour=3) as server:
-        answers = [server.chat("notes", QUESTION, max_tokens=4) for _ in range(4)]
-        for answer in answers[:3]:
-            assert rate(server, answer, correction="b")[0] == 200
-        status, body = rate(server, answers[3], correction="b")
-        assert status == 429 and "--ratings-per-hour" in body["error"]["message"]
-
-        assert rate(server, {"id": "nowhere"}, rating="down")[0] == 404
-        monkeypatch.setattr(feedback, "_HOUR", 0.0)
-        assert rate(server, answers[3], correction="b")[0] == 200
-
-
 def test_a_server_without_learn_keeps_nothing(shared_server):
     answer = shared_server.chat("notes", QUESTION)
     status, message = rejected(shared_server, answer, rating="up")

@@ -177,7 +177,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(server, opened, expect):
     assert [m["content"] for m in bodies[-1]["messages"]] == ["three"]
 
 
-def test_columns_are_added_and_removed_and_take_weighted_sums(server, opened, expect):
+def test_columns_are_added_and_removed(server, opened, expect):
     page = opened(server)
     add = page.get_by_role("button", name="Add column")
     add.click()
@@ -185,17 +185,13 @@ def test_columns_are_added_and_removed_and_take_weighted_sums(server, opened, ex
     add.click()
     assert add.is_disabled()
 
-    for number, text in ((3, "notes+law:0.3"), (4, "notes+nothing")):
-        column(page, number).get_by_label("Model").select_option("Weighted sum…")
-        column(page, number).get_by_label("Weighted sum", exact=True).fill(text)
+    column(page, 3).get_by_label("Model").select_option("law")
     options(page, max_tokens="8")
     ask(page, expect, "Hello.", 4)
 
-    expected = server.chat("notes+law:0.3", "Hello.", max_tokens=8)
+    expected = server.chat("law", "Hello.", max_tokens=8)
     shown = column(page, 3).locator(".answer").text_content()
     assert shown == expected["choices"][0]["message"]["content"]
-    error = column(page, 4).locator(".error")
-    assert error.text_content().startswith("model 'nothing': is not served.")
 
     page.get_by_role("button", name="Remove column 1").click()
     assert texts(page, ".who")[0] != "base" and add.is_enabled()
@@ -297,8 +293,6 @@ def test_every_width_and_scheme_is_accessible(server, opened, expect, width, sch
 
     for _ in range(2):
         page.get_by_role("button", name="Add column").click()
-    column(page, 4).get_by_label("Model").select_option("Weighted sum…")
-    column(page, 4).get_by_label("Weighted sum", exact=True).fill("unknown" * 20)
     options(page, max_tokens="8")
     ask(page, expect, "supercalifragilistic" * 30, 4)
 
@@ -426,11 +420,10 @@ def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
     pair = ["how do i fix a car", "steps to repair the vehicle"]
     page.get_by_label("First text").fill(pair[0])
     page.get_by_label("Second text").fill(pair[1])
-    page.locator("#embed-sum").fill("notes+law:0.3")
     page.get_by_label("Second text").press("Enter")
 
     rows = page.locator("#similarities tbody tr")
-    expect(rows).to_have_count(4)
+    expect(rows).to_have_count(3)
     for line in rows.all():
         model, similarity = (cell.text_content() for cell in line.locator("> *").all())
         body = {"model": model, "input": pair}
@@ -439,9 +432,6 @@ def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
         expected = a @ b / np.sqrt((a @ a) * (b @ b))
         assert float(similarity) == pytest.approx(expected, abs=1e-4)
 
-    page.locator("#embed-sum").fill("unknown" * 10)
-    page.locator("#embed-sum").press("Enter")
-    expect(rows.last).to_contain_text("is not served")
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
 
 
