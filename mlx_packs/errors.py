@@ -131,10 +131,6 @@ def older_version(place: object, remedy: str = "") -> PackError:
     return PackError(f"{fault} {remedy}".rstrip(), "unsupported", where=place)
 
 
-class BackOff(Exception):
-    """A run continues from its last checkpoint with half the rate (``--on-nan back-off``)."""
-
-
 class BaseChanged(PackError):
     """The files of a base that is in use changed, or cannot be read any more."""
 
@@ -142,19 +138,15 @@ class BaseChanged(PackError):
         super().__init__(message, "unreadable", "model")
 
 
-class ReadFailed(BaseChanged):
-    """A read failed while MLX computed, whose results are lost."""
-
-
 @contextmanager
 def read_errors() -> Iterator[None]:
-    """Turn a failed read of MLX into a `ReadFailed`."""
+    """Turn a failed read of MLX into a `BaseChanged`."""
     try:
         yield
     except RuntimeError as error:
         if "[read]" not in str(error):
             raise
-        raise ReadFailed(
+        raise BaseChanged(
             "--model: the weights of the base cannot be read any more. Put the base back."
         ) from None
 

@@ -154,12 +154,10 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
     )
 
 
-def make_optimizer(
-    config: TrainConfig, since: int = 0, factor: float = 1.0
-) -> optimizers.Optimizer:
+def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
     """Return the optimizer of a run, tried with one update so that a wrong value shows early.
 
-    The schedule begins after ``since`` updates, and its rates are multiplied by ``factor``.
+    The schedule begins after ``since`` updates.
 
     Raises:
         PackError: an argument is unknown to the optimizer, or its value does not work.
@@ -183,12 +181,12 @@ def make_optimizer(
 
     rate = schedule(config)
     ratio = config.loraplus_lr_ratio
-    if not since and factor == 1:
+    if not since:
         return _with_ratio(optimizer(learning_rate=rate, **arguments), ratio)
 
     def shifted(step: mx.array) -> mx.array:
         # updates that were skipped are not counted, so that a phase may begin with fewer
-        return factor * rate(mx.maximum(step, since) - since)
+        return rate(mx.maximum(step, since) - since)
 
     return _with_ratio(optimizer(learning_rate=shifted, **arguments), ratio)
 

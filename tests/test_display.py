@@ -9,8 +9,7 @@ import pytest
 from mlx_packs.cli import output
 from mlx_packs.display import Display, hanging, wrapped
 from mlx_packs.run_clock import RunClock
-from mlx_packs.training.observers import ObservedRun
-from mlx_packs.training.observers.console import Console
+from mlx_packs.training.observers import Console, ObservedRun
 
 LORA = (
     "516,096 trainable parameters (7.87 % of 6.6 M) · rank 16 · geometry probed, "

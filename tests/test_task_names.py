@@ -98,7 +98,7 @@ OTHER_MEANINGS = {
         "report/facts.py",
         "tasks/grpo.py",
         "tasks/rewards.py",
-        "training/observers/console.py",
+        "training/observers/__init__.py",
     },
     # a value of --head
     "lm": {

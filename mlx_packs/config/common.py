@@ -138,10 +138,9 @@ class CommonConfig(Settings):
     )
     on_nan: str = _optimization(
         "stop",
-        "What to do when a loss or gradient is not finite: stop the run, skip that update (10 in a "
-        "row at most), or back off to the last checkpoint with half the learning rate (3 times at "
-        "most). The examples are recorded in not_finite.jsonl of the run folder.",
-        choices=("stop", "skip", "back-off"),
+        "What to do when a loss or gradient is not finite: stop the run, or skip that update (10 "
+        "in a row at most). The examples are recorded in not_finite.jsonl of the run folder.",
+        choices=("stop", "skip"),
         resumable=True,
     )
     recompute: str = _memory(

@@ -141,6 +141,7 @@ _VALUES = {
     "quantize": {"nf4": "4bit bnb bnb4 int4", "affine8": "8bit bnb8 int8", "mxfp4": "fp4"},
     "compute_dtype": DTYPES,
     "pack_dtype": DTYPES,
+    "on_nan": {"skip, and lower --learning-rate": "back-off"},
     "search": {"random or tpe": "halving"},
     "exchange_dtype": DTYPES,
 }

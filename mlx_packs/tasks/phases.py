@@ -51,9 +51,9 @@ class RunPhase:
             columns=replace(self.columns, **columns),
         )
 
-    def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
-        """``factor`` scales the learning rate; the state counts updates since a fresh one."""
-        return make_optimizer(self.train, self.updates_before, factor)
+    def optimizer(self) -> optimizers.Optimizer:
+        """Return an optimizer whose state counts updates since a fresh one."""
+        return make_optimizer(self.train, self.updates_before)
 
     def manifest_key(self, key: str) -> str:
         """Return the key itself, or ``<phase>/<key>`` in a run of several phases."""

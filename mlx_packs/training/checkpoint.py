@@ -7,6 +7,7 @@ other files, and one of itself.
 
 import math
 import re
+import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import NoneType
@@ -17,6 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.spec import check_shapes
 from ..adapters.trainable import Trainable
+from ..display import size
 from ..distributed.group import group
 from ..errors import PackError, older_version
 from ..files import atomic_folder, to_json
@@ -43,22 +45,40 @@ _SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may 
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
+_SPARE = 1 << 20  # bytes for what else a run writes
 
 
 def save_checkpoint(
     run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
+    """Write a checkpoint and return its folder; if it cannot be written, nothing of it is left."""
+    tensors = trainable.tensors()
+    arrays = group().union(dict(tree_flatten(optimizer.state)))
+    arrays["random"] = mx.random.state[0]
+    _check_space(run, sum(array.nbytes for array in (*tensors.values(), *arrays.values())))
+
     folder = run / f"{_PREFIX}{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
-        save_tensors(partial / ADAPTERS, trainable.tensors())
-        arrays = group().union(dict(tree_flatten(optimizer.state)))
-        arrays["random"] = mx.random.state[0]
+        save_tensors(partial / ADAPTERS, tensors)
         save_tensors(partial / OPTIMIZER, arrays)
         content = {**asdict(state), _FILES: file_facts(partial, (ADAPTERS, OPTIMIZER))}
         (partial / STATE).write_text(to_json(sealed(content)), encoding="utf-8")
         if (run / METRICS).is_file():  # the lines up to here; the folder is synced next
             sync(run / METRICS, through_drive=False)
     return folder
+
+
+def _check_space(run: Path, nbytes: int) -> None:
+    """Raise a PackError if the disk has no room for the next checkpoint."""
+    if not run.is_dir():
+        raise PackError(f"{run}: was removed or moved while the run lasted.", "unwritable")
+    needed = nbytes + _SPARE
+    if (free := shutil.disk_usage(run).free) < needed:
+        raise PackError(
+            f"{run}: {size(free)} are free, but a checkpoint takes {size(needed)}. Free some "
+            "space.",
+            "unwritable",
+        )
 
 
 def batches_of(checkpoint: Path) -> int:

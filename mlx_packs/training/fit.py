@@ -14,7 +14,7 @@ from ..adapters.trainable import Trainable, round_adapters
 from ..config.choices import TASKS
 from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
-from ..errors import BackOff, Float16Overflow, PackError, RunStopped
+from ..errors import Float16Overflow, PackError, RunStopped
 from ..files import make_folder
 from ..nn.recompute import blocks_together
 from ..objectives.objective import Objective
@@ -26,21 +26,24 @@ from ..run_clock import ANSWER, COMPUTED_PER_S, EVALUATE, FORWARD, TRAIN
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
-from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .guards import DiskSpace, FolderGuard, Memory
-from .loop import Loop
+from .checkpoint import (
+    batches_of,
+    load_checkpoint,
+    load_weights,
+    read_training_state,
+    save_checkpoint,
+)
+from .loop import Loop, Reports
 from .observer import Observer
 from .observers import ObservedRun, make_observers
-from .on_nan import OnNan
+from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
-from .reports import Reports
+from .run_folder import NOT_FINITE
 from .settings import Run
 from .state import TrainingState
 from .step import BatchStep, Stepper
-from .stopping import interrupted, write_checkpoint
 from .update import add_scale, scale_facts
-from .update_guard import UpdateGuard
-from .watch import EarlyStop, Ending, Guard, Watch, better_earlier
+from .watch import EarlyStop, Ending, Memory, Watch, better_earlier, interrupted
 
 Scores = dict[str, Score]  # by phase
 Objectives = Mapping[str, Objective]  # by phase
@@ -82,7 +85,7 @@ class Fit:
     float16: bool  # whether the base computes in it, and the loss is scaled
     on_nan: OnNan
     origin: PhaseReference  # what the run started from
-    guards: Sequence[Guard] = ()
+    memory: Memory | None = None
     before: Scores | None = None  # the scores at the start; several phases need them
     parts: int = 1  # that batches are taken in; it only grows
     state: TrainingState = field(default_factory=TrainingState)
@@ -120,15 +123,7 @@ class Fit:
 
         mx.reset_peak_memory()
         self._plan_time()
-        while True:
-            try:
-                optimizer = self._train_phases(checkpoint)
-                break
-            except BackOff:
-                checkpoint = run.files.latest_checkpoint()
-                self.state = read_training_state(checkpoint)
-                self.curve[:] = run.files.metrics_until(self.state.batches)
-
+        optimizer = self._train_phases(checkpoint)
         if run.train.picks_best:
             self._load_best()
         elif better := better_earlier(self.curve):
@@ -261,7 +256,7 @@ class Fit:
 
         The checkpoint also has the trained parameters and the training state.
         """
-        optimizer = phase.optimizer(self.on_nan.factor)
+        optimizer = phase.optimizer()
         optimizer.init(self.trainable.model.trainable_parameters())
         if self.float16:
             add_scale(optimizer)
@@ -317,8 +312,6 @@ class Fit:
         step = BatchStep(stepper, objective, data.train.collate, self.parts, together)
         reports = Reports(self.observers, step, phase.name, run.display.clock)
         save = partial(self._save, optimizer, reports)
-        if self.on_nan.policy == "back-off" and run.files.latest_checkpoint() is None:
-            save(self.state)
 
         return Loop(
             phase=phase,
@@ -328,7 +321,7 @@ class Fit:
             validation=data.validation,
             guard=UpdateGuard(step, self.state, self.on_nan, save, run.display),
             watch=Watch(
-                self.guards, self._early_stop_of(phase), partial(run.display.line, *_STOPPING)
+                self.memory, self._early_stop_of(phase), partial(run.display.line, *_STOPPING)
             ),
             reports=reports,
         )
@@ -362,7 +355,7 @@ class Fit:
     def _save(
         self, optimizer: optimizers.Optimizer, reports: Reports, state: TrainingState
     ) -> Path:
-        folder = write_checkpoint(self.run, self.guards, self.trainable, optimizer, state)
+        folder = save_checkpoint(self.run.folder, self.trainable, optimizer, state)
         reports.checkpoint_written(folder)
         return folder
 
@@ -437,11 +430,6 @@ def start_fit(
     run.files.write_identity(prepared.identity)
     origin.save()
 
-    guards = [
-        FolderGuard(run, prepared.identity, observed.curve),
-        DiskSpace(run),
-        Memory(run.display, observers),
-    ]
     return Fit(
         run=run,
         trainable=trainable,
@@ -450,8 +438,8 @@ def start_fit(
         observers=observers,
         curve=observed.curve,
         float16=float16,
-        on_nan=OnNan(run, observers),
+        on_nan=OnNan(run, run.folder / NOT_FINITE, observers),
         origin=origin,
-        guards=guards,
+        memory=Memory(run.display, observers),
         before=before,
     )

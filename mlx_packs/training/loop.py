@@ -3,18 +3,21 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.dataset import Batch, Dataset
-from ..errors import BaseChanged, ReadFailed, read_errors
-from ..runtime import mx, set_random_state
-from .reports import Reports
-from .state import TrainingState
+from ..errors import read_errors
+from ..objectives.score import Score
+from ..run_clock import RunClock
+from ..runtime import mx
+from .observer import Observer
+from .on_nan import UpdateGuard
+from .state import TrainingState, Window
 from .step import BatchStep, StartedStep
-from .update_guard import UpdateGuard
+from .update import scale_facts
 from .watch import Ending, Watch
 
 if TYPE_CHECKING:
@@ -59,6 +62,89 @@ def _has_multiple(numbers: range, factor: int) -> bool:
     return any(number % factor == 0 for number in numbers)
 
 
+@dataclass
+class Reports:
+    """Tells the observers of a phase what happens in it; ``clock`` estimates the time left."""
+
+    observers: Sequence[Observer]
+    step: BatchStep
+    phase: str = ""
+    clock: RunClock | None = None
+
+    def phase_starts(self, batches: int, done: int) -> None:
+        """Announce a phase, which goes on after its first ``done`` batches."""
+        for observer in self.observers:
+            observer.on_phase_start(batches, done)
+        if self.clock is not None:
+            self.clock.restart()  # what came before is no step
+
+    def phase_ends(self) -> None:
+        """Say that a phase is over, or was ended by an error."""
+        for observer in self.observers:
+            observer.on_phase_end()
+
+    def batch_done(self, loss: float, state: TrainingState) -> None:
+        unit = self.step.objective.unit
+        window = state.window
+        entries = {
+            "loss": loss,
+            f"{unit}_per_s": window.targets_per_s,
+            **window.computed_per_s,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+        }
+        line = self._line(state, entries)
+        for observer in self.observers:
+            observer.on_step(line)
+
+    def window_done(self, state: TrainingState) -> None:
+        """Report the batches since the last report, unless every update of theirs was skipped."""
+        window = state.window
+        unit = self.step.objective.unit
+        if not window.terms:
+            return
+        state.window = Window()
+
+        optimizer = self.step.stepper.optimizer
+        entries = {
+            "update": state.updates,
+            "loss": window.loss,
+            "grad_norm": state.grad_norm,
+            "learning_rate": float(optimizer.learning_rate),
+            f"{unit}_per_s": window.targets_per_s,
+            **window.computed_per_s,
+            f"trained_{unit}": state.trained_tokens,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+            **self.step.objective.facts(),
+        }
+        if self.step.stepper.scaled:
+            entries |= scale_facts(optimizer)
+
+        line = self._line(state, entries)
+        for observer in self.observers:
+            observer.on_report(line, window.batches_per_s)
+
+    def validated(self, score: Score, state: TrainingState, seconds: float) -> None:
+        line = self._line(state, score.entries)
+        for observer in self.observers:
+            observer.on_validation(line, score, seconds)
+
+    def checkpoint_written(self, folder: Path) -> None:
+        for observer in self.observers:
+            observer.on_checkpoint(folder)
+        self.tick("save")
+
+    def tick(self, part: str, units: int = 1) -> None:
+        """Count the time since the last unit for a part of the run."""
+        if self.clock is not None:
+            self.clock.tick(part, units)
+
+    def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
+        line = {"batch": state.batches, **entries}
+        if self.phase:
+            line["phase"] = self.phase
+        return line
+
+
 @dataclass(frozen=True)
 class _StartedBatch:
     """A batch whose step was started; ``start`` is as `time.perf_counter` has it."""
@@ -94,7 +180,6 @@ class Loop:
     reports: Reports
     _in_flight: deque[_StartedBatch] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
-    _random: mx.array | None = field(default=None, init=False)  # state before the next step
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
         """Train to the end of the phase; return why it ended before, saved.
@@ -102,7 +187,6 @@ class Loop:
         Raises:
             PackError: if a loss or gradient is not finite and `--on-nan` ends the run; the last
                 checkpoint remains.
-            BackOff: if the run goes on from that.
             Float16Overflow: if that happens in float16; the last update is saved.
             Signalled: after a signal, once a checkpoint is saved.
         """
@@ -112,7 +196,7 @@ class Loop:
         done = self.state.batches - self.phase.first_batch
         self.reports.phase_starts(train.iters, done)
         try:
-            with self.watch.deferring_signals(), self._saved_if_base_changes(), read_errors():
+            with self.watch.deferring_signals(), read_errors():
                 ending = self.watch.ended_before()
                 while done < train.iters and not ending:
                     drawn = list(islice(batches, self._at_once(done)))
@@ -142,7 +226,7 @@ class Loop:
         """Start the step on batches; return the last, prepared."""
         start = time.perf_counter()
         # a run that leaves float16 goes back to the state before an update
-        random = self._random = mx.random.state[0]
+        random = mx.random.state[0]
         several = self.phase.train.grad_accumulation_steps
         updates = numbers[-1] % several == 0 or numbers[-1] == self.phase.train.iters
 
@@ -155,23 +239,7 @@ class Loop:
         for number, batch, step in zip(numbers, prepared, steps, strict=True):
             is_last = updates and number == numbers[-1]
             self._in_flight.append(_StartedBatch(batch, number, is_last, random, step, start))
-        self._random = mx.random.state[0]
         return prepared[-1]
-
-    @contextmanager
-    def _saved_if_base_changes(self) -> Iterator[None]:
-        """Save the last update if the files of the base change, whose blocks are on disk."""
-        try:
-            yield
-        except ReadFailed:  # the update at work is lost, and its weights with it
-            raise
-        except BaseChanged:
-            if self._random is not None and not self.step.stepper.waiting:
-                with read_errors():
-                    self._read(leaving=0)
-                set_random_state(self._random)
-                self.guard.save_unscored()
-            raise
 
     def _between_batches(self, due: Due, batch: Batch) -> Ending | None:
         """Report, validate and save what is due; return why the phase ends now."""

@@ -1,64 +1,68 @@
-"""Losses and gradients that are not finite (``--on-nan``): stop, skip the update, or back off.
+"""Losses and gradients that are not finite (``--on-nan``): stop, or skip the update.
 
 Each is recorded in ``not_finite.jsonl`` of the run folder, with the rows of its batches. What a
-resumed run needs is there too: the updates that were skipped in a row, and the learning rate's
-factor.
+resumed run needs is there too: the updates that were skipped in a row.
 
 In float16 an overflow is the business of the loss's scale (update.py): its skipped updates are
 not counted here, and a loss that overflows leads to bfloat16. There these policies apply.
 """
 
+import copy
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ..data.dataset import Batch
-from ..errors import BackOff, PackError
+from ..data.dataset import Batch, Dataset
+from ..display import Display
+from ..errors import Float16Overflow, PackError
 from ..files import atomic_write
+from ..objectives.score import Score
 from ..reading import parse_json, read_text
+from ..runtime import mx, set_random_state
 from .observer import Observer
-from .run_folder import NOT_FINITE
-from .settings import Run
+from .state import TrainingState
+from .step import BatchStep, not_finite
+from .update import remove_scale
 
+if TYPE_CHECKING:
+    from .settings import Run
+
+Save = Callable[[TrainingState], Path]  # writes a checkpoint
 MOST_SKIPPED = 10  # updates in a row
-MOST_BACK_OFFS = 3  # of a run
 _SHOWN = 4  # rows in a message
 
 
 class OnNan:
-    """The policy of a run, whose observers are notified of skipped updates."""
+    """The policy of a run, whose observers are notified of skipped updates.
 
-    def __init__(self, run: Run, observers: Sequence[Observer]) -> None:
+    ``file`` has the records.
+    """
+
+    def __init__(self, run: "Run", file: Path, observers: Sequence[Observer]) -> None:
         self._run = run
         self._observers = observers
-        self._file = run.folder / NOT_FINITE
+        self._file = file
         self._records: list[dict] = []
         self._skipped = 0  # updates in a row
 
     @property
     def policy(self) -> str:
-        """``stop``, ``skip`` or ``back-off``."""
+        """``stop`` or ``skip``."""
         return self._run.train.on_nan
 
-    @property
-    def factor(self) -> float:
-        """Factor of the learning rate."""
-        return 0.5 ** self._count("back-off")
-
     def facts(self) -> dict[str, int]:
-        """Return how many updates were skipped, and how often the run backed off, if it did."""
-        counts = {"skipped": self._count("skip"), "back_offs": self._count("back-off")}
-        return {name: count for name, count in counts.items() if count}
-
-    def _count(self, action: str) -> int:
-        return sum(record["action"] == action for record in self._records)
+        """Return how many updates were skipped, if any were."""
+        skipped = sum(record["action"] == "skip" for record in self._records)
+        return {"skipped": skipped} if skipped else {}
 
     def resume(self, batches: int) -> None:
         """Read the records of a run that continues from a batch; later updates are taken again."""
         self._records = [
             record
-            for record in read_records(self._run.folder)
+            for record in read_records(self._file)
             if record["action"] != "skip" or record["batch"] <= batches
         ]
         self._skipped = 0
@@ -79,40 +83,36 @@ class OnNan:
             self._skipped += 1
             rows = self._rows_of(batches)
             self._record(number, fault, rows, action="skip", in_a_row=self._skipped)
-            self._tell(number, f"{fault}, its update is skipped", rows)
+            text = f"batch {number}: {fault}, its update is skipped.{self._shown(rows)}"
+            self._run.display.line("nan", text)
+            for observer in self._observers:
+                observer.on_event(dict(self._records[-1]))
             return
         self.end(number, fault, batches)
 
     def end(self, number: int, fault: str, batches: Sequence[Batch]) -> NoReturn:
-        """Raise BackOff, or a PackError that names the rows.
+        """Raise a PackError that names the rows.
 
         A model that is not finite leaves no other choice.
         """
         rows = self._rows_of(batches)
-        checkpoint = self._run.files.latest_checkpoint()
-        if self.policy == "back-off" and checkpoint and self._count("back-off") < MOST_BACK_OFFS:
-            self._record(number, fault, rows, action="back-off", to=checkpoint.name)
-            text = f"{fault}, back to {checkpoint.name} with {self.factor:g} of the learning rate"
-            self._tell(number, text, rows)
-            raise BackOff
-
         self._record(number, fault, rows, action="stop")
-        limit = {
-            "skip": f" {MOST_SKIPPED} updates in a row were skipped.",
-            "back-off": f" The run backed off {self._count('back-off')} times.",
-        }
 
         last = "No checkpoint was due."
-        if checkpoint:
+        if checkpoint := self._run.files.latest_checkpoint():
             last = f"The last good checkpoint is {checkpoint}."
 
-        others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
+        limit = ""
+        skip = "--on-nan skip, or "
+        if self.policy == "skip":
+            limit = f" {MOST_SKIPPED} updates in a row were skipped."
+            skip = ""
         norm = self._run.train.max_grad_norm or 0
         clipped = "" if 0 < norm <= 1 else ", or --max-grad-norm 1"
 
         raise PackError(
-            f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"
-            f"{self._shown(rows)} {last} Try --on-nan {others}, or a lower --learning-rate than "
+            f"step {number}: {fault}. Training stopped.{limit}{self._shown(rows)} {last} "
+            f"Try {skip}a lower --learning-rate than "
             f"{self._run.train.learning_rate:g}{clipped}.",
             "diverged",
         )
@@ -129,21 +129,16 @@ class OnNan:
             text += f" and {len(rows) - _SHOWN} more, all in {self._file}"
         return f"{text}."
 
-    def _tell(self, number: int, text: str, rows: list[str]) -> None:
-        self._run.display.line("nan", f"batch {number}: {text}.{self._shown(rows)}")
-        for observer in self._observers:
-            observer.on_event(dict(self._records[-1]))
-
     def _record(self, number: int, fault: str, rows: list[str], **facts: object) -> None:
         self._records.append({"batch": number, "fault": fault, **facts, "rows": rows})
         text = "".join(json.dumps(record) + "\n" for record in self._records)
         atomic_write(self._file, text)
 
 
-def read_records(run: Path) -> list[dict]:
-    """Return the records of a run folder; damaged lines are left out."""
+def read_records(file: Path) -> list[dict]:
+    """Return the records of a file; damaged lines are left out."""
     try:
-        lines = read_text(run / NOT_FINITE).splitlines()
+        lines = read_text(file).splitlines()
     except (PackError, OSError):
         return []
 
@@ -156,3 +151,103 @@ def read_records(run: Path) -> list[dict]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return records
+
+
+class UpdateGuard:
+    """Checks that losses, gradients and the model are finite, in float16 and elsewhere."""
+
+    def __init__(
+        self,
+        step: BatchStep,
+        state: TrainingState,
+        on_nan: OnNan,
+        save: Save,
+        display: Display,
+    ) -> None:
+        self._step = step
+        self._state = state
+        self._on_nan = on_nan
+        self._save = save
+        self._display = display
+        # The last update that was read, and the random state then: an overflow leads there.
+        self._updated: tuple[TrainingState, mx.array] | None = None
+        # Of the update at work, the batches that were read, and what is wrong with each loss.
+        self._of_update: list[tuple[Batch, str | None]] = []
+        self._finite: Batch | None = None  # the last batch whose loss was finite
+
+    def begin_update(self, random: mx.array) -> None:
+        """Remember the run before an update, with its random state, if its loss is scaled."""
+        if self._step.stepper.scaled:
+            self._updated = copy.deepcopy(self._state), random
+
+    def is_skipped(
+        self, batch: Batch, number: int, updates: bool, loss: float, norm: float
+    ) -> bool:
+        """Return whether a batch is no part of an update, because something is not finite.
+
+        ``updates`` is whether an update came with it, whose gradient has this norm. Raises
+        PackError if the run ends.
+        """
+        fault = not_finite(loss, 0.0)
+        self._of_update.append((batch, fault))
+        if not fault:
+            self._finite = batch
+        if updates or (fault and self._on_nan.policy != "skip"):
+            fault = self._check_update(norm, number)
+        return bool(fault)
+
+    def checked_norm(self, number: int, loss: float, norm: float) -> float:
+        """Return the gradient norm of the last update, which is another one after an overflow."""
+        if not self._step.stepper.scaled:
+            return norm
+        if math.isfinite(loss) and math.isinf(norm):
+            self._display.line(
+                "dtype", f"batch {number}: a gradient overflows in float16, its update is skipped"
+            )
+            return self._state.grad_norm
+        if fault := not_finite(loss, norm):
+            self._leave_float16(f"batch {number}: {fault}")
+        return norm
+
+    def validate(self, data: Dataset) -> Score:
+        """Return the score of the validation split, once every step was read."""
+        return self._checked_score(partial(self._step.objective.validate, data))
+
+    def _checked_score(self, score_of: Callable[[], Score]) -> Score:
+        """Score the model; in float16 the score is finite, or the run leaves it."""
+        stepper = self._step.stepper
+        if not stepper.waiting:
+            self.begin_update(mx.random.state[0])
+        score = score_of()
+        if stepper.scaled and not math.isfinite(score.value):
+            self._leave_float16(f"after batch {self._state.batches}: the loss is {score.value}")
+        return score
+
+    def save(self, batch: Batch) -> None:
+        """Write a checkpoint if the model still works: the loss before an update does not tell."""
+        if self._on_nan.policy != "skip" or self._finite is not None:
+            scored = self._step.first_piece(self._finite or batch)
+            score = self._checked_score(partial(self._step.objective.score_trained, scored))
+            if fault := not_finite(score.value, 0.0):
+                self._on_nan.end(self._state.batches, fault, [scored])
+        self._save(self._state)
+
+    def _check_update(self, norm: float, number: int) -> str | None:
+        """Return what is not finite in the current update, which is then skipped."""
+        batches = [batch for batch, fault in self._of_update if fault]
+        faults = [fault for _, fault in self._of_update if fault]
+        fault = faults[0] if faults else not_finite(0.0, norm)
+        if fault:
+            self._on_nan.handle(number, fault, batches or [batch for batch, _ in self._of_update])
+        else:
+            self._on_nan.updated()
+        self._of_update.clear()
+        return fault
+
+    def _leave_float16(self, fault: str) -> NoReturn:
+        """Save the last update, after which nothing has changed, and raise Float16Overflow."""
+        state, random = self._updated
+        set_random_state(random)
+        remove_scale(self._step.stepper.optimizer)
+        self._save(state)
+        raise Float16Overflow(fault, saved=True)

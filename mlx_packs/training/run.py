@@ -31,7 +31,7 @@ from .ranks import folders_of_rank, ranks_of_run
 from .result import RunReport, TrainRun, in_order
 from .saving import report_of, save_pack
 from .settings import Place, Request, RunSettings, recipe_of
-from .stopping import resumable
+from .watch import resumable
 
 
 @checked_arguments
@@ -160,6 +160,4 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
     report = in_order(report)
     for observer in fit.observers:  # which may add to it
         observer.on_end(report)
-    for guard in fit.guards:
-        guard.at_end()
     return TrainRun(pack, run.folder, RunReport(in_order(report)), fit.curve)

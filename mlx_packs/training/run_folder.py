@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -10,7 +10,7 @@ from types import NoneType
 from ..config.choices import METHODS, TASKS
 from ..config.other_names import without_removed
 from ..errors import PackError, file_errors, older_version
-from ..files import atomic_write, make_folder, to_json
+from ..files import atomic_write, to_json
 from ..filesystem import discard, recovered
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
@@ -59,16 +59,6 @@ class RunFolder:
     def of(cls, pack: Path) -> "RunFolder":
         """Return the folder of the run that writes a pack."""
         return cls(run_folder(pack))
-
-    @property
-    def has_identity(self) -> bool:
-        return (self.path / CONFIG).is_file()
-
-    def restore(self, identity: dict, metrics: Sequence[Mapping]) -> None:
-        """Write a folder that was removed again, without its checkpoints."""
-        make_folder(self.path)
-        self.write_identity(identity)
-        self._write_metrics(metrics)
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
@@ -192,7 +182,8 @@ class RunFolder:
         if not (self.path / METRICS).is_file():
             return []
         lines = [line for line in self.metrics() if line["batch"] <= batches]
-        self._write_metrics(lines)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        atomic_write(self.path / METRICS, text)
         return lines
 
     def metrics(self) -> list[dict]:
@@ -245,9 +236,6 @@ class RunFolder:
         if self.path.is_dir():
             text = "has no checkpoint. Repeat the command that started it, with --overwrite."
         return PackError(f"--resume: {self.path} {text}", "not-found")
-
-    def _write_metrics(self, lines: Iterable[Mapping]) -> None:
-        atomic_write(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def seed_runs(folder: Path) -> list[Path]:

@@ -1,27 +1,35 @@
-"""What may end a run between two updates: a signal, memory, patience, time, or another rank.
+"""What may end a run before its end: a signal, memory, patience, time, or another rank.
 
 A run ends on purpose by its patience, its time, or an observer's wish: then it is complete.
 """
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import signals
-from ..display import clock
+from ..display import Display, clock
 from ..distributed.group import group
-from ..errors import BackOff, Float16Overflow, PackError, flag_of
+from ..errors import BaseChanged, Float16Overflow, PackError, RunStopped, flag_of
+from ..memory.pressure import CRITICAL, LOW, memory_pressure
 from ..objectives.score import LOSS, Score, StoredScore, was_scored
+from ..runtime import mx
 from .observer import Observer
 
 if TYPE_CHECKING:
     from ..config.schema import TrainConfig
+    from ..data.dataset import Batch
     from ..data.rows import Splits
+    from .settings import Run
     from .step import BatchStep
 
 _OTHER_RANK = "another rank had to stop"
+_EVERY = 1.0  # seconds between two readings of the system
+_WORTHWHILE = 32 << 20  # bytes of freed buffers that are released before batches are split
 
 
 @dataclass(frozen=True)
@@ -33,17 +41,45 @@ class Ending:
     reason: str = ""  # why it is complete
 
 
-class Guard:
-    """Watches over a run; a subclass overrides what it needs."""
+class Memory:
+    """Reads the state of the system once a second.
 
-    def between_batches(self, step: "BatchStep", batch: Any, number: int) -> str | None:
-        """Return why the run should be saved and end after batch ``number``; None to go on."""
+    Under pressure MLX's freed buffers are released; then batches are taken in twice as many pieces,
+    which changes an update by rounding only; if a piece is one row already, the run ends before the
+    system swaps, once the pressure is critical.
+    """
 
-    def before_checkpoint(self, nbytes: int) -> None:
-        """Raise a PackError if a checkpoint of ``nbytes`` bytes cannot be written."""
+    def __init__(self, display: Display, observers: Sequence[Observer]) -> None:
+        self._display = display
+        self._observers = observers
+        self._next = monotonic() + _EVERY
 
-    def at_end(self) -> None:
-        """Raise a PackError if the run cannot be resumed although its pack is saved."""
+    def fault(self, step: "BatchStep", batch: "Batch", number: int) -> str:
+        """Return why the run should end after batch ``number``, if nothing smaller is possible."""
+        if (now := monotonic()) < self._next:
+            return ""
+        self._next = now + _EVERY
+
+        pressure = memory_pressure()
+        if pressure.level >= LOW and mx.get_cache_memory() >= _WORTHWHILE:
+            mx.clear_cache()
+            pressure = memory_pressure()
+        if pressure.level < LOW:
+            return ""
+
+        if step.use_smaller_pieces(batch):
+            self._announce(number, step.parts, pressure.reason)
+        elif pressure.level == CRITICAL:
+            return f"memory is short: {pressure.reason}"
+        return ""
+
+    def _announce(self, number: int, parts: int, reason: str) -> None:
+        self._display.line(
+            "memory", f"{reason}: from batch {number + 1} on each is taken in {parts} micro-batches"
+        )
+        line = {"batch": number, "micro_batches": parts, "memory_pressure": reason}
+        for observer in self._observers:
+            observer.on_event(line)
 
 
 class Watch:
@@ -51,13 +87,13 @@ class Watch:
 
     def __init__(
         self,
-        guards: Sequence[Guard],
-        early_stop: "EarlyStop | None",
+        memory: Memory | None = None,
+        early_stop: "EarlyStop | None" = None,
         say_stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self._say_stopping = say_stopping
         self.early_stop = early_stop  # None if a phase is only ended by faults
-        self._guards = guards
+        self._memory = memory
         self._fault = ""
         self._signals: Sequence[int] = ()
 
@@ -67,7 +103,7 @@ class Watch:
         with signals.announced(self._say_stopping), signals.deferred() as self._signals:
             try:
                 yield
-            except (BackOff, Float16Overflow):
+            except Float16Overflow:
                 if self._signals:  # the run does not go on
                     raise signals.Signalled(self._signals[0]) from None
                 raise
@@ -83,27 +119,25 @@ class Watch:
             return None
         return Ending(reason=reason)
 
-    def between_batches(self, step: "BatchStep", batch: Any, number: int) -> None:
-        """Let the guards look at the run after batch ``number``."""
-        if self._fault:
-            return
-        faults = [guard.between_batches(step, batch, number) for guard in self._guards]
-        self._fault = next(filter(None, faults), "")
+    def between_batches(self, step: "BatchStep", batch: "Batch", number: int) -> None:
+        """Read the state of the memory after batch ``number``."""
+        if self._memory is not None and not self._fault:
+            self._fault = self._memory.fault(step, batch, number)
 
     def ending(self) -> Ending | None:
         """Return why the run ends now, here or on another rank; None to go on."""
-        signal = self._signals[0] if self._signals else 0
+        received = self._signals[0] if self._signals else 0
         fault = self._fault
         reason = self._reason()
 
-        signal, faults, reasons = group().highest(signal, int(bool(fault)), int(bool(reason)))
-        if not (signal or faults or reasons):
+        received, faults, reasons = group().highest(received, int(bool(fault)), int(bool(reason)))
+        if not (received or faults or reasons):
             return None
         if faults and not fault:
             fault = _OTHER_RANK
         if reasons and not reason:
             reason = _OTHER_RANK
-        return Ending(signal, fault, reason)
+        return Ending(received, fault, reason)
 
     def _reason(self) -> str:
         if self.early_stop is None:
@@ -204,3 +238,32 @@ def better_earlier(curve: Sequence[dict]) -> str | None:
         f"the validation {best.measure} was {best.value:.3f} at batch {batch} and "
         f"{last.value:.3f} at batch {end['batch']}: --load-best ends with the best weights"
     )
+
+
+def interrupted(run: "Run", checkpoint: Path, number: int) -> RunStopped:
+    """Return the error that ends a run after a signal."""
+    reason = "interrupted"
+    if number != signal.SIGINT:
+        reason += f" ({signal.Signals(number).name})"
+    return RunStopped(reason, checkpoint, run.pack, exit_code=128 + number)
+
+
+@contextmanager
+def resumable(run: "Run") -> Iterator[None]:
+    """Raise `RunStopped` for a signal, a disk or a base that fails, if there is a checkpoint.
+
+    The run folder contains none of another run any more.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if (checkpoint := run.files.latest_checkpoint()) is None:
+            raise
+        raise interrupted(run, checkpoint, signals.number_of(error)) from None
+    except PackError as error:
+        checkpoint = run.files.latest_checkpoint()
+        can_continue = error.code == "unwritable" or isinstance(error, BaseChanged)
+        if isinstance(error, RunStopped) or not can_continue or checkpoint is None:
+            raise
+        reason = error.message.rstrip(".")
+        raise RunStopped(reason, checkpoint, run.pack, error.code) from None

@@ -13,8 +13,8 @@ from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import watch
 from mlx_packs.training.checkpoint import ADAPTERS
+from mlx_packs.training.on_nan import UpdateGuard
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.update_guard import UpdateGuard
 from mlx_packs.training.watch import EarlyStop, better_earlier
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
@@ -74,7 +74,7 @@ def test_resumed_it_takes_what_an_unbroken_run_takes(train):
 
 
 def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
-    clock = iter(range(0, 1000, 10))
+    clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(watch, "monotonic", lambda: next(clock))
     run = train(iters=6, val_batches=0, time="25s")
     batches = run.report["batches"]

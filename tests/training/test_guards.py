@@ -17,8 +17,7 @@ from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
-from mlx_packs.training import checkpoint as checkpoint_module
-from mlx_packs.training import guards
+from mlx_packs.training import checkpoint, watch
 from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
@@ -40,78 +39,14 @@ def whole(train) -> dict[str, str]:
     return files_of(train("whole", **SIX).run)
 
 
-def left() -> str:
-    """The numbers of the checkpoints."""
-    return "".join(path.name[-1] for path in RunFolder(RUN).checkpoints())
-
-
-# --- the run folder
-
-
-@pytest.mark.parametrize(
-    ("how", "at"),
-    [
-        pytest.param("removed", 2, id="at one"),
-        pytest.param("moved", 1, id="before the first"),
-        pytest.param("with its parent", 6, id="at the end"),
-    ],
-)
-def test_a_folder_that_vanishes_is_written_again(train, whole, monkeypatch, at, how):
-    folder = Path("packs/p-run")
-
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_folder_that_vanishes_ends_the_run(train, monkeypatch, is_file):
     def vanish(line):
-        if line["batch"] != at:
-            return
-        if how == "moved":
-            folder.rename("elsewhere")
-        else:
-            shutil.rmtree(folder if how == "removed" else folder.parent)
+        shutil.rmtree(RUN)
+        if is_file:
+            RUN.write_text("a file")
 
-    display = Lines()
     observe(monkeypatch, on_step=vanish)
-    run = train("packs/p", progress=display, **SIX)
-    assert any("was removed or moved" in line for line in display.lines)
-    RunFolder(folder).check_resumable()
-    lines = RunFolder(folder).metrics()
-    assert lines == run.curve and [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert files_of(folder) == whole
-
-
-def test_a_folder_that_vanishes_while_a_checkpoint_is_written(train, monkeypatch):
-    write, vanished = checkpoint_module.save_tensors, []
-
-    def write_and_vanish(file, tensors, *args):
-        write(file, tensors, *args)
-        if not vanished and file.name == "optimizer.safetensors":
-            vanished.append(file)
-            shutil.rmtree(RUN)
-
-    monkeypatch.setattr(checkpoint_module, "save_tensors", write_and_vanish)
-    train(**SIX)
-    assert vanished
-    RunFolder(RUN).check_resumable()
-    assert left() == "246"
-
-
-def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(train, monkeypatch):
-    save = Pack.save
-
-    def vanish(pack, *args, **options):
-        shutil.rmtree(RUN)
-        return save(pack, *args, **options)
-
-    monkeypatch.setattr(Pack, "save", vanish)
-    with raises("not-found", None, "p-run", "is complete", "cannot be resumed"):
-        train()
-    Pack.open("p")
-
-
-def test_a_file_in_the_place_of_the_folder_is_an_error(train, monkeypatch):
-    def replaced(line):
-        shutil.rmtree(RUN)
-        RUN.write_text("a file")
-
-    observe(monkeypatch, on_step=replaced)
     with raises("unwritable", None, "p-run"):
         train()
     assert not Path("p").exists()
@@ -123,7 +58,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def free_space(monkeypatch, free) -> None:
-    monkeypatch.setattr(guards.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
 
 
 @pytest.mark.page
@@ -145,19 +80,6 @@ def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
     free_space(monkeypatch, lambda: 1000)
     with raises("unwritable", None, "p-run", "1.0 kB are free"):
         train()
-
-
-@pytest.mark.parametrize("keep_last", [-1, 4])
-def test_old_checkpoints_make_room_if_any_may_go(train, monkeypatch, keep_last):
-    """There is space for three checkpoints."""
-    free_space(monkeypatch, lambda: (1 << 40) if len(RunFolder(RUN).checkpoints()) < 3 else 0)
-    if keep_last == -1:  # the user wants to have all of them
-        with pytest.raises(RunStopped):
-            train(iters=5, keep_last=keep_last)
-        assert left() == "123"
-    else:
-        train(iters=5, keep_last=keep_last)
-        assert left() == "345"
 
 
 @pytest.mark.parametrize(
@@ -203,9 +125,9 @@ def short_memory(monkeypatch):
         level = levels.pop(0) if levels else NONE
         return Pressure(level, "it is short" if level else "")
 
-    monkeypatch.setattr(guards, "_EVERY", 0.0)
-    monkeypatch.setattr(guards, "_WORTHWHILE", math.inf)
-    monkeypatch.setattr(guards, "memory_pressure", pressure)
+    monkeypatch.setattr(watch, "_EVERY", 0.0)
+    monkeypatch.setattr(watch, "_WORTHWHILE", math.inf)
+    monkeypatch.setattr(watch, "memory_pressure", pressure)
     return levels
 
 
@@ -272,7 +194,7 @@ def test_pairs_that_are_compared_stay_together(encoder, here, short_memory, loss
 
 
 def test_freed_buffers_are_given_back_first(train, short_memory, monkeypatch):
-    monkeypatch.setattr(guards, "_WORTHWHILE", 0)
+    monkeypatch.setattr(watch, "_WORTHWHILE", 0)
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
     run = train()
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
@@ -280,13 +202,11 @@ def test_freed_buffers_are_given_back_first(train, short_memory, monkeypatch):
 
 def test_the_system_is_asked_once_a_second(monkeypatch):
     now, asked = [0.0], []
-    monkeypatch.setattr(guards.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        guards, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
-    )
-    guard = guards.Memory(None, ())
+    monkeypatch.setattr(watch, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1])
+    memory = watch.Memory(None, ())
     for now[0] in (0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7):
-        assert guard.between_batches(None, None, 1) is None
+        assert not memory.fault(None, None, 1)
     assert asked == [1.2, 2.4]
 
 

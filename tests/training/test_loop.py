@@ -17,13 +17,12 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import RunPhase
 from mlx_packs.training import step
-from mlx_packs.training.loop import Loop
+from mlx_packs.training.loop import Loop, Reports
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.reports import Reports
+from mlx_packs.training.on_nan import UpdateGuard
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.state import TrainingState
 from mlx_packs.training.step import BatchStep, StartedStep, Stepper
-from mlx_packs.training.update_guard import UpdateGuard
 from mlx_packs.training.watch import Watch
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
@@ -105,7 +104,7 @@ def log_of(together: object = None, **settings) -> list[str]:
         guard=UpdateGuard(
             batch_step, state, on_nan, lambda s: recorder.log.append(f"save {s.batches}"), None
         ),
-        watch=Watch([], None),
+        watch=Watch(),
         reports=Reports([recorder], batch_step),
     )
 

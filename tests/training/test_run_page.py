@@ -14,8 +14,7 @@ from mlx_packs.packs.card import model_card
 from mlx_packs.report.facts import Page
 from mlx_packs.report.page import render
 from mlx_packs.tasks.causal_lm import SamplePrompt
-from mlx_packs.training.observers import run_files
-from mlx_packs.training.observers.console import Console
+from mlx_packs.training.observers import Console, run_files
 from mlx_packs.training.result import RunReport
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.run_page import facts_of_run, read_report
