@@ -27,13 +27,12 @@ OWN = {
     **dict.fromkeys(PREFERENCE_TASKS, ("tasks/preference.py", "objectives/preference.py")),
     "reward": (
         "tasks/reward.py",
-        "objectives/reward_model.py",
         "packs/scored.py",
         "evaluation/preferences.py",
     ),
     "classify": (
         "tasks/classify.py",
-        "objectives/classification.py",
+        "objectives/reader.py",
         "evaluation/classification.py",
         "data/labelled.py",
         "data/labels.py",
@@ -41,7 +40,7 @@ OWN = {
     ),
     "rerank": (
         "tasks/rerank.py",
-        "objectives/rerank.py",
+        "objectives/reader.py",
         "evaluation/rankings.py",
         "data/rankings.py",
     ),

@@ -277,6 +277,7 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
         return
 
     unfit = {
+        "task": any(facts and facts.heads == ("score",) for facts in map(TASKS.get, train.tasks)),
         "packing": train.packing,
         "pipeline": train.pipeline,
         "objective": train.objective != "transformer",

@@ -442,7 +442,7 @@ class RewardConfig(EncodedConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ClassifyConfig(PackableConfig, Headed):
+class ClassifyConfig(EncodedConfig, Headed):
     """Settings of classification."""
 
     ordinal: bool = _optimization(
@@ -461,11 +461,6 @@ class ClassifyConfig(PackableConfig, Headed):
         "Fit one temperature to the validation examples after training (classify), so that "
         "probabilities agree with accuracy; the pack keeps it.",
     )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.share_prefix == "on":
-            text = "cannot be combined with --share-prefix on. Leave one of them out."
-            yield Fault("task", text, "conflict")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -13,7 +13,7 @@ from ..data.task_formats import PAIR_FORMATS, RANKING_FORMATS, RankingFormat
 from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import generation_path
-from ..objectives.rerank import rerank_rows, scorer_of
+from ..objectives.reader import ranking_reader, rerank_rows
 from ..packs.base import Base, activated
 from ..packs.compatibility import text_limit
 from .fidelity import (
@@ -73,7 +73,7 @@ def compare_scores(request: MergeRequest) -> Outcome:
     ]
 
     def scores() -> np.ndarray:
-        return scorer_of(base, None).of_rows(rows, _DOCUMENTS_AT_ONCE).astype(np.float64)
+        return ranking_reader(base, None).of_rows(rows, _DOCUMENTS_AT_ONCE).astype(np.float64)
 
     with request.display.working("drift", f"{len(rows)} documents"):
         return _compared(request, base, scores, score_divergence, {"documents": len(rows)})

@@ -1,4 +1,4 @@
-"""Labelled rows as tokens, and batches of them with what the loss compares with.
+"""Labelled rows as tokens, with what the loss compares with.
 
 A head reads the class at the last token of a text, or of the prompt of a chat.
 """
@@ -16,10 +16,10 @@ from ..errors import PackError
 from .chat_formats import about_conversation
 from .encoding import EncodingOptions, Examples
 from .formats import COMPLETION, TEXT, Row
-from .labels import COLUMNS, Classes, Label, check_input, read_label
-from .preferences import Scored
+from .labels import CHAT, COLUMNS, Classes, Label, check_input, read_label
 from .row_format import BadRows
 from .sources import ConvertedRows, Rows, as_rows
+from .texts import Shortened, TextGroups
 from .token_cache import encode_cached
 
 NO_LIMIT = 1 << 30  # of the tokens of an example
@@ -34,11 +34,11 @@ def encode_labelled(
     classes: Classes,
     num_proc: int | None = None,
     labelled: bool = True,
-) -> Examples:
-    """Return every row as an example of its class, with its label as `Classes.encoded` has it.
+) -> TextGroups:
+    """Return every row as an example of one text, with its label as `Classes.encoded` has it.
 
-    Texts are cut to ``max_seq_length``, of which the target is one. Longer chats are dropped, since
-    their end says what is asked. Without ``labelled`` rows need no label.
+    Texts are cut to fewer than ``max_seq_length`` tokens. Longer chats are dropped, since their
+    end says what is asked. Without ``labelled`` rows need no label.
 
     Raises:
         RowError: A row cannot be used, unless ``names.on_bad_row`` leaves such rows out.
@@ -83,14 +83,8 @@ def encode_labelled(
     labels = np.zeros(len(numbers), np.int32)
     if labelled:
         labels = classes.encoded([usable[i][1] for i in numbers])
-    examples = replace(
-        examples,
-        format="chat" if classes.chat else "text",
-        loss_on="last token",
-        bad=bad.in_order(),
-        labels=labels,
-    )
-    return _fitted(examples, tokenizer, classes, options.max_seq_length)
+    examples = replace(examples, bad=bad.in_order())
+    return _fitted(examples, labels, tokenizer, classes, options.max_seq_length)
 
 
 def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iterator[Row]:
@@ -110,8 +104,10 @@ def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iter
     yield row.with_value(content)
 
 
-def _fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) -> Examples:
-    """Return examples of at most ``limit`` tokens with what is read of each.
+def _fitted(
+    examples: Examples, labels: np.ndarray, tokenizer: Any, classes: Classes, limit: int
+) -> TextGroups:
+    """Return what is read of each example, fewer than ``limit`` tokens.
 
     Raises a PackError if all are too long.
     """
@@ -134,14 +130,10 @@ def _fitted(examples: Examples, tokenizer: Any, classes: Classes, limit: int) ->
             "max_seq_length",
         )
 
-    items = Scored(examples, kept, prompts)
-    return replace(
-        examples,
-        items=items,
-        cut=cut,
-        dropped=len(prompts) - len(kept),
-        labels=examples.labels[kept],
-    )
+    examples = replace(examples, cut=cut, dropped=len(prompts) - len(kept))
+    texts = Shortened(examples, kept, prompts[kept])
+    row_format = CHAT if classes.chat else TEXT
+    return TextGroups.of_examples(row_format, examples, texts, labels[kept])
 
 
 def _prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:

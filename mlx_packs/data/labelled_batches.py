@@ -1,4 +1,4 @@
-"""Batches of rows with labels: both examples of a preference are in the same batch."""
+"""Batches of preferences: both examples of a row are in the same batch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
+from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Examples
 from .sampler import GroupedSampler, Order, grouped
@@ -18,24 +18,18 @@ _OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
 
 @dataclass(frozen=True)
 class LabelledCollate:
-    """Lays out the examples of rows as tokens, and adds the ``labels`` of rows, [slots, ...].
+    """Lays out the examples of rows as tokens, and adds the ``labels`` of rows, float32 [slots].
 
-    Examples 2 p and 2 p + 1 of a batch of pairs are of row p; labels are float32, 1 where the first
-    one is desirable. Single examples have one target each, and labels as `Classes.encoded`. A loss
-    is a mean over rows.
+    Examples 2 p and 2 p + 1 of a batch are of row p; labels are 1 where the first one is
+    desirable. A loss is a mean over rows.
     """
 
-    tokens: TokenCollate | PackedCollate | TreeCollate  # lays out the examples
-    is_scored: bool = False  # whether examples are scored: all tokens that are read count
-    per_row: int = 2  # examples of a row
+    tokens: TokenCollate | TreeCollate  # lays out the examples
 
     def __call__(self, examples: Examples, order: Order) -> Batch:
         batch = self.tokens(examples, order)
-        labels = examples.labels[[i // self.per_row for i in batch.examples[:: self.per_row]]]
-        batch = self._with_rows(batch, {"labels": labels}, self.tokens.batch_size)
-        if self.is_scored:
-            batch = dataclasses.replace(batch, targets=batch.computed)
-        return batch
+        labels = examples.labels[[i // 2 for i in batch.examples[::2]]]
+        return _with_rows(batch, {"labels": labels}, self.tokens.batch_size)
 
     def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders)
@@ -47,44 +41,36 @@ class LabelledCollate:
 
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}
-        targets = int((np.asarray(batch.inputs["owners"]) >= 0).sum())
-        whole = dataclasses.replace(batch, inputs=tokens, targets=targets)
+        whole = dataclasses.replace(batch, inputs=tokens)
 
         divided = []
         start = 0
-        for piece in split_rows(whole, parts, together=self.per_row):
-            stop = start + len(piece.examples) // self.per_row
+        for piece in split_rows(whole, parts, together=2):
+            stop = start + len(piece.examples) // 2
             parts_of_rows = {name: values[start:stop] for name, values in of_rows.items()}
-            divided.append(self._with_rows(piece, parts_of_rows, len(piece.inputs["tokens"])))
+            divided.append(_with_rows(piece, parts_of_rows, len(piece.inputs["tokens"])))
             start = stop
         return divided
 
-    def _with_rows(self, batch: Batch, of_rows: dict[str, np.ndarray], sequences: int) -> Batch:
-        """Make the loss a mean over rows, and pad their arrays."""
-        slots = sequences // 2
-        if self.per_row == 1:
-            slots = len(batch.inputs["positions"])
 
-        padded = {}
-        for name, values in of_rows.items():
-            padding = [(0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)]
-            padded[name] = np.pad(values, padding)
-        rows = len(batch.examples) // self.per_row
-        return dataclasses.replace(batch.having(**padded), denominator=rows)
+def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], sequences: int) -> Batch:
+    """Make the loss a mean over rows, and pad their arrays."""
+    padded = {}
+    for name, values in of_rows.items():
+        padding = [(0, sequences // 2 - len(values)), *[(0, 0)] * (values.ndim - 1)]
+        padded[name] = np.pad(values, padding)
+    return dataclasses.replace(batch.having(**padded), denominator=len(batch.examples) // 2)
 
 
 def preference_set(
-    examples: Examples,
-    sampler: GroupedSampler,
-    is_scored: bool = False,
-    trees: TreePlan | None = None,
+    examples: Examples, sampler: GroupedSampler, trees: TreePlan | None = None
 ) -> Dataset:
     """Without ``trees`` batches have few shapes if each costs a compilation."""
     if trees is not None:
         tokens = trees.collate(examples, sampler)
     else:
         tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-    return Dataset(examples, LabelledCollate(tokens, is_scored), sampler)
+    return Dataset(examples, LabelledCollate(tokens), sampler)
 
 
 def preference_evaluation(

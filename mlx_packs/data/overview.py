@@ -134,7 +134,7 @@ class Reader:
     def _labelled(self, rows: Rows, classes: Classes) -> SplitFacts:
         whole = replace(self.options, max_seq_length=NO_LIMIT)
         examples = encode_labelled(rows, self.tokenizer, self.columns, whole, classes)
-        lengths = examples.lengths - 1  # without the target
+        lengths = examples.lengths
         cut = int((lengths >= self.limit).sum())
 
         labels: dict[str, int] = {}

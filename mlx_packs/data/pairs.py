@@ -124,9 +124,8 @@ class PairCollate(TextCollate):
             lengths.append([len(text) for text in texts])
 
         inputs["lengths"] = np.array(lengths, np.int32).T
-        inputs["weights"] = (np.arange(self.batch_size) < len(order)).astype(np.float32)
         if pairs.labels is not None:
-            inputs["scores"] = np.pad(pairs.labels[list(order)], (0, missing))
+            inputs["scores"] = self.rows(pairs.labels[list(order)])
         return self.batch(inputs, pairs, order)
 
     def shapes(self, pairs: TextGroups, orders: Iterator[Sequence[int]]) -> set[Shape]:

@@ -3,7 +3,7 @@
 A row {prompt, chosen, rejected} gives the prompt with either completion. A rated completion
 {prompt, completion, label} gives itself, and its prompt with the completion of the row before it,
 by which KTO measures how far the model is from its reference (arXiv:2402.01306; TRL's columns).
-A reward model scores both completions: one number for each, at its last token.
+A reward model scores both completions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from .messages import Turn, last_turn_start
 from .row_format import BadRows, RowError, RowFormat, messages_of, optional, truth_of
 from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import RATED
+from .texts import Shortened, TextGroups
 from .token_cache import encode_cached
 
 
@@ -235,30 +236,6 @@ def _once(bad: BadRows) -> BadRows:
     return BadRows(bad.stops, list(first.items()))
 
 
-class Scored(Selected):
-    """Some examples of others, whose only target is the score of their last token.
-
-    A token is added after it, which no model reads: all tokens but the last one are inputs, and
-    the target is predicted by the last input. ``inputs``, [N], has how many tokens of each example
-    are read; None is all.
-    """
-
-    def __init__(
-        self, examples: Examples, numbers: np.ndarray, inputs: np.ndarray | None = None
-    ) -> None:
-        super().__init__(examples, numbers)
-        self._inputs = examples.lengths if inputs is None else inputs
-        self.lengths = self._inputs[numbers] + 1
-        self.target_counts = np.ones(len(numbers), np.int64)
-
-    def __getitem__(self, i: int) -> Example:
-        number = int(self._numbers[i])
-        own = self._items[number]
-        read = int(self._inputs[number])
-        tokens = np.append(own.tokens[:read], np.int32(0))
-        return Example(tokens, np.arange(len(tokens)) == read, own.where)
-
-
 def encode_scored(
     rows: Sequence[Row],
     tokenizer: Any,
@@ -266,11 +243,12 @@ def encode_scored(
     options: EncodingOptions,
     num_proc: int | None = None,
     advance: Callable[[], None] | None = None,
-) -> Examples:
-    """Return both completions of every row, to be scored, as `encode_preferences`.
+) -> TextGroups:
+    """Return both completions of every row, to be scored; labels are 1 and 0.
 
-    Rows with a completion of ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one
-    would be scored in its middle.
+    Arguments and errors are as of `encode_preferences`. Rows with a completion of
+    ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one would be scored in its
+    middle.
     """
     examples = encode_preferences(
         rows, tokenizer, columns, options, num_proc=num_proc, advance=advance
@@ -286,12 +264,8 @@ def encode_scored(
             "max_seq_length",
         )
 
-    items = Scored(examples, np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1))
-    return replace(
-        examples,
-        items=items,
-        loss_on="last token",
-        cut=0,
-        dropped=examples.dropped + len(longest) - len(kept),
-        labels=examples.labels[kept],
-    )
+    numbers = np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1)
+    texts = Shortened(examples, numbers, examples.lengths[numbers])
+    labels = np.tile(np.float32([1, 0]), (len(kept), 1))
+    examples = replace(examples, cut=0, dropped=examples.dropped + len(longest) - len(kept))
+    return TextGroups.of_examples(PREFERENCE, examples, texts, labels)

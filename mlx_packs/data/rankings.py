@@ -5,15 +5,14 @@ The text of each is Qwen3-Reranker's, in the chat template of the base.
 Qwen3-Reranker: https://arxiv.org/abs/2506.05176
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..bases.tokenizer import beginning, padded, tokenizer_errors
+from ..bases.tokenizer import beginning, tokenizer_errors
 from ..errors import PackError
-from .dataset import Batch, Shape
+from .dataset import Shape
 from .formats import Row
 from .task_formats import RANKING_FORMATS, RankingFormat
 from .texts import Group, TextCollate, TextGroups, encode_groups
@@ -141,30 +140,7 @@ def encode_rankings(
 
 
 class RankingCollate(TextCollate):
-    """Lays out B queries of D documents; what is missing are documents of one token.
-
-    ``tokens`` int32 [B, D, T], ``lengths`` int32 [B, D], ``labels`` float32 [B, D], -1 where there
-    is no document.
-    """
-
-    def __call__(self, rankings: TextGroups, order: Sequence[int]) -> Batch:
-        queries = [rankings.tokens(query) for query in order]
-        shape = self.batch_size, max(map(len, queries))
-        texts = [np.zeros(1, np.int32)] * math.prod(shape)
-        labels = np.full(shape, -1, np.float32)
-        labels[: len(order)] = rankings.labels[list(order), : shape[1]]
-        for row, documents in enumerate(queries):
-            start = row * shape[1]
-            texts[start : start + len(documents)] = documents
-
-        lengths = np.array([len(text) for text in texts], np.int32)
-        tokens = padded(texts, self.width(int(lengths.max())))
-        inputs = {
-            "tokens": tokens.reshape(*shape, -1),
-            "lengths": lengths.reshape(shape),
-            "labels": labels,
-        }
-        return self.batch(inputs, rankings, order)
+    """Lays out B queries of D documents; ``labels`` are -1 where there is no document."""
 
     def shapes(self, rankings: TextGroups, orders: Iterator[Sequence[int]]) -> set[Shape]:
         """A shape is the tokens of the longest document, and the documents of a query."""

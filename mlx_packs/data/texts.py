@@ -1,22 +1,30 @@
-"""Examples of several texts each, as those of a pair, or of a query with each document."""
+"""Examples of one text or several, such as a pair, or a query with each document."""
 
 import hashlib
+import itertools
+import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from .. import runtime
+from ..bases.tokenizer import padded
 from ..config.data import DataConfig
-from .dataset import Batch, ExampleSet, edges_of
+from .dataset import Batch, Dataset, ExampleSet, by_length, edges_of
+from .encoding import Examples
 from .formats import Row, RowFormat, check_format, first_format
 from .row_format import BadRows
-from .shapes import padded_length
+from .sampler import Sampler
+from .shapes import Shape, joined_shapes, padded_length
 from .sources import as_rows, canonical_line
-from .token_store import StoredExamples, TokenStore
+from .token_store import Example, JoinedExamples, StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
+_COUNTED_BATCHES = 2000
 NAMES = DataConfig()  # such rows have column names of their own
 
 # Tokens int32 [L] of each text, and whether it was cut.
@@ -30,13 +38,53 @@ class TextGroups(ExampleSet):
     """The examples of a split: groups of texts, whose tokens are stored."""
 
     format: Any  # of the rows
-    stored: StoredExamples  # the tokens of each text; equal texts are one
+    stored: Any  # the tokens of each text as `Example`, and their ``lengths``
     groups: np.ndarray  # int64 [N, C], the texts of each example; -1 if it has fewer than C
-    labels: np.ndarray | None  # float32 [N] of examples, [N, C] of texts (-1 if there is none)
+    labels: np.ndarray | None  # [N, ...] of examples, or float32 [N, C] of texts (-1: no text)
     cut: int  # texts that were too long
     bad: BadRows = field(default_factory=BadRows)  # rows that were left out
     where: Callable[[int], str] = str  # the row of an example, as messages name it
     fingerprint: str | None = None  # of the rows in use
+    dropped: int = 0  # rows that were too long and cannot be cut
+
+    @classmethod
+    def of_examples(
+        cls, row_format: RowFormat, examples: Examples, texts: "Shortened", labels: np.ndarray
+    ) -> "TextGroups":
+        """Return encoded rows, of which ``texts`` are read: as many of each row, in their order."""
+        groups = np.arange(len(texts)).reshape(len(labels), -1)
+        return cls(
+            row_format,
+            texts,
+            groups,
+            labels,
+            examples.cut,
+            examples.bad,
+            lambda example: texts[int(groups[example, 0])].where,
+            examples.fingerprint,
+            examples.dropped,
+        )
+
+    @classmethod
+    def joined(cls, parts: "Sequence[TextGroups]") -> "TextGroups":
+        """Return the examples of several phases, of as many texts each, phase after phase."""
+        if len(parts) == 1:
+            return parts[0]
+
+        edges = np.cumsum([0, *map(len, parts)])
+        starts = np.cumsum([0, *(len(part.stored) for part in parts)])
+
+        def where(example: int) -> str:
+            part = int(np.searchsorted(edges, example, "right")) - 1
+            return parts[part].where(example - int(edges[part]))
+
+        return replace(
+            parts[0],
+            stored=JoinedExamples([part.stored for part in parts]),
+            groups=np.concatenate([part.groups + starts[i] for i, part in enumerate(parts)]),
+            labels=np.concatenate([part.labels for part in parts]),
+            where=where,
+        )
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -168,30 +216,118 @@ class _TextStore:
         self._waiting = []
 
 
+class Shortened(Sequence):
+    """Some texts of encoded rows, by their ``numbers``, each up to so many tokens (``lengths``)."""
+
+    def __init__(self, examples: Examples, numbers: np.ndarray, lengths: np.ndarray) -> None:
+        self._items = examples.items
+        self._numbers = numbers
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Example:
+        example = self._items[int(self._numbers[i])]
+        return replace(example, tokens=example.tokens[: int(self.lengths[i])])
+
+
 @dataclass(frozen=True)
 class TextCollate:
-    """Lays out examples of several texts each, which are padded alike."""
+    """Lays out B examples of C texts, which are padded alike; missing texts have one token.
+
+    ``tokens`` int32 [B, C, T], ``lengths`` int32 [B, C], ``labels`` [B, ...] as of `TextGroups`,
+    and ``weights`` float32 [B], 0 where there is no example.
+    """
 
     batch_size: int  # examples
     limit: int  # most tokens of a text
-    powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
+    widths: Sequence[int] = ()  # T of batches, rising, where each costs a compilation; () is any
+    counts_tokens: bool = False  # whether tokens are counted as what is trained on, not examples
 
     def width(self, longest: int) -> int:
-        if self.powers:
-            longest = 32 << max(0, (longest - 1).bit_length() - 5)
+        for width in self.widths:
+            if width >= longest:
+                return width
         return min(padded_length(longest, self.limit), self.limit)
+
+    def __call__(self, texts: TextGroups, order: Sequence[int]) -> Batch:
+        of_examples = [texts.tokens(example) for example in order]
+        shape = self.batch_size, max(map(len, of_examples))
+        laid_out = [np.zeros(1, np.int32)] * math.prod(shape)
+        for row, own in enumerate(of_examples):
+            start = row * shape[1]
+            laid_out[start : start + len(own)] = own
+
+        lengths = np.array([len(tokens) for tokens in laid_out], np.int32)
+        tokens = padded(laid_out, self.width(int(lengths.max())))
+        labels = texts.labels[list(order)]
+        if labels.shape[1:] == texts.groups.shape[1:]:
+            labels = labels[:, : shape[1]]
+        inputs = {
+            "tokens": tokens.reshape(*shape, -1),
+            "lengths": lengths.reshape(shape),
+            "labels": self.rows(labels),
+        }
+        return self.batch(inputs, texts, order)
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """Return values of examples [n, ...] as of B, with zeros where there is none."""
+        missing = self.batch_size - len(values)
+        return np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
 
     def batch(
         self, inputs: dict[str, np.ndarray], texts: TextGroups, order: Sequence[int]
     ) -> Batch:
         """Return arrays, whose first axis is that of examples, as a batch."""
-        return Batch(inputs, len(order), len(order), tuple(int(i) for i in order), texts)
+        weights = self.rows(np.ones(len(order), np.float32))
+        examples = tuple(int(i) for i in order)
+        return self._counted(Batch({**inputs, "weights": weights}, 0, 0, examples, texts))
+
+    def _counted(self, batch: Batch) -> Batch:
+        count = len(batch.examples)
+        if not self.counts_tokens:
+            return replace(batch, targets=count, denominator=count)
+        tokens = int(batch.inputs["lengths"][:count].sum())
+        return replace(batch, targets=tokens, denominator=count, computed=tokens)
+
+    def shapes(self, texts: TextGroups, orders: Iterator[Sequence[int]]) -> set[Shape]:
+        """A shape is the tokens of the longest text, and the texts of a batch."""
+        lengths = texts.lengths
+        count = self.batch_size * texts.groups.shape[1]
+        return {(self.width(int(lengths[list(order)].max())), count) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         pieces = []
         for start, stop in edges_of(len(batch.inputs["lengths"]), parts):
             inputs = {name: values[start:stop] for name, values in batch.inputs.items()}
-            examples = batch.examples[start:stop]
-            counts = {"targets": len(examples), "denominator": len(examples)}
-            pieces.append(replace(batch, inputs=inputs, examples=examples, **counts))
+            piece = replace(batch, inputs=inputs, examples=batch.examples[start:stop])
+            pieces.append(self._counted(piece))
         return pieces
+
+
+def doubling_widths(limit: int) -> tuple[int, ...]:
+    """Return 32, 64, 128, ... and ``limit`` if steps are compiled; any width else."""
+    if not runtime.COMPILES:
+        return ()
+    widths = tuple(itertools.takewhile(lambda w: w < limit, (32 << k for k in itertools.count())))
+    return *widths, limit
+
+
+def joined_widths(texts: TextGroups, sampler: Sampler) -> tuple[int, ...]:
+    """Return the few widths that pad the first batches least if steps are compiled; else any."""
+    if not runtime.COMPILES:
+        return ()
+
+    collate = TextCollate(sampler.batch_size, sampler.inputs)
+    orders = itertools.islice(sampler.batches(), min(len(sampler.epoch(0)), _COUNTED_BATCHES))
+    lengths = texts.lengths
+    count = sampler.batch_size * texts.groups.shape[1]
+    shapes = Counter((collate.width(int(lengths[list(order)].max())), count) for order in orders)
+    shapes[collate.width(int(lengths.max())), count] += 0
+    return tuple(sorted(width for width, _ in joined_shapes(shapes, count)))
+
+
+def texts_once(texts: TextGroups, collate: TextCollate, chosen: np.ndarray) -> Dataset:
+    """Return the chosen examples once, by length."""
+    return Dataset(texts, collate, by_length(texts.lengths, collate.batch_size, chosen))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,9 +81,14 @@ class StoredExamples(Sequence):
 class JoinedExamples(Sequence):
     """Several sequences of examples as one, without a copy."""
 
-    def __init__(self, parts: list[Sequence[Example]]) -> None:
+    def __init__(self, parts: list[Any]) -> None:
         self.parts = parts
         self.edges = np.cumsum([0, *map(len, parts)])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example of parts that know them, [N]."""
+        return np.concatenate([part.lengths for part in self.parts])
 
     def __len__(self) -> int:
         return int(self.edges[-1])

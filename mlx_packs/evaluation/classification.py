@@ -8,31 +8,22 @@ the temperature that is fitted to logits. Standard errors of means are theirs; o
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ..config.choices import TASKS
-from ..data.batches import TokenCollate
-from ..data.dataset import Batch, Dataset, by_length
-from ..data.encoding import EncodingOptions, Examples
+from ..data.dataset import Batch
+from ..data.encoding import EncodingOptions
 from ..data.formats import Row
 from ..data.labelled import encode_labelled
-from ..data.labelled_batches import LabelledCollate
 from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
-from ..data.shapes import sequence_inputs
-from ..objectives.classification import ScoreHead, label_reader
-from ..packs.base import Base
+from ..data.texts import TextGroups
+from ..objectives.reader import label_reader
+from ..objectives.text_loss import TextLoss, label_losses
 from ..packs.card import mistake_lines
 from .embeddings import pearson, spearman
-from .rows import EvalSettings
-from .scores import (
-    HeadReport,
-    MetricScore,
-    check_no_text_settings,
-    over_batches,
-    scoring_path,
-    standard_error,
-)
+from .scores import HeadReport, MetricScore, TextEvaluator, over_batches, standard_error
 
 _BINS = 15
 _RESAMPLES = 200
@@ -227,17 +218,14 @@ def fit_temperature(predictions: Predictions) -> float:
 
 
 def predict(
-    classifier: ScoreHead,
+    objective: TextLoss,
     batches: Sequence[Batch],
     problem: str,
     advance: Callable[[], None] | None = None,
 ) -> Predictions:
     """Return the predictions of all examples of some batches, at least one, in evaluation mode."""
-
-    def outputs(batch: Batch) -> list[np.ndarray]:
-        return [classifier.outputs(batch), batch.source.labels[list(batch.examples)]]
-
-    return Predictions(*over_batches(classifier.model, batches, outputs, advance), problem)
+    logits, _, labels = over_batches(objective.model, batches, objective.outputs, advance)
+    return Predictions(logits, labels, problem)
 
 
 def class_score(predictions: Predictions) -> MetricScore:
@@ -266,42 +254,25 @@ def validated_numbers(problem: str) -> tuple[str, ...]:
     return ("valid_loss", "valid_accuracy", "valid_macro_f1")
 
 
-def labelled_evaluation(
-    examples: Examples, batch_size: int, max_seq_length: int, chosen: np.ndarray
-) -> Dataset:
-    """Return the chosen examples once, by length."""
-    tokens = TokenCollate(batch_size, sequence_inputs(max_seq_length))
-    collate = LabelledCollate(tokens, is_scored=True, per_row=1)
-    return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
+class ClassifierEvaluator(TextEvaluator):
+    """The metrics of a pack that classifies."""
 
+    what = "a classifier"
 
-class ClassifierEvaluator:
-    """The metrics of a pack that classifies; see `evaluate.Evaluator`."""
+    def encoded(self, rows: Sequence[Row]) -> TextGroups:
+        self.classes = Classes.of(self.settings.pack.manifest)
+        options = EncodingOptions(max_seq_length=self.limit, vocab_size=self.base.vocab_size)
+        columns = self.settings.columns
+        return encode_labelled(rows, self.base.tokenizer, columns, options, self.classes)
 
-    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        check_no_text_settings(settings, "a classifier")
-        self._base = base
-        self._display = settings.display
-        self._classes = Classes.of(settings.pack.manifest)
-
-        length = min(settings.max_seq_length, base.text_limit)
-        options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-        columns = settings.columns
-        self._examples = encode_labelled(rows, base.tokenizer, columns, options, self._classes)
-        chosen = np.arange(self._examples.count)
-        data = labelled_evaluation(self._examples, settings.batch_size, length, chosen)
-        self._batches = data.once()
-        self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
-
-    def score(self) -> Predictions:
-        base = self._base
-        problem = self._classes.problem
-        reader = label_reader(base.model, base.active.attached.score, base.name, problem)
-        with self._display.task("score", len(self._batches), "batches") as bar:
-            return predict(ScoreHead(reader, problem), self._batches, problem, bar.advance)
+    def scored(self, advance: Callable[[], None]) -> Predictions:
+        problem = self.classes.problem
+        reader = label_reader(self.base, self.base.active.attached.score, problem)
+        objective = TextLoss(reader, partial(label_losses, problem=problem))
+        return predict(objective, self.batches, problem, advance)
 
     def report(self, base: None, pack: Predictions) -> HeadReport:
-        classes = self._classes
+        classes = self.classes
         predictions = pack.at(classes.temperature)
         mistakes = predictions.mistakes(classes.labels)
         facts = {
@@ -316,4 +287,4 @@ class ClassifierEvaluator:
         if classes.temperature != 1:
             text = f"        probabilities at temperature {classes.temperature:.3f}"
             notes.insert(0, text)
-        return HeadReport.of(predictions.metrics(), self._examples, facts, notes)
+        return HeadReport.of(predictions.metrics(), self.examples, facts, notes)

@@ -8,26 +8,16 @@ from ..config.choices import TASKS
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.labelled_batches import preference_evaluation
 from ..data.preferences import encode_scored
-from ..data.shapes import sequence_inputs
+from ..data.texts import TextGroups
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
-from ..objectives.reader import head_reader
-from ..objectives.reward_model import RewardModel
-from ..packs.base import Base
+from ..objectives.reader import score_reader
+from ..objectives.text_loss import TextLoss, reward_losses
 from ..runtime import mx
 from .images import encoding_progress
 from .perplexity import perplexity
-from .rows import EvalSettings
-from .scores import (
-    HeadReport,
-    MetricScore,
-    check_no_text_settings,
-    over_batches,
-    scoring_path,
-    standard_error,
-)
+from .scores import HeadReport, MetricScore, TextEvaluator, over_batches, standard_error
 
 VALIDATED = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
 
@@ -78,19 +68,13 @@ def score_preferences(
 
 
 def score_pairs(
-    objective: RewardModel,
+    objective: TextLoss,
     batches: Sequence[Batch],
     advance: Callable[[], None] | None = None,
 ) -> MetricScore:
     """Score all pairs of some batches, at least one, in evaluation mode."""
-
-    def scored(batch: Batch) -> list[np.ndarray]:
-        values = objective.outcome(arrays_of(batch), batch.layout)
-        mx.eval(values)
-        return [np.array(value, np.float64)[: batch.denominator] for value in values]
-
-    losses, pairs = over_batches(objective.model, batches, scored, advance)
-    gains = pairs[:, 0] - pairs[:, 1]
+    rewards, losses, _ = over_batches(objective.model, batches, objective.outputs, advance)
+    gains = rewards[:, 0] - rewards[:, 1]
     right = (np.sign(gains) + 1) / 2
     loss = float(losses.mean())
 
@@ -100,37 +84,24 @@ def score_pairs(
         "reward_margin": float(gains.mean()),
         "reward_margin_se": standard_error(gains),
     }
-    return MetricScore(loss, metrics, len(pairs), {**metrics, "loss": loss})
+    return MetricScore(loss, metrics, len(rewards), {**metrics, "loss": loss})
 
 
-class RewardEvaluator:
-    """Accuracy, margin and loss of a reward model; see `evaluate.Evaluator`."""
+class RewardEvaluator(TextEvaluator):
+    """Accuracy, margin and loss of a reward model."""
 
-    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        check_no_text_settings(settings, "a reward model, which scores completions")
-        self._base = base
-        self._display = settings.display
+    what = "a reward model, which scores completions"
 
-        length = min(settings.max_seq_length, base.text_limit)
-        options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
-        columns = settings.columns
-        with encoding_progress(2 * len(rows), base, settings.display) as advance:
-            examples = encode_scored(rows, base.tokenizer, columns, options, advance=advance)
+    def encoded(self, rows: Sequence[Row]) -> TextGroups:
+        base = self.base
+        options = EncodingOptions(max_seq_length=self.limit, vocab_size=base.vocab_size)
+        columns = self.settings.columns
+        with encoding_progress(2 * len(rows), base, self.settings.display) as advance:
+            return encode_scored(rows, base.tokenizer, columns, options, advance=advance)
 
-        self._examples = examples
-        chosen = np.arange(examples.count)
-        inputs = sequence_inputs(length)
-        data = preference_evaluation(examples, settings.batch_size, inputs, chosen)
-        self._batches = data.once()
-        self.matmul_path = scoring_path(base, self._batches, settings.matmul_path)
-
-    def score(self) -> MetricScore:
-        base = self._base
-        model = RewardModel(
-            head_reader(base.model, base.active.attached.score, base.name, "reward")
-        )
-        with self._display.task("score", len(self._batches), "batches") as bar:
-            return score_pairs(model, self._batches, bar.advance)
+    def scored(self, advance: Callable[[], None]) -> MetricScore:
+        reader = score_reader(self.base, self.base.active.attached.score, "reward")
+        return score_pairs(TextLoss(reader, reward_losses), self.batches, advance)
 
     def report(self, base: None, pack: MetricScore) -> HeadReport:
-        return HeadReport.of(pack.metrics, self._examples, {"loss": pack.loss})
+        return HeadReport.of(pack.metrics, self.examples, {"loss": pack.loss})

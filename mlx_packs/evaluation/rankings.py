@@ -4,40 +4,44 @@ The numbers are those of sentence-transformers' CrossEncoderRerankingEvaluator; 
 equal scores those that answer least come first, so that no order of a row is of use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..config.choices import TASKS
+from ..data.dataset import Batch
 from ..data.formats import Row
-from ..data.rankings import INSTRUCTION, RerankPrompt, encode_rankings
+from ..data.rankings import INSTRUCTION, RankingCollate, RerankPrompt, encode_rankings
 from ..data.texts import TextGroups
-from ..objectives.reader import Reader
-from ..objectives.rerank import scorer_of
-from ..packs.base import Base
-from .rows import EvalSettings
-from .scores import MetricReport, Metrics, check_no_text_settings, standard_error
+from ..objectives.reader import ranking_reader
+from ..objectives.text_loss import TextLoss, infonce_loss
+from .scores import (
+    MetricReport,
+    Metrics,
+    MetricScore,
+    TextEvaluator,
+    over_batches,
+    standard_error,
+)
 
 TOP = 10  # of MRR and NDCG
 VALIDATED = ("valid_loss", "valid_mrr_at_10", "valid_ndcg_at_10")
 
 
 def score_rankings(
-    scorer: Reader,
-    rankings: TextGroups,
-    batch_size: int,
-) -> Metrics:
-    """Return metrics and their standard errors. The model must be in evaluation mode."""
-    tokens, at = rankings.distinct()
-    scores = scorer.of_rows(tokens, batch_size)[at]
-    queries = [
-        (scores[i, :size], rankings.labels[i, :size]) for i, size in enumerate(rankings.sizes)
-    ]
+    objective: TextLoss,
+    batches: Sequence[Batch],
+    advance: Callable[[], None] | None = None,
+) -> MetricScore:
+    """Score all queries of some batches, at least one, in evaluation mode."""
+    scores, losses, labels = over_batches(objective.model, batches, objective.outputs, advance)
+    is_document = labels >= 0
+    places = range(len(labels))
+    queries = [(scores[i, is_document[i]], labels[i, is_document[i]]) for i in places]
     metrics: dict[str, float | None] = {}
     for name, metric in (("mrr_at_10", reciprocal_rank), ("ndcg_at_10", ndcg)):
         values = np.array([metric(*query) for query in queries])
         metrics |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
-    return metrics
+    return MetricScore(float(losses.mean()), metrics, len(queries))
 
 
 def reciprocal_rank(scores: np.ndarray, labels: np.ndarray) -> float:
@@ -56,28 +60,20 @@ def ndcg(scores: np.ndarray, labels: np.ndarray) -> float:
     return float((labels[order][:TOP] * gains).sum() / ideal)
 
 
-class RerankEvaluator:
-    """The metrics of a reranker; see `evaluate.Evaluator`."""
+class RerankEvaluator(TextEvaluator):
+    """The metrics of a reranker."""
 
-    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        check_no_text_settings(settings, "a reranker")
-        self.matmul_path = settings.matmul_path
-        if self.matmul_path == "auto":
-            self.matmul_path = "quantized"
+    what = "a reranker"
+    collate = RankingCollate
 
-        instruction = settings.trained.get("instruction") or INSTRUCTION
-        limit = min(settings.max_seq_length, base.text_limit)
-        prompt = RerankPrompt(base.tokenizer, instruction, limit)
-        self._base = base
-        self._display = settings.display
-        self._documents = settings.batch_size * TASKS["rerank"].sequences
-        self._rankings = encode_rankings(rows, prompt)
+    def encoded(self, rows: Sequence[Row]) -> TextGroups:
+        instruction = self.settings.trained.get("instruction") or INSTRUCTION
+        return encode_rankings(rows, RerankPrompt(self.base.tokenizer, instruction, self.limit))
 
-    def score(self) -> Metrics:
-        head = active.attached.score if (active := self._base.active) is not None else None
-        scorer = scorer_of(self._base, head)
-        with self._display.working("score", f"{len(self._rankings):,} queries"):
-            return score_rankings(scorer, self._rankings, self._documents)
+    def scored(self, advance: Callable[[], None]) -> Metrics:
+        head = active.attached.score if (active := self.base.active) is not None else None
+        objective = TextLoss(ranking_reader(self.base, head), infonce_loss)
+        return score_rankings(objective, self.batches, advance).metrics
 
     def report(self, base: Metrics | None, pack: Metrics | None) -> MetricReport:
-        return MetricReport.of(len(self._rankings), self._rankings.format.name, base, pack)
+        return MetricReport.of(len(self.examples), self.examples.format.name, base, pack)

@@ -3,16 +3,18 @@
 The standard error of a metric is the metric ``<name>_se``; it is None for a single example.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.nn as nn
 import numpy as np
 
 from ..config.choices import METRICS
 from ..data.dataset import Batch
-from ..data.encoding import Examples
+from ..data.formats import Row
+from ..data.texts import TextCollate, TextGroups, texts_once
 from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..memory.matmul_path import choose_matmul_path
@@ -177,10 +179,10 @@ class HeadReport:
 
     @classmethod
     def of(
-        cls, metrics: Metrics, examples: Examples, facts: Mapping, notes: Sequence[str] = ()
+        cls, metrics: Metrics, examples: TextGroups, facts: Mapping, notes: Sequence[str] = ()
     ) -> Self:
         counts = {"rows": examples.count, "dropped": examples.dropped, "cut": examples.cut}
-        return cls(metrics, {**counts, "format": examples.format}, facts, notes)
+        return cls(metrics, {**counts, "format": examples.format.name}, facts, notes)
 
     def to_json(self) -> dict[str, Any]:
         return {**self.metrics, **self.examples, **self.facts}
@@ -226,3 +228,34 @@ def scoring_path(base: Base, batches: Sequence[Batch], matmul_path: str) -> str:
         return matmul_path
     tokens = batches[-1].inputs["tokens"].size
     return choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
+
+
+class TextEvaluator(ABC):
+    """The metrics of numbers that are read of texts; see `evaluate.Evaluator`."""
+
+    what: ClassVar[str]  # is evaluated, in messages
+    collate: ClassVar[type[TextCollate]] = TextCollate
+
+    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        check_no_text_settings(settings, self.what)
+        self.base = base
+        self.settings = settings
+        self.limit = min(settings.max_seq_length, base.text_limit)
+        self.examples = self.encoded(rows)
+
+        collate = self.collate(settings.batch_size, self.limit)
+        data = texts_once(self.examples, collate, np.arange(len(self.examples)))
+        self.batches = data.once()
+        self.matmul_path = scoring_path(base, self.batches, settings.matmul_path)
+
+    @abstractmethod
+    def encoded(self, rows: Sequence[Row]) -> TextGroups:
+        """Return the examples of rows."""
+
+    def score(self) -> Any:
+        with self.settings.display.task("score", len(self.batches), "batches") as bar:
+            return self.scored(bar.advance)
+
+    @abstractmethod
+    def scored(self, advance: Callable[[], None]) -> Any:
+        """Score the batches by the base as it is now; ``advance`` is called after each."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.tasks import EmbeddingConfig
-from ..data.dataset import Layout
+from ..data.dataset import Batch, Dataset, Layout
 from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx
-from .objective import Inputs, TextsObjective
+from .objective import Inputs, Objective, arrays_of
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
@@ -138,10 +138,11 @@ _LOSSES: dict[str, Callable[..., mx.array]] = registered(
 )
 
 
-class EmbeddingObjective(TextsObjective):
+class EmbeddingObjective(Objective):
     """A loss of embeddings by its name in `config.choices.LOSSES`, with its settings.
 
-    ``score`` scores batches; an objective that only trains needs none.
+    ``score`` takes the objective, batches, and the examples whose vectors are scored, if any are;
+    an objective that only trains needs none.
     """
 
     unit = "pairs"
@@ -186,5 +187,21 @@ class EmbeddingObjective(TextsObjective):
         weights, *scores = (ranks.joined(values) for values in of_pairs)
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
 
-    def batch_loss(self, inputs: Inputs) -> mx.array:
-        return self._loss(ALONE, inputs)[0]
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
+        """Return the loss of a pair of some batches, without those of other ranks or gradients."""
+        total = sum(self._loss(ALONE, arrays_of(batch))[0].item() for batch in batches)
+        return total / sum(batch.targets for batch in batches)
+
+    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
+        """Score all examples; the loss is that of the first batch, which shows an overflow."""
+        score = self._score(self, [next(data.batches())], data.examples)
+        if advance is not None:
+            for _ in range(data.batches_per_epoch()):
+                advance()
+        return score
+
+    def validate(self, data: Dataset) -> Score:
+        return self._score(self, data.once(), data.examples)
+
+    def score_trained(self, batch: Batch) -> Score:
+        return self._score(self, [batch])

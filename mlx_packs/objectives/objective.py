@@ -5,7 +5,7 @@ of their own), prepares each, takes steps on `loss`, and scores the model with `
 of a batch are agreed between the task's `Collate` and its objective.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..nn.image_tokens import names_images
@@ -99,35 +99,6 @@ class ScoredObjective(Objective):
 
     def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:
         return self._score(self, data.once(), advance)
-
-    def score_trained(self, batch: "Batch") -> Score:
-        return self._score(self, [batch])
-
-
-class TextsObjective(Objective):
-    """An objective whose score is that of all examples of a data set, and the loss of batches."""
-
-    _score: Callable[..., Score] | None  # of the objective, batches, and examples
-
-    def batch_loss(self, inputs: Inputs) -> mx.array:
-        """Return the sum of the loss over a batch, without what other ranks have."""
-        return self.loss(inputs)[0]
-
-    def mean_loss(self, batches: Sequence["Batch"]) -> float:
-        """Return the loss of an example of some batches, at least one, without gradients."""
-        total = sum(self.batch_loss(arrays_of(batch)).item() for batch in batches)
-        return total / sum(batch.targets for batch in batches)
-
-    def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:
-        """Score all examples; the loss is that of the first batch, which shows an overflow."""
-        score = self._score(self, [next(data.batches())], data.examples)
-        if advance is not None:
-            for _ in range(data.batches_per_epoch()):
-                advance()
-        return score
-
-    def validate(self, data: "Dataset") -> Score:
-        return self._score(self, data.once(), data.examples)
 
     def score_trained(self, batch: "Batch") -> Score:
         return self._score(self, [batch])

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 import numpy as np
 
+from ..bases.model import BaseModel
 from ..bases.tokenizer import in_batches
-from ..data.dataset import Batch, Layout
+from ..data.dataset import Batch
+from ..data.labels import ORDINAL
+from ..data.rankings import INSTRUCTION, RerankPrompt, answer_tokens
 from ..errors import PackError
 from ..runtime import mx
-from .causal_lm import forward, prefixes_in, segments_of, split_head
-from .objective import Inputs, arrays_of
+from .causal_lm import forward, part_of, split_head
+from .objective import arrays_of
 
 States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, D]
 
@@ -29,13 +32,6 @@ class Reader:
         self.states = states
         self.of_last = of_last
 
-    def __call__(self, inputs: Inputs, layout: Layout = ()) -> mx.array:
-        """Return the numbers at each target of a batch of tokens, [M] or [M, K]."""
-        segments = segments_of(inputs, layout)
-        prefixes = prefixes_in(inputs)
-        hidden = forward(self.model, self.states, inputs["tokens"], segments, prefixes=prefixes)
-        return self.of_last(hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]])
-
     def last(self, tokens: mx.array, lengths: mx.array) -> mx.array:
         """Return what is read of texts [R, T], of which ``lengths`` [R] are no padding, [R, D]."""
         states = forward(self.model, self.states, tokens)
@@ -52,15 +48,56 @@ class Reader:
 
 
 def head_reader(
-    model: nn.Module,
-    head: nn.Module,
-    name: str,
-    task: str,
-    of_head: Callable[[mx.array], mx.array] = lambda numbers: numbers,
+    base: BaseModel, head: nn.Module, task: str, of_head: Callable[[mx.array], mx.array]
 ) -> Reader:
-    """Return what reads the states of a model by a head, as ``of_head`` converts its outputs."""
-    states = hidden_states(model, name, task)
-    return Reader(model, states, lambda last: of_head(head(last).astype(mx.float32)))
+    """Return what reads the states of a base by a head, as ``of_head`` converts its outputs."""
+    states = hidden_states(base.model, base.name, task)
+    return Reader(base.model, states, lambda last: of_head(head(last).astype(mx.float32)))
+
+
+def score_reader(base: BaseModel, head: nn.Module, task: str) -> Reader:
+    """Return what reads a score of each text by a head of one row, [M]."""
+    return head_reader(base, head, task, lambda scores: scores[:, 0])
+
+
+def ranking_reader(base: BaseModel, head: nn.Module | None) -> Reader:
+    """Return what scores documents for a query, by the head of a pack or by the LM head.
+
+    Semantics: by the LM head logit(yes) - logit(no) after the last token
+    (https://arxiv.org/abs/2506.05176); a head of one row, [D] to a number, gives the score itself,
+    as transformers' classifiers have it.
+    """
+    if head is not None:
+        return score_reader(base, head, "rerank")
+
+    yes, no = answer_tokens(base.tokenizer)
+    lm_head = split_head(base.model)
+
+    def difference(last: mx.array) -> mx.array:
+        logits = last if lm_head is None else lm_head.logits(last)
+        logits = logits.astype(mx.float32)
+        return logits[:, yes] - logits[:, no]
+
+    return Reader(base.model, part_of(base.model, lm_head), difference)
+
+
+def label_reader(base: BaseModel, head: nn.Module, problem: str) -> Reader:
+    """Return what reads the logits of labels by a head, [M, classes]."""
+    of_head = scale_logits if problem == ORDINAL else lambda logits: logits
+    return head_reader(base, head, "classify", of_head)
+
+
+def scale_logits(steps: mx.array) -> mx.array:
+    """Return log-probabilities [M, K] of K labels on a scale, float32 [M, K - 1] to float32.
+
+    Semantics: sigmoid(steps[k]) is the probability that the label is above k if it is not below, so
+    log p(y = k) = sum over j < k of log sigmoid(steps[j]), and but for the highest label log(1 -
+    sigmoid(steps[k])). Probabilities of "above k" cannot rise with k, whatever the head learns.
+    """
+    above = mx.cumsum(nn.log_sigmoid(steps), axis=-1)
+    reached = mx.pad(above, [(0, 0), (1, 0)])
+    stays = mx.pad(nn.log_sigmoid(-steps), [(0, 0), (0, 1)])
+    return reached + stays
 
 
 def hidden_states(model: nn.Module, name: str, task: str) -> States:
@@ -77,3 +114,45 @@ def hidden_states(model: nn.Module, name: str, task: str) -> States:
             "task",
         )
     return head.hidden
+
+
+def rerank(
+    base: BaseModel,
+    head: nn.Module | None,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    batch_size: int,
+) -> np.ndarray:
+    """Return how likely each document answers a query, float32 [N] in 0 to 1.
+
+    ``head`` is that of the pack on the base; None reads its logits of yes and no.
+    """
+    if batch_size < 1:
+        raise PackError(f"rerank: batch_size must be positive, but got {batch_size}.")
+    if isinstance(documents, str) or not len(documents):
+        raise PackError("rerank: documents must be a list of texts, with something in it.")
+
+    texts = {"query": query, **{f"documents[{i}]": each for i, each in enumerate(documents)}}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise PackError(f"rerank: {name} must be a text, but is {text!r:.60}.")
+
+    rows = rerank_rows(base, query, documents, instruction, base.text_limit)
+    scores = ranking_reader(base, head).of_rows(rows, batch_size)
+    return 1 / (1 + np.exp(-scores))
+
+
+def rerank_rows(
+    base: BaseModel, query: str, documents: Sequence[str], instruction: str | None, limit: int
+) -> list[np.ndarray]:
+    """Return at most ``limit`` tokens by which a base is asked about each document, int32 [L]."""
+    prompt = rerank_prompt(base, query, instruction, limit)
+    return [prompt.tokens(query, document)[0] for document in documents]
+
+
+def rerank_prompt(base: BaseModel, query: str, instruction: str | None, limit: int) -> RerankPrompt:
+    """Return what makes the tokens of a query with each document; the query is checked."""
+    prompt = RerankPrompt(base.tokenizer, instruction or INSTRUCTION, limit)
+    prompt.check_query(query)
+    return prompt

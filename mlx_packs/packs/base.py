@@ -28,7 +28,7 @@ from ..errors import Float16Overflow, PackError
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
-from ..objectives.rerank import rerank
+from ..objectives.reader import rerank
 from ..offload.placing import exceeds_memory, put_on_disk
 from ..runtime import mx
 from .compatibility import (

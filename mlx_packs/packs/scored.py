@@ -16,8 +16,7 @@ from ..data.in_memory import Data, source_of
 from ..data.labelled import NO_LIMIT, encode_labelled
 from ..data.labels import MULTI, REGRESSION, Classes, probabilities
 from ..errors import PackError
-from ..objectives.classification import label_reader
-from ..objectives.reader import Reader, head_reader
+from ..objectives.reader import Reader, label_reader, score_reader
 from .compatibility import text_limit
 from .manifest import template_kwargs_of
 from .pack import Pack
@@ -77,7 +76,7 @@ class OpenClassifier:
                 "end of a chat cannot be cut. Leave them out.",
                 "data",
             )
-        return [example.tokens[:-1] for example in examples.items]
+        return [tokens for i in range(len(examples)) for tokens in examples.tokens(i)]
 
     def _beginning(self, row: Row) -> Row:
         """Return a row whose text is no longer than what is read of it."""
@@ -148,7 +147,7 @@ def classifier_of(base: BaseModel, pack: Pack, head: nn.Module) -> OpenClassifie
     names = DataConfig(**{name: recipe[name] for name in settings if recipe.get(name)})
     limit = text_limit(pack.manifest, base.config)
     classes = Classes.of(pack.manifest)
-    reader = label_reader(base.model, head, base.name, classes.problem)
+    reader = label_reader(base, head, classes.problem)
     return OpenClassifier(base, classes, names, limit, reader)
 
 
@@ -176,8 +175,8 @@ def rewards(
     encoded = encode(rows, base.tokenizer, columns, options, COMPLETION)
     _check_lengths(encoded, text_limit(pack.manifest, base.config))
 
-    reader = head_reader(base.model, head, base.name, "reward")
-    return reader.of_rows([example.tokens for example in encoded.items], batch_size)[:, 0]
+    reader = score_reader(base, head, "reward")
+    return reader.of_rows([example.tokens for example in encoded.items], batch_size)
 
 
 def _check_lengths(examples: Examples, limit: int) -> None:

@@ -22,7 +22,7 @@ from ..adapters.spec import ranks_of
 from ..bases.tokenizer import tokens_of, with_template
 from ..bases.turns import images_of
 from ..errors import PackError
-from ..objectives.rerank import rerank_prompt
+from ..objectives.reader import rerank_prompt
 from ..packs.compatibility import text_limit
 from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
 from ..packs.scored import Prediction, input_row

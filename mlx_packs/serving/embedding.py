@@ -14,7 +14,7 @@ from ..bases.model import BaseModel
 from ..bases.tokenizer import padded
 from ..errors import PackError
 from ..nn.served_lora import BASE
-from ..objectives.rerank import scorer_of
+from ..objectives.reader import ranking_reader
 from ..runtime import mx
 from .registry import PackRegistry, Served
 from .slots import PackSlots
@@ -193,5 +193,5 @@ class Reranker(EmbeddingWorker):
         key = entry.key if entry.head is not None else None
         if key not in self._scorers:
             slots.selection.set([BASE])  # that the model is tried with
-            self._scorers[key] = scorer_of(self.base, entry.head)
+            self._scorers[key] = ranking_reader(self.base, entry.head)
         return self._scorers[key]

@@ -37,6 +37,7 @@ from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
 from .phases import PhaseData, RunPhase
+from .splits import phase_data
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 
@@ -123,7 +124,7 @@ class CausalLMTask(TokenTask):
     ) -> list[PhaseData]:
         encoded = encode_phases(phases, splits, base, self.train, self.display)
         self.masks = self._masked(encoded[-1]["train"], base)
-        data = self._phase_data(phases, encoded)
+        data = phase_data(self, phases, encoded)
 
         split = data[-1].held_out_split
         row = splits[-1].first_usable(split)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,12 @@ import numpy as np
 from ..adapters.score_head import fresh_score_head
 from ..adapters.spec import SCORE
 from ..config.lora import LoRAConfig
-from ..data.batches import allowed_shapes, token_collate
-from ..data.dataset import Batch, Dataset
-from ..data.encoding import EncodingOptions, Examples
+from ..data.dataset import Batch
+from ..data.encoding import EncodingOptions
 from ..data.labelled import encode_labelled
-from ..data.labelled_batches import LabelledCollate
 from ..data.labels import COLUMNS, REGRESSION, Classes, find_classes
 from ..data.rows import Splits
-from ..data.sampler import Draw, Sampler
-from ..data.shapes import sequence_inputs
+from ..data.texts import TextGroups
 from ..errors import PackError
 from ..evaluation.classification import (
     VALIDATED,
@@ -25,31 +23,29 @@ from ..evaluation.classification import (
     class_score,
     confusion_matrix,
     fit_temperature,
-    labelled_evaluation,
     predict,
     validated_numbers,
 )
 from ..evaluation.scores import MetricScore
-from ..objectives.causal_lm import split_head
-from ..objectives.classification import ScoreHead, label_reader
 from ..objectives.objective import Objective
+from ..objectives.reader import label_reader
 from ..objectives.score import check_best
+from ..objectives.text_loss import TextLoss, label_losses
 from ..packs.base import Base
 from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase
-from .splits import counted, encode_each, show_cut, show_notes, show_phase
+from .splits import encode_each
 from .task import Binding, Summary, Trained, summarized
-from .tokens import TokenTask
+from .texts import TextsTask
 
 _MOST_SHOWN = 8  # labels in a line
 
 
-class ClassifyTask(TokenTask):
+class ClassifyTask(TextsTask):
     """``--task classify``."""
 
     validated = VALIDATED
 
-    base: Base
     classes: Classes
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
@@ -61,19 +57,11 @@ class ClassifyTask(TokenTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        self.base = base
         self.classes = self._find_classes(phases, splits)
-
         fresh = fresh_score_head(base, self.train.seed, self.classes.head_rows)
         self.head.weight = fresh.weight
 
-        encoded = []
-        for phase, read in zip(phases, splits, strict=True):
-            show_phase(phase, self.display)
-            encoded.append(self._encoded(phase, read))
-            self._describe(phase, read, encoded[-1])
-
-        data = self._phase_data(phases, encoded)
+        data = super().encode(base, phases, splits)
         check_best(self.train.best, validated_numbers(self.classes.problem))
         self._check_calibration(data[-1])
         return data
@@ -110,61 +98,44 @@ class ClassifyTask(TokenTask):
                 "conflict",
             )
 
-    def _encoded(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
         train = phase.train
         limit = min(train.max_seq_length, self.base.text_limit)
         options = EncodingOptions(max_seq_length=limit, vocab_size=self.base.vocab_size)
         settings = self.base.tokenizer, phase.columns, options, self.classes, train.num_proc
 
-        def encode(split: str, _: Callable[[], None]) -> Examples:
+        def encode(split: str, _: Callable[[], None]) -> TextGroups:
             return encode_labelled(read.rows[split], *settings)
 
         return encode_each(read, encode, self.display)
 
-    def _describe(self, phase: RunPhase, read: Splits, encoded: Mapping[str, Examples]) -> None:
-        display = self.display
-        line = f"{read.source} · {counted(encoded)} examples · {self._labels_line()}"
-        display.line("data", line)
-
-        limit = phase.train.max_seq_length
-        show_cut(encoded, limit, "texts", display)
-        if dropped := sum(part.dropped for part in encoded.values()):
+    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
+        super().show_long(limit, examples)
+        if dropped := sum(part.dropped for part in examples.values()):
             text = f"longer than {limit} tokens (--max-seq-length): {dropped} chats dropped"
-            display.line("data", text)
-        show_notes(read, phase.columns, self.base.tokenizer, display)
+            self.display.line("data", text)
 
-    def _labels_line(self) -> str:
+    def described(self, examples: Mapping[str, TextGroups]) -> str:
         classes = self.classes
         if classes.problem == REGRESSION:
-            return "a score each"
+            return "examples · a score each"
 
         shown = ", ".join(classes.labels[:_MOST_SHOWN])
         if len(classes.labels) > _MOST_SHOWN:
             shown += ", …"
         kind = " on a scale" if self.train.ordinal else ""
-        return f"{len(classes.labels)} labels{kind} ({shown})"
-
-    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
-        t = phase.train
-        inputs = sequence_inputs(t.max_seq_length)
-        sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
-        tokens = token_collate(sampler, allowed_shapes(examples, sampler))
-        return Dataset(examples, LabelledCollate(tokens, is_scored=True, per_row=1), sampler)
-
-    def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
-        t = phase.train
-        return labelled_evaluation(examples, t.batch_size, t.max_seq_length, chosen)
+        return f"examples · {len(classes.labels)} labels{kind} ({shown})"
 
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the labels, which has the class weights of its phase."""
         model = binding.trainable.model
-        self.prepare_rows(binding.trainable, split_head(model))
         return [self._objective(model, self._class_weights(own)) for own in binding.data]
 
-    def _objective(self, model: Any, weights: np.ndarray | None) -> Objective:
+    def _objective(self, model: Any, weights: np.ndarray | None) -> TextLoss:
         problem = self.classes.problem
-        reader = label_reader(model, model[SCORE], self.base.name, problem)
-        return ScoreHead(reader, problem, weights, self._score)
+        reader = label_reader(replace(self.base, model=model), model[SCORE], problem)
+        losses = partial(label_losses, problem=problem)
+        return TextLoss(reader, losses, score=self._score, class_weights=weights)
 
     def _class_weights(self, data: PhaseData) -> np.ndarray | None:
         """Return examples / (classes x examples of the class), [classes]; None without weights."""
@@ -192,7 +163,7 @@ class ClassifyTask(TokenTask):
         results = {**({} if only is None else {"predicts_only": only}), **calibrated}
         named = {
             "task": "classify",
-            "loss_on": last.splits["train"].loss_on,
+            "loss_on": "last token",
             "class_weights": self.train.class_weights,
         }
         report = {

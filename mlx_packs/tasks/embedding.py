@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .. import runtime
 from ..bases.encoder import Embedder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
-from ..data.dataset import Dataset
+from ..data.dataset import Batch, Dataset
 from ..data.pairs import (
     PairCollate,
     PairSampler,
@@ -17,10 +16,10 @@ from ..data.pairs import (
 )
 from ..data.rows import Splits
 from ..data.task_formats import PairFormat
-from ..data.texts import TextGroups
+from ..data.texts import TextGroups, doubling_widths
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
-from ..evaluation.scores import Metrics
+from ..evaluation.scores import MetricScore
 from ..objectives.decoder_embedding import DecoderVectors
 from ..objectives.embedding import EmbeddingObjective
 from ..objectives.objective import Objective
@@ -29,10 +28,10 @@ from ..packs.base import Base
 from .phases import PhaseData, RunPhase
 from .splits import counted, encode_each, show_cut, show_notes
 from .task import Binding, Summary, Trained
-from .texts import TextsTask
+from .texts import NamedLossTask
 
 
-class EmbeddingTask(TextsTask):
+class EmbeddingTask(NamedLossTask):
     """``--task embedding``."""
 
     validated = VALIDATED
@@ -112,7 +111,7 @@ class EmbeddingTask(TextsTask):
         show_cut(pairs, self.limit, "texts", display)
         show_notes(read, phase.columns, embedder.tokenizer, display)
 
-        collate = PairCollate(train.batch_size, self.limit, powers=runtime.COMPILES)
+        collate = PairCollate(train.batch_size, self.limit, doubling_widths(self.limit))
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
         check_scores(data.held_out.examples, f"--data {read.source}")
         if validation := data.validation:
@@ -134,8 +133,7 @@ class EmbeddingTask(TextsTask):
         if self.base.architecture == "encoder":
             return None
 
-        texts = self.train.batch_size * data.train.examples.groups.shape[1]
-        return texts * self.typical_inputs(data), 1
+        return super().typical_rows(data)[0], 1
 
     def _sampler(self, pairs: TextGroups, seed: int, distinct: bool) -> PairSampler:
         return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
@@ -154,8 +152,19 @@ class EmbeddingTask(TextsTask):
             vectors = DecoderVectors(self.base, vectors)
         return [EmbeddingObjective(vectors, self.loss, self.train, self.score)]
 
-    def metrics(self, objective: EmbeddingObjective, examples: TextGroups) -> Metrics:
-        return score_pairs(objective.model, examples, self.train.batch_size)
+    def score(
+        self,
+        objective: EmbeddingObjective,
+        batches: Sequence[Batch],
+        examples: TextGroups | None = None,
+    ) -> MetricScore:
+        """Return the metrics of held-out examples, and the loss of batches."""
+        objective.model.eval()
+        loss = objective.mean_loss(batches)
+        if examples is None:
+            return MetricScore(loss, {})
+        metrics = score_pairs(objective.model, examples, self.train.batch_size)
+        return MetricScore(loss, metrics, len(examples))
 
     def summary(self, trained: Trained) -> Summary:
         objective = self.embedder.vectors.sentence_config.to_json()

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..config.choices import TASKS
-from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
 from ..data.encoding import EncodingOptions, Examples
-from ..data.formats import COMPLETION, PREFERENCE, Row, RowFormat
+from ..data.formats import COMPLETION, PREFERENCE
 from ..data.labelled_batches import preference_evaluation, preference_set
 from ..data.preferences import both_completions, encode_preferences
 from ..data.rows import Splits
@@ -26,7 +25,7 @@ from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .causal_lm import SamplePrompt, stored_sample
 from .phases import PhaseData, RunPhase
-from .splits import counted, encode_each, show_notes, show_phase
+from .splits import counted, encode_each, phase_data, show_notes, show_phase
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 
@@ -35,8 +34,6 @@ class PreferenceTask(TokenTask):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
 
     validated = VALIDATED
-
-    is_scored = False  # whether completions are scored as a whole
 
     base: Base
     sample: SamplePrompt
@@ -51,7 +48,7 @@ class PreferenceTask(TokenTask):
             encoded.append(self._encoded_splits(phase, read))
             self._describe(phase, read, encoded[-1])
 
-        data = self._phase_data(phases, encoded)
+        data = phase_data(self, phases, encoded)
         self._choose_examples(data[-1], splits[-1])
         return data
 
@@ -59,11 +56,20 @@ class PreferenceTask(TokenTask):
         columns = phase.columns
         length = phase.train.max_seq_length
         options = EncodingOptions(max_seq_length=length, vocab_size=self.base.vocab_size)
+        row_format = RATED if TASKS[self.train.task].rated else PREFERENCE
 
         def encode(split: str, advance: Callable[[], None]) -> Examples:
-            return self._encoded(read.rows[split], columns, options, advance)
+            return encode_preferences(
+                read.rows[split],
+                self.base.tokenizer,
+                columns,
+                options,
+                row_format,
+                self.train.num_proc,
+                advance,
+            )
 
-        completions = 1 if self._row_format() is RATED else 2
+        completions = 1 if row_format is RATED else 2
         steps = {split: completions * len(read.rows[split]) for split in read.present()}
         return encode_each(read, encode, self.display, steps, "completions", self.base.tokenizer)
 
@@ -72,7 +78,7 @@ class PreferenceTask(TokenTask):
         inputs = sequence_inputs(t.max_seq_length)
         sampler = GroupedSampler(examples.lengths, 2 * t.batch_size, inputs, t.seed, draw=draw)
         trees = self._plan_trees(phase, examples, sampler, together=2)
-        return preference_set(examples, sampler, self.is_scored, trees)
+        return preference_set(examples, sampler, trees)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return rows by length."""
@@ -87,57 +93,22 @@ class PreferenceTask(TokenTask):
     def _costs(self, examples: Examples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
 
-    def _encoded(
-        self,
-        rows: Sequence[Row],
-        columns: DataConfig,
-        options: EncodingOptions,
-        advance: Callable[[], None] | None,
-    ) -> Examples:
-        return encode_preferences(
-            rows,
-            self.base.tokenizer,
-            columns,
-            options,
-            self._row_format(),
-            self.train.num_proc,
-            advance,
-        )
-
-    def _row_format(self) -> RowFormat:
-        if TASKS[self.train.task].rated:
-            return RATED
-        return PREFERENCE
-
     def _describe(self, phase: RunPhase, read: Splits, examples: dict[str, Examples]) -> None:
         """Show the number of rows, and what was cut."""
         train = phase.train
         first = examples["train"]
         display = self.display
         counts = counted(examples)
-        targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format}")
-        display.line("", targets, VERBOSE)
+        display.line("", f"{first.targets:,} supervised tokens", VERBOSE)
 
-        cut = sum(e.cut for e in examples.values())
-        dropped = sum(e.dropped for e in examples.values())
-        if line := self._cut_line(cut, dropped, train.max_seq_length):
+        if cut := sum(e.cut for e in examples.values()):
+            limit = train.max_seq_length
+            line = f"longer than {limit} tokens (--max-seq-length): {cut} completions cut"
+            if dropped := sum(e.dropped for e in examples.values()):
+                line += f", {dropped} examples dropped, since no target was left"
             display.line("data", line)
         show_notes(read, phase.columns, self.base.tokenizer, display)
-
-    def _targets_line(self, examples: Examples) -> str:
-        """How much of the examples is trained on, for people."""
-        return f"{examples.targets:,} supervised tokens"
-
-    def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
-        """What was cut or dropped for its length; empty if nothing was."""
-        if not cut:
-            return ""
-
-        text = f"longer than {limit} tokens (--max-seq-length): {cut} completions cut"
-        if dropped:
-            text += f", {dropped} examples dropped, since no target was left"
-        return text
 
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take some training examples for the page, and the prompt of the first held-out row."""

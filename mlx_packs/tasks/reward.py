@@ -1,71 +1,62 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ..adapters.spec import SCORE
-from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
-from ..data.encoding import EncodingOptions, Examples
-from ..data.formats import Row
+from ..data.encoding import EncodingOptions
 from ..data.preferences import encode_scored
 from ..data.rows import Splits
-from ..evaluation.preferences import score_pairs
-from ..objectives.causal_lm import split_head
+from ..data.texts import TextGroups
+from ..evaluation.preferences import VALIDATED, score_pairs
 from ..objectives.objective import Objective
-from ..objectives.reader import head_reader
-from ..objectives.reward_model import RewardModel
+from ..objectives.reader import score_reader
+from ..objectives.text_loss import TextLoss, reward_losses
 from ..packs.base import Base
-from .phases import PhaseData
-from .preference import PreferenceTask
+from .phases import RunPhase
+from .splits import encode_each
 from .task import Binding, Summary, Trained, summarized
+from .texts import TextsTask
 
 
-class RewardTask(PreferenceTask):
+class RewardTask(TextsTask):
     """``--task reward``."""
 
-    is_scored = True
+    validated = VALIDATED
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         return self.with_trained_head(base)
 
-    def _encoded(
-        self,
-        rows: Sequence[Row],
-        columns: DataConfig,
-        options: EncodingOptions,
-        advance: Callable[[], None] | None,
-    ) -> Examples:
-        num_proc = self.train.num_proc
-        limit = min(options.max_seq_length, self.base.text_limit)
-        options = replace(options, max_seq_length=limit)
-        return encode_scored(rows, self.base.tokenizer, columns, options, num_proc, advance)
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
+        tokenizer = self.base.tokenizer
+        limit = min(phase.train.max_seq_length, self.base.text_limit)
+        options = EncodingOptions(max_seq_length=limit, vocab_size=self.base.vocab_size)
 
-    def _targets_line(self, examples: Examples) -> str:
-        return "each completion scored at its last token"
+        def encode(split: str, advance: Callable[[], None]) -> TextGroups:
+            rows = read.rows[split]
+            num_proc = phase.train.num_proc
+            return encode_scored(rows, tokenizer, phase.columns, options, num_proc, advance)
 
-    def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
-        if not dropped:
-            return ""
-        return f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
+        steps = {split: 2 * len(read.rows[split]) for split in read.present()}
+        return encode_each(read, encode, self.display, steps, "completions", tokenizer)
 
-    def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
-        """Take none: a reward model generates no text."""
+    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
+        if dropped := sum(part.dropped for part in examples.values()):
+            text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
+            self.display.line("data", text)
 
     def bind(self, binding: Binding) -> list[Objective]:
-        model = binding.trainable.model
-        self.prepare_rows(binding.trainable, split_head(model))
-
-        reader = head_reader(model, model[SCORE], self.base.name, self.train.task)
-        centering = self.train.center_rewards_coefficient
-        objective = RewardModel(reader, centering, score_pairs)
-        return [objective] * len(binding.data)
+        base = replace(self.base, model=binding.trainable.model)
+        reader = score_reader(base, base.model[SCORE], "reward")
+        losses = partial(reward_losses, centering=self.train.center_rewards_coefficient)
+        return [TextLoss(reader, losses, score=score_pairs)] * len(binding.data)
 
     def summary(self, trained: Trained) -> Summary:
         named = {
             "task": "reward",
-            "loss_on": trained.last.splits["train"].loss_on,
+            "loss_on": "last token",
             "center_rewards_coefficient": self.train.center_rewards_coefficient,
         }
-        report = {"shared_prefix": self.shared_report(trained.last)}
-        return summarized(trained, named, report=report)
+        return summarized(trained, named)

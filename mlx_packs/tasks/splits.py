@@ -1,6 +1,6 @@
-"""The splits of a phase: encoding them, and what a run says about it."""
+"""The splits of a phase: encoding them, their batches, and what a run says about it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..config.data import DataConfig
@@ -8,9 +8,10 @@ from ..data.dataset import ExampleSet
 from ..data.left_out import template_notes
 from ..data.row_format import BadRows
 from ..data.rows import Splits
+from ..data.sampler import Draw
 from ..display import Display
 from ..evaluation.images import advance_of
-from .phases import RunPhase
+from .phases import PhaseData, RunPhase
 
 
 class EncodedSplit(ExampleSet, Protocol):
@@ -49,6 +50,26 @@ def encode_each(
                 bar.advance()
 
     return encoded
+
+
+def phase_data(
+    task: Any, phases: Sequence[RunPhase], splits: Sequence[Mapping[str, Any]]
+) -> list[PhaseData]:
+    """Return the data of phases, each of which may draw from the examples of all.
+
+    ``task.training`` gives the training batches of a phase, of all examples and a `Draw`.
+    """
+    parts = [each["train"] for each in splits]
+    joined = type(parts[0]).joined(parts)
+
+    data = []
+    start = 0
+    for phase, own in zip(phases, splits, strict=True):
+        stop = start + len(own["train"])
+        train = task.training(phase, joined, Draw(start, stop, phase.replay))
+        data.append(PhaseData(task, phase, own, train))
+        start = stop
+    return data
 
 
 def show_phase(phase: RunPhase, display: Display) -> None:

@@ -1,31 +1,93 @@
-"""Tasks whose examples are several texts each, with a loss by name and one phase."""
+"""Tasks on texts, one or several in an example: what is read of them is compared with labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
-from ..data.dataset import Batch
-from ..data.shapes import padded_length
-from ..data.texts import TextGroups
+from ..data.dataset import Dataset
+from ..data.rows import Splits
+from ..data.sampler import Draw, Sampler
+from ..data.shapes import padded_length, sequence_inputs
+from ..data.texts import TextCollate, TextGroups, joined_widths, texts_once
 from ..errors import PackError, flag_of
-from ..evaluation.scores import Metrics, MetricScore
-from ..objectives.objective import TextsObjective
 from ..packs.base import Base
-from .phases import PhaseData
+from .phases import PhaseData, RunPhase, sample
+from .splits import counted, phase_data, show_cut, show_notes, show_phase
 from .task import Summary, Task, Trained, summarized
 
 
 class TextsTask(Task):
-    """A task on pairs or rankings, whose columns have names of their own."""
+    """A task on texts that are read as a whole: at their last tokens, or pooled."""
+
+    base: Base
+
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        self.base = base
+        encoded = []
+        for phase, read in zip(phases, splits, strict=True):
+            show_phase(phase, self.display)
+            examples = self.encoded(phase, read)
+            described = self.described(examples)
+            line = f"{read.source} · {counted(examples)} {described}"
+            self.display.line("data", line)
+            self.show_long(phase.train.max_seq_length, examples)
+            show_notes(read, phase.columns, base.tokenizer, self.display)
+            encoded.append(examples)
+        return phase_data(self, phases, encoded)
+
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
+        """Return the examples of every split of a phase, by `splits.encode_each`."""
+        raise NotImplementedError
+
+    def described(self, examples: Mapping[str, TextGroups]) -> str:
+        """Return what the examples of the splits are, after their number: ``examples · text``."""
+        return f"examples · {examples['train'].format.name}"
+
+    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
+        """Show what became of texts that were too long."""
+        show_cut(examples, limit, "texts", self.display)
+
+    def training(self, phase: RunPhase, examples: TextGroups, draw: Draw) -> Dataset:
+        """Return the training batches of a phase, whose examples are drawn from all."""
+        t = phase.train
+        inputs = sequence_inputs(t.max_seq_length)
+        sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, draw=draw)
+        widths = joined_widths(examples, sampler)
+        return Dataset(examples, TextCollate(t.batch_size, inputs, widths, True), sampler)
+
+    def evaluation(self, phase: RunPhase, examples: TextGroups, chosen: np.ndarray) -> Dataset:
+        t = phase.train
+        collate = TextCollate(t.batch_size, sequence_inputs(t.max_seq_length))
+        return texts_once(examples, collate, chosen)
+
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        """Return held-out examples in proportion to the tokens that the phase trains on."""
+        t = data.phase.train
+        tokens = data.train.examples.text_lengths.sum(axis=1)
+        trained = t.iters * t.batch_size * float(tokens.mean())
+        return sample(data.held_out_examples.text_lengths.sum(axis=1), trained)
+
+    def typical_rows(self, data: PhaseData) -> tuple[int, int] | None:
+        """Return the tokens of a typical batch, and those that reach the head."""
+        examples = data.train.examples
+        lengths = np.sort(examples.lengths)
+        inputs = padded_length(int(lengths[len(lengths) // 2]), data.train.collate.limit)
+        texts = max(1, round(data.phase.train.batch_size * float(examples.sizes.mean())))
+        return texts * inputs, texts
+
+
+class NamedLossTask(TextsTask):
+    """A task with losses by name and one phase, whose columns have names of their own."""
 
     examples_are: ClassVar[str]  # as messages name them
     most_held_out: ClassVar[int]  # examples that a run is evaluated on by default
 
-    base: Base
     loss: str  # its name
     limit: int  # most tokens of a text
 
@@ -42,27 +104,6 @@ class TextsTask(Task):
     def sampled(self, data: PhaseData) -> np.ndarray:
         count = data.held_out_examples.count
         return np.random.RandomState(0).permutation(count)[: self.most_held_out]
-
-    def typical_inputs(self, data: PhaseData) -> int:
-        """Return the padded length of a text of median length."""
-        lengths = np.sort(data.train.examples.lengths)
-        return padded_length(int(lengths[len(lengths) // 2]), self.limit)
-
-    def score(
-        self,
-        objective: TextsObjective,
-        batches: Sequence[Batch],
-        examples: TextGroups | None = None,
-    ) -> MetricScore:
-        """Return the metrics of held-out examples, and the loss of batches."""
-        objective.model.eval()
-        loss = objective.mean_loss(batches)
-        if examples is None:
-            return MetricScore(loss, {})
-        return MetricScore(loss, self.metrics(objective, examples), len(examples))
-
-    def metrics(self, objective: Any, examples: TextGroups) -> Metrics:
-        raise NotImplementedError
 
     def summary_of(self, trained: Trained, objective: Mapping) -> Summary:
         """Return the summary of a run; ``objective`` is what a manifest has besides the loss."""

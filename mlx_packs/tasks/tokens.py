@@ -90,23 +90,6 @@ class TokenTask(Task):
         self.trees = {**self.trees, phase.name: trees}
         return trees
 
-    def _phase_data(
-        self, phases: Sequence[RunPhase], splits: Sequence[Mapping[str, Examples]]
-    ) -> list[PhaseData]:
-        """Return the data of phases, each of which may draw from the examples of all."""
-        parts = [each["train"] for each in splits]
-        joined = type(parts[0]).joined(parts)
-
-        data = []
-        start = 0
-        for phase, own in zip(phases, splits, strict=True):
-            stop = start + len(own["train"])
-            train = self.training(phase, joined, Draw(start, stop, phase.replay))
-            data.append(PhaseData(self, phase, own, train))
-            start = stop
-
-        return data
-
     def shared_report(self, data: PhaseData) -> dict | None:
         """Return the part of a run's report on what is shared; None if nothing is."""
         trees = self.trees.get(data.phase.name)

@@ -1,5 +1,6 @@
 """Rerankers against sentence-transformers' CrossEncoder on torch: a Qwen3 of random weights."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from mlx_packs.data.rankings import (
     RerankPrompt,
     encode_rankings,
 )
-from mlx_packs.data.texts import TextGroups
+from mlx_packs.data.texts import TextGroups, texts_once
 from mlx_packs.evaluation.rankings import score_rankings
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.reader import Reader
-from mlx_packs.objectives.rerank import Reranking, scorer_of
+from mlx_packs.objectives.reader import Reader, ranking_reader
+from mlx_packs.objectives.text_loss import TextLoss, infonce_loss, ranking_losses
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
 from tests.helpers.encoders import write_pairs
 from tests.helpers.rankings import all_labelled, all_rankings
@@ -53,7 +54,7 @@ def test_scores_and_ranks_are_those_of_sentence_transformers(reranker, torch_mod
     logits = torch_model.predict(pairs, activation_fn=torch.nn.Identity())
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [prompt.tokens(*pair)[0] for pair in pairs]
-    assert np.abs(scorer_of(base, None).of_rows(rows, 2) - logits).max() < 1e-5
+    assert np.abs(ranking_reader(base, None).of_rows(rows, 2) - logits).max() < 1e-5
 
     ranked = [each["corpus_id"] for each in torch_model.rank(QUERY, DOCUMENTS)]
     assert ranked == np.argsort(-ours).tolist()
@@ -63,13 +64,13 @@ def encoded(reranker: Path, rows: list[dict]) -> tuple[Reader, TextGroups]:
     base = load_base(reranker)
     prompt = RerankPrompt(base.tokenizer, INSTRUCTION, 512)
     rows = [Row(f"d.jsonl:{i + 1}", row) for i, row in enumerate(rows)]
-    return scorer_of(base, None), encode_rankings(rows, prompt)
+    return ranking_reader(base, None), encode_rankings(rows, prompt)
 
 
 def loss_of(reranker: Path, rows: list[dict], name: str) -> float:
-    scorer, rankings = encoded(reranker, rows)
+    reader, rankings = encoded(reranker, rows)
     batch = RankingCollate(len(rows), 512)(rankings, np.arange(len(rows)))
-    objective = Reranking(scorer, name, TrainConfig(task="rerank", loss=name))
+    objective = TextLoss(reader, partial(ranking_losses, loss=name, margin=1.0))
     total, count = objective.loss(arrays_of(batch))
     return total.item() / count.item()
 
@@ -124,7 +125,9 @@ def test_metrics_are_those_of_sentence_transformers(reranker, torch_model):
         for row in rows
     ]
     theirs = CrossEncoderRerankingEvaluator(samples, at_k=10, show_progress_bar=False)(torch_model)
-    ours = score_rankings(*encoded(reranker, rows), batch_size=8)
+    reader, rankings = encoded(reranker, rows)
+    batches = texts_once(rankings, RankingCollate(2, 512), np.arange(len(rankings))).once()
+    ours = score_rankings(TextLoss(reader, infonce_loss), batches).metrics
     assert ours["mrr_at_10"] == pytest.approx(theirs["mrr@10"], abs=1e-6)
     assert ours["ndcg_at_10"] == pytest.approx(theirs["ndcg@10"], abs=1e-6)
     assert 0 < ours["mrr_at_10_se"] < 0.2

@@ -114,12 +114,12 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
     assert inputs["lengths"].T.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert inputs["first"][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
 
-    for collate in (PairCollate(4, 48), PairCollate(2, 100, powers=True)):
+    for collate in (PairCollate(4, 48), PairCollate(2, 100, (32, 64, 100))):
         for order in ([0], [1], [1, 0]):
             widths = tuple(inputs.shape[1] for inputs in tokens_of(collate(pairs, order)))
             assert collate.shapes(pairs, iter([order])) == {(max(widths), 2, widths)}
 
-    powers = PairCollate(2, 100, powers=True)(pairs, [1, 0]).inputs
+    powers = PairCollate(2, 100, (32, 64, 100))(pairs, [1, 0]).inputs
     assert [powers[name].shape[1] for name in ("first", "second")] == [32, 64]
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,25 +15,27 @@ from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
-from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import EncodingOptions, Example, Examples
-from mlx_packs.data.formats import Row
+from mlx_packs.data.formats import PREFERENCE, Row
 from mlx_packs.data.labelled import encode_labelled
-from mlx_packs.data.labelled_batches import LabelledCollate, preference_set
+from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
-from mlx_packs.data.preferences import Scored
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
+from mlx_packs.data.texts import Shortened, TextCollate, TextGroups
 from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.classification import ScoreHead
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
-from mlx_packs.objectives.reader import head_reader
+from mlx_packs.objectives.reader import label_reader, ranking_reader, score_reader
 from mlx_packs.objectives.reference import PhaseReference, Reference
-from mlx_packs.objectives.rerank import Reranking, scorer_of
-from mlx_packs.objectives.reward_model import RewardModel
+from mlx_packs.objectives.text_loss import (
+    TextLoss,
+    label_losses,
+    ranking_losses,
+    reward_losses,
+)
 from mlx_packs.runtime import mx
 from tests.helpers.steps import make_batch
 
@@ -355,21 +358,17 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     tokens, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
     sides = examples_of(tokens, zip(real, real, strict=True))
     half = len(sides) // 2
-    whole = Examples(
-        interleaved(sides[:half], sides[half:]), "preferences", "last token", per_row=2
-    )
-    items = Scored(whole, np.arange(2 * half))
-    data = Examples(items, "preferences", "last token", labels=np.ones(half, np.float32), per_row=2)
-    sampler = GroupedSampler(data.lengths, 2 * half, 64)
-    laid_out = preference_set(data, sampler).collate(data, np.arange(2 * half))
+    rows = Examples(interleaved(sides[:half], sides[half:]), "preferences", "last token")
+    texts = Shortened(rows, np.arange(2 * half), rows.lengths)
+    data = TextGroups.of_examples(PREFERENCE, rows, texts, np.tile(np.float32([1, 0]), (half, 1)))
+    laid_out = TextCollate(half, 64)(data, np.arange(half))
 
     base = load_base(checkpoint)
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
     train = TrainConfig(task="reward", batch_size=half)
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    objective = RewardModel(
-        head_reader(base.model, base.model["score"], base.name, train.task), centering
-    )
+    reader = score_reader(base, base.model["score"], train.task)
+    objective = TextLoss(reader, partial(reward_losses, centering=centering))
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
@@ -424,8 +423,9 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     base = replace(base, model=with_score_head(base.model, head))
     train = TrainConfig(task="classify", batch_size=len(TEXTS))
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    reader = head_reader(base.model, base.model["score"], base.name, train.task)
-    objective = ScoreHead(reader, problem, weights)
+    reader = label_reader(base, base.model["score"], problem)
+    losses = partial(label_losses, problem=problem)
+    objective = TextLoss(reader, losses, class_weights=weights)
 
     column = COLUMNS[problem]
     rows = [
@@ -434,8 +434,7 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
     ]
     options = EncodingOptions(max_seq_length=64)
     examples = encode_labelled(rows, base.tokenizer, DataConfig(), options, classes)
-    collate = LabelledCollate(TokenCollate(6, 63), is_scored=True, per_row=1)
-    laid_out = collate(examples, np.arange(len(rows)))  # two are padding
+    laid_out = TextCollate(6, 63)(examples, np.arange(len(rows)))  # two are padding
     trainer = SimpleNamespace(model=adapted)
     check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)
 
@@ -495,6 +494,8 @@ def test_loss_and_gradients_of_a_reranker_are_those_of_transformers(checkpoint, 
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
     train = TrainConfig(task="rerank", head="score", loss=name)
     trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
-    objective = Reranking(scorer_of(base, base.model["score"]), name, train)
+    reader = ranking_reader(base, base.model["score"])
+    losses = partial(ranking_losses, loss=name, margin=train.rank_margin)
+    objective = TextLoss(reader, losses)
     trainer = SimpleNamespace(model=adapted)
     check_loss_and_gradients(trainer, loss_of, trainable, objective, laid_out)

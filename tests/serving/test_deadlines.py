@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs import load_base
 from mlx_packs.bases.tokenizer import tokens_of
-from mlx_packs.objectives.rerank import rerank_rows
+from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.serving import app
 from mlx_packs.serving.embedding import _TOKENS, EmbeddingWorker, rows_within
 from tests.helpers.errors import raises

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
-from mlx_packs.objectives.rerank import rerank_rows
+from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.packs.pack import Pack
 from mlx_packs.serving.embedding import EmbeddingWorker, Reranker
 from tests.helpers.decoder_embedders import write_reranker

@@ -141,7 +141,7 @@ def test_a_temperature_is_fitted_and_stored(tmp_path):
 @pytest.mark.slow  # three runs
 def test_a_resumed_run_is_bit_identical(tmp_path):
     data = write_rows(tmp_path / "d", **splits_of(labelled))
-    train = settings(iters=6, save_every=2, packing=True, class_weights="balanced")
+    train = settings(iters=6, save_every=2, class_weights="balanced")
     train_pack(small_base(), data, LORA, train, tmp_path / "whole")
     cut = interrupted(tmp_path / "whole", tmp_path / "cut")
     train_pack(small_base(), data, LORA, train, cut, resume=True)
@@ -220,6 +220,7 @@ def test_bad_rows_can_be_left_out(tmp_path):
     [
         (labelled, {"method": "full"}, "conflict", "method"),
         (labelled, {"share_prefix": "on"}, "conflict", "task"),
+        (labelled, {"packing": True}, "conflict", "packing"),
         (labelled, {"loss_on": "all"}, "conflict", "loss_on"),
         (labelled, {"best": "valid_spearman"}, "conflict", "best"),
         (labelled, {"head": "lm"}, "conflict", "head"),

@@ -208,7 +208,7 @@ def test_all_weights_learn_preferences_too(tmp_path, data):
         ({"cache_frozen": "on"}, "conflict", "cache_frozen", "--task lm"),
         ({"ce_last_k": 3}, "conflict", "ce_last_k", "--task lm"),
         ({"task": "kto"}, "data", None, "must have the columns {prompt, completion, label}"),
-        ({"packing": True}, "conflict", "packing", "needs --task lm, classify or distill."),
+        ({"packing": True}, "conflict", "packing", "needs --task lm or distill."),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from mlx_packs.adapters.spec import SCORE_WEIGHT
 from mlx_packs.data.rankings import RerankPrompt
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.rankings import ndcg, reciprocal_rank
-from mlx_packs.objectives.rerank import infonce_loss, listnet_loss, pairwise_loss
+from mlx_packs.objectives.text_loss import infonce_loss, listnet_loss, pairwise_loss
 from mlx_packs.packs.manifest import check_manifest, replaced_of
 from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import write_decoder, write_reranker

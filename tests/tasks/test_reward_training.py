@@ -121,6 +121,7 @@ def test_rewards_follow_completions(tmp_path, data):
         ({"center_rewards_coefficient": -1}, "invalid", "center_rewards_coefficient"),
         ({"loss": "ipo"}, "conflict", "loss"),
         ({"packing": True}, "conflict", "packing"),
+        ({"share_prefix": "on"}, "conflict", "task"),
         ({"max_seq_length": 12}, "data", "max_seq_length"),
     ],
     ids=str,

@@ -123,7 +123,7 @@ def first_step(task: EncodedTask) -> tuple:
         ("system", {}, {}),
         ("documents", {"batch_size": 15}, {"batch_size": 24}),  # all examples in both
         ("prompts", {"task": "dpo"}, {}),
-        *slow_except([("rated", {"task": "kto"}, {}), ("prompts", {"task": "reward"}, {})]),
+        *slow_except([("rated", {"task": "kto"}, {})]),
     ],
 )
 def test_a_tree_has_the_loss_and_gradients_of_its_rows(data, name, changes, on_trees):
@@ -257,7 +257,7 @@ def shorter(completions, **_) -> list[float]:
     return [-len(text) / 20 for text in completions]
 
 
-@pytest.mark.parametrize("task", ["lm", "dpo", "reward", "grpo"])
+@pytest.mark.parametrize("task", ["lm", "dpo", "grpo"])
 def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, task):
     """As Apple's foundation model, if its blocks are computed again; whatever the last phase is."""
     reasons = iter([None, "its gradient is off by 2"])  # of the base, and of what is trained
