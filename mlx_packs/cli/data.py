@@ -220,8 +220,6 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
     from ..data.row_format import shown_counts
 
     of = f" ({look.looked_at:,} of them looked at)" if look.looked_at != look.rows else ""
-    read = look.facts
-
     q = look.quantiles()
     lines = [
         f"{split:<8}{look.rows:,} examples{of} · tokens of {model}: median {q['p50']:,}, 5 to 95 % "
@@ -230,10 +228,10 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
 
     if facts := _facts(split, look, max_seq_length):
         lines.append(f"{'':<8}{' · '.join(facts)}")
-    if read.bad:
-        first = read.bad.errors[0][1]
+    if look.bad:
+        first = look.bad.errors[0][1]
         lines.append(
-            f"{'':<8}{len(read.bad):,} cannot be used: {shown_counts(read.bad.counts())}; "
+            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; "
             f"the first is {first.message}"
         )
 
@@ -250,33 +248,32 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
 
 def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
     """Return what is cut, trained on and repeated in a split, for people."""
-    read = look.facts
     facts = []
-    if read.cut:
+    if look.cut:
         outcome = "cut"
-        if read.dropped == read.cut:
+        if look.dropped == look.cut:
             outcome = "dropped"
-        elif read.dropped:
-            outcome += f", {read.dropped:,} of them without any target left"
-        facts.append(f"{read.cut:,} longer than {max_seq_length:,}, {outcome}")
-    if read.beyond:
+        elif look.dropped:
+            outcome += f", {look.dropped:,} of them without any target left"
+        facts.append(f"{look.cut:,} longer than {max_seq_length:,}, {outcome}")
+    if look.beyond:
         facts.append(
-            f"{read.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
+            f"{look.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
             "(--on-bad-row skip leaves them out)"
         )
-    if read.learned is not None:
-        facts.append(f"{100 * read.learned:.0f} % of the tokens are trained")
-    if read.repeats is not None and split == "train":
-        facts += read.repeats.lines()
-    elif read.common:
-        share = read.common * look.looked_at / max(1, int(read.lengths.sum()))
+    if look.learned is not None:
+        facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
+    if look.repeats is not None and split == "train":
+        facts += look.repeats.lines()
+    elif look.common:
+        share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
         facts.append(
-            f"{read.common} tokens begin every example, {share:.0%} of all: --share-prefix "
+            f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "
             "computes them once a batch"
         )
     if look.near_copies:
         facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
 
-    if read.labels:
-        facts.append(_labels(read.labels))
+    if look.labels:
+        facts.append(_labels(look.labels))
     return facts

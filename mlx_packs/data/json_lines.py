@@ -102,11 +102,20 @@ def parse_json(where: str, content: bytes) -> Any:
 
 
 class JsonLines(Source):
-    """The rows of a JSONL file; blank lines are none."""
+    """The rows of a JSONL file; blank lines are none.
 
-    def __init__(self, file: Path) -> None:
+    If the file is a copy, messages name its ``original``: the line of a row, or if the lines of a
+    copy are not those of the original, its number.
+    """
+
+    def __init__(
+        self, file: Path, original: Path | str | None = None, has_same_lines: bool = True
+    ) -> None:
         self.file = file
-        self.folder: Path | None = file.parent
+        self._place = original or file
+        self._is_copy = original is not None
+        self._has_same_lines = has_same_lines
+        self.folder = self._place.parent if isinstance(self._place, Path) else None
         with file.open("rb") as f:
             self._opened = self._status(f)
             beginning = f.read(4)
@@ -182,9 +191,11 @@ class JsonLines(Source):
                 start = end
 
     def where(self, i: int) -> str:
+        if not self._has_same_lines:
+            return f"{self._place}[{i}]"
         blanks = self._rows_before_blanks
         before = np.searchsorted(blanks, i, "right") if len(blanks) else 0
-        return f"{self.file}:{i + 1 + before}"
+        return f"{self._place}:{i + 1 + before}"
 
     def nbytes(self, start: int, stop: int) -> int:
         return int(self._starts[stop] - self._starts[start])
@@ -197,40 +208,16 @@ class JsonLines(Source):
 
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
         status = os.fstat(f.fileno())
+        if self._is_copy:  # every use of a copy changes its time, and its content stays
+            return (status.st_size,)
         return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-class Copy(JsonLines):
-    """The JSONL copy of a stream; the place of a row is ``original[number]``."""
-
-    def __init__(self, copy: Path, original: Path | str) -> None:
-        super().__init__(copy)
-        self._original = original
-        self.folder = None
-        if isinstance(original, Path):
-            self.folder = original.parent
-
-    def _status(self, f: BinaryIO) -> tuple[int, ...]:
-        """Return the size: every use of a copy changes its time, and its content stays."""
-        return (os.fstat(f.fileno()).st_size,)
-
-    def where(self, i: int) -> str:
-        return f"{self._original}[{i}]"
-
-
-class CopiedLines(Copy):
-    """The copy of a file, each row in the line that it has there: ``original:line``."""
-
-    def where(self, i: int) -> str:
-        _, _, line = JsonLines.where(self, i).rpartition(":")
-        return f"{self._original}:{line}"
-
-
-def gzip_rows(file: Path) -> CopiedLines:
+def gzip_rows(file: Path) -> JsonLines:
     return _copied(file, "jsonl", lambda out: out.writelines(_blocks(file)))
 
 
-def table_rows(file: Path) -> CopiedLines:
+def table_rows(file: Path) -> JsonLines:
     """Read .csv or .tsv, also compressed; the first line names the columns."""
     if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
         return _copied(file, "tsv", lambda out: _tabulate(file, _tsv_rows(file), _ONE_LINE, out))
@@ -262,9 +249,9 @@ def _text_row(file: Path, line: int, paragraphs: list[str]) -> Row:
     return Row(f"{file}:{line}", {"text": "\n\n".join(paragraphs).strip()})
 
 
-def _copied(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> CopiedLines:
+def _copied(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> JsonLines:
     name = f"{sha256(file)}-{kind.encode().hex()}-{_VERSION}.jsonl"
-    return CopiedLines(ROWS.file(name, write), file)
+    return JsonLines(ROWS.file(name, write), file)
 
 
 def _blocks(file: Path) -> Iterator[bytes]:

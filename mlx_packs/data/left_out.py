@@ -1,11 +1,9 @@
-"""What rows say that no token shows: unused columns, and parts the chat template leaves out.
+"""What rows say that no token shows: unused columns, and parts the chat template leaves out."""
 
-A conversation is rendered with a part of it and with another in its place: the same text means
-that the part is lost. For each kind of part, the first conversations that have it are checked.
-"""
-
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bases.chat_template import unread_variables
@@ -19,7 +17,7 @@ from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat, suggested_t
 from .near_copies import compared
 from .preferences import both_completions
 from .prompts import with_placeholder
-from .rendered_parts import REMEDIES, REMEDY, parts
+from .rendered_parts import Part, checked_parts, remedy
 from .row_format import RowError, optional
 from .sources import as_rows
 
@@ -42,7 +40,6 @@ def template_notes(
     variables: dict[str, str] = {}  # and the first row that has it
     tasks: list[str] = []  # that train on columns which are not used
     checks = _Checks()
-    thoughts = _OpenedThoughts()
 
     for _, row in compared(as_rows(rows), _LOOKED_AT):
         try:
@@ -59,11 +56,10 @@ def template_notes(
 
         for conversation in _conversations(row, row_format, names, tokenizer):
             checks.add(conversation)
-            thoughts.add_answer(conversation)
             variables = dict.fromkeys(conversation.variables, conversation.where) | variables
 
     unread = {name: variables[name] for name in unread_variables(tokenizer, variables)}
-    notes = [*_unread_note(unread), *checks.notes(), *thoughts.notes()]
+    notes = [*_unread_note(unread), *checks.notes()]
     if unused:
         note = f"columns that are not used: {_listed(list(unused))}"
         if tasks:
@@ -118,8 +114,8 @@ def _conversations(
 
 
 @dataclass
-class _Check:
-    """How many parts were checked and are missing, and where the first of them is."""
+class _Count:
+    """How many parts of a kind were checked and are missing, and where the first of them is."""
 
     checked: int = 0
     missing: int = 0
@@ -132,63 +128,46 @@ class _Check:
             self.first = self.first or place
 
 
-@dataclass
 class _Checks:
-    kinds: dict[str, _Check] = field(default_factory=dict)
-    shapes: set[tuple] = field(default_factory=set)  # of the parts that were checked
+    """Parts of conversations that the chat template leaves out, and thoughts that it opens.
+
+    Up to `_RENDERINGS` parts of each kind are checked, and the first part of each shape.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, _Count] = defaultdict(_Count)
+        self._shapes: set[tuple] = set()
+        self._opened = _Count()
 
     def add(self, conversation: Conversation) -> None:
-        """Check the parts of a conversation, up to `_RENDERINGS` of each kind."""
-        rendered: str | None = None
-        for part in parts(conversation):
-            check = self.kinds.setdefault(part.kind, _Check())
-            if check.checked >= _RENDERINGS and part.shape in self.shapes:
-                continue
+        def is_checked(part: Part) -> bool:
+            return self._kinds[part.kind].checked < _RENDERINGS or part.shape not in self._shapes
 
-            try:
-                if rendered is None:
-                    rendered = conversation.render(conversation.messages)
-                is_lost = part.is_lost(conversation, rendered)
-            except RowError:  # the template does not take the one or the other
-                continue
+        for part, is_lost in checked_parts(conversation, is_checked):
+            self._shapes.add(part.shape)
+            self._kinds[part.kind].add(is_lost, f"{conversation.where}{part.place}")
 
-            self.shapes.add(part.shape)
-            check.add(is_lost, f"{conversation.where}{part.place}")
-
-    def notes(self) -> list[str]:
-        return [
-            f"the chat template leaves out {kind}: {check.missing:,} of {check.checked:,} checked, "
-            f"the first in {check.first}. {REMEDIES.get(kind, REMEDY)}"
-            for kind, check in self.kinds.items()
-            if check.missing
-        ]
-
-
-@dataclass
-class _OpenedThoughts(_Check):
-    """How many last answers lack the thoughts that the prompt in use has opened for them."""
-
-    def add_answer(self, conversation: Conversation) -> None:
-        """Check the last answer; only the first conversations are checked."""
         is_answer = conversation.messages[-1]["role"] == "assistant"
-        if not is_answer or self.checked >= _RENDERINGS:
-            return
-
-        try:
-            self.add(_lacks_opened_thoughts(conversation), conversation.where)
-        except RowError:  # the template does not take the prompt
-            return
+        if is_answer and self._opened.checked < _RENDERINGS:
+            with suppress(RowError):  # the template does not take the prompt
+                self._opened.add(_lacks_opened_thoughts(conversation), conversation.where)
 
     def notes(self) -> list[str]:
-        if not self.missing:
-            return []
-
-        return [
-            f"the chat template opens thoughts at the end of a prompt, but {self.missing:,} of "
-            f"{self.checked:,} answers checked have none, the first in {self.first}: in use they "
-            "would count as thoughts. Write thoughts into them, or set a variable of the template "
-            "that turns thoughts off, as in --template-kwargs '{\"enable_thinking\": false}'"
+        notes = [
+            f"the chat template leaves out {kind}: {count.missing:,} of {count.checked:,} checked, "
+            f"the first in {count.first}. {remedy(kind)}"
+            for kind, count in self._kinds.items()
+            if count.missing
         ]
+        if count := self._opened.missing:
+            notes.append(
+                f"the chat template opens thoughts at the end of a prompt, but {count:,} of "
+                f"{self._opened.checked:,} answers checked have none, the first in "
+                f"{self._opened.first}: in use they would count as thoughts. Write thoughts into "
+                "them, or set a variable of the template that turns thoughts off, as in "
+                "--template-kwargs '{\"enable_thinking\": false}'"
+            )
+        return notes
 
 
 def _lacks_opened_thoughts(conversation: Conversation) -> bool:

@@ -37,7 +37,9 @@ _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with
 
 
 @dataclass(frozen=True)
-class SplitFacts:
+class SplitOverview:
+    """What the rows of a split become for a task."""
+
     lengths: np.ndarray  # of examples before they are cut, [N]
     bad: BadRows  # rows that cannot be used
     cut: int = 0  # examples that are longer than the maximum
@@ -49,6 +51,44 @@ class SplitFacts:
     # unless they are single sequences.
     repeats: Repeats | None = None
     labels: Mapping[str, int] = field(default_factory=dict)  # and how many rows have each
+    rows: int = 0
+    looked_at: int = 0  # rows that all facts above are about
+    near_copies: int = 0  # sampled rows of which another row of the split is a near-copy
+    sampled: int = 0
+
+    def quantiles(self) -> dict[str, int]:
+        """Return the 5th, 50th and 95th percentile, and the longest."""
+        values = np.quantile(self.lengths, [0.05, 0.5, 0.95, 1], method="nearest")
+        return dict(zip(("p5", "p50", "p95", "longest"), values.astype(int).tolist(), strict=True))
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """Return (shortest, longest, examples) of bins that double, from the first with any."""
+        edges = [-1, 0]  # empty texts have a bin of their own
+        while edges[-1] < self.lengths.max():
+            edges.append(max(_SHORTEST, 2 * edges[-1]))
+
+        counts = np.histogram(self.lengths, [edge + 1 for edge in edges])[0]
+        first = int(np.flatnonzero(counts)[0])
+        bins = zip(edges, edges[1:], counts.tolist(), strict=False)
+        return [(low + 1, high, count) for low, high, count in bins][first:]
+
+    def to_json(self) -> dict:
+        return {
+            "rows": self.rows,
+            "looked_at": self.looked_at,
+            "lengths": self.quantiles(),
+            "histogram": [list(each) for each in self.histogram()],
+            "cut": self.cut,
+            "dropped": self.dropped,
+            "images_beyond": self.beyond,
+            "learned": self.learned,
+            "common": self.common,
+            "repeats": self.repeats and self.repeats.to_json(),
+            "labels": dict(self.labels),
+            "bad_rows": self.bad.counts(),
+            "near_copies": self.near_copies,
+            "sampled": self.sampled,
+        }
 
 
 @dataclass(frozen=True)
@@ -84,23 +124,23 @@ class Reader:
         examples = encode_tokens(rows, self.tokenizer, self.columns, self.options, self.format)
         return [masked(example, self.tokenizer) for example in examples.items], examples.loss_on
 
-    def facts(self, rows: Rows) -> SplitFacts:
+    def overview(self, rows: Rows) -> SplitOverview:
         if self.classes is not None:
             return self._labelled(rows, self.classes)
         if isinstance(self.format, PairFormat):
             pairs = encode_pairs(rows, self.tokenizer, NO_LIMIT, "skip")
             cut = int((pairs.text_lengths > self.limit).sum())
-            return SplitFacts(pairs.lengths, pairs.bad, cut=cut)
+            return SplitOverview(pairs.lengths, pairs.bad, cut=cut)
 
         if isinstance(self.format, RankingFormat):
             return self._rankings(rows)
         if self.format is PROMPT:
             prompts = encode_prompts(rows, self.tokenizer, self.columns, self.limit)
-            return SplitFacts(prompts.lengths, prompts.bad)
+            return SplitOverview(prompts.lengths, prompts.bad)
 
         return self._sequences(rows)
 
-    def _sequences(self, rows: Rows) -> SplitFacts:
+    def _sequences(self, rows: Rows) -> SplitOverview:
         whole = replace(self.options, max_seq_length=NO_LIMIT)
         examples = encode_tokens(rows, self.tokenizer, self.columns, whole, self.format)
         lengths = np.asarray(examples.lengths)
@@ -111,7 +151,7 @@ class Reader:
 
         if self.scores_whole:
             dropped = int((examples.row_lengths.max(axis=1) >= self.limit).sum())
-            return SplitFacts(lengths, examples.bad, cut=dropped, dropped=dropped)
+            return SplitOverview(lengths, examples.bad, cut=dropped, dropped=dropped)
 
         step = len(examples) // len(lengths)
         cut = [i * step for i in np.flatnonzero(lengths > self.limit).tolist()]
@@ -119,7 +159,7 @@ class Reader:
         if isinstance(self.format, TokenFormat) and not labels:
             repeats = repeats_of(examples, CommonConfig.batch_size, self.limit)
 
-        return SplitFacts(
+        return SplitOverview(
             lengths,
             examples.bad,
             cut=len(cut),
@@ -131,7 +171,7 @@ class Reader:
             labels=labels,
         )
 
-    def _labelled(self, rows: Rows, classes: Classes) -> SplitFacts:
+    def _labelled(self, rows: Rows, classes: Classes) -> SplitOverview:
         whole = replace(self.options, max_seq_length=NO_LIMIT)
         examples = encode_labelled(rows, self.tokenizer, self.columns, whole, classes)
         lengths = examples.lengths
@@ -145,9 +185,9 @@ class Reader:
             labels = dict(zip(classes.labels, marks.sum(axis=0).tolist(), strict=True))
 
         dropped = cut if classes.chat else 0
-        return SplitFacts(lengths, examples.bad, cut=cut, dropped=dropped, labels=labels)
+        return SplitOverview(lengths, examples.bad, cut=cut, dropped=dropped, labels=labels)
 
-    def _rankings(self, rows: Rows) -> SplitFacts:
+    def _rankings(self, rows: Rows) -> SplitOverview:
         prompt = RerankPrompt(self.tokenizer, INSTRUCTION, NO_LIMIT)
         rankings = encode_rankings(rows, prompt, "skip")
         is_document = rankings.groups >= 0
@@ -155,57 +195,11 @@ class Reader:
         labels = _counted(f"{label:g}" for label in rankings.labels[is_document])
         cut = int((lengths > self.limit).sum())
 
-        return SplitFacts(lengths, rankings.bad, cut=cut, labels=labels)
+        return SplitOverview(lengths, rankings.bad, cut=cut, labels=labels)
 
 
 def _counted(labels: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(labels).items()))
-
-
-@dataclass(frozen=True)
-class SplitOverview:
-    rows: int
-    looked_at: int  # rows that all other facts are about
-    facts: SplitFacts
-    near_copies: int  # sampled rows of which another row of the split is a near-copy
-    sampled: int
-
-    def quantiles(self) -> dict[str, int]:
-        """Return the 5th, 50th and 95th percentile, and the longest."""
-        values = np.quantile(self.facts.lengths, [0.05, 0.5, 0.95, 1], method="nearest")
-        return dict(zip(("p5", "p50", "p95", "longest"), values.astype(int).tolist(), strict=True))
-
-    def histogram(self) -> list[tuple[int, int, int]]:
-        """Return (shortest, longest, examples) of bins that double, from the first with any."""
-        edges = [-1, 0]  # empty texts have a bin of their own
-        while edges[-1] < self.facts.lengths.max():
-            edges.append(max(_SHORTEST, 2 * edges[-1]))
-
-        counts = np.histogram(self.facts.lengths, [edge + 1 for edge in edges])[0]
-        first = int(np.flatnonzero(counts)[0])
-        bins = zip(edges, edges[1:], counts.tolist(), strict=False)
-        return [(low + 1, high, count) for low, high, count in bins][first:]
-
-    def to_json(self) -> dict:
-        facts = self.facts
-        repeats = facts.repeats and facts.repeats.to_json()
-
-        return {
-            "rows": self.rows,
-            "looked_at": self.looked_at,
-            "lengths": self.quantiles(),
-            "histogram": [list(each) for each in self.histogram()],
-            "cut": facts.cut,
-            "dropped": facts.dropped,
-            "images_beyond": facts.beyond,
-            "learned": facts.learned,
-            "common": facts.common,
-            "repeats": repeats,
-            "labels": dict(facts.labels),
-            "bad_rows": facts.bad.counts(),
-            "near_copies": self.near_copies,
-            "sampled": self.sampled,
-        }
 
 
 def look_at(rows: Sequence[Row], reader: Reader) -> SplitOverview:
@@ -220,8 +214,13 @@ def look_at(rows: Sequence[Row], reader: Reader) -> SplitOverview:
     near = NearCopies({i: rows[i] for i in sorted(sample)}, reader.format, reader.columns)
     repeated = sum(bool(set(others) - {i}) for i, others in near.in_rows(rows).items())
 
-    facts = reader.facts(looked_at)
-    return SplitOverview(len(rows), len(looked_at), facts, repeated, len(sample))
+    return replace(
+        reader.overview(looked_at),
+        rows=len(rows),
+        looked_at=len(looked_at),
+        near_copies=repeated,
+        sampled=len(sample),
+    )
 
 
 def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool) -> dict[str, int]:

@@ -21,13 +21,12 @@ _OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
 _CLEAR = 20  # characters: a shorter text may stand elsewhere by chance
 _MOST_SHAPES = 1000
 _REQUIRED = ("messages of", "tools", "calls of tools")  # kinds of parts
-REMEDIES = {
+_REMEDIES = {
     "thoughts": "Use a base whose chat template keeps them (a training template), or write them "
     "into the content without <think> tags",
     "tools": "Use a base whose chat template has tools, or describe them in the system message",
     "calls of tools": "Use a base whose chat template has tools, or write them into the content",
 }
-REMEDY = "Write it into messages that the template renders, or remove it"
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,45 @@ def check_rendered(conversation: Conversation) -> None:
     if len(shapes) > _MOST_SHAPES:
         shapes.clear()
 
-    rendered = None
-    for part in parts(conversation):
-        shape = (*part.shape, *context)
-        if shape in shapes or not part.kind.startswith(_REQUIRED):
+    def is_unknown(part: Part) -> bool:
+        return (*part.shape, *context) not in shapes and part.kind.startswith(_REQUIRED)
+
+    for part, is_lost in checked_parts(conversation, is_unknown):
+        if is_lost:
+            raise PackError(
+                f"{template_file(tokenizer)}: the chat template leaves out {part.kind}"
+                f"{part.place}. {remedy(part.kind)}.",
+                "data",
+                "messages",
+            )
+        shapes.add((*part.shape, *context))
+
+
+def checked_parts(
+    conversation: Conversation, is_checked: Callable[[Part], bool]
+) -> Iterator[tuple[Part, bool]]:
+    """Yield each part that ``is_checked``, and whether the chat template leaves it out."""
+    rendered: str | None = None
+    for part in _parts(conversation):
+        if not is_checked(part):
             continue
 
         try:
             if rendered is None:
                 rendered = conversation.render(conversation.messages)
             is_lost = part.is_lost(conversation, rendered)
-        except RowError:  # the template takes no conversation that ends here
-            return
-        if is_lost:
-            raise PackError(
-                f"{template_file(tokenizer)}: the chat template leaves out {part.kind}"
-                f"{part.place}. {REMEDIES.get(part.kind, REMEDY)}.",
-                "data",
-                "messages",
-            )
-        shapes.add(shape)
+        except RowError:  # the template does not take the one or the other
+            continue
+        yield part, is_lost
 
 
-def parts(conversation: Conversation) -> Iterator[Part]:
+def remedy(kind: str) -> str:
+    """Return what to do about a kind of part that the chat template leaves out."""
+    default = "Write it into messages that the template renders, or remove it"
+    return _REMEDIES.get(kind, default)
+
+
+def _parts(conversation: Conversation) -> Iterator[Part]:
     tools = conversation.tools or []
     for i in range(len(tools)):
         others = [*tools[:i], *tools[i + 1 :]] or None

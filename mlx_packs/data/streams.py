@@ -16,7 +16,7 @@ from ..cache import key_of
 from ..errors import PackError, library_errors
 from .images import stored_text
 from .in_memory import SPLIT_NAMES
-from .json_lines import ROWS, Copy
+from .json_lines import ROWS, JsonLines
 from .row_format import label_names, plain
 from .sources import Rows
 
@@ -75,7 +75,7 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
     """Return the rows of a stream in a copy of the cache, which is written if it is missing."""
     key = key_of(name, revision, _VERSION)
     copy = ROWS.file(f"{key}-stream.jsonl", lambda file: _write(name, values, file))
-    return Rows([Copy(copy, name)])
+    return Rows([JsonLines(copy, name, has_same_lines=False)])
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
