@@ -210,13 +210,6 @@ def prompt_and_completion(
     if not completion:
         raise row.error(f"'{column}' has no message after the prompt.", "empty")
 
-    if completion[0].calls and prompt[-1].message["role"] == "assistant":
-        raise row.error(
-            f"'{column}' begins with a call that belongs to the answer which the prompt ends with. "
-            f"Write that answer into '{column}', or end the prompt with another message.",
-            "wrong type",
-        )
-
     if _begins_with(completion[0].message["content"], prompt[-1].message["content"]):
         raise row.error(
             f"'{column}' begins with the text of the prompt, which would be in the example twice. "

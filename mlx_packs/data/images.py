@@ -135,23 +135,7 @@ def with_column_images(
             raise ValueError(f"{where} has a null. Leave it out.")
         sources = [ImageSource(each, folder) for each in values]
 
-    messages = placed(messages, sources, where)
-    _check_before_answer(messages)
-    return messages
-
-
-def _check_before_answer(messages: Sequence[Mapping]) -> None:
-    """Raise a ValueError for an image after the last answer, which nothing is trained on with."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        return
-
-    for number in range(answers[-1] + 1, len(messages)):
-        if "images" in messages[number]:
-            raise ValueError(
-                f"message {number + 1} has an image after the last answer, which no answer is "
-                "about. Remove that message, or add its answer."
-            )
+    return placed(messages, sources, where)
 
 
 def placed(
@@ -170,9 +154,7 @@ def placed(
         places += messages[i].get("images", []).count(None) + messages[i]["content"].count(_MARKER)
 
     has_others = any("images" in message for message in messages)
-    in_answers = any(_MARKER in m["content"] for m in messages if m["role"] == "assistant")
-
-    if sources and not places and not has_others and not in_answers and asked:
+    if sources and not places and not has_others and asked:
         users = [i for i in asked if messages[i]["role"] == "user"]
         first = (users or asked)[0]
         messages[first] = {
@@ -180,22 +162,16 @@ def placed(
             "content": _MARKER * len(sources) + messages[first]["content"],
         }
     elif places != len(sources):
-        raise ValueError(_miscounted(len(sources), places, where, in_answers))
+        raise ValueError(
+            f"images in {where}: {len(sources)}, places for them in the messages: {places} "
+            "(<image> in a text that is no answer, or a part of type 'image'). Give each image one "
+            "place."
+        )
 
     remaining = iter(sources)
     for i in asked:
         messages[i] = _filled(messages[i], remaining)
     return messages
-
-
-def _miscounted(images: int, places: int, where: str, in_answers: bool) -> str:
-    text = (
-        f"images in {where}: {images}, places for them in the messages: {places} (<image> in a "
-        "text, or a part of type 'image'). Give each image one place."
-    )
-    if in_answers:
-        text += " An answer has <image>, too, which is no place."
-    return text
 
 
 def _filled(message: dict[str, Any], sources: Iterator[ImageSource]) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class JsonLines(Source):
         self._is_copy = original is not None
         self._has_same_lines = has_same_lines
         self.folder = self._place.parent if isinstance(self._place, Path) else None
+
         with file.open("rb") as f:
             self._opened = self._status(f)
             beginning = f.read(4)

@@ -159,6 +159,7 @@ class _Checks:
             for kind, count in self._kinds.items()
             if count.missing
         ]
+
         if count := self._opened.missing:
             notes.append(
                 f"the chat template opens thoughts at the end of a prompt, but {count:,} of "

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ ROLES = {
 _OWN_ROLES = ("system", "user", "assistant", "tool")  # of chat templates
 _CALLS = ("function_call", "tool_call")  # roles whose content is calls
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of an answer, one name each
-_JOINED = {"content", "tool_calls"}  # of messages that belong to one answer
 # Keys of an answer by which it is a target or not; their value is that of a target.
 _MARKS = {
     "weight": True,  # OpenAI, Mistral
@@ -53,78 +52,35 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call, as other
 _OTHER_KEYS = ("id", "type", "index", "parsed_arguments")
 _CALL_KEYS = {"function", "name", *_ARGUMENTS, *_OTHER_KEYS}
 _NO_CALL = "a call of a tool must be an object with a 'name' and 'arguments'."
-WRITTEN_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_WRITTEN_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message, and whether an answer is a target; ``calls`` is one that is nothing but calls."""
+    """A message, and whether an answer is a target."""
 
     message: dict[str, Any]
     is_target: bool = True
-    calls: bool = False
 
 
 def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
-    """Put calls that follow an answer, or other calls, into one message.
+    """Return messages in the form of chat templates.
 
     Paths of images are relative to ``folder``, by default to the current one.
     """
     turns: list[Turn] = []
     for message in messages:
         turn = _turn(message, folder)
-        before = turns[-1] if turns else None
-        if turn.calls and before is not None and before.message["role"] == "assistant":
-            turns[-1] = _joined(before, turn)
-            continue
-
+        is_call = message.get("role", message.get("from")) in _CALLS
+        if is_call and turns and turns[-1].message["role"] == "assistant":
+            raise ValueError(
+                "a call follows an answer or another call. Write them as one answer: its text, and "
+                "a list of 'tool_calls'."
+            )
         turns.append(turn)
 
     return turns
-
-
-def last_turn_start(messages: Sequence[Any]) -> int:
-    """Return where the last turn begins: an answer, and the calls that follow it."""
-    start = len(messages) - 1
-    while start > 0 and _speaker(messages[start]) in _CALLS:
-        before = _speaker(messages[start - 1])
-        if ROLES.get(before, before) != "assistant":
-            break
-        start -= 1
-    return start
-
-
-def _speaker(message: Any) -> str:
-    """Return the role as the dialect names it; an empty text without one."""
-    if not isinstance(message, Mapping):
-        return ""
-    speaker = message.get("role")
-    if speaker is None:
-        speaker = message.get("from")
-    return speaker if isinstance(speaker, str) else ""
-
-
-def _joined(before: Turn, turn: Turn) -> Turn:
-    """Return an answer with the calls that follow it, and everything that either message says."""
-    if before.is_target is not turn.is_target:
-        raise ValueError("calls that belong to one answer have different marks.")
-
-    first = before.message
-    second = turn.message
-    for key in (first.keys() & second.keys()) - _JOINED:
-        if first[key] != second[key]:
-            raise ValueError(
-                f"messages that belong to one answer differ in '{key}'. Remove it from the calls."
-            )
-
-    contents = [text for text in (first["content"], second["content"]) if text]
-    if len(contents) > 1 and WRITTEN_THOUGHTS.match(contents[1]):
-        raise ValueError("calls that follow an answer have thoughts. Write these into the answer.")
-
-    message = {**second, **first, "content": "\n".join(contents)}
-    message["tool_calls"] = [*first.get("tool_calls", ()), *second["tool_calls"]]
-    return replace(before, message=message)
 
 
 def _turn(message: Any, folder: Path | None) -> Turn:
@@ -164,8 +120,8 @@ def _turn(message: Any, folder: Path | None) -> Turn:
         normal["tool_calls"] = calls
     if role == "assistant":
         name_thoughts(normal)
-        _write_thoughts_once(normal)
-    return Turn(normal, is_target, speaker in _CALLS)
+        _check_thoughts(normal)
+    return Turn(normal, is_target)
 
 
 def _rename_sharegpt(given: dict[str, Any]) -> None:
@@ -189,19 +145,15 @@ def name_thoughts(message: dict[str, Any]) -> None:
         message.update(dict.fromkeys(THOUGHTS, thoughts.pop()))
 
 
-def _write_thoughts_once(message: dict[str, Any]) -> None:
-    """Remove thoughts from the content of an answer that has them under a key, too."""
-    written = WRITTEN_THOUGHTS.match(message["content"])
-    thoughts = message.get(THOUGHTS[0])
-    if written is None or not thoughts or not written[1].strip():
+def _check_thoughts(message: dict[str, Any]) -> None:
+    """Raise a ValueError if an answer has thoughts in its content and under a key, too."""
+    written = _WRITTEN_THOUGHTS.match(message["content"])
+    if written is None or not message.get(THOUGHTS[0]) or not written[1].strip():
         return
 
-    if written[1].strip() != thoughts.strip():
-        raise ValueError(
-            f"an answer has other thoughts in its content than in '{THOUGHTS[0]}'. Keep one of "
-            "them."
-        )
-    message["content"] = message["content"][written.end() :]
+    raise ValueError(
+        f"an answer has thoughts in its content and in '{THOUGHTS[0]}'. Keep one of them."
+    )
 
 
 def _popped_mark(given: dict[str, Any], role: str) -> bool:
@@ -307,7 +259,7 @@ def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
     It is the JSON of one call or of several, or each is between ``<tool_call>`` tags; thoughts
     between ``<think>`` tags may come first.
     """
-    thoughts = WRITTEN_THOUGHTS.match(text)
+    thoughts = _WRITTEN_THOUGHTS.match(text)
     before = ""
     rest = text
     if thoughts:

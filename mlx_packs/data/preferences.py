@@ -18,7 +18,7 @@ from ..errors import PackError
 from .chat_formats import about_conversation, prompt_and_completion
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
-from .messages import Turn, last_turn_start
+from .messages import Turn
 from .row_format import BadRows, RowError, RowFormat, messages_of, optional, truth_of
 from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import RATED
@@ -154,7 +154,7 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
     if (prompt := optional(row, names.prompt_feature)) is not None:
         return prompt, value
 
-    start = last_turn_start(value) if isinstance(value, list) else 0
+    start = len(value) - 1 if isinstance(value, list) else 0
     if start < 1:
         raise row.error(
             f"'{column}' must be a list of messages that ends with the completion, since there is "

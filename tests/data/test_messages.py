@@ -215,49 +215,6 @@ def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):
             rendered(tokenizer, row, task)
 
 
-def call_of(number: int, role: str = "function_call") -> dict:
-    return {"role": role, "content": json.dumps({"name": "f", "arguments": {"a": number}})}
-
-
-FROM_CALL = {"from": "function_call", "value": call_of(1)["content"]}
-CALL_SHOWN = '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>'.format
-
-
-@pytest.mark.parametrize(
-    ("answer", "other", "shown"),
-    [
-        ([call_of(1), call_of(2)], [call_of(1)], f"{CALL_SHOWN(1)}\n{CALL_SHOWN(2)}"),
-        ([ANSWER, call_of(1, "tool_call")], [LIME], f"A cherry.\n{CALL_SHOWN(1)}"),
-        ([TURNS[1], FROM_CALL], [ANSWER], f"A cherry.\n{CALL_SHOWN(1)}"),
-    ],
-)
-def test_an_answer_and_its_calls_are_one_completion(tokenizer, answer, other, shown):
-    expected = SHOWN("user", USER["content"]) + SHOWN("assistant", shown)
-    targets = [f"{shown}<|im_end|>"]
-    row = {"chosen": [USER, *answer], "rejected": [USER, *other]}
-    assert rendered(tokenizer, row, "dpo") == (expected, targets)
-    for row, task in (
-        ({"prompt": [USER], "chosen": answer, "rejected": other}, "dpo"),
-        ({"prompt": [USER], "completion": answer}, "lm"),
-        ({"prompt": [USER], "completion": answer, "label": True}, "kto"),
-    ):
-        assert rendered(tokenizer, row, task) == (expected, targets)
-    with raises("data", None, "f:1: 'chosen' must be a list of messages that ends"):
-        rendered(tokenizer, {"chosen": answer, "rejected": other}, "dpo")
-
-
-def test_a_call_is_not_apart_from_its_answer(tokenizer):
-    prompt, called = [USER, ANSWER], [call_of(1)]
-    for row, task, column in (
-        ({"prompt": prompt, "completion": called}, "lm", "completion"),
-        ({"prompt": prompt, "completion": called, "label": True}, "kto", "completion"),
-        ({"prompt": prompt, "chosen": called, "rejected": [LIME]}, "dpo", "chosen"),
-        ({"prompt": [USER, call_of(2)], "completion": called}, "lm", "completion"),
-    ):
-        with raises("data", None, f"f:1: '{column}' begins with a call that belongs to the answer"):
-            rendered(tokenizer, row, task)
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("He go home", "He go home"), ("It rains a lot", "It rains a lot.")]
 )
@@ -289,12 +246,10 @@ def test_thoughts_have_every_name_that_templates_know():
         assert [message[k] for k in ("reasoning_content", "reasoning", "thinking")] == ["Hm."] * 3
 
 
-def test_thoughts_in_content_and_under_a_key_are_there_once():
+def test_thoughts_in_content_and_under_a_key_are_a_fault():
     written = {**ANSWER, "content": "<think>\nHm.\n</think>\n\nA cherry.", "reasoning": "Hm."}
-    message = turns_of([written])[0].message
-    assert (message["content"], message["reasoning_content"]) == ("A cherry.", "Hm.")
-    with pytest.raises(ValueError, match="other thoughts in its content than in 'reasoning_cont"):
-        turns_of([{**written, "reasoning": "Oh."}])
+    with pytest.raises(ValueError, match="in its content and in 'reasoning_content'. Keep one"):
+        turns_of([written])
     empty = {**written, "content": "<think>\n\n</think>\n\nA cherry."}
     assert turns_of([empty])[0].message["content"] == empty["content"]
 
