@@ -167,9 +167,7 @@ OWN_READERS = {
     **dict.fromkeys(("data/rows.py", "data/messages.py", "data/json_lines.py"), "rows, bounded"),
     "data/row_format.py": "cells of rows, bounded",
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
-    **dict.fromkeys(
-        ("layers/registered.py", "training/initial_adapters.py"), "files that were checked"
-    ),
+    **dict.fromkeys(("layers/registered.py", "training/attached.py"), "files that were checked"),
 }
 READS = {"open", "read_text", "read_bytes", "safe_open"}
 PARSERS = {

@@ -26,7 +26,7 @@ from ..packs.manifest import MANIFEST, chat_template_of, template_kwargs_of
 from ..packs.pack import Pack
 from ..reading import read_json
 from ..tensors import save_tensors
-from ..training.initial_adapters import adapter_settings
+from ..training.attached import adapter_settings
 from ..training.run import train_request
 from ..training.run_folder import RunFolder, run_folder
 from ..training.settings import Request

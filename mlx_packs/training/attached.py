@@ -1,25 +1,30 @@
-"""What a run trains, attached to its base, and the objectives that are bound to it."""
+"""What a run trains: adapters on its base, their initial values, and the objectives of phases."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from ..adapters.saved_modules import attach_method
 from ..adapters.trainable import Trainable
 from ..bases.geometry import is_embedding
 from ..display import VERBOSE, Display, shown_count
-from ..errors import PackError
+from ..errors import PackError, errors_of, library_errors
 from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import bare_module
 from ..nn.wrapped import NoisyEmbedding, trained_module
 from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
+from ..packs.compatibility import check_base, note_of_start
+from ..packs.manifest import MANIFEST, read_manifest
+from ..packs.pack import Pack
+from ..reading import read_header
+from ..runtime import mx
 from ..tasks.task import Binding
 from .fit import Objectives
-from .initial_adapters import load_adapters
-from .offloading import reads_limited
-from .planning import matmul_paths_by_name
-from .prepare import PreparedRun
+from .planning import matmul_paths_by_name, reads_limited
+from .prepare import FLAG, PreparedRun, adapters_file
+from .settings import Run
 
 
 def add_noise(trainable: Trainable, alpha: float) -> None:
@@ -122,3 +127,59 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     for group in trainable.groups:
         for geometry in group.members:
             display.line("", geometry.describe(), VERBOSE)
+
+
+def compare_with_initial_pack(run: Run, pack: Pack) -> None:
+    """Say where a pack records another use than the pack that its run started from."""
+    start = run.request.option("resume_adapter_file")
+    if start is None or not (manifest := adapters_file(start).parent / MANIFEST).is_file():
+        return
+    if note := note_of_start(read_manifest(manifest), pack.manifest):
+        run.display.line("note", note)
+
+
+def load_adapters(trainable: Trainable, start: str) -> None:
+    """Set the trainable parameters from a file of exactly these tensors."""
+    file = adapters_file(start)
+    with errors_of("resume_adapter_file"):
+        read_header(file)
+        if (file.parent / MANIFEST).is_file():
+            _check_pack(Pack.open(file.parent), trainable)
+
+    with library_errors(lambda reason: PackError(f"{FLAG} {file}: {reason}.", "unreadable")):
+        tensors = mx.load(str(file))
+    trainable.load(tensors, str(file))
+
+
+def _check_pack(pack: Pack, trainable: Trainable) -> None:
+    """Raise a PackError unless a pack has the base model and the adapters of a run."""
+    check_base(pack, trainable.base)
+    if not pack.specs or pack.specs == trainable.specs:
+        return
+
+    settings = adapter_settings(pack)
+    flags = "the rank_pattern and alpha_pattern of its recipe"
+    if "rank" in settings:
+        flags = f"--rank {settings['rank']} --alpha {settings['alpha']:g}"
+    if pack.specs.keys() != trainable.specs.keys():
+        leaves = dict.fromkeys(path.rpartition(".")[2] for path in pack.specs)
+        flags += f" --target-modules {','.join(leaves)}, in the same blocks"
+    raise PackError(f"{pack.name}: its adapters differ from this run's. Pass {flags}.", "mismatch")
+
+
+def adapter_settings(pack: Pack) -> dict[str, Any]:
+    """Return settings that make the adapters of a pack, module by module."""
+    ranks = {}
+    alphas = {}
+    for path, spec in pack.specs.items():
+        for part in spec.slices:
+            name = f"{path}.{part.name}" if len(spec.slices) > 1 else path
+
+            if part.rank:
+                ranks[name] = part.rank
+                alphas[name] = part.alpha
+
+    settings: dict[str, Any] = {"target_modules": tuple(ranks)}
+    if len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1:
+        return {**settings, "rank_pattern": ranks, "alpha_pattern": alphas}
+    return {**settings, "rank": max(ranks.values()), "alpha": max(alphas.values())}

@@ -1,16 +1,18 @@
-"""What is chosen before a run: its dtype, its memory plan, and how its frozen weights are used.
+"""What is chosen before a run: dtype, memory plan, matmul path, and whether blocks stay on disk.
 
 A dtype is kept when the run is resumed, and changed after an overflow.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..bases.files import weight_files
+from ..bases.geometry import is_named
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..bases.turns import images_of
 from ..config.choices import MATMUL_PATHS
@@ -20,17 +22,21 @@ from ..distributed.group import group
 from ..errors import PackError
 from ..late import load
 from ..memory.disk import check_disk, disk_summary, plan_disk
-from ..memory.estimate import Estimate, estimate, plan_run
+from ..memory.estimate import Estimate, check_least, estimate, least, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
 from ..memory.plan import ERROR, DiskPlan, MatmulPathChoice, MemoryChoice, MemoryPlan, verdict
+from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
+from ..nn.surgery import block_prefixes
 from ..offload.disk import plan_line, remote_note
+from ..offload.placing import put_on_disk
 from ..packs.base import Base
+from ..runtime import mx
 from ..tasks.phases import PhaseData
 from .checkpoint import has_loss_scale
 from .run_folder import RunFolder
-from .settings import Place, Run
+from .settings import Place, Request, Run, RunSettings
 
 
 def estimate_of(train: TrainConfig) -> Estimate:
@@ -205,3 +211,128 @@ def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
     if dtype.name == "float16":
         text += " · the loss is scaled"
     display.line("dtype", text)
+
+
+def checked_by_headers(request: Request, settings: RunSettings, folder: Path) -> RunSettings:
+    """Return settings with ``on`` in the place of ``--offload-base auto`` if nothing else fits.
+
+    Raises a PackError, before a weight is read, if a base cannot fit whatever the examples are.
+    Where headers cannot be read or no plan is possible, loading reports what is wrong.
+    """
+    base = request.base
+    if isinstance(base, Base):
+        if base.blocks_on_disk is None:
+            return settings
+        return settings.with_settings({"offload_base": "on"}, {})
+    if request.force:
+        return settings
+
+    planned = estimate_of(settings.train)
+    try:
+        headers = read_headers(base)
+        in_memory = least(headers, settings.lora, settings.train, planned)
+        if verdict(in_memory, runtime.total_memory()) == "no":
+            settings = _with_base_on_disk(request, settings, headers, in_memory)
+        plan = check_least(headers, settings.lora, settings.train, planned)
+    except PackError as error:
+        if error.code == "memory":
+            raise
+        return settings
+
+    check_disk_of(folder, plan_disk(plan, settings.train))
+    return settings
+
+
+def _with_base_on_disk(
+    request: Request, settings: RunSettings, headers: Headers, in_memory: MemoryPlan
+) -> RunSettings:
+    """Return settings with the base on disk, the same ones if that does not fit either."""
+    if settings.train.offload_base != "auto":
+        return settings
+
+    memory = runtime.total_memory()
+    try:
+        offloaded = settings.with_settings({"offload_base": "on"}, {})
+        plan = least(headers, settings.lora, offloaded.train)
+    except PackError:  # it cannot be combined with another setting
+        return settings
+
+    if verdict(plan, memory) == "no":
+        return settings
+    request.display.line(
+        "offload",
+        f"a run with the base in memory would take {size(in_memory.peak_bytes)} of {size(memory)}",
+    )
+    return offloaded
+
+
+def fit_run(
+    run: Run, base: Base, target: Base, data: Sequence[PhaseData]
+) -> tuple[Run, MemoryChoice]:
+    """Return a run and its memory plan, with the base on disk if it does not fit otherwise.
+
+    Raises PackError if nothing is within memory and disk, unless forced.
+    """
+    try:
+        memory = plan_training(run, base, target, data)
+    except PackError as error:
+        can_change = run.train.offload_base == "auto" and not isinstance(run.request.base, Base)
+        if error.code != "memory" or not can_change:
+            raise
+        try:
+            run = run.with_settings({"offload_base": "on"}, {})
+            check_offload(base, run)
+        except PackError:  # it cannot be combined with another setting
+            raise error from None
+
+        run.display.line("offload", "the run does not fit into memory with all of the base")
+        if base.blocks_on_disk is None:
+            put_on_disk(base)
+        memory = plan_training(run, base, target, data)
+
+    plan = memory.plan
+    if base.blocks_on_disk is not None and plan and plan.offload:
+        base.blocks_on_disk.keep_in_memory(plan.offload.blocks - plan.offload.on_disk)
+        base.blocks_on_disk.together = plan.offload.together
+    show_plan(base, run, memory)
+    if memory.disk and not run.request.force:
+        check_disk_of(run.folder, memory.disk)
+    return run, memory
+
+
+@contextmanager
+def reads_limited(base: Base, plan: MemoryPlan | None) -> Iterator[None]:
+    """Return a context in which MLX computes before it reads more than the plan has room for."""
+    if base.blocks_on_disk is None or plan is None:
+        yield
+        return
+
+    limit = mx.set_memory_limit(int(plan.peak_bytes * (1 + ERROR)))
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(limit)
+
+
+def check_offload(base: Base, settings: RunSettings) -> None:
+    """Raise a PackError if a setting needs weights of blocks that are on disk."""
+    if not settings.train.offloads:
+        return
+
+    if settings.train.matmul_path == "dense" and base.quantization:
+        raise PackError(
+            "--matmul-path: dense cannot be combined with --offload-base on. Leave one of them "
+            "out.",
+            "conflict",
+            "matmul_path",
+        )
+    prefixes = tuple(f"{prefix}." for prefix in block_prefixes(base.model))
+    paths = [path for path, _ in base.model.named_modules() if path.startswith(prefixes)]
+    for name in settings.lora.modules_to_save:
+        if any(is_named(path, name) for path in paths):
+            raise PackError(
+                f"--modules-to-save: {name} is in the blocks, which are on disk and cannot be "
+                "trained in full. Leave it out, or use --offload-base off.",
+                "conflict",
+                "modules_to_save",
+            )

@@ -26,22 +26,24 @@ from ..data.row_format import BadRows
 from ..data.rows import Splits
 from ..data.teacher_cache import TeacherCache
 from ..display import Display
-from ..errors import PackError
+from ..errors import PackError, errors_of
 from ..evaluation.images import images_of_run
 from ..memory.plan import MemoryChoice
 from ..nn.quantized import count_weights
 from ..packs.base import Base, load_base
+from ..packs.manifest import ADAPTERS, MANIFEST, chat_template_of, is_hub_name, read_manifest
+from ..packs.pack import Pack
+from ..reading import sha256
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
 from ..tasks.task import Task, make_tasks, task_class
-from .initial_adapters import initial_adapters, with_initial_template
 from .observers.trackers import check_report_to
-from .offloading import check_offload, checked_by_headers, fit_run
-from .planning import run_dtype, show_dtype
+from .planning import check_offload, checked_by_headers, fit_run, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
-from .rates import note_rates
 from .run_folder import PACKAGES, RunFolder, check_unchanged
-from .settings import Place, Request, Run, RunSettings, with_batches
+from .settings import Place, Request, Run, RunSettings, notes_on_rates, with_batches
 from .watch import check_validated
+
+FLAG = "--resume-adapter-file"
 
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:
@@ -179,6 +181,50 @@ def with_template_date(settings: RunSettings, base: Base, display: Display) -> R
     return settings.with_settings({}, {"template_date": specified})
 
 
+def adapters_file(start: str) -> Path:
+    """Return the file of adapters that a setting names: itself, or the one of a pack."""
+    path = Path(start).expanduser()
+    is_name = is_hub_name(start) and path.suffix != ".safetensors"
+    if not path.is_dir() and not is_name:
+        if not path.is_file():
+            raise PackError(f"{FLAG} {start}: no such file or pack.", "not-found")
+        return path
+
+    if path.is_dir() and not (path / MANIFEST).is_file() and (path / ADAPTERS).is_file():
+        return path / ADAPTERS  # as mlx-lm writes it
+    with errors_of("resume_adapter_file"):
+        pack = Pack.open(start)
+        pack.verify()
+    return pack.path / ADAPTERS
+
+
+def initial_adapters(start: str | None, earlier: dict | None) -> dict | None:
+    """Return name and hash of adapters to start from, of ``earlier`` if resumed; None if fresh."""
+    if earlier is not None:
+        if start is not None:
+            raise PackError(
+                f"--resume and {FLAG}: a resumed run continues from its checkpoint. "
+                "Leave one of them out.",
+                "conflict",
+                "resume_adapter_file",
+            )
+        return earlier["recipe"].get("resume_adapter_file")
+
+    if start is None:
+        return None
+    file = adapters_file(start)
+    return {"name": file.name, "sha256": sha256(file)}
+
+
+def with_initial_template(settings: RunSettings, start: str | None) -> RunSettings:
+    """Return settings with the chat template of the pack that a run starts from, unless set."""
+    if start is None or settings.columns.chat_template is not None:
+        return settings
+    if not (manifest := adapters_file(start).parent / MANIFEST).is_file():
+        return settings
+    return settings.with_settings({}, {"chat_template": chat_template_of(read_manifest(manifest))})
+
+
 @dataclass(frozen=True)
 class PreparedRun:
     """A run with its tasks, base and examples, checked; nothing is trained yet."""
@@ -242,7 +288,8 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
         place=place,
         begins_with_adapters=adapters is not None,
     )
-    note_rates(run, earlier)
+    for note in notes_on_rates(run):
+        display.line("note", note)
 
     recipe = Recipe(
         *(run.lora, run.train, run.columns), {"model": base.name, "resume_adapter_file": adapters}

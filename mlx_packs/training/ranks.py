@@ -16,8 +16,7 @@ from ..distributed.join import joined_ranks, when_gone
 from ..distributed.link import GONE
 from ..errors import PackError, RunStopped
 from ..late import load
-from .folders import output_folders
-from .run_folder import RunFolder, run_folder
+from .run_folder import RunFolder, output_folders, run_folder
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The result of a training run, as Python and notebooks show it."""
+"""The result of a training run: its pack, the report, and how Python and notebooks show them."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -6,19 +6,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import runtime
+from ..adapters.trainable import Trainable
+from ..data.in_memory import InMemoryRows
 from ..errors import PackError
+from ..evaluation.images import images_report
+from ..gates import Gates, evaluate_gates, gate_limits
 from ..ops import _backend
 from ..packs.card import format_change
 from ..packs.facts import notebook_html, report_html
+from ..packs.making import pack_of
 from ..packs.manifest import task_of
 from ..packs.pack import Pack
 from ..report.facts import Points, curve_of, loss_name, progress_series, short_curve, thinned
+from ..tasks.phases import counts_of
+from ..tasks.task import Summary
+from .attached import compare_with_initial_pack
+from .fit import Fit
+from .prepare import PreparedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from ..memory.plan import MemoryChoice
-    from .fit import Fit
 
 
 # The keys of a report that come first, in this order, if it has them; the others follow by name.
@@ -31,7 +41,7 @@ _LAST_KEYS = ("versions",)
 _COLOURS = ("#2b63c6", "#b4490f")  # of training and validation
 
 
-def measured(fit: "Fit", memory: "MemoryChoice") -> dict:
+def measured(fit: Fit, memory: "MemoryChoice") -> dict:
     """Return the part of a manifest that differs from run to run."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -153,3 +163,102 @@ def _draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:
     axes.set_ylabel(loss_label if measure == "loss" else measure)
     if axes.lines:
         axes.legend(frameon=False)
+
+
+def save_pack(prepared: PreparedRun, trainable: Trainable, fit: Fit, summary: Summary) -> Pack:
+    """Save the pack of a run in its folder, and return it."""
+    run = prepared.run
+    facts = summary.facts
+    if fit.end:
+        facts = {"end": fit.end} | facts
+
+    objective = summary.objective
+    if prepared.json_layout:
+        objective = objective | {"json_layout": prepared.json_layout}
+
+    data = {
+        "source": ", ".join(dict.fromkeys(prepared.sources)),
+        "fingerprint": prepared.identity["data"],
+        "rows": counts_of(prepared.data),
+    }
+    if report := images_report(prepared.base):
+        data["images"] = report["images"]["count"]
+
+    pack = pack_of(
+        trainable,
+        run.train.pack_dtype,
+        objective=objective,
+        data=data,
+        recipe=prepared.recipe,
+        **facts,
+        eval=summary.eval,
+        measured={"compute_dtype": prepared.dtype.to_json(), **measured(fit, prepared.memory)},
+    )
+    if isinstance(source := run.last_phase.columns.data, InMemoryRows):
+        pack.examples = source
+
+    replace = run.request.option("overwrite") or run.place.resume
+    pack = pack.save(run.pack, overwrite=replace)
+    compare_with_initial_pack(run, pack)
+    return pack
+
+
+def _check_gates(prepared: PreparedRun, pack: Pack, summary: Summary) -> Gates:
+    """Compare the saved pack with its limits; the results go into its manifest."""
+    gates = gate_limits(**prepared.run.train.gates)
+    if not gates:
+        return {}
+
+    held_out = prepared.data[-1].held_out_examples
+    values = prepared.task.gate_values(gates, pack, summary, held_out)
+    for _ in range(2):  # the manifest, which has the result, is part of the size
+        results = evaluate_gates(gates, {**values, "max_pack_mb": pack.size_mb})
+        pack._note(gates=results)
+    return results
+
+
+def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> dict[str, Any]:
+    """Return the report of a run; the results of its gates go into the pack's manifest, too."""
+    described = ("split", "rows", "available", "targets")
+    run = prepared.run
+    memory = prepared.memory
+    gates = _check_gates(prepared, pack, summary)  # first: they change its size
+
+    offload = {}
+    if (blocks := prepared.base.blocks_on_disk) is not None:
+        offload["offload"] = blocks.to_json(fit.measured["train_s"])
+
+    return {
+        "gates": gates,
+        "pack": str(run.pack),
+        "run": str(run.folder),
+        "task": run.last_phase.train.task,
+        **summary.report,
+        **losses_of(fit.curve),
+        "versions": pack.manifest["versions"],
+        "steps": fit.state.updates,
+        "batches": fit.state.batches,
+        **fit.end,
+        **{key: value for key, value in summary.eval.items() if key not in described},
+        "held_out": {
+            **{key: summary.eval[key] for key in described if key in summary.eval},
+            **summary.held_out,
+        },
+        f"trained_{fit.unit}": fit.state.trained_tokens,
+        **fit.measured,
+        "process_peak_gb": runtime.peak_process_bytes() / 1e9,
+        "pack_mb": pack.size_mb,
+        "matmul_path": memory.choice.matmul_path,
+        "recompute": memory.recompute,
+        "trainable_parameters": pack.manifest["adapters"]["parameters"],
+        "ops": _backend.record(),
+        "plan_peak_gb": memory.peak_gb,
+        "plan_disk": memory.disk.to_json() if memory.disk else None,
+        "batch_shapes": len(fit.shapes),
+        "traces": fit.traces,
+        **images_report(prepared.base),
+        "bad_rows": {key: bad.counts() for key, bad in prepared.left_out.items()},
+        "compute_dtype": prepared.dtype.to_json(),
+        "base_weights": prepared.base_weights,
+        **offload,
+    }

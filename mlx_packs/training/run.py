@@ -28,8 +28,7 @@ from .fit import start_fit
 from .observer import Observer
 from .prepare import prepare, prepared_request
 from .ranks import folders_of_rank, ranks_of_run
-from .result import RunReport, TrainRun, in_order
-from .saving import report_of, save_pack
+from .result import RunReport, TrainRun, in_order, report_of, save_pack
 from .settings import Place, Request, RunSettings, recipe_of
 from .watch import resumable
 

@@ -1,17 +1,22 @@
-"""The run folder: step-NNNNNN checkpoints, metrics.jsonl, config.json."""
+"""The run folder: step-NNNNNN checkpoints, metrics.jsonl, config.json; locked while a run lasts."""
 
+import itertools
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 
 from ..config.choices import METHODS, TASKS
+from ..config.data import DataConfig
 from ..config.other_names import without_removed
 from ..errors import PackError, file_errors, older_version
-from ..files import atomic_write, to_json
-from ..filesystem import discard, recovered
+from ..files import atomic_write, exclusive_writer, is_pattern, make_folder, to_json, write_errors
+from ..filesystem import discard, recovered, sweep
+from ..packs.folder import check_output
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
 from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state
@@ -309,3 +314,86 @@ def _metrics_line(text: str) -> dict | None:
     if not all(type(number) in (int, float, NoneType) for number in numbers):
         return None
     return line
+
+
+@contextmanager
+def output_folders(
+    out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
+) -> Iterator[tuple[Path, Path]]:
+    """Yield the folders of pack and run, which no other process writes meanwhile.
+
+    Without ``out`` the pack is named after its data, with a number if that name is taken; the
+    name is reserved by creating the run folder. Folders still empty at the end are removed.
+    """
+    if out is None:
+        if resume:
+            raise PackError("--resume: needs the pack of the run. Name it with --out.", "conflict")
+        folder = Path("packs") / _data_name(columns)
+    else:
+        folder = Path(out).expanduser()
+        run_folder(folder)  # checks the name
+        check_output(folder, overwrite or resume)
+
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        name = folder if out is None else out
+        raise PackError(
+            f"--out {name}: cannot be written ({parent} is no folder to write in).", "unwritable"
+        )
+
+    created = [p for p in folder.absolute().parents if not p.exists()]
+    try:
+        make_folder(folder.parent)
+        if out is None:
+            folder = _reserved(folder)
+            created.insert(0, run_folder(folder).absolute())
+        run = run_folder(folder)
+        with exclusive_writer(run):
+            sweep(folder.parent)
+            sweep(run)
+            if out is not None and not resume:
+                _check_run(run, overwrite)
+            yield folder, run
+    finally:
+        for path in created:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+
+
+def _reserved(folder: Path) -> Path:
+    """Create the run folder of the first free name, with a number if needed; return the pack's."""
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    for free in itertools.chain([folder], numbered):
+        with write_errors(free), suppress(FileExistsError):
+            if not free.exists():
+                run_folder(free).mkdir()
+                return free
+
+
+def _check_run(run: Path, overwrite: bool) -> None:
+    if run.exists() and not RunFolder(run).is_run():
+        raise PackError(f"{run}: already exists and is not a run. Choose another --out.", "exists")
+    if RunFolder(run).checkpoints() and not overwrite:
+        raise PackError(
+            f"{run}: has checkpoints of an earlier run. Continue it with --resume, replace it "
+            "with --overwrite, or choose another --out.",
+            "exists",
+        )
+
+
+def _data_name(columns: DataConfig) -> str:
+    """Return the default name of a pack, after its data or the first of several sources."""
+    first = columns.hf_dataset
+    if isinstance(first, list) and first:
+        first = first[0]
+
+    if isinstance(first, dict) and isinstance(first.get("path"), str):
+        return Path(first["path"]).expanduser().resolve().name or "pack"
+
+    name = columns.data
+    if name.startswith("hf:"):
+        name = name.removeprefix("hf:").partition("[")[0]
+    path = Path(name).expanduser().resolve()
+    if is_pattern(columns.data):  # the first folder above it that is no pattern
+        path = next(above for above in path.parents if not is_pattern(str(above)))
+    return path.stem or "pack"

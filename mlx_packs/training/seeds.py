@@ -22,11 +22,10 @@ from ..packs.pack import Pack
 from ..report.facts import PAGE, unit_of
 from ..report.seeds import statistics
 from ..tasks.task import task_class
-from .folders import output_folders
 from .observer import Observer
 from .result import TrainRun
 from .run import train_request
-from .run_folder import CONFIG, RunFolder, run_folder
+from .run_folder import CONFIG, RunFolder, output_folders, run_folder
 from .run_page import SUMMARY, write_seeds_page
 from .settings import Request, recipe_of
 

@@ -1,11 +1,11 @@
 """The settings of a training run: what is asked for, and what is final."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.choices import TASKS
+from ..config.choices import OPTIMIZERS, TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe, RunOptions, check_data_named, from_configs
@@ -15,8 +15,9 @@ from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
-from ..optim import updates_of
+from ..optim import schedule, unused_learning_rate, updates_of, warmup_updates
 from ..packs.base import Base
+from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
@@ -233,3 +234,51 @@ class Run(RunSettings):
     @property
     def files(self) -> RunFolder:
         return RunFolder(self.place.folder)
+
+
+def notes_on_rates(settings: RunSettings) -> Iterator[str]:
+    """Yield what is unexpected about the learning rate of a run."""
+    train = settings.train
+    if unused := unused_learning_rate(train):
+        yield unused
+    if OPTIMIZERS[train.optimizer].corrects_bias and not train.bias_correction:
+        yield (
+            f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are "
+            "up to 6 times as large as in PEFT and TRL at the same learning rate "
+            "(--bias-correction)"
+        )
+
+    for phase in settings.phases:
+        if note := _long_warmup(phase):
+            yield note
+
+
+def _long_warmup(phase: RunPhase) -> str | None:
+    """Return a note if a phase ends before its warm-up does."""
+    train = phase.train
+    warmup = warmup_updates(train)
+    updates = updates_of(train)
+    if warmup < updates:
+        return None
+
+    start = ""
+    name = "run"
+    if phase.name:
+        start = f"{phase.name}: "
+        name = "phase"
+
+    setting = "lr_schedule.warmup"
+    if not isinstance(train.lr_schedule, dict):
+        setting = flag_of(train.changed(("warmup_steps", "warmup_ratio"))[0])
+
+    highest = _rate(train, updates - 1)
+    peak = _rate(train, warmup)
+    return (
+        f"{start}the warm-up takes {warmup:,} updates, and the {name} has {updates:,}: the "
+        f"learning rate ends at {highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use "
+        f"a lower {setting}, or train longer"
+    )
+
+
+def _rate(train: TrainConfig, update: int) -> float:
+    return schedule(train)(mx.array(update)).item()

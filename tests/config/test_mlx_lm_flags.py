@@ -30,7 +30,7 @@ from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.training import run as training
 from mlx_packs.training.attached import _describe
-from mlx_packs.training.folders import output_folders
+from mlx_packs.training.run_folder import output_folders
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
 

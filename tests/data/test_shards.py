@@ -9,7 +9,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.rows import load_rows, matching_files
 from mlx_packs.files import is_pattern
 from mlx_packs.memory.row_shapes import example_memory
-from mlx_packs.training.folders import _data_name
+from mlx_packs.training.run_folder import _data_name
 from tests.helpers.errors import raises
 
 

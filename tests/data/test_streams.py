@@ -11,7 +11,7 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.rows import load_rows
-from mlx_packs.training.folders import _data_name
+from mlx_packs.training.run_folder import _data_name
 from tests.helpers.errors import raises
 
 

@@ -18,8 +18,7 @@ from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR, MatmulPathChoice, MemoryChoice
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
-from mlx_packs.training.offloading import fit_run
-from mlx_packs.training.planning import choose_path
+from mlx_packs.training.planning import choose_path, fit_run
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.settings import Place, Request, Run
 from tests.helpers.errors import check, raises

@@ -4,7 +4,8 @@ import pytest
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
-from mlx_packs.training.initial_adapters import adapters_file, load_adapters
+from mlx_packs.training.attached import load_adapters
+from mlx_packs.training.prepare import adapters_file
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.packs import TARGETS, random_pack

@@ -16,8 +16,7 @@ from mlx_packs.files import exclusive_writer
 from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import planning
-from mlx_packs.training.folders import output_folders
-from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.run_folder import RunFolder, output_folders
 from mlx_packs.training.state import TrainingState
 from tests.helpers.damage import renew_hashes
 from tests.helpers.errors import check, raises
