@@ -46,13 +46,13 @@ import signal, sys
 from mlx_packs.serving import generation
 planned = []
 signal.signal(signal.SIGUSR1, lambda *_: planned.append(1))
-step = generation.Generator.step
+step = generation.TextWorker.step
 def breaks(self):
     if planned and self.counts[0]:
         planned.pop()
         raise RuntimeError("a fault of the soak")
     step(self)
-generation.Generator.step = breaks
+generation.TextWorker.step = breaks
 from mlx_packs.cli.main import main
 main(sys.argv[1:])
 """

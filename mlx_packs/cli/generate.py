@@ -18,7 +18,7 @@ from .output import print_report, wants_json
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..inference.chat import Chat
+    from ..inference.chat import ChatSession
     from ..packs.base import Base
     from ..packs.pack import Pack
 
@@ -173,7 +173,7 @@ def chat(
     If standard input is not a terminal, each of its lines is a message.
     """  # noqa: D301 - click keeps the lines after \b
     from ..config.sampling import Sampling
-    from ..inference.chat import Chat
+    from ..inference.chat import ChatSession
     from ..inference.generate import chat_prompt
     from ..packs.base import load_base_for
 
@@ -195,7 +195,7 @@ def chat(
         on = f" with {' + '.join(packs)}" if packs else ""
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
 
-    conversation = Chat(base, system, sampling, template_kwargs)
+    conversation = ChatSession(base, system, sampling, template_kwargs)
     for image in images:
         conversation.attach(image)
     _talk(conversation, model_in_use)
@@ -229,7 +229,7 @@ class _ModelInUse:
                 self._originals = apply_matmul_path(base.model, self._matmul_path)
 
 
-def _talk(conversation: "Chat", model_in_use: _ModelInUse) -> None:
+def _talk(conversation: "ChatSession", model_in_use: _ModelInUse) -> None:
     while (line := _next_line()) is not None:
         try:
             if line.startswith("/"):
@@ -256,7 +256,7 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(conversation: "Chat", line: str) -> None:
+def _answer(conversation: "ChatSession", line: str) -> None:
     with signals.deferred() as asked, closing(conversation.reply(line)) as pieces:
         for piece in pieces:
             echo(piece, end="")
@@ -267,7 +267,7 @@ def _answer(conversation: "Chat", line: str) -> None:
             asked.clear()
 
 
-def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
+def _obey(line: str, conversation: "ChatSession", model_in_use: _ModelInUse) -> bool:
     """Execute a line that begins with a slash; return False to leave."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()

@@ -375,11 +375,10 @@ def _run(
 ) -> None:
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
-    from ..serving.app import Server, ServerSettings, make_app
+    from ..serving.app import Metrics, Server, ServerSettings, make_app
     from ..serving.feedback import Learning
-    from ..serving.generation import Generator
+    from ..serving.generation import TextWorker
     from ..serving.library import Library
-    from ..serving.metrics import Metrics
     from ..serving.running import run, started
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
@@ -393,7 +392,7 @@ def _run(
             path = generation_path(base.model)
             if path == "transient":  # its modules cannot have the adapters of several packs
                 path = "quantized"
-        worker = Generator(base, _limits(base, given), path)
+        worker = TextWorker(base, _limits(base, given), path)
 
     library = Library(worker, folder)
     token = ""
@@ -451,11 +450,11 @@ def _training(
     worker: "Worker", states: str | None, settings: "ServerSettings"
 ) -> "TrainingService | None":
     """Return what answers clients that train, which save below ``states``."""
-    from ..serving.generation import Generator
+    from ..serving.generation import TextWorker
     from ..serving.train.service import TrainingService
     from ..serving.train.states import States
 
-    if states is None or not isinstance(worker, Generator):
+    if states is None or not isinstance(worker, TextWorker):
         return None
 
     echo(f"training  by the Tinker SDK at the same address · saved in {states}")

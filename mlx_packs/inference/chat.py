@@ -29,7 +29,7 @@ def question(text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
     }
 
 
-class Chat:
+class ChatSession:
     """A conversation that goes on; ``messages`` have ``role`` and ``content``.
 
     ``system`` comes before all other messages, unless it is empty. ``variables`` of the chat

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..bases.tokenizer import token_bytes
-from .generation import Generator
+from .generation import TextWorker
 from .output import Piece
 from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls
-from .request import Event, Failed, Finished, Logprob, Progress, Request, Started
-
-MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
+from .request import Event, Finished, Logprob, MakeRequest, Progress, Started
 
 
 @dataclass
@@ -35,7 +33,7 @@ class Choice:
 class Texts:
     """The texts of one request, as they are computed."""
 
-    def __init__(self, generator: Generator, count: int, make: MakeRequest) -> None:
+    def __init__(self, generator: TextWorker, count: int, make: MakeRequest) -> None:
         self._generator = generator
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._requests = [make(i, _listener(i, self._events)) for i in range(count)]
@@ -51,8 +49,8 @@ class Texts:
         early = []
         while waiting:
             i, event = await self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
+            if isinstance(event, Exception):
+                raise event
             if isinstance(event, Started):
                 self.choices[i].cached = event.cached
                 self.choices[i].adapters = event.adapters
@@ -67,8 +65,8 @@ class Texts:
         """Yield what happens to each text, until all have ended; raise what ended one of them."""
         while self._left:
             i, event = await self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
+            if isinstance(event, Exception):
+                raise event
             if isinstance(event, Finished):
                 self._left -= 1
                 self.choices[i].tokens = event.tokens

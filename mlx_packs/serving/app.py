@@ -30,11 +30,12 @@ from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
 from .feedback import Learning, rejected
-from .generation import Generator
+from .generation import TextWorker
 from .http import (
     AccessGuard,
     EventStream,
     Handler,
+    Metrics,
     ServerSettings,
     answering,
     error_response,
@@ -42,18 +43,17 @@ from .http import (
     no_route,
     unless_gone,
 )
-from .images import RequestImages
 from .library import Library
-from .metrics import Metrics
-from .prompts import Maker, RequestPrompts
+from .prompts import RequestPrompts, read_images
 from .protocol import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PackBody, RerankBody
 from .registry import Served
+from .request import MakeRequest
 
 if TYPE_CHECKING:
     from .train.service import TrainingService
 
 T = TypeVar("T")
-W = TypeVar("W", Generator, EmbeddingWorker, Reranker)
+W = TypeVar("W", TextWorker, EmbeddingWorker, Reranker)
 log = logging.getLogger("mlx_packs.serving")
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -61,7 +61,7 @@ _PAGE = Path(__file__).with_name("page.html")
 class Server:
     def __init__(
         self,
-        worker: Generator | EmbeddingWorker,
+        worker: TextWorker | EmbeddingWorker,
         library: Library,
         settings: ServerSettings,
         metrics: Metrics,
@@ -76,27 +76,32 @@ class Server:
         self.learning = learning
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
         self._decoding = anyio.CapacityLimiter(2)  # an image takes up to 600 MB meanwhile
-        if isinstance(worker, Generator):
+        if isinstance(worker, TextWorker):
             limit = settings.max_tokens
             self._prompts = RequestPrompts(worker.base, limit, worker.limits.context)
-            self._images = RequestImages(worker, settings.max_pixels, settings.allow_urls)
+            if (images := images_of(worker.base.tokenizer)) is not None:
+                images.limit(settings.max_pixels, settings.allow_urls)
+                images.keep_in_memory()
 
     # Texts
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
-        generator = self._worker(Generator)
+        generator = self._worker(TextWorker)
         generator.registry.check_model(body.model)  # at once, however many requests wait
         deadline = self._deadline()
 
         images: list[Any] = []
         if any(message.images for message in body.messages):
-            images = await self._until(deadline, request, self._decoded(body, deadline))
+            read = functools.partial(
+                read_images, generator, body, self.settings.allow_urls, deadline
+            )
+            images = await self._until(deadline, request, self._decoded(read))
 
         recorded = generator.registry.recorded(body.model)
         variables = {**template_kwargs_of(recorded), **self.settings.template_kwargs}
         layout = json_layout_of(recorded)
 
-        def prepare() -> tuple[Any, list[int], Maker]:
+        def prepare() -> tuple[Any, list[int], MakeRequest]:
             tokenizer = with_template(generator.base.tokenizer, chat_template_of(recorded))
             prompt = self._prompts.of_chat(body, variables, images, layout, tokenizer)
             maker = self._prompts.chat_maker(body, prompt, deadline, images, layout, tokenizer)
@@ -117,7 +122,7 @@ class Server:
         return await self._answer(request, texts, answer, body, ended)
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
-        generator = self._worker(Generator, "/v1/completions")
+        generator = self._worker(TextWorker, "/v1/completions")
         generator.registry.check_model(body.model)
 
         deadline = self._deadline()
@@ -257,7 +262,7 @@ class Server:
     # Labels
 
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
-        generator = self._worker(Generator, "/v1/classify")
+        generator = self._worker(TextWorker, "/v1/classify")
         registry = generator.registry
         deadline = self._deadline()
         entry = await generator.result_of(lambda: registry.lease_classifier(body.model))
@@ -272,7 +277,7 @@ class Server:
         return JSONResponse({"object": "list", "model": body.model, "data": data})
 
     async def _predictions(
-        self, generator: Generator, entry: Served, inputs: Sequence[Any]
+        self, generator: TextWorker, entry: Served, inputs: Sequence[Any]
     ) -> list[Prediction]:
         """Label texts or chats batch by batch, between the steps of other requests."""
         classifier = entry.classifier
@@ -383,9 +388,9 @@ class Server:
         async with self._tokenizing:
             return await run_in_threadpool(function)
 
-    async def _decoded(self, body: ChatBody, deadline: float) -> list[Any]:
+    async def _decoded(self, read: Callable[[], list[Any]]) -> list[Any]:
         async with self._decoding:
-            return await run_in_threadpool(self._images.of_chat, body, deadline)
+            return await run_in_threadpool(read)
 
     async def _until(self, deadline: float, request: Request, work: Awaitable[T]) -> T:
         """Return what is waited for; raise when it is too late, or the client goes before."""
@@ -409,12 +414,12 @@ def _parts(texts: Sequence[Any], beside: int = 0) -> Iterator[list[Any]]:
         yield part
 
 
-def _logits(generator: Generator, entry: Served, texts: Sequence[np.ndarray]) -> np.ndarray:
+def _logits(generator: TextWorker, entry: Served, texts: Sequence[np.ndarray]) -> np.ndarray:
     generator.registry.slots.selection.set([entry.slot])
     return entry.classifier.logits(texts, _ROWS)
 
 
-def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
+def _texts(generator: TextWorker, count: int, maker: MakeRequest) -> Texts:
     """Return the texts of a request, unless they are more than can ever wait at once."""
     if count > (most := generator.limits.waiting):
         raise PackError(

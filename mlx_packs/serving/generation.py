@@ -18,11 +18,10 @@ from ..errors import PackError
 from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx
 from ..vision.images import rounds_of_numbers
-from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
 from .output import Output
 from .registry import PackRegistry, Served
-from .request import Failed, Finished, Limits, Logprob, Processor, Progress, Request, Started
-from .slots import PackSlots
+from .request import Finished, Limits, Logprob, Processor, Progress, Started, TextRequest
+from .slots import BatchedModel, PackOfSequence, PackSlots, cache_bytes, reserved_tokens
 from .worker import Worker, exception_of
 
 _CACHED_PROMPTS = 64
@@ -31,14 +30,14 @@ _PASSED_OVER = 6  # steps that a free place waits at most
 
 @dataclass(eq=False)
 class _Running:
-    request: Request
+    request: TextRequest
     entry: Served
     output: Output
     faults: list[Exception]
     tokens: int = 0
 
 
-class Generator(Worker):
+class TextWorker(Worker):
     """Computes the texts of all requests; a PackError if mlx-lm cannot batch the base.
 
     Attributes:
@@ -60,18 +59,18 @@ class Generator(Worker):
         self._model = BatchedModel(self.registry.slots)
         check_batches(base)
 
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[TextRequest] = deque()
         self._running: dict[int, _Running] = {}
         self._passed_over = 0  # steps that a free place has waited for others
         self._eos = StopSequences([(token,) for token in base.tokenizer.eos_token_ids])
 
     # Called by other threads.
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: TextRequest) -> None:
         """Let a request wait for its place; all else it is told by its ``on_event``."""
         self.post(lambda: self._enqueue(request))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: TextRequest) -> None:
         """End a request whose client has gone; it is told nothing more."""
         self.post(lambda: self._drop(request))
 
@@ -108,15 +107,15 @@ class Generator(Worker):
         """Return the bytes of keys and values of a batch whose longest sequence has ``tokens``."""
         return sequences * (self._fixed_bytes + self._token_bytes * reserved_tokens(tokens))
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: TextRequest) -> None:
         try:
             self._check(request)
         except PackError as error:
-            request.on_event(Failed(error))
+            request.on_event(error)
             return
         self._waiting.append(request)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: TextRequest) -> None:
         """Raise a PackError for a request that will never have a place, or has none now."""
         if self._closing is not None:
             raise PackError("The server is shutting down.", "interrupted")
@@ -171,7 +170,7 @@ class Generator(Worker):
         late += [r.request for r in self._running.values() if r.request.deadline < now]
         for request in late:
             self._drop(request)
-            request.on_event(Failed(PackError("The request took too long.", "timeout")))
+            request.on_event(PackError("The request took too long.", "timeout"))
 
     def _admit(self) -> None:
         """Give places to requests that wait, where the batch is full to several at a time.
@@ -194,9 +193,9 @@ class Generator(Worker):
             try:
                 self._insert(request)
             except Exception as error:  # of this request alone: its model, its prompt
-                request.on_event(Failed(error))
+                request.on_event(error)
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_room(self, request: TextRequest) -> bool:
         """Return whether keys and values fit with another sequence; earlier prompts make way."""
         requests = [request, *(r.request for r in self._running.values())]
         longest = max(len(r.prompt) + r.max_tokens for r in requests)
@@ -206,7 +205,7 @@ class Generator(Worker):
         self._prompts.trim_to(n_bytes=left)
         return True
 
-    def _insert(self, request: Request) -> None:
+    def _insert(self, request: TextRequest) -> None:
         entry = self.registry.lease(request.model)
         faults: list[Exception] = []
         tokenizer = request.tokenizer or self.base.tokenizer
@@ -265,7 +264,7 @@ class Generator(Worker):
                 self._generator.remove([response.uid])
             del self._running[response.uid]
             self.registry.release(running.entry)
-            request.on_event(Failed(running.faults[0]))
+            request.on_event(running.faults[0])
             return
 
         running.tokens += 1
@@ -302,7 +301,7 @@ class Generator(Worker):
         self.registry.release(running.entry)
         request.on_event(Finished(ended, running.tokens))
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: TextRequest) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
             return
@@ -317,14 +316,14 @@ class Generator(Worker):
         running = self._running
         self._running = {}
         for each in running.values():
-            each.request.on_event(Failed(error))
+            each.request.on_event(error)
             self.registry.release(each.entry)
         self._generator.close()
         self._reset()
 
     def on_end(self, reason: PackError) -> None:
         for request in self._waiting:
-            request.on_event(Failed(reason))
+            request.on_event(reason)
         self._waiting.clear()
         self.on_failure(reason)
         self._generator.close()

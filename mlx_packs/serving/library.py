@@ -14,7 +14,7 @@ from ..packs.hub import cached
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from .embedding import EmbeddingWorker
-from .generation import Generator
+from .generation import TextWorker
 from .protocol import now
 from .registry import BASE_NAME, check_name
 
@@ -28,7 +28,7 @@ class Library:
     ``folder`` is watched for packs that come and go; None watches nothing.
     """
 
-    def __init__(self, worker: Generator | EmbeddingWorker, folder: Path | None) -> None:
+    def __init__(self, worker: TextWorker | EmbeddingWorker, folder: Path | None) -> None:
         self._worker = worker
         self._folder = folder
         self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one

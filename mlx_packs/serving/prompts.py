@@ -1,12 +1,20 @@
-"""Bodies of requests as tokens, and as what the generator computes."""
+"""Bodies of requests as tokens and images, and as what the worker computes.
 
+Images are read and decoded by threads of requests. Their features are computed between two steps
+by the thread that computes texts, and are in the memory of the server.
+"""
+
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as Late
+from functools import partial
 from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..bases.model import BaseModel
-from ..bases.turns import given_variables
+from ..bases.turns import NO_IMAGES, given_variables, images_of
 from ..config.data import renderer_argument
 from ..errors import PackError
 from ..inference.generate import (
@@ -16,14 +24,16 @@ from ..inference.generate import (
     raw_prompt,
     seeing_no_images,
 )
+from ..vision.pictures import open_picture
+from .generation import TextWorker
 from .grammar import Grammars, has_tool_grammar
 from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
-from .request import Event, Processor, Request, sampler_of
-
-Maker = Callable[[int, Callable[[Event], None]], Request]
+from .request import Event, MakeRequest, Processor, TextRequest, sampler_of
 
 _NO_LAYOUT: Mapping[str, Any] = {}
+MOST_IMAGES = 64  # of one request
+_MOST_BYTES = 1 << 30  # of features in memory when a request begins
 
 
 class RequestPrompts:
@@ -51,7 +61,7 @@ class RequestPrompts:
     ) -> list[int]:
         """Return the tokens of a conversation; a PackError if the template cannot render it.
 
-        ``images`` are those of `RequestImages.of_chat`. The ``opening`` of JSON in the ``layout``
+        ``images`` are those of `read_images`. The ``opening`` of JSON in the ``layout``
         of a pack ends the prompt of an answer that is JSON. ``tokenizer`` is the model's.
         """
         tokenizer = tokenizer or self._base.tokenizer
@@ -100,7 +110,7 @@ class RequestPrompts:
         images: Sequence[Any] = (),
         layout: Mapping[str, Any] = _NO_LAYOUT,
         tokenizer: Any = None,
-    ) -> Maker:
+    ) -> MakeRequest:
         tokenizer = tokenizer or self._base.tokenizer
         state: str | None = first_state(tokenizer, prompt)
         if not self._base.tokenizer.has_thinking:  # answers would contain the thoughts
@@ -114,14 +124,14 @@ class RequestPrompts:
         is_named = body.tool_choice is not None and body.tool_choice.function is not None
         one_call = is_named or not body.parallel_tool_calls
 
-        def make(i: int, on_event: Callable[[Event], None]) -> Request:
+        def make(i: int, on_event: Callable[[Event], None]) -> TextRequest:
             processors = self._processors(body)
             if grammar is not None:
                 processors.append(self._grammars.processor(grammar, len(prompt)))
 
             limit = body.max_completion_tokens or body.max_tokens or self._default(prompt)
             top = body.top_logprobs or 0 if body.logprobs else None
-            return Request(
+            return TextRequest(
                 body.model,
                 prompt,
                 limit,
@@ -140,9 +150,9 @@ class RequestPrompts:
 
     def text_maker(
         self, body: CompletionBody, prompts: Sequence[list[int]], deadline: float
-    ) -> Maker:
-        def make(i: int, on_event: Callable[[Event], None]) -> Request:
-            return Request(
+    ) -> MakeRequest:
+        def make(i: int, on_event: Callable[[Event], None]) -> TextRequest:
+            return TextRequest(
                 body.model,
                 prompts[i],
                 body.max_tokens or self._default(prompts[i]),
@@ -219,6 +229,60 @@ def check_tokens(prompt: list[int], vocab_size: int) -> None:
         raise PackError(
             f"prompt: a token lies beyond the vocabulary of {vocab_size}.", flag="prompt"
         )
+
+
+def read_images(worker: TextWorker, body: ChatBody, allow_urls: bool, deadline: float) -> list[Any]:
+    """Return the images of a body in their order; a fault of one is a PackError.
+
+    They exist as long as the caller, or a prompt that is computed, holds them. No path is ever
+    read, and HTTP URLs only with ``allow_urls``.
+    """
+    sources = {
+        f"messages.{i}.content.{j}": source
+        for i, message in enumerate(body.messages)
+        for j, source in message.images.items()
+    }
+    images = images_of(worker.base.tokenizer)
+    if images is None:
+        raise PackError(f"messages: {worker.base.name}: {NO_IMAGES}", "unsupported", "messages")
+    if len(sources) > MOST_IMAGES:
+        raise PackError(
+            f"messages: have {len(sources)} images, but {MOST_IMAGES} is the most. Send fewer.",
+            flag="messages",
+        )
+    if images.nbytes > _MOST_BYTES:
+        raise PackError("The images that wait take too much memory. Try again later.", "busy")
+
+    read = []
+    for place, source in sources.items():
+        _check_url(place, source.value, allow_urls)
+        try:
+            picture = open_picture(source, allow_urls)
+            future = worker.call(partial(images.add, picture))
+            read.append(future.result(max(0.0, deadline - time.monotonic())))
+        except ValueError as error:
+            raise PackError(f"{place}: {error}", "data", place) from None
+        except Late:
+            future.cancel()
+            raise PackError("The request took too long.", "timeout") from None
+    return read
+
+
+def _check_url(place: str, url: str, allow_urls: bool) -> None:
+    """Raise a PackError for what a client may not let this machine read."""
+    if url[:5].lower() == "data:":
+        return
+    if allow_urls and re.match("https?://", url, re.IGNORECASE):
+        return
+
+    remedy = "Send the image itself, or start the server with --allow-urls for HTTP URLs."
+    if allow_urls:
+        remedy = "Send the image itself, or its HTTP URL."
+    raise PackError(
+        f"{place}: an image must be a data: URL, as data:image/png;base64,…. {remedy}",
+        "data",
+        place,
+    )
 
 
 CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes

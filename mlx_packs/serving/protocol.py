@@ -114,7 +114,7 @@ class _Called(Object):
         return json.dumps(normal_arguments(value), ensure_ascii=False)
 
 
-class _Call(Object):
+class _ToolCall(Object):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: _Called
@@ -139,7 +139,7 @@ class Message(Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[_MessagePart] | None = Field(None, max_length=_MOST)
     name: Name | None = None
-    tool_calls: list[_Call] | None = Field(None, max_length=_MOST)
+    tool_calls: list[_ToolCall] | None = Field(None, max_length=_MOST)
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None

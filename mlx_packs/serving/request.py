@@ -109,18 +109,12 @@ class Finished:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The request ends without a text."""
-
-    error: Exception
-
-
-Event = Started | Progress | Finished | Failed
+# An exception ends the request without a text.
+Event = Started | Progress | Finished | Exception
 
 
 @dataclass(eq=False)
-class Request:
+class TextRequest:
     """What is to be generated.
 
     Attributes:
@@ -153,3 +147,7 @@ class Request:
     deadline: float = float("inf")
     tokenizer: Any = None
     images: Sequence[Any] = ()
+
+
+# Makes the request of a text by its number, and by what its events are told to.
+MakeRequest = Callable[[int, Callable[[Event], None]], TextRequest]

@@ -16,11 +16,10 @@ import uvicorn
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.feedback import Learning
-from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.http import ServerSettings
+from mlx_packs.serving.generation import TextWorker
+from mlx_packs.serving.http import Metrics, ServerSettings
 from mlx_packs.serving.library import Library
-from mlx_packs.serving.metrics import Metrics
-from mlx_packs.serving.request import Failed, Finished, Progress, Request
+from mlx_packs.serving.request import Finished, Progress, TextRequest
 from mlx_packs.serving.running import config_of
 
 SECONDS = 60
@@ -159,7 +158,7 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def texts_of(
-    generator: Generator, requests: Sequence[tuple[str, list[int], int]], **options: object
+    generator: TextWorker, requests: Sequence[tuple[str, list[int], int]], **options: object
 ) -> list[str | Exception]:
     """Return the text of each request (model, prompt, tokens), all submitted at once."""
     texts: list = ["" for _ in requests]
@@ -169,8 +168,8 @@ def texts_of(
         def tell(event: object) -> None:
             if isinstance(event, Progress):
                 texts[i] += "".join(piece.text for piece in event.pieces)
-            elif isinstance(event, Failed):
-                texts[i] = event.error
+            elif isinstance(event, Exception):
+                texts[i] = event
                 ended.put(i)
             elif isinstance(event, Finished):
                 ended.put(i)
@@ -178,7 +177,7 @@ def texts_of(
         return tell
 
     for i, (model, prompt, tokens) in enumerate(requests):
-        generator.submit(Request(model, prompt, tokens, listener(i), **options))
+        generator.submit(TextRequest(model, prompt, tokens, listener(i), **options))
     for _ in requests:
         ended.get(timeout=SECONDS)
     return texts

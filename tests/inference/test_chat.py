@@ -9,7 +9,7 @@ import pytest
 import mlx_packs as mp
 from mlx_packs.config.sampling import Sampling
 from mlx_packs.inference import chat, generate
-from mlx_packs.inference.chat import Chat
+from mlx_packs.inference.chat import ChatSession
 from mlx_packs.inference.generate import chat_prompt, complete
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
@@ -35,7 +35,7 @@ def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch):
         return generate.responses(base, prompt, *rest)
 
     monkeypatch.setattr(chat, "responses", counted)
-    conversation = Chat(small_tiny, "Be short.", SHORT)
+    conversation = ChatSession(small_tiny, "Be short.", SHORT)
     for text in ("Who was it?", "And then?", "Why?"):
         asked = [*conversation.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(small_tiny, asked)
@@ -57,7 +57,7 @@ def test_thoughts_that_the_prompt_opens_are_no_content(small_tiny, monkeypatch, 
     monkeypatch.setattr(small_tiny.tokenizer._tokenizer, "chat_template", template + "<think>\n")
     pieces = [SimpleNamespace(token=7, text=text)]
     monkeypatch.setattr(chat, "responses", lambda *_: iter(pieces))
-    conversation = Chat(small_tiny, sampling=SHORT)
+    conversation = ChatSession(small_tiny, sampling=SHORT)
     assert "".join(conversation.reply("?")) == f"<think>\n{text}"
     answer = conversation.messages[-1]
     assert (answer["content"], answer["reasoning_content"]) == (content, "A colour.")
@@ -65,7 +65,7 @@ def test_thoughts_that_the_prompt_opens_are_no_content(small_tiny, monkeypatch, 
 
 def test_a_penalty_looks_back_on_earlier_turns(small_tiny):
     sampling = Sampling(max_tokens=12, repetition_penalty=1.5)
-    conversation = Chat(small_tiny, sampling=sampling)
+    conversation = ChatSession(small_tiny, sampling=sampling)
     for text in ("Who was it?", "And then, what was it that they did to him?", "Why?"):
         asked = [*conversation.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(small_tiny, asked)
@@ -74,7 +74,7 @@ def test_a_penalty_looks_back_on_earlier_turns(small_tiny):
 
 
 def test_an_answer_that_is_not_taken_to_its_end_counts_as_far(small_tiny):
-    conversation = Chat(small_tiny, sampling=SHORT)
+    conversation = ChatSession(small_tiny, sampling=SHORT)
     pieces = conversation.reply("Who was it?")
     first = next(pieces)
     pieces.close()

@@ -3,9 +3,9 @@
 import pytest
 
 from mlx_packs.serving import generation
-from mlx_packs.serving.batch import cache_bytes
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
+from mlx_packs.serving.slots import cache_bytes
 from tests.helpers.bases import first_blocks
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
@@ -51,7 +51,7 @@ def limits():
 @pytest.fixture
 def generator(small_tiny, limits):
     """What computes texts, ended after the test; the base is then as it was."""
-    worker = Generator(small_tiny, limits)
+    worker = TextWorker(small_tiny, limits)
     worker.start()
     yield worker
     worker.close(0.0)
@@ -60,7 +60,7 @@ def generator(small_tiny, limits):
 @pytest.fixture(scope="package")
 def shared_server(shelf):
     """A server with a base of its own for all tests that leave its packs as they are."""
-    worker = Generator(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
+    worker = TextWorker(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, until
 
@@ -259,7 +259,7 @@ def test_a_large_body_without_a_length_is_not_read_to_its_end(shared_server):
 @pytest.fixture
 def narrow(small_tiny, shelf):
     """A server that computes one request at a time, and lets two wait."""
-    worker = Generator(small_tiny, Limits(1, 2, 64 << 20, 64, 2048))
+    worker = TextWorker(small_tiny, Limits(1, 2, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running

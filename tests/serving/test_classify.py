@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs import LoRAConfig, train_pack
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.bases import first_blocks
 from tests.helpers.labelled import labelled, labelled_chat, splits_of
@@ -35,7 +35,7 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(shelf):
-    worker = Generator(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
+    worker = TextWorker(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running

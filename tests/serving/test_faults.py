@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_packs import Pack
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, strict_json, until
 from tests.serving.conftest import NAMES
@@ -32,7 +32,7 @@ def body_of(model: str, prompt: str, **options: object) -> dict:
     return {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **options}
 
 
-class Faults(Generator):
+class Faults(TextWorker):
     """A generator one of whose steps raises now and then."""
 
     every = 0

@@ -10,8 +10,8 @@ from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, raw_prompt
 from mlx_packs.serving import generation
-from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.request import Failed, Finished, Limits, Progress, Request
+from mlx_packs.serving.generation import TextWorker
+from mlx_packs.serving.request import Finished, Limits, Progress, TextRequest
 from tests.helpers.errors import check
 from tests.helpers.serving import SECONDS, texts_of
 from tests.serving.conftest import NAMES
@@ -30,7 +30,7 @@ def until_event(events: queue.Queue, *kinds: type) -> object:
     return event
 
 
-def with_packs(generator: Generator, shelf) -> Generator:
+def with_packs(generator: TextWorker, shelf) -> TextWorker:
     for name in NAMES:
         generator.call(
             lambda name=name: generator.registry.add(name, Pack.open(shelf / name))
@@ -97,7 +97,7 @@ def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, 
     assert expected[0] != expected[1]
     with_packs(generator, shelf)
     pieces: queue.Queue = queue.Queue()
-    generator.submit(Request("notes", prompt, 40, pieces.put))
+    generator.submit(TextRequest("notes", prompt, 40, pieces.put))
     until_event(pieces, Progress)
     generator.call(lambda: generator.registry.add("notes", Pack.open(shelf / "law"))).result()
     entries = generator.registry.slots._loaded
@@ -125,11 +125,11 @@ def test_models_that_are_not_served(shared_generator, model, remedy):
 
 def test_keys_and_values_wait_for_room(small_tiny):
     """With room for two requests, five are computed two at a time."""
-    one = Generator(small_tiny, Limits(8, 64, 1 << 30, 64, 2048))
+    one = TextWorker(small_tiny, Limits(8, 64, 1 << 30, 64, 2048))
     one.start()
     room = one.call(lambda: one.kv_bytes(2, 12)).result()
     one.close(0.0)
-    worker = Generator(small_tiny, Limits(8, 64, room, 64, 2048))
+    worker = TextWorker(small_tiny, Limits(8, 64, room, 64, 2048))
     most = 0
 
     def step(original=worker.step):
@@ -149,7 +149,7 @@ def test_keys_and_values_wait_for_room(small_tiny):
 
 
 def test_limits_of_queue_context_and_time(small_tiny):
-    worker = Generator(small_tiny, Limits(1, 2, 1 << 30, 64, 100))
+    worker = TextWorker(small_tiny, Limits(1, 2, 1 << 30, 64, 100))
     worker.start()
     try:
         answers = texts_of(worker, [("base", [5, 6], 30)] * 8)
@@ -172,10 +172,10 @@ def test_an_error_ends_its_own_request_alone(shared_generator, error):
         raise error("broken")
 
     good: queue.Queue = queue.Queue()
-    shared_generator.submit(Request("base", [5, 6], 10, good.put))
+    shared_generator.submit(TextRequest("base", [5, 6], 10, good.put))
     (failure,) = texts_of(shared_generator, [("base", [5, 6], 10)], processors=[breaks])
     assert isinstance(failure, Exception)
-    assert isinstance(until_event(good, Finished, Failed), Finished)
+    assert isinstance(until_event(good, Finished, Exception), Finished)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
@@ -193,14 +193,14 @@ def test_a_failed_step_ends_its_requests_and_the_next_is_computed(generator, mon
 
 
 def test_closing_tells_every_request(small_tiny, limits):
-    worker = Generator(small_tiny, limits)
+    worker = TextWorker(small_tiny, limits)
     worker.start()
     events: queue.Queue = queue.Queue()
     for _ in range(20):
-        worker.submit(Request("base", [5, 6], 1900, events.put))
+        worker.submit(TextRequest("base", [5, 6], 1900, events.put))
     worker.close(0.0)
     ended = [e for e in iter(lambda: events.get_nowait() if events.qsize() else None, None)]
-    failures = [e for e in ended if isinstance(e, Failed)]
+    failures = [e for e in ended if isinstance(e, Exception)]
     assert len(failures) == 20
     assert not worker.is_alive
     assert not [m for m in small_tiny.model.modules() if type(m).__name__ == "ServedLoRA"]
@@ -208,7 +208,7 @@ def test_closing_tells_every_request(small_tiny, limits):
 
 def test_a_full_batch_takes_several_requests_at_a_time(small_tiny, limits):
     """Places that become free one after the other wait for each other, but not for long."""
-    worker = Generator(small_tiny, limits)
+    worker = TextWorker(small_tiny, limits)
     admitted, idle = [], []
     admit = worker._admit
 

@@ -13,8 +13,8 @@ from mlx_packs.config.sampling import Sampling
 from mlx_packs.inference.chat import question
 from mlx_packs.inference.generate import chat_prompt, complete, responses
 from mlx_packs.packs.base import load_base
-from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.images import MOST_IMAGES
+from mlx_packs.serving.generation import TextWorker
+from mlx_packs.serving.prompts import MOST_IMAGES
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import Running, until
 from tests.helpers.vision_bases import write_vision_base
@@ -40,7 +40,7 @@ def base(folder):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    worker = Generator(load_base(folder), LIMITS)
+    worker = TextWorker(load_base(folder), LIMITS)
     worker.start()
     with Running(worker) as running:
         yield running

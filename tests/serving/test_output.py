@@ -9,7 +9,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 from mlx_packs.serving.answers import ChatAnswer, Texts
 from mlx_packs.serving.output import Output, first_state
 from mlx_packs.serving.protocol import Tool, tool_calls
-from mlx_packs.serving.request import Finished, Logprob, Progress, Request, Started
+from mlx_packs.serving.request import Finished, Logprob, Progress, Started, TextRequest
 
 WEATHER = Tool.model_validate_json(
     '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
@@ -77,7 +77,7 @@ def answers(writer, tools=(WEATHER,)) -> tuple[dict, list[dict]]:
     """The message of the whole answer, and what the deltas of the stream add up to."""
 
     def answer() -> tuple[Texts, ChatAnswer]:
-        texts = Texts(writer, 1, lambda i, tell: Request("m", [1], 9, tell))
+        texts = Texts(writer, 1, lambda i, tell: TextRequest("m", [1], 9, tell))
         return texts, ChatAnswer(texts, "m", 1, writer.tokenizer, tools)
 
     async def both():

@@ -12,7 +12,7 @@ import pytest
 from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import EmbeddingWorker
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
@@ -90,7 +90,7 @@ def image_server(tmp_path, monkeypatch):
 
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     limits = Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
-    worker = Generator(load_base(write_vision_base("smolvlm", tmp_path / "base")), limits)
+    worker = TextWorker(load_base(write_vision_base("smolvlm", tmp_path / "base")), limits)
     worker.start()
     with Running(worker) as running:
         yield running

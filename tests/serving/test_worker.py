@@ -10,10 +10,9 @@ from mlx_packs import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.embedding import EmbeddingWorker
-from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.http import ServerSettings
+from mlx_packs.serving.generation import TextWorker
+from mlx_packs.serving.http import Metrics, ServerSettings
 from mlx_packs.serving.library import Library
-from mlx_packs.serving.metrics import Metrics
 from tests.helpers.serving import SECONDS, Running, texts_of, until
 
 ROW = np.array([2, 5, 3], dtype=np.int32)
@@ -28,7 +27,7 @@ def embedder(encoder):
 
 
 def test_a_worker_that_cannot_begin_says_so(small_tiny, limits, monkeypatch):
-    worker = Generator(small_tiny, limits)
+    worker = TextWorker(small_tiny, limits)
     monkeypatch.setattr(worker, "_reset", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         worker.start()

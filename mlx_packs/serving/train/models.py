@@ -36,7 +36,7 @@ from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
-from ..generation import Generator
+from ..generation import TextWorker
 from ..slots import PackSlots
 from .losses import Datum, Grads, Loss, compute, find_loss, split_passes
 from .protocol import AdamBody, LoraConfigBody
@@ -238,7 +238,7 @@ class Models:
         waiting: requests of forward passes that are not computed yet.
     """
 
-    def __init__(self, generator: Generator, states: States) -> None:
+    def __init__(self, generator: TextWorker, states: States) -> None:
         self._generator = generator
         self._states = states
         self._trainer = Trainer(generator.registry.slots)

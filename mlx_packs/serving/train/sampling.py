@@ -16,11 +16,11 @@ from ...errors import PackError
 from ...packs.pack import Pack
 from ...runtime import mx
 from ..answers import Choice, Texts
-from ..generation import Generator
+from ..generation import TextWorker
 from ..http import ServerSettings
 from ..prompts import CHARACTER_TOKENS, check_tokens
 from ..registry import BASE_NAME
-from ..request import Event, Progress, Request, sampler_of
+from ..request import Event, Progress, TextRequest, sampler_of
 from .protocol import SampleBody
 from .rows import MESSAGES
 from .states import Saved, run_of
@@ -40,7 +40,7 @@ class Samplers:
     and the latest eight saved models.
     """
 
-    def __init__(self, generator: Generator, settings: ServerSettings) -> None:
+    def __init__(self, generator: TextWorker, settings: ServerSettings) -> None:
         self._generator = generator
         self._settings = settings
         self._sessions: dict[str, tuple[str, str | None]] = {}
@@ -154,7 +154,7 @@ class Samplers:
         deadline: float,
         i: int,
         on_event: Callable[[Event], None],
-    ) -> Request:
+    ) -> TextRequest:
         params = body.sampling_params
         prompt = body.prompt.tokens
         seed = None if params.seed is None else params.seed + i
@@ -163,7 +163,7 @@ class Samplers:
 
         stop, stop_tokens = self._stops(params.stop)
 
-        return Request(
+        return TextRequest(
             model,
             prompt,
             params.max_tokens or default,
@@ -204,7 +204,7 @@ def _output(sequences: Sequence[Choice], logprobs: np.ndarray | None) -> bytes:
     return message.SerializeToString()
 
 
-def _prompt_logprobs(generator: Generator, model: str, prompt: list[int]) -> np.ndarray:
+def _prompt_logprobs(generator: TextWorker, model: str, prompt: list[int]) -> np.ndarray:
     """Return the log-probabilities [T] of the tokens of a prompt; the first has none (NaN)."""
     parts = [np.array([np.nan], np.float32)]
     registry = generator.registry

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...errors import PackError
-from ..generation import Generator
+from ..generation import TextWorker
 from ..http import (
     Handler,
     ServerSettings,
@@ -63,7 +63,7 @@ class TrainingService:
         results: of all requests; ``end`` needs an open port, so that clients can fetch theirs.
     """
 
-    def __init__(self, generator: Generator, states: States, settings: ServerSettings) -> None:
+    def __init__(self, generator: TextWorker, states: States, settings: ServerSettings) -> None:
         self._generator = generator
         self._states = states
         self._settings = settings

@@ -11,7 +11,7 @@ import h11
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.serving.embedding import EmbeddingWorker
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.fuzz.kind import SUBJECT, Kind, library
 from tests.fuzz.subjects import write_base, write_pack_on
@@ -39,7 +39,7 @@ BODIES = {
     "chat": COMMON | CHAT,
     "form": COMMON | FORM,
     "completion": COMMON | {"prompt": ["a b"], "n": 2},
-    "tokens": {"model": "one:1", "prompt": [5, 6], "max_tokens": 1},
+    "tokens": {"model": "one", "prompt": [5, 6], "max_tokens": 1},
     "embedding": {"model": "one", "input": ["a", "b c"], "encoding_format": "base64"},
     "pack": {"source": "one", "name": "two"},
 }
@@ -67,9 +67,9 @@ class _Served(Kind):
         base = write_base(folder.with_name("base"))
         write_pack_on(base, folder.with_name("packs") / "one")
         limits = Limits(8, 64, 64 << 20, 512, 340)
-        self.server = self._serve(Generator(load_base(base), limits), folder.with_name("packs"))
+        self.server = self._serve(TextWorker(load_base(base), limits), folder.with_name("packs"))
 
-    def _serve(self, worker: Generator | EmbeddingWorker, packs: Path) -> Running:
+    def _serve(self, worker: TextWorker | EmbeddingWorker, packs: Path) -> Running:
         worker.start()
         self._open.callback(worker.close, 0.0)
         return self._open.enter_context(Running(worker, packs))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.train.service import TrainingService
 from mlx_packs.serving.train.states import States
 from tests.helpers.serving import Running
@@ -24,7 +24,7 @@ class Training(Running):
 @pytest.fixture
 def generator(small_tiny, limits):
     """What computes, with dense weights: a CPU takes a fraction of the time."""
-    worker = Generator(small_tiny, limits, "dense")
+    worker = TextWorker(small_tiny, limits, "dense")
     worker.start()
     yield worker
     worker.close(0.0)
