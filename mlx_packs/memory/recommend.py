@@ -26,12 +26,13 @@ from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
 from ..offload.disk import plan_line
-from .disk import disk_summary, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
+    disk_summary,
     estimate,
     matmul_paths,
+    plan_disk,
     remedies,
 )
 from .headers import Headers

@@ -28,8 +28,7 @@ from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder_sizes import sizes_of
 from .headers import Headers
-from .matmul_path import matmul_rates, nominal_seconds
-from .path_timing import Precision
+from .matmul_path import Precision, matmul_rates, nominal_seconds
 from .plan import has_logits, recompute_policies
 from .planned_adapters import plan_adapters
 

@@ -23,7 +23,7 @@ from ..display import Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
-from ..memory.forward import forward_bytes
+from ..memory.decoder import forward_bytes
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
 from ..memory.plan import ERROR

@@ -21,8 +21,16 @@ from ..display import VERBOSE, Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..late import load
-from ..memory.disk import check_disk, disk_summary, plan_disk
-from ..memory.estimate import Estimate, check_least, estimate, least, plan_run
+from ..memory.estimate import (
+    Estimate,
+    check_disk,
+    check_least,
+    disk_summary,
+    estimate,
+    least,
+    plan_disk,
+    plan_run,
+)
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
 from ..memory.plan import ERROR, DiskPlan, MatmulPathChoice, MemoryChoice, MemoryPlan, verdict

@@ -8,9 +8,8 @@ import pytest
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.errors import CRASHED
-from mlx_packs.memory import disk
-from mlx_packs.memory.disk import plan_disk
-from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory import estimate as estimates
+from mlx_packs.memory.estimate import estimate, plan_disk
 from mlx_packs.memory.read import read_headers
 from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.run_folder import RunFolder
@@ -90,7 +89,7 @@ def test_the_number_of_checkpoints_at_a_time(changes, count):
 
 
 def test_a_run_that_the_disk_cannot_hold_is_rejected(here, monkeypatch, nothing_is_loaded, run):
-    monkeypatch.setattr(disk, "free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr(estimates, "free_bytes", lambda _: 1_000_000)
     arguments = ["train", "--data", "tiny", "--out", "p", "--iters", 2, "--save-every", 1]
     code, out, err = run(*arguments)
     assert (code, out) == (2, "") and "packs: " in err.splitlines()[-1]
@@ -103,10 +102,10 @@ def test_a_run_that_the_disk_cannot_hold_is_rejected(here, monkeypatch, nothing_
 def test_checkpoints_that_are_replaced_count_as_free(trained_copy, monkeypatch, nothing_is_loaded):
     needed = plan_disk(estimate(read_headers("tiny"), LORA, TRAIN), TRAIN).total_bytes
     present = sum(bytes_of(folder) for folder in RunFolder(Path("o-run")).checkpoints())
-    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - present + 50)
+    monkeypatch.setattr(estimates, "free_bytes", lambda _: needed - present + 50)
     with pytest.raises(AssertionError, match="weights were loaded"):
         train_pack("tiny", "d", LORA, TRAIN, "o", overwrite=True)
-    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - present - 50)
+    monkeypatch.setattr(estimates, "free_bytes", lambda _: needed - present - 50)
     with raises("unwritable", "out"):
         train_pack("tiny", "d", LORA, TRAIN, "o", overwrite=True)
 

@@ -6,8 +6,13 @@ import pytest
 from mlx_packs import chips, measurements, runtime
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path
-from mlx_packs.memory.matmul_path import LIMIT_S, choose_matmul_path, generation_path
-from mlx_packs.memory.path_timing import Timing, weight_kinds
+from mlx_packs.memory.matmul_path import (
+    LIMIT_S,
+    Timing,
+    choose_matmul_path,
+    generation_path,
+    weight_kinds,
+)
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 

@@ -4,8 +4,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs.config.choices import MATMUL_PATHS
-from mlx_packs.memory import path_timing
-from mlx_packs.memory.path_timing import time_paths, weight_kinds
+from mlx_packs.memory import matmul_path
+from mlx_packs.memory.matmul_path import time_paths, weight_kinds
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import PATHS
@@ -28,8 +28,8 @@ class FakeClock:
     def __init__(self, monkeypatch, rates: dict[str, float], compilation_s: float = 0.0) -> None:
         self.now, self.compilation_s, self.calls = 100.0, compilation_s, []
         self.rates = {PATHS[path].product: (path, rate) for path, rate in rates.items()}
-        monkeypatch.setattr(path_timing, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(path_timing, "_compute", self.compute)
+        monkeypatch.setattr(matmul_path, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(matmul_path, "_compute", self.compute)
 
     def compute(self, multiply, x, cotangent) -> None:
         path, rate = self.rates[multiply.func]
@@ -54,7 +54,7 @@ def test_a_timed_product_runs_forward_and_backward():
         calls.append("backward")
         return cotangent @ weight
 
-    path_timing._compute(multiply, mx.ones((4, 8)), mx.ones((4, 6)))
+    matmul_path._compute(multiply, mx.ones((4, 8)), mx.ones((4, 6)))
     assert calls == ["forward", "backward"]
 
 
@@ -100,7 +100,7 @@ def test_first_rows_are_those_of_the_weight(kind):
 def test_times_are_those_of_whole_weights_and_all_tokens(monkeypatch):
     rates = {"quantized": 2e7, "transient": 4e7, "dense": 5e7}
     FakeClock(monkeypatch, rates)
-    monkeypatch.setattr(path_timing, "_TOKENS_CPU", {True: 4, False: 32})
+    monkeypatch.setattr(matmul_path, "_TOKENS_CPU", {True: 4, False: 32})
     kinds = weight_kinds(quantized(vocab_size=512), 64, 16)
     timing = time_paths(kinds, EVERY, 60.0)
     for kind, times in zip(kinds, timing.step_s, strict=True):

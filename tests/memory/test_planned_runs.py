@@ -12,7 +12,7 @@ from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import CRASHED
-from mlx_packs.memory import disk
+from mlx_packs.memory import estimate as estimates
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR, MatmulPathChoice, MemoryChoice
@@ -216,7 +216,7 @@ def test_a_dense_base_has_its_plan(tmp_path):
 def test_a_run_on_a_loaded_base_that_the_disk_cannot_hold_is_rejected_unless_forced(
     shared_tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(disk, "free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr(estimates, "free_bytes", lambda _: 1_000_000)
     with raises("unwritable", "out", "p-run"):
         fitted(shared_tiny, tmp_path)
     assert fitted(shared_tiny, tmp_path, force=True)[0].disk.total_bytes > 1_000_000

@@ -11,7 +11,7 @@ from mlx_packs.bases.families import FAMILIES, Family
 from mlx_packs.bases.precision import activation_bytes
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.config.schema import TrainConfig
-from mlx_packs.memory import vision
+from mlx_packs.memory import decoder_sizes
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe, estimator_of
 from mlx_packs.vision import store
@@ -74,7 +74,7 @@ def test_features_of_the_batch_and_those_kept_in_memory_are_activations():
     assert activations(None, []) - none == 2 * 200 * of_token
 
     kept = activations(10**9, []) - activations(10**8, [])
-    assert kept == 0 and vision.KEPT_BYTES == store._IN_MEMORY
+    assert kept == 0 and decoder_sizes.KEPT_BYTES == store._IN_MEMORY
 
 
 def test_a_mistral3_with_another_text_has_no_plan():
