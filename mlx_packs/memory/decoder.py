@@ -55,13 +55,6 @@ from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
 from .step import WHOLE_LOGITS, Level, Pass, Step, passes_of
 
 _LOGIT_ARRAYS = 15  # of the size of a slice of logits, with it, while its largest are found; CPU
-_SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
-
-
-def assumed(config: Mapping) -> str:
-    if has_images(config):
-        return "Every token is taken as a target, and as one of an image."
-    return "Every token is taken as a target."
 
 
 def describe(config: Mapping) -> Tensors:
@@ -78,10 +71,6 @@ def _sizes(config: Mapping, tensors: Tensors) -> Sizes:
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
     return train
-
-
-def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
-    return _SMALL
 
 
 def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Estimate the peak memory of training an encoder, and explain why it is not quantized for that.
+"""Estimate the peak memory of training an encoder.
 
 The count follows a step as that of `decoder` does: all columns of a batch go forward before the
 loss, and what their backward pass needs is there then. The numbers of arrays were read off
@@ -17,14 +17,12 @@ from ..config.choices import POLICIES, PolicyFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import PairShape, padded_length, widths_of
-from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
 from .plan import MemoryPlan, Shape, accumulates, embedding_loss, moment_parts, recompute_policies
 from .planned_adapters import optimizer_bytes, plan_adapters
 
 _IN_BLOCK = re.compile(r"\blayers?\.\d+\.")
-_QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
 # Arrays that a block keeps for the backward pass, of the hidden and of the feed-forward size.
 _KEPT = {
     # its input, q, k, v, what attention gave, what both norms read, what the first one gave, and a
@@ -44,10 +42,6 @@ _FLYING_STATES = 3
 _AHEAD = 2  # recomputed blocks that are in memory together: MLX allocates ahead
 
 
-def assumed(config: Mapping) -> str:
-    return "Every text is taken as long as it may be."
-
-
 def describe(config: Mapping) -> Tensors:
     checked = check_config(dict(config), Path("config.json"))
     return tensors_of(encoder_class(config)(checked, SentenceConfig()))
@@ -57,8 +51,8 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
     """Return the settings with texts as long as the encoder reads them."""
     if train.quantize != "none":
         raise PackError(
-            f"--quantize {train.quantize}: an encoder is trained in float32. Leave it out, and the "
-            "plan says why.",
+            f"--quantize {train.quantize}: an encoder is trained in float32, since most of its "
+            "memory is activations. Leave it out.",
             "conflict",
         )
 
@@ -196,18 +190,4 @@ def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
         moments=moments,
         adapter_weights=plan.base_weights,
         tensors=len(_weight_shapes(headers)),
-    )
-
-
-def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
-    """Return the reason why QLoRA is not for this encoder, with what it would save."""
-    quantizable = sum(map(math.prod, _projections(headers).values()))
-    saved = quantizable * (4 - _QUANTIZED_BITS / 8)
-
-    return (
-        f"float32 LoRA, not QLoRA: all {plan.base_weights / 1e6:.1f} M weights are "
-        f"{size(plan.base)} in float32. 4 bits would save {size(saved)} of a peak of "
-        f"{size(plan.peak_bytes)}, since activations need most of the memory, and these stay; "
-        "every product would have to dequantize its weights first; and a model this small has "
-        "little redundancy to compensate for rounding to 4 bits"
     )

@@ -39,9 +39,6 @@ from .plan import MemoryPlan, Shape
 class Estimator(Protocol):
     """The memory estimate of one architecture: a module."""
 
-    def assumed(self, config: Mapping) -> str:
-        """Return what is assumed of the examples, a sentence."""
-
     def describe(self, config: Mapping) -> Tensors:
         """Return the headers of the dense checkpoint that a config describes."""
 
@@ -58,9 +55,6 @@ class Estimator(Protocol):
 
     def run_settings(self, headers: Headers, train: TrainConfig) -> TrainConfig:
         """Return the settings that `packs train` would take for such a base."""
-
-    def why_not_quantized(self, headers: Headers, plan: MemoryPlan) -> str:
-        """Return the reason why a small base is better trained unquantized."""
 
 
 def estimator_of(config: Mapping) -> Estimator:

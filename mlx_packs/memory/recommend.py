@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import runtime
 from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
@@ -26,6 +26,7 @@ from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
 from ..offload.disk import plan_line
+from .decoder_sizes import has_images
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
@@ -50,6 +51,7 @@ from .row_shapes import ShapesOf
 from .step_time import StepTime, predict, slow_in_place
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
+_SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
 
@@ -197,13 +199,6 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{spelling}", str(value)]
 
 
-class _Way(NamedTuple):
-    method: str
-    quantize: str
-    matmul_path: str
-    compute_dtype: str
-
-
 def recommend(
     headers: Headers,
     memory: int,
@@ -229,7 +224,7 @@ def recommend(
     if train.trains_base:
         return [_full_option(request)]
 
-    options = [_option(request, way) for way in _ways(request)]
+    options = [_option(request, *way) for way in _ways(request)]
     as_wanted = request.lora.rank, request.train.max_seq_length
     if not any(o.fits and (o.lora.rank, o.train.max_seq_length) == as_wanted for o in options):
         nothing_fits = all(option.fit == "no" for option in options)
@@ -240,8 +235,7 @@ def recommend(
 
     best = options[0]
     if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
-        reason = estimator.why_not_quantized(headers, best.plan)
-        options[0] = replace(best, why=f"{reason}; {best.why}")
+        options[0] = replace(best, why=f"{_SMALL}; {best.why}")
 
     if not has_score_head(train):
         with suppress(PackError):  # full fine-tuning of a mixture of experts has no plan
@@ -267,7 +261,7 @@ def _offloaded_options(request: PlanRequest) -> list[Option]:
         return []
 
     offloaded = replace(request, train=train)
-    options = [_option(offloaded, way) for way in _ways(offloaded)]
+    options = [_option(offloaded, *way) for way in _ways(offloaded)]
     return [option for option in options if option.plan.offload is not None]
 
 
@@ -305,14 +299,15 @@ def _harm(option: Option, headers: Headers, small: bool) -> tuple:
     )
 
 
-def _ways(request: PlanRequest) -> list[_Way]:
+def _ways(request: PlanRequest) -> list[tuple[str, TrainConfig]]:
+    """Return the methods that are compared, with their settings."""
     headers = request.headers
     train = request.train
-    dtype = train.compute_dtype
     if not ARCHITECTURES[architecture_of(headers.config.get("model_type"))].quantizable:
-        return [_Way("lora-fp32", "none", "dense", dtype)]
+        return [("lora-fp32", replace(train, matmul_path="dense"))]
     if headers.is_quantized:
-        return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
+        paths = matmul_paths(headers, train)
+        return [("qlora", replace(train, matmul_path=path)) for path in paths]
 
     formats = ["none", "nf4", "affine4"]
     # weights on disk are read as they are stored
@@ -322,41 +317,36 @@ def _ways(request: PlanRequest) -> list[_Way]:
     ways = []
     for quantize in formats:
         if quantize != "none":
+            quantized = replace(train, quantize=quantize)
             # other formats have one quantized path; those of MLX are slow on that of a CPU
-            native = named_format(quantize).native
-            slow = slow_in_place(headers, replace(train, quantize=quantize))
-            path = "quantized" if native and not slow else "transient"
-            if train.matmul_path != "auto":
-                path = train.matmul_path
-            ways.append(_Way("qlora", quantize, path, dtype))
+            if train.matmul_path == "auto":
+                in_place = named_format(quantize).native and not slow_in_place(headers, quantized)
+                path = "quantized" if in_place else "transient"
+                quantized = replace(quantized, matmul_path=path)
+            ways.append(("qlora", quantized))
             continue
 
+        dense = replace(train, matmul_path="dense")
         half = activation_bytes(headers.config, train.compute_dtype) == 2
         if half:
-            ways.append(_Way("lora", "none", "dense", dtype))
-        if not half or dtype == "auto":
-            wide = "float32" if dtype == "auto" else dtype
-            ways.append(_Way("lora-fp32", "none", "dense", wide))
+            ways.append(("lora", dense))
+        if train.compute_dtype == "auto":
+            ways.append(("lora-fp32", replace(dense, compute_dtype="float32")))
+        elif not half:
+            ways.append(("lora-fp32", dense))
     return ways
 
 
-def _option(request: PlanRequest, way: _Way) -> Option:
+def _option(request: PlanRequest, method: str, train: TrainConfig) -> Option:
     """Return the option that is reduced least and fits this way, else the smallest one."""
-    quantize = request.train.quantize if request.headers.is_quantized else way.quantize
-    train = replace(
-        request.train,
-        quantize=quantize,
-        matmul_path=way.matmul_path,
-        compute_dtype=way.compute_dtype,
-    )
-
+    quantize = "none" if request.headers.is_quantized else train.quantize
     tried: list[Option] = []
     for changes, rank in _smaller_settings(request):
         smaller = replace(train, **changes)
         lora = replace(request.lora, rank=rank)
         plan = request.estimate(lora, smaller)
         fitting = verdict(plan, request.memory)
-        option = Option(way.method, way.quantize, lora, smaller, plan, fitting, "")
+        option = Option(method, quantize, lora, smaller, plan, fitting, "")
         if option.fits:
             return replace(option, why=_why(request, option))
         tried.append(option)
@@ -528,7 +518,8 @@ def _size_or_0(count: int) -> str:
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     assumed = ""
     if best.longest is None and has_logits(best.train):
-        assumed = estimator_of(headers.config).assumed(headers.config)
+        of_images = ", and as one of an image" if has_images(headers.config) else ""
+        assumed = f"Every token is taken as a target{of_images}."
 
     notes = {
         "disk": disk_summary(plan_disk(best.plan, best.train)),

@@ -318,7 +318,7 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
 def test_the_table_of_bases_says_what_each_way_needs():
     (line,) = rows(headers_of("all-minilm-l6-v2"), [8, 16, 24, 64])
     assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line
-    assert "**lora-fp32, batch 32 x 256**: float32 LoRA, not QLoRA: all 22.6 M weights" in line
+    assert "**lora-fp32, batch 32 x 256**: small base: full precision fits" in line
     (line,) = rows(dense_headers("small"), [8])
     assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
 
