@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_packs.ops.lora_qmv import AffineWeight, Format, LowRank, Task, reference
+from mlx_packs.ops.lora_qmv import AffineWeight, Format, GroupTask, LowRank, reference
 from mlx_packs.ops.lora_qmv_kernel import prepared
 from mlx_packs.runtime import mx
 
@@ -76,7 +76,7 @@ def _group(
     a = [0.02 * normal((depth, RANK)) for _ in widths]
     b = [0.1 * normal((RANK, width)) for width in widths]
     factors = LowRank.of(a, b, [SCALE] * len(widths), dtype)
-    task = Task(FORM, factors.ranks, (None,) * len(widths), gated)
+    task = GroupTask(FORM, factors.ranks, (None,) * len(widths), gated)
     layers = [_mlx_lm_layer(depth, *of) for of in zip(weights, a, b, strict=True)]
     mx.eval(weights, a, b, factors.down, factors.up)
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from mlx_packs.bench.implementations import Adapters, MlxLm
+from mlx_packs.bench.implementations import Adapters, MlxLmTrainer
 from mlx_packs.packs.base import Base
 
 from . import patched, stock
@@ -19,13 +19,13 @@ def ours_name(matmul_path: str, recompute: str) -> str:
     return f"mlx_packs {matmul_path}{suffix}"
 
 
-def mlx_lm(load: Callable[[], Base], adapters: Adapters) -> MlxLm:
+def mlx_lm(load: Callable[[], Base], adapters: Adapters) -> MlxLmTrainer:
     """Return mlx-lm's trainer, which trains on its own batches and on those of `patched.with_targets`."""
-    return MlxLm(load, adapters, patched.loss)
+    return MlxLmTrainer(load, adapters, patched.loss)
 
 
 @contextlib.contextmanager
-def conditions(trainer: MlxLm, is_patched: bool, reference_blas: bool) -> Iterator[None]:
+def conditions(trainer: MlxLmTrainer, is_patched: bool, reference_blas: bool) -> Iterator[None]:
     """Run stock MLX; its buffer cache is kept between steps, or emptied as in stock mlx-lm."""
     trainer.args.clear_cache_threshold = patched.KEEP_CACHE if is_patched else 0
     with stock.mlx(reference_blas=reference_blas):

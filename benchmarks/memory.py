@@ -12,7 +12,7 @@ import json
 import sys
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer, check_losses
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
@@ -40,7 +40,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
         options.batch_size or workload.batch_size,
         options.length or workload.length,
     )
-    rows = Rows.random(batch_size, length, base.vocab_size, options.seed)
+    rows = TokenRows.random(batch_size, length, base.vocab_size, options.seed)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
 
     def loaded() -> Base:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.data.dataset import Batch
 from mlx_packs.offload.disk import disk_rate
 from mlx_packs.packs.base import Base, load_base
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> tuple[list[Record], bool]:
     """Take the steps of both in turn; return their records and whether all losses are equal."""
     adapters = _adapters(options)
     places = {name: _place(name == ON_DISK, adapters, options) for name in (IN_MEMORY, ON_DISK)}
-    rows = Rows.random(
+    rows = TokenRows.random(
         options.batch_size, options.length, places[ON_DISK].base.vocab_size, options.seed
     )
     batch = rows.for_ours()

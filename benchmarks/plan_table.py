@@ -25,7 +25,7 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.plan import ERROR, MemoryPlan
 from mlx_packs.memory.read import describe, read_headers
-from mlx_packs.memory.recommend import Option, recommend
+from mlx_packs.memory.recommend import PlanOption, recommend
 from mlx_packs.offload.disk import ASSUMED_RATE
 from mlx_packs.runtime import assumed_device, metal_share, mx
 
@@ -161,7 +161,7 @@ def headers_of(name: str) -> Headers:
     return read_headers(name)
 
 
-def cell(option: Option | None) -> str:
+def cell(option: PlanOption | None) -> str:
     """What a way of training needs at least, and whether that fits."""
     if option is None:
         return "-"

@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.implementations import LEARNING_RATE, SCALE, Rows
+from mlx_packs.bench.implementations import LEARNING_RATE, SCALE, TokenRows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         bases = [load(workload, options.model, options.seed) for _ in range(2)]
         blocks = len(bases[0].model.layers)
         top = max(1, blocks // 4)
-        rows = Rows.random(options.rows, workload.length, bases[0].vocab_size, options.seed)
+        rows = TokenRows.random(options.rows, workload.length, bases[0].vocab_size, options.seed)
         target = np.arange(rows.tokens.shape[1]) >= rows.offset
         examples = Examples(
             [Example(row, target, "benchmark") for row in rows.tokens], "text", "all"

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.frozen_weight import frozen_weight
@@ -76,7 +76,7 @@ def noise(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
 class Profile:
     """The parts of a step of ours; ``add`` times one that occurs ``count`` times."""
 
-    def __init__(self, ours: Ours, rows: Rows, rank: int, repeats: int):
+    def __init__(self, ours: Ours, rows: TokenRows, rank: int, repeats: int):
         self.ours, self.rank, self.repeats = ours, rank, repeats
         self.model = ours.attached.model
         self.blocks = len(self.model.layers)
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     workload = WORKLOADS[options.workload]
     base = load(workload, options.model, options.seed)
     dtype = activation_dtype(base)
-    rows = Rows.random(
+    rows = TokenRows.random(
         options.batch_size or workload.batch_size,
         options.length or workload.length,
         base.vocab_size,

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3
 
 from mlx_packs.bases.weight_formats import named_format
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.chips import least_seconds
 from mlx_packs.nn.frozen_weight import Product, frozen_weight
 from mlx_packs.packs.base import Base
@@ -88,7 +88,7 @@ def _fixed_time() -> dict:
 
     adapters = Adapters.random(base(), 8, SCALE, seed=0)
     ours = Ours(base, adapters, "quantized")
-    batch = Rows.random(1, _INPUTS, _TINY["vocab_size"], seed=0).for_ours()
+    batch = TokenRows.random(1, _INPUTS, _TINY["vocab_size"], seed=0).for_ours()
     ours.steps(batch, 2)  # compiles
     return {"ms": min(ours.steps(batch, _STEPS)), "blocks": _BLOCKS, "inputs": _INPUTS}
 

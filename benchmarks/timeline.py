@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.bases.files import TINY
 from mlx_packs.bases.geometry import Heads
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     base = load(workload, options.model, options.seed)
     packed = base_bytes(base)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
-    rows = Rows.random(
+    rows = TokenRows.random(
         options.batch_size or workload.batch_size,
         options.length or workload.length,
         base.vocab_size,
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     return line, unwanted(base, rows), shape, activation_dtype(base)
 
 
-def unwanted(base: Base, rows: Rows) -> dict[str, int]:
+def unwanted(base: Base, rows: TokenRows) -> dict[str, int]:
     """Bytes of what a step should not hold."""
     batch_size, length = rows.tokens.shape[0], rows.tokens.shape[1] - 1
     size = base.model.layers[0].input_layernorm.weight.dtype.size
@@ -127,7 +127,7 @@ def unwanted(base: Base, rows: Rows) -> dict[str, int]:
     }
 
 
-def _shape(rows: Rows) -> str:
+def _shape(rows: TokenRows) -> str:
     count, width = rows.tokens.shape
     return f"{count} x {width - 1}, {rows.targets} targets"
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY
-from mlx_packs.bench.implementations import SCALE, Adapters, MlxLm, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, MlxLmTrainer, Ours, TokenRows
 from mlx_packs.bench.race import TOLERANCE, Entry, LossesDiffer, race
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> list[Record]:
     dtype, vocab_size = activation_dtype(base), base.vocab_size
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     del base
-    rows = Rows.random(batch_size, length, vocab_size, options.seed)
+    rows = TokenRows.random(batch_size, length, vocab_size, options.seed)
     count = options.mlx_lm_rows or workload.mlx_lm_rows or batch_size
-    baseline_rows = Rows(rows.tokens[:count], rows.offset)
+    baseline_rows = TokenRows(rows.tokens[:count], rows.offset)
     _say("loading")
     trainer = mlx_lm(fresh, adapters)
     entries = _entries_of_mlx_lm(trainer, baseline_rows)
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     return records(entries, task, dtype, options.rank)
 
 
-def _entries_of_mlx_lm(trainer: MlxLm, rows: Rows) -> list[Entry]:
+def _entries_of_mlx_lm(trainer: MlxLmTrainer, rows: TokenRows) -> list[Entry]:
     """Stock, with our BLAS where that is another one, and patched, which keeps its buffers."""
     batch = rows.for_mlx_lm()
     replaced = stock.blas_is_replaced()

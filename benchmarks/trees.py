@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_packs import runtime
-from mlx_packs.bench.implementations import SCALE, Adapters, MlxLm, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, MlxLmTrainer, Ours, TokenRows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer, Steps, check_losses
 from mlx_packs.data.dataset import Batch, Tree
 from mlx_packs.data.trees import planted, prefix_of
@@ -48,7 +48,7 @@ class Side:
     ``batch`` is one of ``parts`` of the batch; ``checked`` has the rows that losses are compared on.
     """
 
-    implementation: MlxLm | Ours
+    implementation: MlxLmTrainer | Ours
     batch: Any
     checked: Any
     parts: int = 1
@@ -57,7 +57,7 @@ class Side:
 
     def step(self, batch: Any) -> Generator[tuple, None, tuple[float, float]]:
         """Take a step, and return its milliseconds and loss; mlx-lm trains on what is yielded."""
-        if isinstance(self.implementation, MlxLm):
+        if isinstance(self.implementation, MlxLmTrainer):
             yield batch
             return self.implementation.step_ms, self.implementation.loss
         with memory_limits():
@@ -88,7 +88,7 @@ def tokens_of(shape: TreeShape, vocab_size: int, seed: int = 0) -> np.ndarray:
     return tokens
 
 
-def tree_of(rows: Rows, shape: TreeShape) -> Batch:
+def tree_of(rows: TokenRows, shape: TreeShape) -> Batch:
     """Return whole groups of the rows of a shape as a tree, or some rows of one group."""
     count = rows.tokens.shape[0]
     groups = max(shape.groups * count // shape.rows, 1)
@@ -118,12 +118,12 @@ def sides_of(config: dict, shape: TreeShape) -> dict[str, Side]:
         replace_modules(own.model, modules)
         return own
 
-    rows = Rows(tokens_of(shape, config["vocab_size"]), shape.common + 1)
+    rows = TokenRows(tokens_of(shape, config["vocab_size"]), shape.common + 1)
     parts = parts_of(shape)
-    part = Rows(rows.tokens[: shape.rows // parts], rows.offset)
+    part = TokenRows(rows.tokens[: shape.rows // parts], rows.offset)
     of_mlx_lm, of_rows = part.for_mlx_lm(), part.for_ours()
     return {
-        SAME_BLAS: Side(MlxLm(dense, adapters), of_mlx_lm, of_mlx_lm, parts),
+        SAME_BLAS: Side(MlxLmTrainer(dense, adapters), of_mlx_lm, of_mlx_lm, parts),
         ROWS: Side(Ours(fresh, adapters, "dense"), of_rows, of_rows, parts),
         TREE: Side(Ours(fresh, adapters, "dense"), tree_of(rows, shape), tree_of(part, shape)),
     }

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from mlx_packs import runtime
-from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, TokenRows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace) -> dict:
     print(f"built in {results['build_s']:.0f} s: {results['base'] / 1e9:.2f} GB", file=sys.stderr)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     results["adapter_weights"] = sum(t.size for t in adapters.tensors.values())
-    rows = Rows.random(options.batch_size, options.length, base.vocab_size, options.seed)
+    rows = TokenRows.random(options.batch_size, options.length, base.vocab_size, options.seed)
     ours = Ours(lambda: base, adapters, options.matmul_path, options.recompute)
     del adapters
     mx.clear_cache()

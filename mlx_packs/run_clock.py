@@ -14,7 +14,7 @@ DECODE = 0.6
 
 
 @dataclass
-class _Part:
+class _ClockPart:
     """A kind of work: its units, and the seconds of those that are done."""
 
     units: float = 0
@@ -40,7 +40,7 @@ class RunClock:
     ) -> None:
         self._now = now
         self._compiles = compiles
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _ClockPart] = {}
         self._mark = now()
 
     def plan(self, name: str, units: float, cost: float = 1.0, limit: float | None = None) -> None:
@@ -49,7 +49,7 @@ class RunClock:
         ``cost`` is the time of a unit in training batches, until one is measured; ``limit`` is the
         maximum number of seconds, which ends the part early.
         """
-        part = self._parts.setdefault(name, _Part())
+        part = self._parts.setdefault(name, _ClockPart())
         part.units += units
         part.cost = cost
         part.limit = limit

@@ -41,7 +41,7 @@ _NEVER = 10**9
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Rows [B, T + 1] of tokens, supervised from index ``offset`` on."""
 
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class Rows:
     @classmethod
     def random(
         cls, count: int, length: int, vocab_size: int, seed: int, offset: int | None = None
-    ) -> "Rows":
+    ) -> "TokenRows":
         """Return random rows of ``length`` inputs; by default their second half is supervised."""
         shape = (count, length + 1)
         tokens = np.random.default_rng(seed).integers(1, vocab_size, shape, dtype=np.int32)
@@ -107,7 +107,7 @@ class Adapters:
         return {name.rpartition(".")[0] for name in self.tensors}
 
 
-class MlxLm(TrainingCallback):
+class MlxLmTrainer(TrainingCallback):
     """mlx-lm's ``train()``, timed by its own clock: it reports after every step.
 
     Args:

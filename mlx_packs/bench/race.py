@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..data.dataset import Batch
 from ..runtime import mx
-from .implementations import Adapters, MlxLm, Ours, Rows
+from .implementations import Adapters, MlxLmTrainer, Ours, TokenRows
 
 CHECKED_STEPS = 2  # the second loss has gradients and optimizer in it
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}  # of the loss, by activations
@@ -42,8 +42,8 @@ class Entry:
     """
 
     name: str
-    implementation: MlxLm | Ours
-    rows: Rows
+    implementation: MlxLmTrainer | Ours
+    rows: TokenRows
     batch: Batch | tuple[mx.array, ...]
     steps: int = 1
     untimed: int = 0
@@ -82,7 +82,7 @@ def race(
     Args:
         adapters: that all start from.
         entries: in the order of even turns; odd ones have it reversed. All that are mlx-lm's have
-            the same `MlxLm`, and one of them comes first.
+            the same `MlxLmTrainer`, and one of them comes first.
         turns: their numbers; they are taken one by one, after the check.
         tolerance: of a loss, as a share of mlx-lm's.
 
@@ -116,12 +116,14 @@ def check_losses(expected: list[float], results: list[float], name: str, toleran
         )
 
 
-def _check(entry: Entry, rows: Rows, adapters: Adapters) -> Generator[tuple, None, list[float]]:
+def _check(
+    entry: Entry, rows: TokenRows, adapters: Adapters
+) -> Generator[tuple, None, list[float]]:
     """Take the first steps of an entry on mlx-lm's rows, and return their losses."""
     batch = entry.batch
     peer = None
     before = 0
-    if isinstance(entry.implementation, MlxLm):
+    if isinstance(entry.implementation, MlxLmTrainer):
         peer = entry.implementation
         peer.reset(adapters)
         before = peer.trained_tokens
@@ -165,7 +167,7 @@ def _step(
     entry: Entry, batch: Batch | tuple[mx.array, ...]
 ) -> Generator[tuple, None, tuple[float, float]]:
     """Take a step, and return its milliseconds and loss; mlx-lm trains on the given batch."""
-    if isinstance(entry.implementation, MlxLm):
+    if isinstance(entry.implementation, MlxLmTrainer):
         yield batch
         return entry.implementation.step_ms, entry.implementation.loss
     return entry.implementation.step(batch)

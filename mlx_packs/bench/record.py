@@ -7,7 +7,6 @@ import getpass
 import os
 import platform
 import re
-import shlex
 import socket
 import textwrap
 import time
@@ -21,11 +20,11 @@ import numpy as np
 from .. import runtime
 from ..bases.files import public_name
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED
+from ..display import hanging
 from ..terminal import short
-from .conditions import unknown
 from .implementations import LEARNING_RATE
-from .run import BenchResult
-from .steps import MIN_ROUNDS, Comparison, Contest, Side
+from .run import BenchResult, unknown
+from .steps import MIN_ROUNDS, Contest, Side, StepComparison
 
 FORMAT = "mlx_packs bench 1"
 CONTRIBUTED = "benchmarks/contributed"  # where a pull request adds the record
@@ -144,7 +143,8 @@ def table(record: dict) -> list[str]:
         steps = [step for step in record["steps"] if step["model"] == model]
         lines += ["", *_model_lines(steps)]
 
-    return [*lines, "", *_labelled("note", record["notes"])]
+    notes = (hanging(f"note    {note}", _WIDTH) for note in record["notes"])
+    return [*lines, "", *"\n".join(notes).splitlines()]
 
 
 def _model_lines(steps: Sequence[dict]) -> list[str]:
@@ -182,16 +182,6 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
     return lines
 
 
-def _labelled(label: str, texts: Sequence[str]) -> list[str]:
-    return [
-        line
-        for text in texts
-        for line in textwrap.wrap(
-            text, _WIDTH, initial_indent=f"{label:<8}", subsequent_indent=" " * 8
-        )
-    ]
-
-
 def pull_request(record: dict, file: str) -> str:
     """Return the Markdown of a pull request that adds a record, which is in a file of this name."""
     machine = record["machine"]
@@ -206,23 +196,11 @@ def pull_request(record: dict, file: str) -> str:
         *table(record),
         "```",
         "",
-        "## How to open it",
-        "",
-        f"1. Read `{file}`: no path, no name of a user and none of a machine should be in it.",
-        "2. In your fork of the repository, on a new branch:",
-        "",
-        "   ```bash",
-        f"   cp {shlex.quote(file)} {CONTRIBUTED}/{name}",
-        "   python -m pytest -q tests/benchmarks/test_contributed.py",
-        f"   git add {CONTRIBUTED}/{name}",
-        f'   git commit -m "[benchmarks] Add a record of {chip}"',
-        "   ```",
-        "",
-        "3. Push the branch, and open a pull request with the text above this heading.",
-        "",
+        f"Read `{file}`: no path, no name of a user and none of a machine should be in it. Then "
+        f"copy it to `{CONTRIBUTED}/{name}` in your fork of the repository, and open a pull "
+        "request with the text above.",
     ]
-
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def file_name(record: dict) -> str:
@@ -231,7 +209,7 @@ def file_name(record: dict) -> str:
     return f"{chip.strip('-')[:40]}-{record['date'][:16].replace(':', '')}.json"
 
 
-def _step(of: Contest, compared: Comparison) -> dict:
+def _step(of: Contest, compared: StepComparison) -> dict:
     mlx_lm = mlx_packs = ratio = None
     if compared.ours is not None:
         mlx_lm = _side(compared.mlx_lm, compared.targets)

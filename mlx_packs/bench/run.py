@@ -1,12 +1,14 @@
 """`packs bench`: what this machine is and does, ours against mlx-lm on it, in one record."""
 
+import os
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from time import monotonic
 
-from .. import chips, measurements
+from .. import chips, macos, measurements
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import choose_compute_dtype
 from ..display import Display
@@ -17,12 +19,34 @@ from ..ops._backend import Instance
 from ..ops.diagnostics import examine_all
 from ..packs.base import Base, check_forward, load_base
 from ..runtime import on_cpu
-from .conditions import Conditions, disturbances, read_conditions
-from .steps import Comparison, Contest, Shape, compare_steps, contest
+from .steps import Contest, Shape, StepComparison, compare_steps, contest
 
 SHAPES = {"gpu": ((1, 512), (4, 512), (1, 2048)), "cpu": ((1, 64), (4, 64), (1, 256))}
 _PROBED = 64  # tokens of a forward pass in float16
 _TINY_SHARE = 0.2  # of the time, beside another base
+BUSY_GPU = 20  # percent; the window server alone takes a few
+BUSY_CPU = 0.5  # of the cores
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The state of a machine at one moment; None is what cannot be known there.
+
+    Attributes:
+        power: ``AC`` or ``battery``.
+        low_power_mode: Whether macOS saves energy.
+        thermal: The thermal pressure, one of `macos.THERMAL`.
+        gpu_utilization: Percent of the GPU that is in use.
+        gpu_cores: Of the GPU.
+        load: Programs that compute, per core: the average of the last minute.
+    """
+
+    power: str | None = None
+    low_power_mode: bool | None = None
+    thermal: str | None = None
+    gpu_utilization: int | None = None
+    gpu_cores: int | None = None
+    load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class BenchResult:
     after: Conditions
     rates: chips.Chip
     kernels: list[dict]
-    comparisons: list[tuple[Contest, list[Comparison]]]
+    comparisons: list[tuple[Contest, list[StepComparison]]]
     calibrated: int
     uncalibrated: str
     spent_s: float
@@ -101,7 +125,7 @@ def _compare(
     shapes: Sequence[Shape],
     end: float,
     display: Display,
-) -> list[tuple[Contest, list[Comparison]]]:
+) -> list[tuple[Contest, list[StepComparison]]]:
     """Time every shape on every base; the time that is left is shared among those to come."""
     weights = [_TINY_SHARE if of.name == TINY else 1.0 for of in contests]
     left = sum(weights) * len(shapes)
@@ -120,7 +144,7 @@ def _compare(
     return compared
 
 
-def outcome(comparison: Comparison) -> str:
+def outcome(comparison: StepComparison) -> str:
     if comparison.fault:
         return comparison.fault
     count = len(comparison.ratios)
@@ -177,3 +201,52 @@ def _calibrated(result: BenchResult) -> BenchResult:
     return replace(
         result, calibrated=calibrated, uncalibrated="" if calibrated else "nothing was timed"
     )
+
+
+def read_conditions() -> Conditions:
+    """Return the state of this machine, without root.
+
+    On a Mac it is read from `pmset`, `notifyutil` and `ioreg`; on Linux only the load is known.
+    """
+    load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
+    if not macos.is_macos():
+        return Conditions(load=load)
+
+    gpu = macos.output(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"]) or ""
+    battery = macos.output(["pmset", "-g", "batt"]) or ""
+    power = re.search(r"Now drawing from '(AC|Battery) Power'", battery)
+
+    return Conditions(
+        power=power and {"AC": "AC", "Battery": "battery"}[power[1]],
+        low_power_mode=macos.low_power_mode(),
+        thermal=macos.thermal_pressure(),
+        gpu_utilization=macos.number(r'"Device Utilization %"\s*=\s*(\d+)', gpu),
+        gpu_cores=macos.number(r'"gpu-core-count"\s*=\s*(\d+)', gpu),
+        load=load,
+    )
+
+
+def disturbances(conditions: Conditions) -> list[str]:
+    """Return what makes this machine slower than it can be, as ends of ``the machine …``."""
+    causes = []
+    if conditions.power == "battery":
+        causes.append("runs on battery")
+    if conditions.low_power_mode:
+        causes.append("is in Low Power Mode")
+    if conditions.thermal not in (None, "nominal"):
+        causes.append(f"is hot (thermal pressure {conditions.thermal})")
+    if (used := conditions.gpu_utilization) is not None and used >= BUSY_GPU:
+        causes.append(f"has another program on its GPU ({used} % in use)")
+    if on_cpu() and (conditions.load or 0) >= BUSY_CPU:
+        causes.append(f"is busy with other programs ({conditions.load:.1f} per core)")
+    return causes
+
+
+def unknown(conditions: Conditions) -> list[str]:
+    names = {
+        "power": "power",
+        "low_power_mode": "low power mode",
+        "thermal": "heat",
+        "gpu_utilization": "use of the GPU",
+    }
+    return [words for name, words in names.items() if getattr(conditions, name) is None]

@@ -20,7 +20,7 @@ from ..memory.plan import MatmulPathChoice, MemoryPlan
 from ..memory.step_time import StepTime, predict
 from ..packs.base import Base
 from ..runtime import memory_limits, mx, total_memory
-from .implementations import SCALE, Adapters, MlxLm, Ours, Rows
+from .implementations import SCALE, Adapters, MlxLmTrainer, Ours, TokenRows
 from .race import TOLERANCE, Entry, LossesDiffer, race
 
 MIN_ROUNDS = 3
@@ -43,7 +43,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """One shape of one base.
 
     Attributes:
@@ -129,7 +129,7 @@ def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
     return Contest(name, base, headers, adapters, note)
 
 
-def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comparison:
+def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> StepComparison:
     """Time both on batches of a shape, alternating, for about ``share_s`` seconds.
 
     A round that has begun is finished; none but the first begins that would end after ``end``.
@@ -165,7 +165,7 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Comp
     return replace(comparison, mlx_lm=mlx_lm, ours=ours, ratios=ratios)
 
 
-def _planned(of: Contest, shape: Shape) -> Comparison:
+def _planned(of: Contest, shape: Shape) -> StepComparison:
     """Return the facts known before anything runs."""
     recompute = "none"
     fault = ""
@@ -184,7 +184,7 @@ def _planned(of: Contest, shape: Shape) -> Comparison:
 
     path = choice.matmul_path
     predicted = predict(of.headers, of.lora, of.train(shape, path, recompute))
-    return Comparison(shape, recompute, choice, plans.get(path), predicted, fault=fault)
+    return StepComparison(shape, recompute, choice, plans.get(path), predicted, fault=fault)
 
 
 def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
@@ -204,12 +204,12 @@ def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
 
 def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry]:
     """Return mlx-lm's side and ours; both use the same weights, since MLX copies no arrays."""
-    rows = Rows.random(*shape, of.base.vocab_size, _SEED, offset=1)
+    rows = TokenRows.random(*shape, of.base.vocab_size, _SEED, offset=1)
 
     def fresh() -> Base:
         return replace(of.base, model=copy.deepcopy(of.base.model))
 
-    peer = MlxLm(fresh, of.adapters, recompute=recompute == "block")
+    peer = MlxLmTrainer(fresh, of.adapters, recompute=recompute == "block")
     ours = Ours(fresh, of.adapters, path, recompute)
     return [
         Entry("mlx-lm", peer, rows, rows.for_mlx_lm()),

@@ -63,9 +63,8 @@ def bench(
     equal. Kernels are checked as by `packs doctor`. Afterwards, `packs plan` and the choice of the
     matmul path use these measurements. The exit code is 1 if losses differ or a kernel is wrong.
     """
-    from ..bench.conditions import disturbances, read_conditions
     from ..bench.record import differing, file_name, pull_request, table, to_record, wrong_kernels
-    from ..bench.run import BenchSettings, run_bench
+    from ..bench.run import BenchSettings, disturbances, read_conditions, run_bench
     from ..files import atomic_write, to_json
 
     if not (math.isfinite(minutes) and minutes > 0):

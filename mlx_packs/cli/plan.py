@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 import shutil
-import textwrap
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import click
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
 from ..config.values import bytes_of
-from ..display import size
+from ..display import hanging, size
 from ..errors import PackError
 from ..late import load
 from . import options
@@ -25,7 +24,7 @@ from .topics import TopicCommand
 if TYPE_CHECKING:
     from ..data.sharing import Repeats
     from ..memory.headers import Headers
-    from ..memory.recommend import Option
+    from ..memory.recommend import PlanOption
     from ..memory.row_shapes import ExampleMemory, RowShapes
 
 _SEARCHED = {
@@ -219,7 +218,7 @@ def _add_machines(
 
     for each in report:
         each["machines"] = needed.to_json()
-    lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
+    lines[-1:-1] = hanging(needed.line(), width).split("\n")
     return needed.needed
 
 
@@ -237,7 +236,7 @@ def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
 
 
 def _facts(
-    choice: "Option",
+    choice: "PlanOption",
     headers: "Headers",
     examples: "ExampleMemory | None",
     repeats: "Repeats | None",
@@ -256,7 +255,7 @@ def _data_lines(
     examples: "ExampleMemory | None",
     rows: "RowShapes | None",
     repeats: "Repeats | None",
-    best: "Option",
+    best: "PlanOption",
 ) -> list[str]:
     if examples is None:
         return [f"data    {data} · is not here, so its memory is not counted"]

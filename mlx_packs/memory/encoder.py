@@ -8,12 +8,12 @@ loss, and what their backward pass needs is there then. The numbers of arrays we
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..bases.encoder import check_config, encoder_class, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
-from ..config.choices import POLICIES, PolicyFacts
+from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import PairShape, padded_length, widths_of
@@ -72,49 +72,6 @@ def _projections(headers: Headers) -> dict[str, tuple[int, int]]:
     }
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A training step of adapters.
-
-    Attributes:
-        arrays: As of ``_KEPT``.
-        texts: Of a column that are computed at once.
-        widths: Tokens of a text, of each column whose activations are there at once.
-        adapters: Numbers per token that they keep in each block, from the first adapted one.
-    """
-
-    hidden: int
-    ffn: int
-    heads: int
-    arrays: tuple[float, float]
-    texts: int
-    widths: tuple[int, ...]
-    adapters: list[int]
-    policy: PolicyFacts
-
-    def kept(self) -> float:
-        """Return the numbers that are kept for the backward pass."""
-        if not self.policy.blocks:
-            return sum(self._block(width, own) for width in self.widths for own in self.adapters)
-
-        inputs = self.texts * sum(self.widths) * self.hidden * len(self.adapters)
-        return inputs + _AHEAD * self._block(max(self.widths), max(self.adapters))
-
-    def _block(self, width: int, adapters: int) -> float:
-        """Return the numbers that a block keeps of a column."""
-        of_hidden, of_ffn = self.arrays
-        states = of_hidden * self.hidden + of_ffn * self.ffn
-        scores = _KEPT_SCORES * self.heads * width
-        return self.texts * width * (states + scores + adapters)
-
-    def flying(self) -> float:
-        """Return the numbers in flight in one column at the worse of two moments."""
-        widest = max(self.widths)
-        feed_forward = _FLYING_FFN * self.ffn
-        attention = _FLYING_SCORES * self.heads * widest + _FLYING_STATES * self.hidden
-        return self.texts * widest * max(feed_forward, attention)
-
-
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
@@ -142,20 +99,25 @@ def estimate(
         texts = min(texts, train.mini_batch_size)
         widths = (max(widths),)
 
-    step = _Step(
-        hidden,
-        ffn,
-        heads,
-        arrays=_KEPT[config.get("model_type", "bert")],
-        texts=texts,
-        widths=widths,
-        adapters=[sum(kept.values()) for kept in adapters.kept],
-        policy=POLICIES[recompute_policies(train)[0]],
-    )
+    of_hidden, of_ffn = _KEPT[config.get("model_type", "bert")]
+    states = of_hidden * hidden + of_ffn * ffn
 
+    def block_numbers(width: int, of_adapters: int) -> float:
+        """Return the numbers that a block keeps of a column for the backward pass."""
+        return texts * width * (states + _KEPT_SCORES * heads * width + of_adapters)
+
+    widest = max(widths)
+    of_adapters = [sum(kept.values()) for kept in adapters.kept]
+    kept = sum(block_numbers(width, own) for width in widths for own in of_adapters)
+    if POLICIES[recompute_policies(train)[0]].blocks:
+        inputs = texts * sum(widths) * hidden * len(of_adapters)
+        kept = inputs + _AHEAD * block_numbers(widest, max(of_adapters))
+
+    # in one column, at the worse of two moments
+    attention = _FLYING_SCORES * heads * widest + _FLYING_STATES * hidden
+    flying = texts * widest * max(_FLYING_FFN * ffn, attention)
     logits = 6 * train.batch_size**2 * max(1, len(columns) - 1) if loss.compares_all else 0
-
-    backward = moment_parts(adapters.waiting(train), 4 * step.kept(), 4 * logits, 4 * step.flying())
+    backward = moment_parts(adapters.waiting(train), 4 * kept, 4 * logits, 4 * flying)
 
     base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = adapters.plan(train, 4 * base_weights, base_weights, {"backward": backward})

@@ -78,9 +78,13 @@ class WeightKind:
         return (module.bits, module.group_size, module.mode), dtype
 
     @property
+    def used(self) -> int:
+        """Numbers that a step multiplies by, once for each use: forward and backward."""
+        return 2 * self.count * math.prod(self.shape)
+
+    @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of a step: the products, and the gradients of their inputs."""
-        return 2 * self.count * self.tokens * math.prod(self.shape)
+        return self.used * self.tokens
 
 
 @dataclass(frozen=True)
@@ -382,21 +386,21 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
             continue
 
         chip = None if runtime.on_cpu() else chips.chip_here()
-        used = 2 * kind.count * math.prod(kind.shape)  # forward and backward
         for path in paths:
-            expected[path] += nominal_seconds(kind.multiply_adds, used, path, precision, chip)
+            expected[path] += nominal_seconds(kind.used, kind.tokens, path, precision, chip)
 
     return expected
 
 
 def nominal_seconds(
-    multiply_adds: float, used: float, path: str, precision: Precision, chip: chips.Chip | None
+    used: float, tokens: int, path: str, precision: Precision, chip: chips.Chip | None
 ) -> float:
     """Return the seconds of products with frozen weights by nominal rates; None is a CPU's chip.
 
-    ``used`` counts the numbers of the weights, once for each use.
+    Each of the ``used`` numbers of weights, once for each use, is multiplied by ``tokens`` rows.
     """
     facts = MATMUL_PATHS[path]
+    multiply_adds = used * tokens
     if chip is None:
         cores = os.cpu_count() or 1
         seconds = multiply_adds / cores / (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)

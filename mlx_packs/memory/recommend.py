@@ -7,7 +7,6 @@ other end, with the precision of the base between quality (rank, length) and cos
 
 import itertools
 import shlex
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
-from ..display import shown_count, size
+from ..display import hanging, shown_count, size
 from ..errors import PackError, any_of
 from ..offload.disk import plan_line
 from .decoder_sizes import has_images
@@ -90,7 +89,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """One way of training a base.
 
     Attributes:
@@ -206,7 +205,7 @@ def recommend(
     train: TrainConfig | None = None,
     specified: frozenset[str] = frozenset(),
     shapes_of: ShapesOf | None = None,
-) -> list[Option]:
+) -> list[PlanOption]:
     """Return ways of training a base within ``memory`` bytes, the best first.
 
     Settings that are not ``specified`` are reduced until it fits, in this order: batch_size,
@@ -251,7 +250,7 @@ def recommend(
     ]
 
 
-def _offloaded_options(request: PlanRequest) -> list[Option]:
+def _offloaded_options(request: PlanRequest) -> list[PlanOption]:
     """Return the options with the base on disk; none if that was decided already."""
     if request.train.offload_base != "auto" or request.train.quantize != "none":
         return []
@@ -273,7 +272,7 @@ def _with_task(headers: Headers, train: TrainConfig) -> TrainConfig:
     return replace(train, task=tasks_of(model_type)[0])
 
 
-def _harm(option: Option, headers: Headers, small: bool) -> tuple:
+def _harm(option: PlanOption, headers: Headers, small: bool) -> tuple:
     """Return the sort key of an option, worse options last, the most important part first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
@@ -337,16 +336,16 @@ def _ways(request: PlanRequest) -> list[tuple[str, TrainConfig]]:
     return ways
 
 
-def _option(request: PlanRequest, method: str, train: TrainConfig) -> Option:
+def _option(request: PlanRequest, method: str, train: TrainConfig) -> PlanOption:
     """Return the option that is reduced least and fits this way, else the smallest one."""
     quantize = "none" if request.headers.is_quantized else train.quantize
-    tried: list[Option] = []
+    tried: list[PlanOption] = []
     for changes, rank in _smaller_settings(request):
         smaller = replace(train, **changes)
         lora = replace(request.lora, rank=rank)
         plan = request.estimate(lora, smaller)
         fitting = verdict(plan, request.memory)
-        option = Option(method, quantize, lora, smaller, plan, fitting, "")
+        option = PlanOption(method, quantize, lora, smaller, plan, fitting, "")
         if option.fits:
             return replace(option, why=_why(request, option))
         tried.append(option)
@@ -390,7 +389,7 @@ def _halved(largest: int, least: int) -> list[int]:
     return sizes
 
 
-def _why(request: PlanRequest, option: Option) -> str:
+def _why(request: PlanRequest, option: PlanOption) -> str:
     train = option.train
     wanted = request.train
     reductions = []
@@ -420,7 +419,7 @@ def _why(request: PlanRequest, option: Option) -> str:
     return f"tight, {ERROR:.0%} more would not fit: {why}"
 
 
-def _full_option(request: PlanRequest) -> Option:
+def _full_option(request: PlanRequest) -> PlanOption:
     """Return full fine-tuning, the baseline: the least that it takes at the length wanted.
 
     Weights, gradients and both moments of AdamW are in float32 beside the base, with float32
@@ -456,11 +455,11 @@ def _full_option(request: PlanRequest) -> Option:
         f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
 
-    return Option("full", "none", layers, train, plan, verdict(plan, request.memory), why)
+    return PlanOption("full", "none", layers, train, plan, verdict(plan, request.memory), why)
 
 
 def table(
-    options: list[Option],
+    options: list[PlanOption],
     headers: Headers,
     memory: int,
     configs: Sequence[str] = (),
@@ -515,7 +514,7 @@ def _size_or_0(count: int) -> str:
     return size(count) if count else "0"
 
 
-def _notes(best: Option, headers: Headers, width: int) -> list[str]:
+def _notes(best: PlanOption, headers: Headers, width: int) -> list[str]:
     assumed = ""
     if best.longest is None and has_logits(best.train):
         of_images = ", and as one of an image" if has_images(headers.config) else ""
@@ -542,14 +541,5 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
             time += f", ± {best.step.error:.0%} on those steps"
         notes["time"] = f"{time}. Every example is of full length."
 
-    lines = []
-    for label, text in notes.items():
-        lines += textwrap.wrap(
-            text,
-            width,
-            initial_indent=f"{label:<8}",
-            subsequent_indent=" " * 8,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return lines
+    lines = (hanging(f"{label:<8}{text}", width) for label, text in notes.items())
+    return "\n".join(lines).splitlines()

@@ -236,7 +236,7 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         elif on_cpu:
             return None
         else:
-            products = nominal_seconds(multiply_adds, needed.used, path, precision, chip)
+            products = nominal_seconds(needed.used, needed.tokens, path, precision, chip)
 
     return products + needed.dense / nominal + needed.bytes / chip.bytes_per_s
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..runtime import is_traced
 from .segments import SegmentCache
@@ -22,6 +23,9 @@ _FEATURES = "_image_features"
 _LEVELS = "_image_levels"
 _SHIFTS = "_image_shifts"
 _BEGINS = "_image_begins"
+
+# Tokens up to here name features of this process, those between it and zero rows of a batch.
+FIRST_IMAGE = -1 - (1 << 24)
 
 Turns = tuple[mx.array, mx.array]  # cosines and sines [B, T, head_dim / 2]
 
@@ -383,3 +387,8 @@ def _is_of_mlx_lm(cache: Any) -> bool:
     if cache is None or cache[0] is None:
         return False
     return not type(cache[0]).__module__.startswith("mlx_packs.nn")
+
+
+def names_images(tokens: Any) -> bool:
+    """Return whether an array of NumPy has tokens that name features of this process."""
+    return isinstance(tokens, np.ndarray) and tokens.size > 0 and int(tokens.min()) <= FIRST_IMAGE

@@ -7,7 +7,7 @@ which it computes the logits (ops/linear_cross_entropy.py); logits of all tokens
 import copy
 import functools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,16 +19,6 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding, FloatingEmbedding)
 KINDS = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)  # what can be on disk: exactly these classes
 
 
-class StoredRows(Protocol):
-    """Rows of the arrays [V, ...] of a module, by their names in it."""
-
-    def at(self, tokens: np.ndarray) -> dict[str, mx.array]:
-        """Read the rows of tokens [n]."""
-
-    def between(self, start: int, stop: int) -> dict[str, mx.array]:
-        """Return rows that are read when they are computed."""
-
-
 class TableOnDisk(nn.Module):
     """What a module on disk inherits from, before the class that it has in memory.
 
@@ -36,7 +26,7 @@ class TableOnDisk(nn.Module):
     """
 
     in_memory: type[nn.Module]
-    rows_on_disk: StoredRows
+    rows_on_disk: Any  # offload.tables.StoredTable
 
     def with_arrays(self, arrays: dict[str, mx.array]) -> Any:
         """Return the module as it is in memory, with some rows."""
@@ -128,7 +118,7 @@ def _on_disk(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (TableOnDisk, kind), namespace)
 
 
-def put_table_on_disk(module: nn.Module, rows: StoredRows) -> None:
+def put_table_on_disk(module: nn.Module, rows: Any) -> None:
     """Let a module of one of `KINDS` read its rows; whoever holds it sees that."""
     module.__class__ = _on_disk(type(module))
     module.rows_on_disk = rows

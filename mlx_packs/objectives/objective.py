@@ -8,7 +8,7 @@ of a batch are agreed between the task's `Collate` and its objective.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..nn.image_tokens import names_images
+from ..nn.images import names_images
 from ..runtime import mx
 from ..vision.images import for_step
 from .score import Score

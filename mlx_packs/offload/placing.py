@@ -53,7 +53,8 @@ def put_on_disk(base: BaseModel) -> None:
         base.model, [_stored_block(block, found[path]) for path, block in blocks.items()]
     )
     for path, table in tables.items():
-        pieces = piece_files(folder, path, table.rows) if table.is_head else []
+        rows = len(table.module.weight)
+        pieces = piece_files(folder, path, rows) if table.is_head else []
         table.put_on_disk(found[path], pieces, on_disk.count)
 
     mx.eval(base.model.parameters(), constants_of(base.model))
@@ -109,30 +110,23 @@ def exceeds_memory(model: str | Path, share: float = 1.0) -> bool:
 
 
 def _check(base: BaseModel) -> None:
+    """Raise a PackError if a base cannot be on disk."""
     if base.architecture != "decoder":
-        raise PackError(
-            f"--offload-base: {base.name} is an encoder, and those stay in memory. Use off.",
-            "unsupported",
-            "offload_base",
-        )
+        raise _unsupported(f"{base.name} is an encoder, and those stay in memory")
     if base.config["model_type"] in VISION_FAMILIES:
-        raise PackError(
-            f"--offload-base: {base.name} reads images, and such bases stay in memory. Use off.",
-            "unsupported",
-            "offload_base",
-        )
+        raise _unsupported(f"{base.name} reads images, and such bases stay in memory")
 
 
 def _check_output(base: BaseModel) -> None:
     """Raise a PackError if the model uses weights of a block without calling the block."""
     logits = base.model(mx.array([[1, 2, 3]]))
     if mx.isnan(logits).any().item():
-        raise PackError(
-            f"--offload-base: the blocks of {base.name}, a {base.config['model_type']}, cannot be "
-            "read one by one. Use off.",
-            "unsupported",
-            "offload_base",
-        )
+        kind = base.config["model_type"]
+        raise _unsupported(f"the blocks of {base.name}, a {kind}, cannot be read one by one")
+
+
+def _unsupported(reason: str) -> PackError:
+    return PackError(f"--offload-base: {reason}. Use off.", "unsupported", "offload_base")
 
 
 def _write_converted(

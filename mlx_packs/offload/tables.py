@@ -21,22 +21,10 @@ PIECE_ROWS = 1024  # of a file of a head: a slice of the vocabulary reads some f
 
 @dataclass(frozen=True)
 class TableModule:
-    """An embedding or a head of a model.
-
-    Attributes:
-        module: The module.
-        is_head: Whether losses read it in slices.
-    """
+    """An embedding or a head of a model."""
 
     module: nn.Module
-    is_head: bool
-
-    @property
-    def rows(self) -> int:
-        return len(self.module.weight)
-
-    def arrays(self) -> dict[str, mx.array]:
-        return dict(tree_flatten(self.module.parameters()))
+    is_head: bool  # whether losses read it in slices
 
     def put_on_disk(
         self,
@@ -46,12 +34,9 @@ class TableModule:
     ) -> None:
         """Let the module read its rows from files, and be hollow.
 
-        Args:
-            found: The file of each array, and its name there.
-            pieces: See `StoredTable`.
-            count: See `StoredTable`.
+        ``found`` has the file of each array, and its name there; all else is as of `StoredTable`.
         """
-        arrays = self.arrays()
+        arrays = dict(tree_flatten(self.module.parameters()))
         stored = {n: StoredArray.find(*found[n], array.dtype) for n, array in arrays.items()}
         for array in arrays.values():
             empty(array)
@@ -128,7 +113,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """The rows of a module; see `nn.tables_on_disk.StoredRows`.
+    """The rows of a module that is on disk.
 
     Attributes:
         arrays: Its arrays by their names in it.
@@ -141,11 +126,13 @@ class StoredTable:
     count: Callable[[int], None]
 
     def at(self, tokens: np.ndarray) -> dict[str, mx.array]:
+        """Read the rows of tokens [n]."""
         read = {name: array.rows(tokens) for name, array in self.arrays.items()}
         self.count(sum(array.nbytes for array in read.values()))
         return read
 
     def between(self, start: int, stop: int) -> dict[str, mx.array]:
+        """Return rows that are read when they are computed."""
         rows = next(iter(self.arrays.values())).shape[0]
         if self.pieces and stop - start < rows:
             read = self._of_pieces(start, stop)

@@ -263,19 +263,20 @@ def forget() -> None:
 
 @functools.cache
 def _text_hash(name: str) -> str:
-    for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
-        if files := sorted(root.glob(f"*/*.{_SUFFIX[name]}")):
-            return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
-    return ""
+    files = sorted(_kernels_folder().glob(f"*/*.{_SUFFIX[name]}"))
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 @functools.cache
 def source(op: str, suffix: str) -> str:
-    """Return the text of ``kernels/<op>/<op>.<suffix>``, from the wheel or from a checkout."""
-    for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
-        if (path := root / op / f"{op}.{suffix}").is_file():
-            return path.read_text(encoding="utf-8")
-    raise FileNotFoundError(f"[ops] no kernel source {op}/{op}.{suffix} beside {_PACKAGE}")
+    """Return the text of ``kernels/<op>/<op>.<suffix>``."""
+    return (_kernels_folder() / op / f"{op}.{suffix}").read_text(encoding="utf-8")
+
+
+def _kernels_folder() -> Path:
+    """Return the folder of kernels: of the wheel or of a checkout."""
+    folder = _PACKAGE / "_kernels"
+    return folder if folder.is_dir() else _PACKAGE.parent / "kernels"
 
 
 @dataclass(frozen=True)

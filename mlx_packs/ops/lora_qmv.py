@@ -84,7 +84,7 @@ class Norm(NamedTuple):
 Norms = Sequence[Norm | None]
 
 
-class Task(NamedTuple):
+class GroupTask(NamedTuple):
     """The computation, without the arrays of weights and factors."""
 
     form: Format
@@ -99,7 +99,7 @@ class Task(NamedTuple):
 
 
 def reference(
-    x: mx.array, weights: Sequence[AffineWeight], factors: LowRank, task: Task
+    x: mx.array, weights: Sequence[AffineWeight], factors: LowRank, task: GroupTask
 ) -> list[mx.array]:
     """Return the same by plain MLX: one product with all A's, then ``addmm`` for each slice."""
     cuts = [sum(task.ranks[: i + 1]) for i in range(len(task.ranks) - 1)]
@@ -170,5 +170,5 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
     if kernels is None:
         return None
 
-    task = Task(form, factors.ranks, norms or (None,) * len(weights), gated)
+    task = GroupTask(form, factors.ranks, norms or (None,) * len(weights), gated)
     return kernels.launches_of(shape, dtype, weights, factors, task)

@@ -12,7 +12,17 @@ from ._check import Check, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
 from .grouped_lora_kernel import GroupSizes
-from .lora_qmv import MAX_ROWS, OP, AffineWeight, Format, Launches, LowRank, Norm, Task, reference
+from .lora_qmv import (
+    MAX_ROWS,
+    OP,
+    AffineWeight,
+    Format,
+    GroupTask,
+    Launches,
+    LowRank,
+    Norm,
+    reference,
+)
 from .profile import tiles
 
 MAX_SLICES = 4
@@ -138,7 +148,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     dtype: mx.Dtype,
     weights: Sequence[AffineWeight],
     factors: LowRank,
-    task: Task,
+    task: GroupTask,
 ) -> Launches:
     """Return x of a shape [..., D] to the outputs, [..., O] each, by the kernels of a backend."""
     *leading, depth = shape
@@ -215,7 +225,7 @@ def launches_of(
     dtype: mx.Dtype,
     weights: Sequence[AffineWeight],
     factors: LowRank,
-    task: Task,
+    task: GroupTask,
 ) -> Launches | None:
     """Return `prepared` where a kernel is faster than plain MLX; else None."""
     *leading, depth = shape
@@ -307,7 +317,7 @@ def check_of(
             norm = Norm((1 + drawn_weight / 4).astype(dtype), 2.0)
         norms.append(norm)
 
-    task = Task(form, instance.ranks, norms, instance.gated)
+    task = GroupTask(form, instance.ranks, norms, instance.gated)
 
     def kernel(x: mx.array) -> list[mx.array]:
         launches = prepared(backend, x.shape, dtype, weights, factors, task)

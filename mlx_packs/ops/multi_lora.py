@@ -46,11 +46,7 @@ def multi_lora(
 
     Returns:
         [B, T, O_i] each, in the dtype of its base output.
-
-    Raises:
-        ValueError: The shapes do not fit each other.
     """
-    _check_shapes(x, outputs, lora_a, lora_b, scales, pack)
     adapted = [i for i, a in enumerate(lora_a) if a.size]
     if x.size == 0 or not adapted:
         return list(outputs)
@@ -93,41 +89,3 @@ def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.arr
     if x.dtype == mx.float64 or dispatch.detect() == "cuda":  # gather_mm lacks float64, of checks
         return x @ factors[index].astype(x.dtype)  # and reads misaligned addresses with CUDA
     return mx.gather_mm(x, factors.astype(x.dtype), rhs_indices=index)
-
-
-def _check_shapes(
-    x: mx.array,
-    outputs: Arrays,
-    lora_a: Arrays,
-    lora_b: Arrays,
-    scales: Arrays,
-    pack: mx.array,
-) -> None:
-    sequences, rows, depth = x.shape
-    packs = lora_a[0].shape[0]
-    faults = []
-    if pack.ndim != 1 or pack.shape[0] < sequences:
-        faults.append(f"'pack' must be [{sequences}] but is {list(pack.shape)}")
-
-    for i, (y, a, b, scale) in enumerate(zip(outputs, lora_a, lora_b, scales, strict=True)):
-        rank = a.shape[-1]
-        width = y.shape[-1]
-        wanted = {
-            "outputs": (y, (sequences, rows, width)),
-            "lora_a": (a, (packs, depth, rank)),
-            "lora_b": (b, (packs, rank, width)),
-        }
-        faults += [
-            f"'{name}' of slice {i} must be {list(shape)} but is {list(value.shape)}"
-            for name, (value, shape) in wanted.items()
-            if value.shape != shape
-        ]
-        if scale.ndim != 1 or scale.shape[0] < packs:
-            faults.append(f"'scales' of slice {i} must be [{packs}] but is {list(scale.shape)}")
-
-    if faults:
-        raise ValueError(f"[multi_lora] {'; '.join(faults)}.")
-
-
-# Sizes of tiles are those of grouped_lora; a tile has rows of one sequence, groups along z are
-# sequences.

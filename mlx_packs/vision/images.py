@@ -21,8 +21,7 @@ from .. import runtime
 from ..bases.families import VISION_FAMILIES, image_token_of, mrope_sections
 from ..bases.files import text_config
 from ..errors import PackError
-from ..nn.image_tokens import FIRST_IMAGE, names_images
-from ..nn.images import ImageInputs, ImageRules, ShownImages
+from ..nn.images import FIRST_IMAGE, ImageInputs, ImageRules, ShownImages, names_images
 from ..runtime import mx
 from .pictures import ImageSource, Picture, open_picture
 from .store import IMAGES, FeatureStore, tower_facts

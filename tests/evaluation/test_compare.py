@@ -18,7 +18,7 @@ from mlx_packs.evaluation import compare as comparison
 from mlx_packs.evaluation import throughput as speed
 from mlx_packs.evaluation.perplexity import Difference, ExampleScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
-from mlx_packs.nn.image_tokens import FIRST_IMAGE
+from mlx_packs.nn.images import FIRST_IMAGE
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx

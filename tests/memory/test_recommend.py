@@ -16,7 +16,7 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import read_headers
-from mlx_packs.memory.recommend import Option, recommend
+from mlx_packs.memory.recommend import PlanOption, recommend
 from tests.helpers.errors import check
 from tests.helpers.headers import dense_headers, write_headers
 
@@ -25,18 +25,18 @@ RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_
 
 
 @functools.cache
-def by_memory(name: str, device: str) -> list[list[Option]]:
+def by_memory(name: str, device: str) -> list[list[PlanOption]]:
     """The recommendations for each of ``MEMORIES``, and for one that fits everything."""
     with runtime.assumed_device(device):
         return [recommend(dense_headers(name), int(gb * 1e9)) for gb in (*MEMORIES, 4096)]
 
 
-def best_by_memory(name: str, device: str) -> list[Option]:
+def best_by_memory(name: str, device: str) -> list[PlanOption]:
     """The first of them for each memory."""
     return [options[0] for options in by_memory(name, device)]
 
 
-def learned(option: Option) -> tuple:
+def learned(option: PlanOption) -> tuple:
     """What an option learns, and with which precision of the base, as one order."""
     return option.lora.rank, option.train.max_seq_length, option.method != "qlora"
 
@@ -71,7 +71,7 @@ def test_recommend_puts_what_fits_first_and_rank_before_precision():
         assert fitting == sorted(fitting)
 
 
-def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
+def nf4(memory: float, specified: frozenset = frozenset()) -> PlanOption:
     """The first recommendation for NF4 on Qwen3-4B within so many GB."""
     train = TrainConfig(quantize="nf4")
     specified = specified | {"quantize"}

@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
-from mlx_packs.nn import gated_delta as layers
-from mlx_packs.nn.gated_delta import gated_delta_layer
+from mlx_packs.nn import surgery as layers
+from mlx_packs.nn.surgery import recurrent_layer
 from mlx_packs.ops import dispatch
 from mlx_packs.ops.gated_delta import reference
 from mlx_packs.runtime import mx
@@ -100,10 +100,10 @@ def test_long_rows_are_evaluated_by_chunks_but_on_metal(monkeypatch):
 
 def test_a_layer_that_fails_leaves_mlx_lm_as_it_was(monkeypatch):
     model, _ = build("qwen3_next")
-    found = [m for m in model.modules() if gated_delta_layer(m) is not None]
+    found = [m for m in model.modules() if recurrent_layer(m) is not None]
     home = sys.modules[type(found[0]).__module__]
     theirs = home.gated_delta_update
-    layer = gated_delta_layer(found[0])
+    layer = recurrent_layer(found[0])
     layer.train()
     with pytest.raises(ValueError):
         layer(mx.zeros((1, 4, 3)))

@@ -8,7 +8,7 @@ from mlx_packs.ops import lora_qmv as op
 from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import MARGIN, seconds
-from mlx_packs.ops.lora_qmv import AffineWeight, Format, LowRank, Norm, Task, reference
+from mlx_packs.ops.lora_qmv import AffineWeight, Format, GroupTask, LowRank, Norm, reference
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
 
@@ -48,7 +48,7 @@ def test_reference_is_the_product_with_deltas_norms_and_swiglu():
     form = Format(64, 4)
     rows = x.reshape(-1, 128)
     flat = [y.reshape(6, -1) for y in wanted]
-    task = Task(form, factors.ranks, (None,) * 3, False)
+    task = GroupTask(form, factors.ranks, (None,) * 3, False)
     assert close(reference(rows, weights, factors, task), flat)
 
     weight = mx.random.normal((32,))

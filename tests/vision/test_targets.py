@@ -8,7 +8,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.preferences import encode_preferences
 from mlx_packs.data.rows import Row
-from mlx_packs.nn.image_tokens import FIRST_IMAGE
+from mlx_packs.nn.images import FIRST_IMAGE
 from mlx_packs.vision.images import Image, Images
 
 PLACEHOLDER = "<|endoftext|>"
