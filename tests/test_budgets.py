@@ -76,7 +76,6 @@ def test_figures_see_what_they_count(tmp_path):
     )
 
     assert figures(tmp_path) == {
-        "long_bodies_without_blank_line": 1,
         "conditional_expressions_per_1000_lines": round(2 / 0.019, 2),
         "nested_conditional_expressions": 1,
         "parallel_assignments_per_1000_lines": round(14 / 0.019, 2),

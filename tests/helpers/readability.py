@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.helpers.imports import PACKAGE, written_files
 
-LONG_BODY = 15  # lines, from which on a body needs air
 WIDE = 100  # columns
 SMALL = 4  # lines of a function that may stand where it is called
 
@@ -22,22 +21,14 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
     """Every figure by its name; each is better when lower, unless its name begins with 'least'."""
     sources = [file.read_text(encoding="utf-8") for file in written_files(package)]
     trees = [list(ast.walk(ast.parse(text))) for text in sources]
-    texts = [text.splitlines() for text in sources]
-    bodies = [
-        body_lines(f, text)
-        for text, nodes in zip(texts, trees, strict=True)
-        for f in functions(nodes)
-    ]
-    lines = [line for text in texts for line in text]
+    lines = [line for text in sources for line in text.splitlines()]
     docstrings = sum(map(docstring_lines, trees))
     code = (code_lines(lines) - docstrings) / 1000
 
-    dense = [body for body in bodies if len(body) >= LONG_BODY and "" not in body]
     statements = [node for nodes in trees for node in nodes]
     definitions = sum(isinstance(node, OWNERS) for node in statements)
     choices = [node for node in statements if isinstance(node, ast.IfExp)]
     return {
-        "long_bodies_without_blank_line": len(dense),
         "conditional_expressions_per_1000_lines": round(len(choices) / code, 2),
         "nested_conditional_expressions": sum(map(has_inner_choice, choices)),
         "parallel_assignments_per_1000_lines": round(
@@ -53,17 +44,6 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
 def functions(nodes: Iterable[ast.AST]) -> Iterator[Function]:
     """All functions of a module, methods and inner ones too."""
     return (node for node in nodes if isinstance(node, Function))
-
-
-def body_lines(function: Function, lines: list[str]) -> list[str]:
-    """The stripped lines of a body without its docstring; ``lines`` are of its file."""
-    statements = function.body
-    if ast.get_docstring(function) is not None:
-        statements = statements[1:]
-    if not statements:
-        return []
-    own = lines[statements[0].lineno - 1 : function.end_lineno]
-    return [line.strip() for line in own]
 
 
 def code_lines(lines: Iterable[str]) -> int:
