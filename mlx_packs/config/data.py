@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from .chat_templates import CHAT_TEMPLATES, template_text
+from .choices import DECODER_TASKS
 from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
-_text = partial(_data, text=True)
+_text = partial(_data, tasks=DECODER_TASKS)
 _column = partial(_text, metavar="COLUMN", column=True)
 
 # Arguments of transformers' apply_chat_template, and of the functions here that render.

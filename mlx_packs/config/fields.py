@@ -56,7 +56,7 @@ class Facts:
     method: str | None = None  # the one method that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
-    text: bool = False  # whether only tasks of decoders have it, of the settings of the data
+    tasks: tuple[str, ...] = ()  # that have it; empty where all do
     common: bool | str = False  # whether short help has it, or what it says there
     extra: bool = False  # whether it is of `extras`, so that only ``-h --all`` shows it
     memory: bool = False  # whether the peak memory of a run depends on it
@@ -155,8 +155,9 @@ class Settings:
                 object.__setattr__(self, name, typed_value(value, kinds[name], name))
 
         faults = list(_field_faults(self, specified))
-        for part in self._parts():
-            faults += part._conflicts(self)
+        for cls in reversed(type(self).__mro__):
+            if "_conflicts" in vars(cls):
+                faults += cls._conflicts(self)
         if faults:
             spelled = {f.name: next(iter(flags_of(f)), f.name) for f in dataclasses.fields(self)}
             text = " ".join(f"{spelled[fault.setting]}: {fault.text}" for fault in faults)
@@ -191,10 +192,6 @@ class Settings:
             if not where:
                 raise
             raise PackError(str(error), error.code, error.flag, where=where) from None
-
-    def _parts(self) -> list[type["Settings"]]:
-        """Return the classes that check settings in use, bases before those with all settings."""
-        return [cls for cls in reversed(type(self).__mro__) if "_conflicts" in vars(cls)]
 
     def _conflicts(self) -> Iterator[Fault]:
         """Faults of settings of this class that exclude or require each other."""

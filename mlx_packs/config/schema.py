@@ -18,7 +18,7 @@ from .fields import Fault, Settings, incompatible
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .phase import Phase as Phase
-from .tasks import AllTasksConfig, read_task_config, tasks_of, tasks_with
+from .tasks import PAIR_LOSSES, TaskSettings, read_task_config, tasks_of
 
 # The common settings come first, and what is not listed last; help has this order in each section,
 # as have signatures, completion and docs. The second part is for experts, the third for one task.
@@ -68,7 +68,7 @@ class _Ordered(Settings):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
+class TrainConfig(OptimizerConfig, TaskSettings, CommonConfig, _Ordered):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm.
 
     Settings that are not specified have the defaults of the task, also in a copy by
@@ -138,16 +138,10 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         """The limits that the pack must meet at the end of the run; None where there is none."""
         return {name: getattr(self, name) for name in MEANING}
 
-    def _parts(self) -> list[type[Settings]]:
-        # those of all tasks, and those of a task in the run
-        parts = {part: tasks_with(part) for part in super()._parts()}
-        return [
-            part
-            for part, owners in parts.items()
-            if not owners or any(_shares_settings(task, owners) for task in self.tasks)
-        ]
-
     def _conflicts(self) -> Iterator[Fault]:
+        for faults, owners in _CONFLICTS_OF_TASKS.items():
+            if any(_shares_settings(task, owners) for task in self.tasks):
+                yield from faults(self)
         for faults in _CONFLICTS:
             yield from faults(self)
 
@@ -313,6 +307,63 @@ def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
         yield Fault("phases", text, "conflict")
 
 
+def _pair_loss_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.label_smoothing >= 0.5:
+        text = f"must be below 0.5 for preferences, but is {train.label_smoothing:g}."
+        yield Fault("label_smoothing", text)
+    if train.loss == "robust" and train.label_smoothing == 0:
+        yield Fault("loss", "robust needs a --label-smoothing above 0.", "conflict")
+    if train.label_smoothing and train.loss in ("hinge", "ipo"):
+        text = f"cannot be combined with --loss {train.loss}."
+        yield Fault("label_smoothing", text, "conflict")
+
+
+def _fim_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.fim_rate <= 0:
+        for name in train.changed(("fim_tokens", "fim_spm_rate")):
+            yield Fault(name, "needs a --fim-rate above 0.", "conflict")
+
+    tokens = train.fim_tokens
+    if len(tokens) not in (0, 3, 4) or len(set(tokens)) != len(tokens):
+        yield Fault(
+            "fim_tokens",
+            "must be three different tokens (before prefix, suffix, middle), or a fourth that "
+            f"ends the middle, but is {', '.join(tokens)}.",
+        )
+
+
+def _distill_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.share_prefix == "on":
+        yield Fault("share_prefix", "on cannot be combined with --task distill.", "conflict")
+    if train.loss != "jsd" and train.changed(["jsd_beta"]):
+        yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
+    if train.teacher is None:
+        for name in train.changed(("teacher_top_k", "on_policy")):
+            yield Fault(name, "needs a --teacher.", "conflict")
+    elif train.teacher_cache is not None and train.on_policy:
+        yield Fault("on_policy", "cannot be combined with --teacher-cache.", "conflict")
+    elif train.teacher_cache is None and train.packing:
+        yield Fault("packing", "needs a --teacher-cache with --teacher.", "conflict")
+
+    if not train.on_policy:
+        for name in train.changed(("max_completion_length", "temperature")):
+            yield Fault(name, "needs an --on-policy share above 0.", "conflict")
+        return
+    unfit = {
+        "ce_weight": train.ce_weight > 0,
+        "ce_last_k": train.ce_last_k is not None,
+        "long_rows": train.long_rows == "split",
+        "loss_on": train.loss_on == "all",
+    }
+    yield from incompatible(train, "--on-policy", unfit)
+
+
+# The faults of settings of some tasks, in a run with one of them.
+_CONFLICTS_OF_TASKS = {
+    _pair_loss_faults: PAIR_LOSSES,
+    _fim_faults: tasks_of("fim_rate"),
+    _distill_faults: tasks_of("teacher"),
+}
 # The faults of settings of different classes.
 _CONFLICTS = (
     _objective_faults,

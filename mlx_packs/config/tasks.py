@@ -3,15 +3,22 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from ..errors import PackError, did_you_mean
-from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, PREFERENCE_TASKS, TASKS, registered
+from .choices import (
+    ANSWER_METRICS,
+    DECODER_TASKS,
+    DISTANCES,
+    OBJECTIVES,
+    PREFERENCE_TASKS,
+    TASKS,
+)
 from .data import DataConfig
-from .fields import Fault, Settings, fields_where, incompatible, option
+from .fields import Settings, facts_of, option
 from .phase import Phase
 from .values import setting_error, typed_value
 
@@ -21,22 +28,28 @@ _optimization = partial(option, section="Optimization")
 _step = partial(_optimization, own_layers="step")
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
-_embedding = partial(option, section="Embedding")
-_reranking = partial(option, section="Reranking")
+_embedding = partial(option, section="Embedding", tasks=("embedding",))
+_reranking = partial(option, section="Reranking", tasks=("rerank",))
 _preference = partial(option, section="Preferences")
 _generated = partial(option, section="Rewards")
-_rated = partial(_preference, metavar="WEIGHT", above=0)
+_rated = partial(_preference, metavar="WEIGHT", above=0, tasks=("kto",))
+_ENCODED = tuple(name for name in DECODER_TASKS if not TASKS[name].generates)
+_TARGETS = tuple(name for name, facts in TASKS.items() if facts.masks and facts.sequences == 1)
+_LOSSES = tuple(name for name, facts in TASKS.items() if facts.losses)
+# Tasks with a loss of the margin between two completions.
+PAIR_LOSSES = ("dpo", "cpo")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class DecoderConfig(Settings):
-    """Settings of tasks that train a decoder."""
+class TaskSettings(Settings):
+    """The settings that not all tasks have; each names the tasks that have it."""
 
     neftune_noise_alpha: float = _optimization(
         0.0,
         "Add noise of this size to the embeddings of the tokens in training (NEFTune; 5 to 15).",
         metavar="ALPHA",
         at_least=0,
+        tasks=DECODER_TASKS,
     )
     share_prefix: str = option(
         "auto",
@@ -47,18 +60,14 @@ class DecoderConfig(Settings):
         section="Memory and speed",
         choices=("auto", "on", "off"),
         memory=True,
+        tasks=DECODER_TASKS,
     )
     phases: tuple[Phase, ...] = _optimization(
         (),
         "Phases to train one after the other, each with its own data and learning rate.",
         flags=(),
+        tasks=DECODER_TASKS,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class EncodedConfig(DecoderConfig):
-    """Settings of tasks that train a decoder on texts of the data, not on generated ones."""
-
     num_proc: int | None = _data(
         None,
         "Maximum number of tokenizer processes, for data sets of about 16 MB or more.",
@@ -66,24 +75,14 @@ class EncodedConfig(DecoderConfig):
         metavar="N",
         at_least=1,
         resumable=True,
+        tasks=_ENCODED,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class PackableConfig(EncodedConfig):
-    """The setting of tasks with a target for each token, or for each example."""
-
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
         common="Pack several examples into each sequence.",
+        tasks=_TARGETS,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class LabelSmoothing(Settings):
-    """The setting of tasks whose targets may be smoothed."""
-
     label_smoothing: float = _step(
         0.0,
         "Share of each target's probability that is spread over the vocabulary; with --task dpo "
@@ -91,13 +90,8 @@ class LabelSmoothing(Settings):
         metavar="SHARE",
         at_least=0,
         below=1,
+        tasks=("lm", *PAIR_LOSSES),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class NamedLoss(Settings):
-    """The setting of tasks that have several losses."""
-
     loss: str = option(
         "auto",
         "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. "
@@ -110,13 +104,8 @@ class NamedLoss(Settings):
         choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
         section="Model and data",
         memory=True,
+        tasks=_LOSSES,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class Headed(Settings):
-    """The setting of tasks that read logits, or have a new head."""
-
     head: str = _data(
         "auto",
         "Head that decides on the label (classify) or the relevance (rerank): a new linear head on "
@@ -125,58 +114,30 @@ class Headed(Settings):
         shown_default="score with --task classify, lm with --task rerank",
         choices=("auto", "score", "lm"),
         memory=True,
+        tasks=("classify", "rerank"),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class Beta(Settings):
-    """The setting of tasks that weigh a distance, or scale log-probabilities."""
-
     beta: float = _preference(
         0.1,
         "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or "
         "scale of the log-probabilities (cpo, simpo).",
         metavar="BETA",
         at_least=0,
+        tasks=(*PREFERENCE_TASKS, "grpo"),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class GeneratedConfig(Settings):
-    """Settings of tasks that train on completions that the model generates."""
-
     max_completion_length: int = _generated(
-        256, "Maximum completion length, in tokens.", at_least=1, memory=True
+        256,
+        "Maximum completion length, in tokens.",
+        at_least=1,
+        memory=True,
+        tasks=("grpo", "distill"),
     )
     temperature: float = _generated(
-        1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
+        1.0,
+        "Sampling temperature of the completions in training.",
+        metavar="TEMP",
+        above=0,
+        tasks=("grpo", "distill"),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class PairLoss(LabelSmoothing, NamedLoss):
-    """Settings of tasks with a loss of the margin between two completions."""
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.label_smoothing >= 0.5:
-            text = f"must be below 0.5 for preferences, but is {self.label_smoothing:g}."
-            yield Fault("label_smoothing", text)
-        if self.loss == "robust" and self.label_smoothing == 0:
-            yield Fault("loss", "robust needs a --label-smoothing above 0.", "conflict")
-        if self.label_smoothing and self.loss in ("hinge", "ipo"):
-            text = f"cannot be combined with --loss {self.loss}."
-            yield Fault("label_smoothing", text, "conflict")
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class PreferenceConfig(EncodedConfig, Beta):
-    """Settings of all tasks that train on preferences."""
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class TargetConfig(PackableConfig):
-    """Settings of tasks with a loss of each target token."""
-
     loss_on: str | None = _data(
         None,
         "Tokens to train on: all, only the completion (the last answer), or every assistant "
@@ -184,6 +145,7 @@ class TargetConfig(PackableConfig):
         shown_default="assistant for chats, completion for prompts with completions, all for texts",
         choices=("all", "completion", "assistant"),
         common="Tokens to train on.",
+        tasks=_TARGETS,
     )
     metric: str | None = _evaluation(
         None,
@@ -193,42 +155,44 @@ class TargetConfig(PackableConfig):
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
         common="Also report the share of right answers.",
+        tasks=_TARGETS,
     )
     long_rows: str = _data(
         "cut",
         "Texts over --max-seq-length: truncate them, or split them into several examples.",
         choices=("cut", "split"),
+        tasks=_TARGETS,
     )
     ce_last_k: int | None = _optimization(
         None,
         "Train only on the last K target tokens of each example.",
         metavar="K",
         at_least=1,
+        tasks=_TARGETS,
     )
     max_ppl_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
         "base model's, or in a run that starts from adapters, than RATIO times theirs.",
         metavar="RATIO",
+        tasks=_TARGETS,
     )
     min_tps_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times the base "
         "model's.",
         metavar="RATIO",
+        tasks=_TARGETS,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class LMConfig(TargetConfig, LabelSmoothing):
-    """Settings of next-token prediction."""
-
     fim_rate: float = _share(
         0.0,
         "Share of the texts to train as fill-in-the-middle; the tokenizer must have tokens for it.",
+        tasks=("lm",),
     )
     fim_spm_rate: float = _share(
-        0.5, "Share of the fill-in-the-middle examples with the suffix before the prefix."
+        0.5,
+        "Share of the fill-in-the-middle examples with the suffix before the prefix.",
+        tasks=("lm",),
     )
     fim_tokens: tuple[str, ...] = _data(
         (),
@@ -236,6 +200,7 @@ class LMConfig(TargetConfig, LabelSmoothing):
         "commas.",
         shown_default="the tokenizer's own",
         metavar="TOKENS",
+        tasks=("lm",),
     )
     objective: str = _optimization(
         "transformer",
@@ -243,38 +208,22 @@ class LMConfig(TargetConfig, LabelSmoothing):
         "attention output projections -> LM head) for comparison.",
         choices=OBJECTIVES,
         extra=True,
+        tasks=("lm",),
     )
     z_loss: float = _step(
         0.0,
         "Weight of the z-loss, logsumexp(logits)^2, which keeps logits small.",
         metavar="WEIGHT",
         at_least=0,
+        tasks=("lm",),
     )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.fim_rate <= 0:
-            for name in self.changed(("fim_tokens", "fim_spm_rate")):
-                yield Fault(name, "needs a --fim-rate above 0.", "conflict")
-
-        tokens = self.fim_tokens
-        if len(tokens) not in (0, 3, 4) or len(set(tokens)) != len(tokens):
-            yield Fault(
-                "fim_tokens",
-                "must be three different tokens (before prefix, suffix, middle), or a fourth that "
-                f"ends the middle, but is {', '.join(tokens)}.",
-            )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
-    """Settings of distillation."""
-
     teacher_cache: str | None = _data(
         None,
         "Folder with the log-probabilities of a teacher. With --teacher, that model writes them "
         "before the run, unless they are there.",
         metavar="DIR",
         resumable=True,
+        tasks=("distill",),
     )
     teacher: str | None = _data(
         None,
@@ -283,6 +232,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
         metavar="MODEL",
         resumable=True,
         memory=True,
+        tasks=("distill",),
     )
     teacher_top_k: int = _data(
         64,
@@ -291,10 +241,12 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
         metavar="K",
         at_least=1,
         memory=True,
+        tasks=("distill",),
     )
     on_policy: float = _share(
         0.0,
         "Share of the batches that the student writes and --teacher scores (GKD).",
+        tasks=("distill",),
     )
     ce_weight: float = _optimization(
         0.0,
@@ -302,6 +254,7 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
         metavar="WEIGHT",
         at_least=0,
         at_most=1,
+        tasks=("distill",),
     )
     jsd_beta: float = _optimization(
         0.5,
@@ -310,42 +263,8 @@ class DistillConfig(TargetConfig, NamedLoss, GeneratedConfig):
         metavar="BETA",
         above=0,
         below=1,
+        tasks=("distill",),
     )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.share_prefix == "on":
-            yield Fault("share_prefix", "on cannot be combined with --task distill.", "conflict")
-        if self.loss != "jsd" and self.changed(["jsd_beta"]):
-            yield Fault("jsd_beta", "needs --loss jsd.", "conflict")
-        if self.teacher is None:
-            for name in self.changed(("teacher_top_k", "on_policy")):
-                yield Fault(name, "needs a --teacher.", "conflict")
-        elif self.teacher_cache is not None and self.on_policy:
-            yield Fault("on_policy", "cannot be combined with --teacher-cache.", "conflict")
-        elif self.teacher_cache is None and self.packing:
-            yield Fault("packing", "needs a --teacher-cache with --teacher.", "conflict")
-
-        yield from self._on_policy_faults()
-
-    def _on_policy_faults(self) -> Iterator[Fault]:
-        if not self.on_policy:
-            for name in self.changed(("max_completion_length", "temperature")):
-                yield Fault(name, "needs an --on-policy share above 0.", "conflict")
-            return
-
-        unfit = {
-            "ce_weight": self.ce_weight > 0,
-            "ce_last_k": self.ce_last_k is not None,
-            "long_rows": self.long_rows == "split",
-            "loss_on": self.loss_on == "all",
-        }
-        yield from incompatible(self, "--on-policy", unfit)
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class EmbeddingConfig(NamedLoss):
-    """Settings of sentence embeddings."""
-
     query_prompt: str | None = _embedding(
         None,
         "Text before every anchor and not before what belongs to it, such as an instruction. An "
@@ -371,12 +290,6 @@ class EmbeddingConfig(NamedLoss):
     triplet_distance: str = _embedding(
         "euclidean", "Distance function of the triplet loss.", choices=DISTANCES
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class RerankConfig(NamedLoss, Headed):
-    """Settings of rerankers."""
-
     rerank_instruction: str | None = _reranking(
         None,
         "Criterion of relevance, in the question that the model answers with yes or no.",
@@ -389,150 +302,71 @@ class RerankConfig(NamedLoss, Headed):
         metavar="MARGIN",
         above=0,
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class DPOConfig(PreferenceConfig, PairLoss):
-    """Settings of DPO."""
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class SimPOConfig(PreferenceConfig):
-    """Settings of SimPO."""
-
     simpo_gamma: float = _preference(
         0.5,
         "Margin by which the chosen completion is to be better (simpo).",
         metavar="GAMMA",
         at_least=0,
+        tasks=("simpo",),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class CPOConfig(PreferenceConfig, PairLoss):
-    """Settings of CPO."""
-
     cpo_alpha: float = _preference(
         1.0,
         "Weight of the chosen completion's cross-entropy (cpo).",
         metavar="ALPHA",
         at_least=0,
+        tasks=("cpo",),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class KTOConfig(PreferenceConfig):
-    """Settings of KTO."""
-
     desirable_weight: float = _rated(1.0, "Weight of the desirable completions (kto).")
     undesirable_weight: float = _rated(1.0, "Weight of the undesirable completions (kto).")
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class RewardConfig(EncodedConfig):
-    """Settings of reward models."""
-
     center_rewards_coefficient: float = _preference(
         0.0,
         "Weight of the squared sum of both rewards of an example, which keeps them around 0 "
         "(reward).",
         metavar="WEIGHT",
         at_least=0,
+        tasks=("reward",),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class ClassifyConfig(EncodedConfig, Headed):
-    """Settings of classification."""
-
     ordinal: bool = _optimization(
         False,
         "Labels are integers on a scale, such as stars (classify): the head learns at each of them "
         "whether the label is above it.",
+        tasks=("classify",),
     )
     class_weights: str = _optimization(
         "none",
         "Weights of the classes in the loss (classify): none, or balanced, which weighs each "
         "class by the inverse of its number of examples.",
         choices=("none", "balanced"),
+        tasks=("classify",),
     )
     calibrate: bool = _evaluation(
         False,
         "Fit one temperature to the validation examples after training (classify), so that "
         "probabilities agree with accuracy; the pack keeps it.",
+        tasks=("classify",),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class GRPOConfig(DecoderConfig, Beta, GeneratedConfig):
-    """Settings of GRPO."""
-
     reward: str | None = _generated(
         None,
         "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the "
         f"expected one by a metric ({', '.join(ANSWER_METRICS)}).",
         metavar="REWARD",
+        tasks=("grpo",),
     )
     num_generations: int = _generated(
-        8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
+        8,
+        "Completions of each prompt, whose rewards are compared.",
+        at_least=2,
+        memory=True,
+        tasks=("grpo",),
     )
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class AllTasksConfig(
-    LMConfig,
-    EmbeddingConfig,
-    RerankConfig,
-    DPOConfig,
-    SimPOConfig,
-    CPOConfig,
-    KTOConfig,
-    RewardConfig,
-    ClassifyConfig,
-    GRPOConfig,
-    DistillConfig,
-):
-    """Settings of all tasks."""
-
-
-# Tasks on preferences that have no settings of their own need no entry.
-CONFIGS: dict[str, type[Settings]] = registered(
-    TASKS,
-    {
-        **dict.fromkeys(PREFERENCE_TASKS, PreferenceConfig),
-        "lm": LMConfig,
-        "embedding": EmbeddingConfig,
-        "rerank": RerankConfig,
-        "dpo": DPOConfig,
-        "simpo": SimPOConfig,
-        "cpo": CPOConfig,
-        "kto": KTOConfig,
-        "reward": RewardConfig,
-        "classify": ClassifyConfig,
-        "grpo": GRPOConfig,
-        "distill": DistillConfig,
-    },
-)
 
 
 @cache
 def tasks_of(setting: str) -> tuple[str, ...]:
     """Return the tasks that have a setting of a run; empty if all have it."""
-    return tuple(task for task, config in CONFIGS.items() if setting in _settings_of(config))
-
-
-@cache
-def tasks_with(part: type[Settings]) -> tuple[str, ...]:
-    """Return the tasks that have the settings of a class; empty if it is not one of tasks."""
-    return tuple(task for task, config in CONFIGS.items() if issubclass(config, part))
-
-
-@cache
-def _settings_of(config: type[Settings]) -> frozenset[str]:
-    names = fields_where(config)
-    if issubclass(config, DecoderConfig):
-        names += fields_where(DataConfig, text=True)
-    return frozenset(names)
+    fields = (*dataclasses.fields(TaskSettings), *dataclasses.fields(DataConfig))
+    names = next((facts_of(field).tasks for field in fields if field.name == setting), ())
+    return tuple(task for task in TASKS if task in names)
 
 
 def read_task_config(task: str, values: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
-from ..config.tasks import EmbeddingConfig
+from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset, Layout
 from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
@@ -151,7 +151,7 @@ class EmbeddingObjective(Objective):
         self,
         model: Encoder,
         loss: str,
-        train: EmbeddingConfig,
+        train: TrainConfig,
         score: Callable[..., Score] | None = None,
     ) -> None:
         self.model = model

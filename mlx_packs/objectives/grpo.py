@@ -11,7 +11,7 @@ from typing import Protocol
 import mlx.nn as nn
 import numpy as np
 
-from ..config.tasks import GRPOConfig
+from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset, Layout
 from ..runtime import mx
 from .causal_lm import Head, target_loss
@@ -90,7 +90,7 @@ class GRPO(Objective):
         self,
         model: nn.Module,
         head: Head | None,
-        train: GRPOConfig,
+        train: TrainConfig,
         generate: Generator,
         initial: PhaseReference | None = None,
         score: Callable[..., Score] | None = None,

@@ -17,7 +17,6 @@ import mlx.nn as nn
 from ..adapters.trainable import compiled
 from ..config.choices import PREFERENCE_TASKS, registered
 from ..config.schema import TrainConfig
-from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from ..data.dataset import Batch, Layout
 from ..distributed.group import group
 from ..runtime import mx
@@ -73,14 +72,14 @@ def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
     return (1 - smoothing) * right + smoothing * wrong
 
 
-def loss_of(train: PairLoss) -> str:
+def loss_of(train: TrainConfig) -> str:
     """Return the value of ``--loss`` that ``auto`` stands for."""
     if train.loss == "auto":
         return "sigmoid"
     return train.loss
 
 
-def dpo_loss(completions: Completions, train: DPOConfig) -> mx.array:
+def dpo_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """Each chosen completion is to gain more over the reference than the rejected one.
 
     Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
@@ -94,7 +93,7 @@ def dpo_loss(completions: Completions, train: DPOConfig) -> mx.array:
     return pair_loss(margins, loss_of(train), train.label_smoothing)
 
 
-def orpo_loss(completions: Completions, train: PreferenceConfig) -> mx.array:
+def orpo_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """The cross-entropy of what is chosen, and the odds of it against what is rejected.
 
     Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio). The cross-entropy is
@@ -105,7 +104,7 @@ def orpo_loss(completions: Completions, train: PreferenceConfig) -> mx.array:
     return mean_nll(completions) - train.beta * nn.log_sigmoid(odds[:, 0] - odds[:, 1])
 
 
-def simpo_loss(completions: Completions, train: SimPOConfig) -> mx.array:
+def simpo_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """The mean log-probability of the chosen completion is to exceed the other's by a margin.
 
     Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma).
@@ -114,7 +113,7 @@ def simpo_loss(completions: Completions, train: SimPOConfig) -> mx.array:
     return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
 
 
-def cpo_loss(completions: Completions, train: CPOConfig) -> mx.array:
+def cpo_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """DPO's loss without a reference, and the cross-entropy of what is chosen.
 
     Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of what is
@@ -128,7 +127,7 @@ def cpo_loss(completions: Completions, train: CPOConfig) -> mx.array:
     return pair_loss(margins, loss_of(train), train.label_smoothing) + nll
 
 
-def kto_loss(completions: Completions, train: KTOConfig) -> mx.array:
+def kto_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """Desirable completions are to gain over the reference, undesirable ones to lose.
 
     The second completion of a row belongs to another row: what it has gained is the distance from

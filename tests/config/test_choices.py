@@ -17,10 +17,10 @@ PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {
     n for n, each in vars(choices).items() if n.isupper() and isinstance(each, dict | tuple)
 }
-# Methods and formats of weights name their class, searches, policies and metrics are their facts, a listing is
+# Tasks, methods and formats of weights name their class, searches, policies and metrics are their facts, a listing is
 # some of the tasks, objectives name what makes a task, and a switch has no code.
 WITHOUT_REGISTRY = {
-    *("METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
+    *("TASKS", "METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
     *("METRICS", "WEIGHT_MODES", "WEIGHT_FORMATS", "AUTO_ON_OFF"),
 }
 

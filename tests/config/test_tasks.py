@@ -1,33 +1,26 @@
-"""Each task has a class of settings, which `TrainConfig` is too."""
+"""Each setting names the tasks that have it."""
 
 import dataclasses
 import inspect
-
-import pytest
 
 from mlx_packs import Phase, TrainConfig
 from mlx_packs.config import schema
 from mlx_packs.config.choices import TASKS
 from mlx_packs.config.fields import fields_where
-from mlx_packs.config.tasks import CONFIGS, DPOConfig, LMConfig, PairLoss, tasks_of, tasks_with
+from mlx_packs.config.tasks import tasks_of
 from tests.helpers.errors import raises
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_train_config_is_the_config_of_every_task(task):
-    assert isinstance(TrainConfig(), CONFIGS[task])
-    assert CONFIGS[task]()  # and each can be made alone
-
-
-def test_a_setting_belongs_to_the_tasks_of_its_class():
+def test_a_setting_belongs_to_the_tasks_that_it_names():
     assert tasks_of("cpo_alpha") == ("cpo",)
     assert tasks_of("loss") == ("embedding", "dpo", "cpo", "rerank", "distill")
     assert tasks_of("beta") == ("dpo", "orpo", "simpo", "cpo", "kto", "grpo")
     without_texts = ("embedding", "rerank")
     assert tasks_of("text_feature") == tuple(t for t in TASKS if t not in without_texts)
     assert tasks_of("iters") == tasks_of("learning_rate") == tasks_of("rank") == ()
-    assert tasks_with(PairLoss) == ("dpo", "cpo")
-    assert tasks_with(TrainConfig) == ()
+    assert tasks_of("packing") == ("lm", "distill")
+    assert tasks_of("num_proc") == tuple(t for t in TASKS if t not in (*without_texts, "grpo"))
+    assert tasks_of("label_smoothing") == ("lm", "dpo", "cpo")
 
 
 def test_settings_are_in_their_order():
@@ -49,12 +42,11 @@ def test_a_signature_begins_with_the_common_settings_and_ends_with_those_of_one_
     assert all(tasks_of(name) == () or "lm" in tasks_of(name) for name in common)
 
 
-def test_the_class_of_a_task_checks_its_own_settings():
-    assert DPOConfig(beta=0.2, loss="ipo") == DPOConfig(beta="0.2", loss="ipo")
+def test_the_settings_of_a_task_are_checked_against_each_other():
     with raises("conflict", "loss", "--label-smoothing"):
-        DPOConfig(loss="robust")
+        TrainConfig(task="dpo", loss="robust")
     with raises("conflict", "fim_tokens", "--fim-rate"):
-        LMConfig(fim_tokens=("a", "b", "c"))
+        TrainConfig(fim_tokens=("a", "b", "c"))
 
 
 def test_settings_of_other_tasks_have_one_fault_each():

@@ -27,28 +27,19 @@ FACTS = """\
             metrics=("ppl", "accuracy", "answers"),
         ),
 """
-SETTINGS = '''\
-@dataclass(frozen=True, repr=False)
-class FocalConfig(TargetConfig):
-    """Settings of the focal loss."""
-
+SETTINGS = """\
     focal_gamma: float = _optimization(
         2.0,
         "How much less tokens count that are predicted well (focal); 0 is the cross-entropy.",
         metavar="GAMMA",
         at_least=0,
+        tasks=("focal",),
     )
-
-
-'''
+"""
 # By file: what is inserted, and the line that it stands before.
 ENTRIES = {
     "config/choices.py": [(FACTS, '        "distill": TaskFacts(\n')],
-    "config/tasks.py": [
-        (SETTINGS, "@dataclass(frozen=True, repr=False, kw_only=True)\nclass AllTasksConfig(\n"),
-        ("    FocalConfig,\n", '):\n    """Settings of all tasks."""\n'),
-        ('        "focal": FocalConfig,\n', '        "distill": DistillConfig,\n'),
-    ],
+    "config/tasks.py": [(SETTINGS, "    teacher_cache: str | None = _data(\n")],
 }
 SHORT = "--iters 1 --batch-size 2 --max-seq-length 64 --val-batches 0 --test-batches 1".split()
 SHORT += "--matmul-path dense --metric none".split()
