@@ -57,12 +57,10 @@ class ConversationFormat(TokenFormat):
         about = {column: optional(row, column) for column in CONVERSATION_COLUMNS}
         systems = {c: about[c] for c in SYSTEM_COLUMNS if c not in self.columns(names)}
         turns = _with_system_prompt(row, turns, systems)
-        try:
+        with row.faults("image"):
             messages = with_column_images(
                 [turn.message for turn in turns], {c: about[c] for c in IMAGE_COLUMNS}, row.folder
             )
-        except ValueError as error:
-            raise row.error(str(error), "image") from None
 
         conversation = Conversation(
             row.where,
@@ -277,10 +275,8 @@ def _with_system_prompt(row: Row, turns: list[Turn], columns: Mapping[str, Any])
 
 def _tools(row: Row, columns: Mapping[str, Any]) -> list | None:
     """The tools may be a JSON text, or in OpenAI's older column."""
-    try:
+    with row.faults():
         tools = {column: normal_tools(value) for column, value in columns.items()}
-    except ValueError as error:
-        raise row.error(str(error), "wrong type") from None
 
     given = [each for each in tools.values() if each is not None]
     if any(each != given[0] for each in given[1:]):
@@ -299,10 +295,8 @@ def _variables(row: Row, value: Any) -> Mapping[str, Any]:
         fault = f"'chat_template_kwargs': {taken} is not a variable of the template. Remove it."
         raise row.error(fault, "wrong type")
 
-    try:
+    with row.faults():
         return json_value(variables, "'chat_template_kwargs' has")
-    except ValueError as error:
-        raise row.error(str(error), "wrong type") from None
 
 
 def _listed(row: Row, column: str) -> list:

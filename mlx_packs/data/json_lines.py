@@ -22,11 +22,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..cache import Cache
-from ..errors import PackError
 from ..files import free_bytes
 from ..reading import open_regular, read_text, sha256
 from .row_format import MOST_DEPTH, Row, RowError, is_deep
-from .sources import RowList, Source
+from .sources import RowList, Source, file_error
 
 # Of one row: while it is encoded, its tokens take a hundred times as much.
 MOST_LINE_BYTES = 16 << 20
@@ -122,9 +121,8 @@ class JsonLines(Source):
             beginning = f.read(4)
             for magic, name in _COMPRESSED.items():
                 if beginning.startswith(magic):
-                    raise PackError(
-                        f"{file}: is compressed ({name}), not JSON. Decompress it first.",
-                        "unreadable",
+                    raise file_error(
+                        file, f"is compressed ({name}), not JSON. Decompress it first."
                     )
             f.seek(0)
             self._scan(f)
@@ -169,9 +167,7 @@ class JsonLines(Source):
         """Keep one block of lines in memory at a time."""
         with self.file.open("rb") as f:
             if self._status(f) != self._opened:
-                raise PackError(
-                    f"{self.file}: was changed while it is being read. Start again.", "unreadable"
-                )
+                raise file_error(self.file, "was changed while it is being read. Start again.")
 
             while start < stop:
                 begin = int(self._starts[start])
@@ -269,14 +265,11 @@ def _blocks(file: Path) -> Iterator[bytes]:
             while block := source.read(_BLOCK_BYTES):
                 total += len(block)
                 if total > limit:
-                    raise PackError(
-                        f"{file}: unpacks to more than {limit:,} bytes. Unpack it yourself if that "
-                        "is right.",
-                        "unreadable",
-                    )
+                    fault = f"unpacks to more than {limit:,} bytes. Unpack it if that is right."
+                    raise file_error(file, fault)
                 yield block
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise PackError(f"{file}: cannot be unpacked ({error}).", "unreadable") from None
+            raise file_error(file, f"cannot be unpacked ({error}).") from None
 
 
 _Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begins in
@@ -291,20 +284,16 @@ def _tabulate(file: Path, rows: Iterator[_Cells], advice: str, out: BinaryIO) ->
     _, names = next(rows, (1, []))
     header = [name.strip() for name in names]
     if len(set(header)) != len(header) or "" in header:
-        raise PackError(
-            f"{file}:1: must name every column, each once, but has {header!r:.80}.", "data"
-        )
+        fault = f"must name every column, each once, but has {header!r:.80}."
+        raise file_error(f"{file}:1", fault, "data")
 
     lines = 0  # written
     for line, cells in rows:
         if not cells:
             continue
         if len(cells) != len(header):
-            raise PackError(
-                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. "
-                f"{advice}",
-                "data",
-            )
+            fault = f"has {len(cells)} cells, but the header has {len(header)}. {advice}"
+            raise file_error(f"{file}:{line}", fault, "data")
 
         row = dict(zip(header, cells, strict=True))
         out.write(b"\n" * (line - 1 - lines))
@@ -326,11 +315,11 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
             yield line, cells
             line = reader.line_num + 1
     except csv.Error as error:
-        raise PackError(
-            f"{file}:{line}: the row that begins here cannot be read to its end ({error}). A cell "
-            "that begins with a quote must end with one; double the quotes within it.",
-            "unreadable",
-        ) from None
+        fault = (
+            f"the row that begins here cannot be read to its end ({error}). A cell that begins "
+            "with a quote must end with one; double the quotes within it."
+        )
+        raise file_error(f"{file}:{line}", fault) from None
 
 
 def _tsv_rows(file: Path) -> Iterator[_Cells]:
@@ -341,7 +330,7 @@ def _tsv_rows(file: Path) -> Iterator[_Cells]:
     for number, line in enumerate(_lines(file), 1):
         cells = line.rstrip("\r\n").split("\t")
         if len(cells) == 1 and line.startswith('"') and line.count('"') % 2 == 1:
-            raise PackError(f"{file}:{number}: a quote is not closed. {_ONE_LINE}", "data")
+            raise file_error(f"{file}:{number}", f"a quote is not closed. {_ONE_LINE}", "data")
         if cells == [""]:
             cells = []
         yield number, [_unquoted(cell) for cell in cells]
@@ -361,9 +350,9 @@ def _lines(file: Path) -> Iterator[str]:
             lines = io.StringIO(rest + decoder.decode(block), newline="").readlines()
             rest = lines.pop() if lines else ""
             if len(rest) > MOST_LINE_BYTES:
-                raise PackError(f"{file}: a line is longer than {MOST_LINE_BYTES:,} bytes.", "data")
+                raise file_error(file, f"a line is longer than {MOST_LINE_BYTES:,} bytes.", "data")
 
             yield from lines
         yield from io.StringIO(rest + decoder.decode(b"", final=True), newline="").readlines()
     except UnicodeDecodeError:
-        raise PackError(f"{file}: is not UTF-8 text. Save it as UTF-8.", "unreadable") from None
+        raise file_error(file, "is not UTF-8 text. Save it as UTF-8.") from None

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -145,13 +145,21 @@ class Row:
         """Return other columns as a row of the same place."""
         return Row(self.where, value, self.folder)
 
+    @contextmanager
+    def faults(self, reason: str = "wrong type") -> Iterator[None]:
+        """Raise a ValueError as the error of this row."""
+        try:
+            yield
+        except ValueError as error:
+            raise self.error(str(error), reason) from None
+
     def error(self, fault: str, reason: str, flag: str | None = None) -> RowError:
         """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
         return RowError(self.where, fault, reason, flag=flag)
 
     def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
         """Return an error of a setting or of the base model, which this row shows."""
-        return PackError(f"{self.where}: {fault}", code, flag)
+        return PackError(fault, code, flag, self.where)
 
 
 class RowFormat(ABC):

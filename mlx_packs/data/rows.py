@@ -20,7 +20,7 @@ from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
 from .json_lines import BOM, TEXT_SUFFIXES, JsonLines, gzip_rows, parse_json, table_rows, text_rows
 from .near_copies import hold_out
 from .row_format import BadRows, label_names, shown_counts
-from .sources import Parquet, Rows, Source, ValueList, as_rows
+from .sources import Parquet, Rows, Source, ValueList, as_rows, data_error, file_error
 from .streams import STREAMED, hub_splits, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
@@ -46,12 +46,10 @@ class Splits:
         """Return the splits that have rows; an error without train or a split to evaluate on."""
         present = [split for split in SPLITS if len(self.rows[split])]
         if "train" not in present:
-            raise PackError(f"--data {self.source}: the train split is empty.", "data")
+            raise data_error(self.source, "the train split is empty.")
         if present == ["train"]:
-            raise PackError(
-                f"--data {self.source}: one example is too few. Add a valid.jsonl to evaluate on.",
-                "data",
-            )
+            fault = "one example is too few. Add a valid.jsonl to evaluate on."
+            raise data_error(self.source, fault)
 
         return present
 
@@ -104,7 +102,7 @@ def load_rows(config: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> Spl
 
     present = [split for split in SPLITS if len(rows[split])]
     if not present:
-        raise PackError(f"--data {source}: there are no examples.", "data")
+        raise data_error(source, "there are no examples.")
 
     first, row_format = first_format(rows[present[0]], config, formats)
     if config.on_bad_row == "stop":
@@ -143,9 +141,8 @@ def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
     if suffix_of(path) is None and is_hub_id(data):
         return _all_splits(_hf_dataset(data)), []
 
-    raise PackError(
-        f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
-    )
+    fault = "no such folder or file, and not a data set id (owner/name)."
+    raise data_error(data, fault, "not-found")
 
 
 def _all_splits(rows: Mapping[str, Rows]) -> dict[str, Rows]:
@@ -196,11 +193,8 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
         sharded = [shards[name] for name in names if name in shards]
         chosen = [[file] for file in by_split[split]] or sharded
         if len(chosen) > 1:
-            raise PackError(
-                f"{path}: {chosen[0][0].name} and {chosen[1][0].name} both contain {split}.",
-                "conflict",
-                "data",
-            )
+            fault = f"{chosen[0][0].name} and {chosen[1][0].name} both contain {split}."
+            raise file_error(path, fault, "conflict")
         by_split[split] = chosen[0] if chosen else []
 
     if any(by_split.values()):
@@ -225,12 +219,11 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
     )
 
     if tables or not texts:
-        raise PackError(
-            f"{path}: must contain train.jsonl (and valid.jsonl, test.jsonl) or shards of it "
-            f"(train-00000-of-00008.jsonl), a file of rows, or texts ({', '.join(TEXT_SUFFIXES)}).",
-            "not-found",
-            "data",
+        fault = (
+            "must contain train.jsonl (and valid.jsonl, test.jsonl) or shards of it "
+            f"(train-00000-of-00008.jsonl), a file of rows, or texts ({', '.join(TEXT_SUFFIXES)})."
         )
+        raise file_error(path, fault, "not-found")
 
     return _rows_of(texts)
 
@@ -274,23 +267,23 @@ def read_rows(file: Path) -> Rows:
     """Return the rows of a file by its ending; .jsonl and .parquet are read when needed."""
     rows = Rows([_source_of(file)])
     if not len(rows):
-        raise PackError(f"{file}: has no examples.", "data")
+        raise file_error(file, "has no examples.", "data")
     return rows
 
 
 def _source_of(file: Path) -> Source:
     """The file may have no rows."""
     if (suffix := suffix_of(file)) is None:
-        raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
+        raise file_error(file, f"must end in {', '.join(_READERS)}.", "unsupported")
 
     try:
         mode = file.stat().st_mode
         if not stat.S_ISREG(mode):  # what has no end: a pipe, a socket, a device
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
+            raise file_error(file, f"is {kind}, but must be a file.")
         return _READERS[suffix](file)
     except OSError as error:
-        raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
+        raise file_error(file, f"cannot be read ({error.strerror}).") from None
 
 
 def _json_rows(file: Path) -> ValueList:
@@ -298,7 +291,7 @@ def _json_rows(file: Path) -> ValueList:
     values = parse_json(str(file), file.read_bytes().removeprefix(BOM))
     if not isinstance(values, list):
         kind = type(values).__name__
-        raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
+        raise file_error(file, f"must be a list of examples, but is a {kind}.", "data")
     return ValueList(str(file), values, folder=file.parent)
 
 
@@ -319,19 +312,17 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
     try:
         import datasets
     except ImportError:
-        raise PackError(
-            f"--data {name}: no such folder or file here. To take it from the Hugging Face Hub, "
-            "run `pip install datasets`.",
-            "dependency",
-        ) from None
+        fault = (
+            "no such folder or file here. To take it from the Hugging Face Hub, run "
+            "`pip install datasets`."
+        )
+        raise data_error(name, fault, "dependency") from None
 
     try:
         return datasets.load_dataset(name, **arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise PackError(
-            f"--data {name}: cannot be loaded from the Hub: {reason}", "network"
-        ) from None
+        raise data_error(name, f"cannot be loaded from the Hub: {reason}", "network") from None
 
 
 def _hf_dataset(name: str) -> dict[str, Rows]:
@@ -352,17 +343,14 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
     paths = []
 
     for entry in entries:
-        if not isinstance(entry, Mapping):
-            message = f"hf_dataset: must contain keys such as 'path', but got {entry!r}."
-            raise PackError(message, "invalid", "hf_dataset")
+        path = entry.get("path") or entry.get("name") if isinstance(entry, Mapping) else None
+        if not path:
+            fault = f"every entry must be a mapping with a 'path', but got {entry!r}."
+            raise PackError(fault, "invalid", "hf_dataset", "hf_dataset")
         for key in entry:
             if key not in valid_keys:
-                message = f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(valid_keys))}"
-                raise PackError(message, "unknown", "hf_dataset")
-
-        path = entry.get("path") or entry.get("name")
-        if not path:
-            raise PackError("hf_dataset: every entry needs a 'path'.", "invalid", "hf_dataset")
+                fault = f"unknown key '{key}'. {did_you_mean(key, list(valid_keys))}"
+                raise PackError(fault, "unknown", "hf_dataset", "hf_dataset")
         paths.append(str(path))
 
         shares = {"train": "train[:80%]", "valid": "train[-10%:]"}
@@ -389,11 +377,8 @@ def matching_files(pattern: str) -> list[Path]:
     paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
     files = sorted(path for path in paths if not path.is_dir())
     if not files:
-        raise PackError(
-            f"--data {pattern}: no file matches. Check the folder, and quote the pattern.",
-            "not-found",
-            "data",
-        )
+        fault = "no file matches. Check the folder, and quote the pattern."
+        raise data_error(pattern, fault, "not-found")
 
     _check_complete({file: file.name.split(".")[0] for file in files})
     return files
@@ -423,9 +408,8 @@ def _check_complete(stems: dict[Path, str]) -> None:
 
     for (folder, name, count), present in numbers.items():
         if len(present) < count:
-            raise PackError(
-                f"{folder}: has {len(present)} of the {count} shards of {name}. Complete the "
-                "download, or rename the files without '-of-'.",
-                "not-found",
-                "data",
+            fault = (
+                f"has {len(present)} of the {count} shards of {name}. Complete the download, or "
+                "rename the files without '-of-'."
             )
+            raise file_error(folder, fault, "not-found")

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from ..errors import PackError
+from ..errors import Code, PackError
 from ..reading import sha256
 from .formats import Row
 from .images import hashed_text
@@ -21,6 +21,16 @@ from .row_format import label_names, parquet_features
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=hashed_text)
+
+
+def data_error(data: object, fault: str, code: Code = "data") -> PackError:
+    """Return an error of what ``--data`` names."""
+    return PackError(f"--data {data}: {fault}", code)
+
+
+def file_error(place: object, fault: str, code: Code = "unreadable") -> PackError:
+    """Return an error of a file of examples, or of a line of it."""
+    return PackError(fault, code, "data", place)
 
 
 class Source(ABC):
@@ -305,9 +315,8 @@ class Parquet(Source):
         try:
             import pyarrow.parquet as parquet
         except ImportError:
-            raise PackError(
-                f"{self.file}: reading parquet needs `pip install pyarrow`.", "dependency"
-            ) from None
+            fault = "reading parquet needs `pip install pyarrow`."
+            raise file_error(self.file, fault, "dependency") from None
 
         try:
             with parquet.ParquetFile(self.file, memory_map=True) as table:
@@ -316,9 +325,7 @@ class Parquet(Source):
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            raise PackError(
-                f"{self.file}: cannot be read as parquet: {reason}", "unreadable"
-            ) from None
+            raise file_error(self.file, f"cannot be read as parquet: {reason}") from None
 
     def __len__(self) -> int:
         return self._edges[-1]

@@ -18,7 +18,7 @@ from .images import stored_text
 from .in_memory import SPLIT_NAMES
 from .json_lines import ROWS, JsonLines
 from .row_format import label_names, plain
-from .sources import Rows
+from .sources import Rows, data_error
 
 STREAMED = "hf:"
 _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\])?", re.ASCII)
@@ -32,7 +32,7 @@ def hub_splits(data: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
         for split, names in SPLIT_NAMES.items()
     }
     if splits["train"] is None:
-        raise PackError(f"--data {data}: has no train split, only {', '.join(loaded)}.", "data")
+        raise data_error(data, f"has no train split, only {', '.join(loaded)}.")
     return {split: values for split, values in splits.items() if values is not None}
 
 
@@ -44,20 +44,17 @@ def hub_stream(data: str) -> dict[str, Rows]:
     """
     match = _NAME.fullmatch(data)
     if not match:
-        raise PackError(
-            f"--data {data}: must be hf:owner/name, or hf:owner/name[:1000] for the first 1000 "
-            "rows of each split.",
-            "invalid",
+        fault = (
+            "must be hf:owner/name, or hf:owner/name[:1000] for the first 1000 rows of each split."
         )
+        raise data_error(data, fault, "invalid")
 
     count = int(match["count"]) if match["count"] else None
     try:
         import datasets
     except ImportError:
-        raise PackError(
-            f"--data {data}: to stream from the Hugging Face Hub, run `pip install datasets`.",
-            "dependency",
-        ) from None
+        fault = "to stream from the Hugging Face Hub, run `pip install datasets`."
+        raise data_error(data, fault, "dependency") from None
     from huggingface_hub import dataset_info
 
     with library_errors(partial(_failed, data)):
@@ -97,4 +94,4 @@ def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
 
 
 def _failed(name: str, reason: str) -> PackError:
-    return PackError(f"--data {name}: cannot be streamed: {reason[:200]}", "network")
+    return data_error(name, f"cannot be streamed: {reason[:200]}", "network")
