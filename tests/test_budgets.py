@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.helpers.budgets import exceeded, limits, measured
+from tests.helpers.budgets import exceeded, figures, limits, lines_by_package, measured, totals
 from tests.helpers.imports import PACKAGE, TABLES, closure, modules_in_strings
-from tests.helpers.readability import figures
 from tests.helpers.seconds import slow_folders
-from tests.helpers.size import lines_by_package, totals
 
 
 @pytest.fixture(scope="module")
