@@ -1,37 +1,34 @@
-"""Attach adapters to a base: which of its modules get one, and how its frozen weights are used.
+"""Attach adapters to a base: which of its modules get one, of which rank, and how it is used.
 
 Methods that put a variant of LoRA in its place attach it first.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..bases.geometry import Group, find_groups
+from ..bases.families import is_of_projector
+from ..bases.geometry import Geometry, GeometryError, Group, find_groups, linears
 from ..bases.supported import check_trainable
 from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
-from ..nn.lora import GroupedLoRA
-from ..nn.quantized import apply_matmul_path
+from ..nn.lora import GroupedLoRA, is_switch_linear
+from ..nn.quantized import HalfLinear, apply_matmul_path
+from ..nn.surgery import replace_modules
 from ..nn.tables_on_disk import read_tables
 from ..runtime import mx
+from ..vision import projector
 from .lora import Attached, add_adapters
 from .spec import ModuleSpec, SliceSpec, Specs, factor_shapes
-from .targets import (
-    experts_note,
-    fp16_copies,
-    open_projector,
-    plan_specs,
-    with_heads,
-    without_narrow,
-)
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
-    from ..config.lora import LoRAConfig
     from ..config.schema import TrainConfig
 
 
@@ -50,7 +47,7 @@ class LoRA:
         """Accept every base; `attach` checks what it targets."""
 
     def attach(
-        self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
+        self, base: "BaseModel", lora: LoRAConfig, train: "TrainConfig", matmul_path: str
     ) -> Attached:
         """Attach adapters as the method begins with them; no output changes."""
         how = (matmul_path, train.seed, train.train_fp16_fallback, self.is_whole)
@@ -74,7 +71,7 @@ class LoRA:
 
 def attach(
     base: "BaseModel",
-    lora: "LoRAConfig | None" = None,
+    lora: LoRAConfig | None = None,
     specs: Specs | None = None,
     matmul_path: str = "quantized",
     seed: int = 0,
@@ -130,7 +127,7 @@ def _with_one_slice(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _probed(
-    base: "BaseModel", lora: "LoRAConfig", specs: Specs | None, fp16_fallback: bool
+    base: "BaseModel", lora: LoRAConfig, specs: Specs | None, fp16_fallback: bool
 ) -> tuple[list[Group], list[tuple[str, nn.Module]], list[str]]:
     """Return the projections that get adapters, fp16 copies of those not probed, and notes."""
     groups = []
@@ -161,16 +158,15 @@ def check_bare(base: "BaseModel") -> None:
 def check_linears(attached: Attached, method: str) -> None:
     """Raise a PackError if an adapter is for an embedding or for a stack of experts."""
     for path, spec in attached.specs.items():
+        fault = ""
         if spec.kind == "embedding":
+            fault = "is an embedding, which has LoRA alone. Name it in --modules-to-save, leave it"
+        elif spec.experts is not None:
+            fault = "is a stack of experts, which it cannot adapt. Leave it"
+        if fault:
             raise PackError(
-                f"--method {method}: {path} is an embedding, which has LoRA alone. Leave it out of "
-                "--target-modules, name it in --modules-to-save, or take --method lora.",
-                "unsupported",
-            )
-        if spec.experts is not None:
-            raise PackError(
-                f"--method {method}: {path} is a stack of experts, which it cannot adapt. Leave it "
-                "out of --target-modules, or take --method lora.",
+                f"--method {method}: {path} {fault} out of --target-modules, or take --method "
+                "lora.",
                 "unsupported",
             )
 
@@ -191,15 +187,188 @@ def weight_of(path: str, module: nn.Module, lazy: bool = False) -> mx.array:
 
     A ``lazy`` one is not read.
     """
+    remedy = ". Take --method lora, which needs no dense weights."
+    return _dense_weight(path, module, mx.float32, lazy, "unsupported", remedy)
+
+
+def _dense_weight(
+    path: str, module: nn.Module, dtype: mx.Dtype, lazy: bool, code: str, remedy: str
+) -> mx.array:
     try:
-        weight = frozen_weight(module).dense().astype(mx.float32)
+        weight = frozen_weight(module).dense().astype(dtype)
         if not lazy:
             mx.eval(weight)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
+        raise PackError(f"{path}: cannot be dequantized: {reason}{remedy}", code) from None
+    return weight
+
+
+def open_projector(base: "BaseModel", names: Iterable[str]) -> None:
+    """Make the projector of a vision tower a part of a base if names of modules ask for it."""
+    if any(map(is_of_projector, names)):
+        projector.open_projector(base)
+
+
+def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
+    """Return rank and alpha of every slice under a LoRAConfig, which must fit the projections."""
+    specs: Specs = {}
+    used: set[str] = set()
+
+    for geometry in (g for group in groups for g in group.members):
+        slices = []
+        for name, width in geometry.slices:
+            path = f"{geometry.path}.{name}" if len(geometry.slices) > 1 else geometry.path
+
+            rank = lora.rank
+            if rank_key := match_pattern(lora.rank_pattern, path):
+                rank = lora.rank_pattern[rank_key]
+                used.add(rank_key)
+            alpha = lora.alpha
+            if alpha_key := match_pattern(lora.alpha_pattern, path):
+                alpha = lora.alpha_pattern[alpha_key]
+                used.add(alpha_key)
+
+            limit = min(geometry.in_features, width)
+            if rank > limit:
+                raise PackError(
+                    f"--rank {rank}: {path} is {geometry.in_features} x {width}. Its rank can be "
+                    f"at most {limit}."
+                )
+
+            if alpha is None:
+                alpha = 2.0 * rank
+            if lora.rslora:
+                # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
+                alpha *= math.sqrt(rank)
+            slices.append(SliceSpec(name, width, rank, alpha))
+
+        kind = "embedding" if geometry.embeds else "lora"
+        specs[geometry.path] = ModuleSpec(
+            geometry.path, geometry.in_features, tuple(slices), geometry.experts, kind
+        )
+
+    if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
+        pattern = sorted(unused)[0]
+        flag = "--rank-pattern" if pattern in lora.rank_pattern else "--alpha-pattern"
+        raise PackError(f"{flag}: '{pattern}' fits no projection.", "unknown")
+    return specs
+
+
+def match_pattern(pattern: Mapping[str, float], path: str) -> str | None:
+    """Return the first key of a pattern that fits a path, by PEFT's rule."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
+    """Return the groups without linears that are not named and too narrow, and notes on those.
+
+    Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they
+    stay, and `plan_specs` reports what is wrong with the rank. So does a projection of a grouped
+    block.
+    """
+
+    def is_narrow(group: Group) -> bool:
+        (geometry, *others) = group.members
+        limit = min(geometry.in_features, *geometry.widths)
+        named = match_pattern(lora.rank_pattern, geometry.path)
+        return group.block is None and not others and not named and lora.rank > limit
+
+    wide = [group for group in groups if not is_narrow(group)]
+    if not wide or len(wide) == len(groups):
+        return groups, []
+
+    names = sorted({group.members[0].name for group in groups if is_narrow(group)})
+    return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, have no adapter"]
+
+
+def with_heads(specs: Specs, model: nn.Module) -> Specs:
+    """Return specs that have whether an adapted embedding acts as the head."""
+    paths = [path for path, spec in specs.items() if spec.kind == "embedding"]
+    heads = used_as_heads(model, paths)
+    return {p: replace(spec, head=heads.get(p) or spec.head) for p, spec in specs.items()}
+
+
+def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
+    """Return which embeddings a model multiplies by for its logits, as a tied head; by path.
+
+    The model is called, and nothing is computed. One that is no language model has none.
+    """
+    modules = dict(model.named_modules())
+    used = dict.fromkeys(paths, False)
+    if not used:
+        return used
+
+    probes = [
+        (path, _HeadProbe(modules[path], partial(used.__setitem__, path, True))) for path in paths
+    ]
+    replace_modules(model, probes)
+
+    try:
+        model(mx.array([[1, 2]]))
+    except AttributeError as error:
         raise PackError(
-            f"{path}: cannot be dequantized: {reason}. Take --method lora, which needs no "
-            "dense weights.",
+            f"--target-modules: {', '.join(paths)}: the model does not call every one of them, but "
+            f"reads its arrays itself ({error}). Leave those out.",
             "unsupported",
         ) from None
-    return weight
+    finally:
+        replace_modules(model, [(path, modules[path]) for path in paths])
+    return used
+
+
+def tied_tables(model: nn.Module, tensors: Iterable[str]) -> set[str]:
+    """Return those of the tensors that are tables of embeddings and the head as well."""
+    modules = dict(model.named_modules())
+    paths = [name.removesuffix(".weight") for name in tensors]
+    tables = [path for path in paths if hasattr(modules.get(path), "as_linear")]
+    return {f"{path}.weight" for path, used in used_as_heads(model, tables).items() if used}
+
+
+class _HeadProbe(nn.Module):
+    """An embedding that reports that it is used as a head."""
+
+    def __init__(self, embedding: nn.Module, report: Callable[[], None]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self._report = report
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embedding(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        self._report()
+        return self.embedding.as_linear(x)
+
+
+def experts_note(model: nn.Module) -> list[str]:
+    """Return a note that experts have no adapters unless named, if a model has experts."""
+    names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
+    if not names:
+        return []
+    return [f"experts get adapters only where named: --target-modules {','.join(sorted(names))}"]
+
+
+def fp16_copies(
+    base: "BaseModel", faults: list[GeometryError]
+) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
+    """Return geometry and fp16 copy of each module that could not be probed, and notes on them."""
+    copies = []
+    notes = []
+    modules = dict(base.model.named_modules())
+
+    for fault in faults:
+        module = modules[fault.path]
+        if is_switch_linear(module):
+            raise fault
+        weight = _dense_weight(fault.path, module, mx.float16, False, "unreadable", "")
+        half = HalfLinear(weight, module.get("bias"))
+
+        out, width = half.weight.shape
+        name = fault.path.rsplit(".", 1)[-1]
+        has_bias = "bias" in module
+        slices = ((name, out),)
+        geometry = Geometry(fault.path, width, out, None, None, None, width, has_bias, slices)
+        copies.append((geometry, half))
+        notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
+    return copies, notes

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..adapters.imported import full_tensor_modules
+from ..adapters.full_tensors import full_tensor_modules
 from ..bases.model import BaseModel
 from ..bases.weight_formats import WeightFormat
 from ..config.choices import MATMUL_PATHS

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
+from ..adapters.attach import open_projector
 from ..adapters.spec import SCORE_WEIGHT
-from ..adapters.targets import open_projector
 from ..bases.files import CHAT_TEMPLATE, MORE_TEMPLATES, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.arguments import checked_arguments

@@ -12,8 +12,8 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..adapters.attach import open_projector
 from ..adapters.spec import ModuleSpec
-from ..adapters.targets import open_projector
 from ..adapters.tensors import delta_of
 from ..bases import compressed_tensors
 from ..bases import files as base_files

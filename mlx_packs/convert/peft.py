@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
+from ..adapters.attach import match_pattern
 from ..adapters.spec import SCORE_WEIGHT, Specs, leaf_names
-from ..adapters.targets import match_pattern
 from ..bases.families import VISION_FAMILIES, path_from, path_in
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mlx.nn as nn
 
+from ..adapters.attach import plan_specs
 from ..adapters.spec import ModuleSpec
-from ..adapters.targets import plan_specs
 from ..bases.geometry import GeometryError, Group, probe
 from ..config.lora import LoRAConfig
 from ..errors import PackError, file_errors

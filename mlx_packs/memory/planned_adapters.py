@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mlx.utils import tree_flatten
 
-from ..adapters.targets import plan_specs
+from ..adapters.attach import plan_specs
 from ..adapters.trainable import find_method
 from ..bases.families import PROJECTOR, is_of_projector
 from ..bases.geometry import Geometry, Group, check_num_layers, is_named

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.attach import open_projector
 from ..adapters.lora import Attached
-from ..adapters.targets import open_projector
 from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel

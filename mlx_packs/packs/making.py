@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .. import runtime
-from ..adapters.attach import attach
-from ..adapters.imported import with_stored
+from ..adapters.attach import attach, open_projector, tied_tables
+from ..adapters.full_tensors import with_stored
 from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
-from ..adapters.targets import open_projector, tied_tables
 from ..adapters.trainable import Trainable
 from ..bases.families import has_vision_tower
 from ..bases.fingerprint import text_hashes

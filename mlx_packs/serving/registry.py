@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from ..adapters.score_head import score_head
+from ..adapters.full_tensors import score_head
 from ..adapters.spec import SCORE_WEIGHT
 from ..errors import PackError
 from ..nn.served_lora import BASE

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.score_head import fresh_score_head
+from ..adapters.full_tensors import fresh_score_head
 from ..adapters.spec import SCORE
 from ..config.lora import LoRAConfig
 from ..data.dataset import Batch

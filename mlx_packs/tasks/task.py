@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..adapters.score_head import fresh_score_head, with_score_head
+from ..adapters.attach import open_projector
+from ..adapters.full_tensors import fresh_score_head, with_score_head
 from ..adapters.spec import SCORE
-from ..adapters.targets import open_projector
 from ..adapters.trainable import Trainable
 from ..bases.geometry import select_targets
 from ..bases.supported import check_task

@@ -22,7 +22,7 @@ from mlx_packs import (
 )
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
-from mlx_packs.adapters.imported import attach_full_tensors
+from mlx_packs.adapters.full_tensors import attach_full_tensors
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.data.encoding import Example
 from mlx_packs.evaluation.perplexity import Scorer

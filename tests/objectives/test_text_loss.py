@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mlx_packs.adapters.score_head import fresh_score_head
+from mlx_packs.adapters.full_tensors import fresh_score_head
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row

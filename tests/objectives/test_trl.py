@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
+from mlx_packs.adapters.full_tensors import fresh_score_head, with_score_head
 from mlx_packs.adapters.saved_modules import attach_method
-from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig

@@ -21,9 +21,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from starlette.concurrency import run_in_threadpool
 
-from ...adapters.attach import attach
+from ...adapters.attach import attach, without_narrow
 from ...adapters.lora import Attached
-from ...adapters.targets import without_narrow
 from ...bases.geometry import find_groups
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
