@@ -78,8 +78,6 @@ OTHER_MEANINGS = {
     "embedding": {
         "adapters/attach.py",
         "adapters/lora.py",
-        "adapters/targets.py",
-        "adapters/tensors.py",
         "bases/quantization.py",
         "convert/destinations.py",
         "convert/external.py",

@@ -12,9 +12,8 @@ from ..nn.quantized import TransientLinear
 from ..offload.blocks import weights_readable
 from ..runtime import mx, on_cpu
 from .attach import LoRA, check_linears, install, weight_of
-from .lora import Attached
+from .lora import Attached, load_places, place_tensors
 from .spec import ModuleSpec, Specs
-from .tensors import load_places, place_tensors
 
 Shape = tuple[int, ...]
 

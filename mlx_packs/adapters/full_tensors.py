@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.shapes import Heads
+from ..bases.geometry import Heads
 from ..errors import PackError
 from ..nn.lora import adapter_key
 from ..nn.quantized import QUANTIZED, bare_module, dense_module

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
-from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.supported import check_architecture
 from ..config.arguments import checked_arguments

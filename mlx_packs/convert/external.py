@@ -7,8 +7,8 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs, by_number
-from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
 from ..bases.model import BaseModel
 from ..errors import PackError

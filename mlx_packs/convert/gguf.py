@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..adapters.lora import read_factors
 from ..adapters.spec import ModuleSpec
-from ..adapters.tensors import read_factors
 from ..bases.families import FAMILIES, Family, facts_of
 from ..errors import PackError
 from ..files import atomic_folder

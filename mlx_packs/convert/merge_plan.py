@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..adapters.attach import open_projector
+from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec
-from ..adapters.tensors import delta_of
 from ..bases import compressed_tensors
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.nn as nn
 
 from ..adapters.attach import LoRA, check_linears, install, weight_of
-from ..adapters.lora import Attached
+from ..adapters.lora import AdapterPlace, Attached, load_places, place_tensors
 from ..adapters.spec import ModuleSpec
-from ..adapters.tensors import AdapterPlace, load_places, place_tensors
 from ..bases.files import CONFIG, quantized_as, read_config
 from ..bases.loading import lazy_base
 from ..errors import PackError

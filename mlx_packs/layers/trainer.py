@@ -21,7 +21,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from .. import signals
-from ..adapters.tensors import AdapterPlace, delta_of, load_places, place_tensors
+from ..adapters.lora import AdapterPlace, delta_of, load_places, place_tensors
 from ..config.arguments import checked_arguments
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig

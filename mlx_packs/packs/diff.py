@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..adapters.lora import read_factors
 from ..adapters.spec import ModuleSpec, by_number, check_shapes, leaf_names, ranks_of
-from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..config.arguments import checked_arguments
 from ..errors import PackError

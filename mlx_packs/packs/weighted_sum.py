@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..adapters.lora import name_factors, read_factors
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
-from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
 from ..bases.fingerprint import short_fingerprint
 from ..config.arguments import checked_arguments

@@ -13,9 +13,8 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.attach import attach, check_bare
-from ..adapters.lora import Attached
+from ..adapters.lora import Attached, sliced_factors
 from ..adapters.spec import SCORE_WEIGHT, SliceSpec, Specs
-from ..adapters.tensors import sliced_factors
 from ..bases.families import is_of_projector
 from ..bases.model import BaseModel
 from ..errors import PackError

@@ -8,8 +8,8 @@ from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.saved_modules import attach_method
-from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.memory.estimate import estimate

@@ -7,7 +7,7 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.ops.profile import GPU, forced_profile

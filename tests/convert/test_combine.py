@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import Pack, load_base
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.convert.combine import _nearest, _svd, combine_packs, dare, linear, ties
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import logits, write_checkpoint, write_quantized

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.bases.families import FAMILIES
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import family_of, gguf_tensors, verify_gguf, write_gguf

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.extras.initial_factors import (
     _EXACT,

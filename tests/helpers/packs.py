@@ -6,8 +6,7 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, Pack
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.lora import Attached
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import Attached, delta_of
 from mlx_packs.bases.model import BaseModel
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs.making import pack_of

@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import Pack, weighted_sum
-from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.adapters.lora import delta_of
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Examples
 from mlx_packs.evaluation import perplexity
