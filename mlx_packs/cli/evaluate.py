@@ -254,14 +254,14 @@ def _lines(compared: Sequence["BatchReport"]) -> list[str]:
 
 def _quality(one: "BatchReport") -> list[str]:
     from ..evaluation.compare import BASE
-    from ..packs.card import format_perplexity
+    from ..report.facts import format_number
 
     ratio = ""
     size = ""
     if one.name != BASE:
-        ratio = format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3)
+        ratio = format_number(one.ppl_ratio, one.ppl_ratio_se, 3)
         size = f"{one.pack_mb:.2f}"
-    return [one.name, format_perplexity(one.ppl, one.ppl_se), ratio, f"{one.accuracy:.1%}", size]
+    return [one.name, format_number(one.ppl, one.ppl_se, 2), ratio, f"{one.accuracy:.1%}", size]
 
 
 def _speed(one: "BatchReport") -> list[str]:

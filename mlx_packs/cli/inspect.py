@@ -1,6 +1,5 @@
 """Commands that show what packs and runs contain: inspect, list, diff, report and apply."""
 
-import math
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import click
 from ..config.choices import ARCHITECTURES
 from ..display import Display, size
 from ..errors import PackError, flag_of
-from ..gates import evaluate_gates, failures, gate_limits, gates_text
+from ..gates import evaluate_gates, failures, gate_limits
 from ..terminal import echo, printable
 from . import options
 from .options import option
@@ -213,99 +212,23 @@ def _file_lines(files: dict[str, dict]) -> list[str]:
 
 
 def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
-    m = pack.manifest
-    modules = m["adapters"]["modules"]
-    lines = [*_adapter_lines(pack), *_training_lines(pack)]
+    from ..packs.facts import pack_rows
+    from ..packs.manifest import read_pin
 
+    manifest = pack.manifest
+    modules = manifest["adapters"]["modules"]
+    lines = [f"pack    {pack.path} ({pack.size_mb:.2f} MB, {manifest.get('profile')})"]
+    if pin := read_pin(pack.path):
+        lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
+    lines += [f"{label:<7} {value}" for label, value in pack_rows(manifest)]
+
+    if manifest["base"].get("takes_images"):
+        lines.append(_TAKES_IMAGES)
     if verbose:
         lines += [f"adapts  {_adapted_line(module)}" for module in modules]
     elif keyed := sum("base_key" in module for module in modules):
         lines.append(f"adapts  {keyed} of {len(modules)} by the names of the base's files (-v)")
-
-    return lines + _file_lines(m["files"])
-
-
-def _adapter_lines(pack: "Pack") -> list[str]:
-    from ..bases.files import quantization_name
-    from ..bases.fingerprint import short_fingerprint
-    from ..packs.manifest import read_pin, replaced_of
-
-    m = pack.manifest
-    base = m["base"]
-    modules = m["adapters"]["modules"]
-    ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
-    scales = sorted({round(s.scale, 4) for spec in pack.specs.values() for s in spec.slices})
-
-    lines = [
-        f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
-        f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
-        f"{quantization_name(base['quantization'])} · fingerprint "
-        f"{short_fingerprint(base['fingerprint'])}",
-    ]
-
-    count = (
-        f"{m['adapters']['parameters']:,} parameters ({m['adapters'].get('dtype') or 'float32'})"
-    )
-    if modules:
-        lines.append(
-            f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
-            f"{count} on {len(modules)} projections in {len(m['adapters']['groups'])} groups"
-        )
-        if replaced := list(replaced_of(m)):
-            numbers = sum(math.prod(shape) for shape in replaced_of(m).values())
-            shown = ", ".join(replaced[:4])
-            if len(replaced) > 4:
-                shown += f" and {len(replaced) - 4} more"
-            lines.append(f"full    {numbers:,} of these in tensors stored in full: {shown}")
-    else:
-        lines.append(
-            f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full"
-        )
-
-    if base.get("takes_images"):
-        lines.append(_TAKES_IMAGES)
-    if pin := read_pin(pack.path):
-        lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
-    if license := m.get("license"):
-        lines.append(f"licence {license}")
-    return lines
-
-
-def _training_lines(pack: "Pack") -> list[str]:
-    from ..data.labels import Classes
-    from ..packs.card import format_answers, format_change, graph_lines, phase_lines
-    from ..packs.manifest import pack_facts
-
-    lines = []
-    objective = pack._part("objective")
-
-    if data := pack._part("data"):
-        rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
-        learned = f"loss on {objective.get('loss_on') or '?'}"
-        learned = pack_facts(pack.manifest).learned or learned
-        if loss := objective.get("loss"):
-            learned += f", loss {loss}"
-        if classes := Classes.of(pack.manifest):
-            learned = classes.described
-
-        images = f" with {count:,} images" if (count := data.get("images")) else ""
-        lines.append(f"data    {data.get('source')} · {rows or '?'} examples{images} · {learned}")
-    lines += [f"graph   {line}" for line in graph_lines(objective)]
-
-    result = pack._part("eval")
-    if change := format_change(result):
-        held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
-        lines.append(f"eval    held-out {change} on {held_out}")
-    if answers := result.get("answers"):
-        lines.append(f"answers {format_answers(answers)}")
-
-    lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
-    if gates := pack._part("gates"):
-        lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")
-    if created := pack._part("measured").get("created"):
-        lines.append(f"made    {created} · mlx {pack._part('versions').get('mlx')}")
-
-    return lines
+    return lines + _file_lines(manifest["files"])
 
 
 def _adapted_line(module: dict) -> str:

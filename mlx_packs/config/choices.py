@@ -190,10 +190,12 @@ class LossFacts:
 
 
 @dataclass(frozen=True)
-class MetricFacts:
-    """Facts of a number that reports have before and after training."""
+class Number:
+    """A number that reports have before and after training, as people read it."""
 
-    described: str  # for people
+    label: str  # in a line
+    title: str = ""  # on a page, if another one
+    digits: int = 4
     lower_is_better: bool = False
 
 
@@ -270,21 +272,26 @@ RANKING_LOSSES = ("infonce", "listnet", "ranknet", "margin")  # of a query's doc
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
 # Numbers of packs that do not predict tokens, or not only; the first that a pack has leads.
 METRICS = {
-    "label_accuracy": MetricFacts("accuracy"),
-    "macro_f1": MetricFacts("macro F1"),
-    "log_loss": MetricFacts("log loss", lower_is_better=True),
-    "calibration_error": MetricFacts("calibration error", lower_is_better=True),
-    "mae": MetricFacts("mean absolute error", lower_is_better=True),
-    "rmse": MetricFacts("RMSE", lower_is_better=True),
-    "preference_accuracy": MetricFacts("preference accuracy"),
-    "reward_margin": MetricFacts("reward margin"),
-    "reward": MetricFacts("reward"),
-    "spearman": MetricFacts("Spearman"),
-    "pearson": MetricFacts("Pearson"),
-    "triplet_accuracy": MetricFacts("triplet accuracy"),
-    "mrr_at_10": MetricFacts("MRR@10"),
-    "ndcg_at_10": MetricFacts("NDCG@10"),
-    "recall_at_1": MetricFacts("recall@1"),
+    "label_accuracy": Number("accuracy"),
+    "macro_f1": Number("macro F1"),
+    "log_loss": Number("log loss", lower_is_better=True),
+    "calibration_error": Number("calibration error", lower_is_better=True),
+    "mae": Number("mean absolute error", lower_is_better=True),
+    "rmse": Number("RMSE", lower_is_better=True),
+    "preference_accuracy": Number("preference accuracy"),
+    "reward_margin": Number("reward margin"),
+    "reward": Number("reward"),
+    "spearman": Number("Spearman"),
+    "pearson": Number("Pearson"),
+    "triplet_accuracy": Number("triplet accuracy"),
+    "mrr_at_10": Number("MRR@10"),
+    "ndcg_at_10": Number("NDCG@10"),
+    "recall_at_1": Number("recall@1"),
+}
+NUMBERS = METRICS | {
+    "ppl": Number("PPL", "Perplexity", digits=2, lower_is_better=True),
+    "accuracy": Number("accuracy", "Token accuracy"),
+    "chosen_ppl": Number("PPL of what is chosen", digits=2, lower_is_better=True),
 }
 
 
@@ -526,8 +533,8 @@ def task_defaults(task: Any) -> Mapping[str, Any]:
 
 def is_lower_better(metric: str) -> bool:
     """Return whether less of a number of a report is better."""
-    if metric in METRICS:
-        return METRICS[metric].lower_is_better
+    if metric in NUMBERS:
+        return NUMBERS[metric].lower_is_better
     return metric.endswith(("loss", "nll", "ppl"))
 
 

@@ -68,15 +68,6 @@ class Classes:
         """The number of each class by its label."""
         return {label: number for number, label in enumerate(self.labels)}
 
-    @property
-    def described(self) -> str:
-        """What is decided, in words."""
-        if self.problem == REGRESSION:
-            return "a classifier with a score"
-
-        kind = _KINDS_OF_LABELS[self.problem]
-        return f"a classifier of {len(self.labels)} labels{kind}"
-
     def to_json(self) -> dict[str, Any]:
         """Return the part ``classifier`` of a manifest."""
         return {
@@ -145,13 +136,6 @@ class Classes:
                     known += ", …"
                 fault = f"the label {shown(each)} is none of the {len(self.labels)} that were "
                 raise row.error(f"{fault}trained on ({known}).", "unknown label")
-
-
-_KINDS_OF_LABELS = {
-    SINGLE: "",
-    MULTI: ", several of which may apply",
-    ORDINAL: " on a scale",
-}
 
 
 def _is_integer(label: str) -> bool:

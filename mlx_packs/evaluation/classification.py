@@ -21,7 +21,7 @@ from ..data.labels import MULTI, ORDINAL, REGRESSION, Classes, probabilities
 from ..data.texts import TextGroups
 from ..objectives.reader import label_reader
 from ..objectives.text_loss import TextLoss, label_losses
-from ..packs.card import mistake_lines
+from ..packs.facts import mistake_lines
 from .embeddings import pearson, spearman
 from .scores import HeadReport, MetricScore, TextEvaluator, over_batches, standard_error
 

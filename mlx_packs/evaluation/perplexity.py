@@ -21,7 +21,8 @@ from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
 from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
-from ..packs.card import answer_line, format_perplexity
+from ..packs.facts import answer_line
+from ..report.facts import format_number
 from ..runtime import is_traced, mx
 from .answers import AnswerReport, Exam, questions_of
 from .images import encode_shown
@@ -156,14 +157,14 @@ class EvalReport:
         """Return the report as lines of text."""
         scores = {"base": self.base, "pack": self.pack}
         lines = [
-            f"{name}    PPL {format_perplexity(score.ppl, score.ppl_se, 3)} · "
+            f"{name}    PPL {format_number(score.ppl, score.ppl_se, 3)} · "
             f"token accuracy {score.accuracy:.1%}"
             for name, score in scores.items()
             if score is not None
         ]
 
         if self.difference is not None:
-            ratio = format_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
+            ratio = format_number(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
             lines.append(
                 f"ratio   {ratio}, paired by example, on {self.rows} examples, "
                 f"{self.targets:,} target tokens"

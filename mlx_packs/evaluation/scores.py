@@ -20,7 +20,7 @@ from ..errors import PackError, flag_of
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.score import Score
 from ..packs.base import Base
-from ..packs.card import format_commonest
+from ..packs.facts import format_commonest
 from ..terminal import with_error
 from .metrics import NO_METRIC
 from .rows import EvalSettings
@@ -28,7 +28,7 @@ from .rows import EvalSettings
 Metrics = Mapping[str, float | None]
 
 _COMMONEST = "commonest_share"
-_LABELS = {name: facts.described for name, facts in METRICS.items()} | {"accuracy": "accuracy"}
+_LABELS = {name: number.label for name, number in METRICS.items()} | {"accuracy": "accuracy"}
 
 
 @dataclass(frozen=True)

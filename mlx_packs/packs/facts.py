@@ -1,16 +1,21 @@
-"""Facts of a pack for a page, from its manifest."""
+"""What a pack's manifest and a run's report say to people: lines, rows, and the facts of a page."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..adapters.spec import leaf_names, ranks_of
-from ..bases.files import quantization_name
-from ..config.choices import METRICS, TASKS, is_lower_better
+from ..adapters.spec import ranks_of
+from ..bases.files import TINY, quantization_name
+from ..bases.fingerprint import short_fingerprint
+from ..bases.readers import is_local_model, names_file
+from ..config.choices import METRICS, Number, package_of
 from ..display import size
+from ..gates import gates_text
 from ..report.facts import (
     MetricChange,
     Page,
     Points,
+    changes_of,
+    format_number,
     loss_name,
     name_alone,
     number,
@@ -22,23 +27,206 @@ from ..report.facts import (
 )
 from ..report.page import render_fragment
 from ..report.recipe import recipe_sections
-from .card import card_command, phase_lines
-from .manifest import replaced_of, specs_of, task_of
+from ..terminal import with_error
+from .adapter_config import adapter_config
+from .manifest import architecture_facts, pack_facts, replaced_of, specs_of, task_of
 
-# Metrics of `eval` for people; others are shown by their keys.
-_NAMES = {
-    "ppl": "Perplexity",
-    "accuracy": "Token accuracy",
-    "chosen_ppl": "Perplexity of what is chosen",
-    **{name: facts.described for name, facts in METRICS.items()},
-}
+_COMMON = 0.1  # share of an answer from which a constant answer is worth a comparison
+_SHOWN_TENSORS = 4
+
+
+def pack_rows(manifest: Mapping) -> list[tuple[str, str]]:
+    """What a manifest says of its pack, by a label of at most seven characters."""
+    base = manifest["base"]
+    result = _mapping(manifest, "eval")
+    rows = [
+        (
+            "base",
+            f"{base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
+            f"{quantization_name(base['quantization'])} · fingerprint "
+            f"{short_fingerprint(base['fingerprint'])}",
+        ),
+        *_adapter_rows(manifest),
+        ("licence", text(manifest.get("license"))),
+        ("data", _data_text(manifest)),
+    ]
+
+    for split, value in _mapping(manifest.get("data") or {}, "fingerprint").items():
+        rows.append(("data", f"{text(split, 40)} has the fingerprint {text(value)}"))
+    rows += [("graph", line) for line in graph_lines(_mapping(manifest, "objective"))]
+
+    if change := format_change(result):
+        held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
+        rows.append(("eval", f"held-out {change} on {held_out}"))
+    if answers := result.get("answers"):
+        rows.append(("answers", format_answers(answers)))
+
+    rows += [("phase", line) for line in phase_lines(manifest.get("phases") or ())]
+    rows.append(("gates", gates_text(_mapping(manifest, "gates")).removeprefix(" · ")))
+    measured = _mapping(manifest, "measured")
+    versions = [f"{text(k, 40)} {text(v)}" for k, v in _mapping(manifest, "versions").items()]
+    rows.append(("made", " · ".join(filter(None, (text(measured.get("created")), *versions)))))
+    return [(label, value) for label, value in rows if value]
+
+
+def _adapter_rows(manifest: Mapping) -> list[tuple[str, str]]:
+    adapters = manifest["adapters"]
+    specs = specs_of(manifest)
+    full = replaced_of(manifest)
+    count = f"{adapters['parameters']:,} parameters ({adapters.get('dtype') or 'float32'})"
+    shown = ", ".join([*full][:_SHOWN_TENSORS])
+    if len(full) > _SHOWN_TENSORS:
+        shown += f" and {len(full) - _SHOWN_TENSORS} more"
+
+    if not specs:
+        return [("full", f"{count} in {len(full)} tensors of the base, stored in full: {shown}")]
+    scales = sorted({round(s.scale, 4) for spec in specs.values() for s in spec.slices})
+    lora = (
+        f"rank {', '.join(map(str, ranks_of(specs)))} · scale {', '.join(map(str, scales))} · "
+        f"{count} on {len(specs)} projections in {len(adapters['groups'])} groups"
+    )
+    return [("lora", lora), ("full", shown and f"{len(full)} tensors stored in full: {shown}")]
+
+
+def _data_text(manifest: Mapping) -> str:
+    """The training data, and what was learned of it; empty if nothing is recorded."""
+    data = manifest.get("data") or {}
+    objective = _mapping(manifest, "objective")
+    if not data:
+        return ""
+
+    counts = " / ".join(f"{n:,} {text(split)}" for split, n in (data.get("rows") or {}).items())
+    examples = f"{counts or '?'} examples"
+    if count := data.get("images"):
+        examples += f" with {count:,} images"
+
+    learned = pack_facts(manifest).learned or f"loss on {objective.get('loss_on') or '?'}"
+    if loss := objective.get("loss"):
+        learned += f", loss {loss}"
+    if classifier := manifest.get("classifier"):
+        learned = classifier["problem_type"].replace("_", " ")
+        if labels := classifier.get("labels"):
+            learned += f" of {len(labels)} labels"
+    return f"{name_alone(data.get('source'))} · {examples} · {learned}"
+
+
+def graph_lines(objective: Mapping) -> list[str]:
+    """A line about the graph that was trained, where it was a proxy of the base."""
+    graph = objective.get("graph")
+    stack = objective.get("stack")
+    if graph is None or stack is None:
+        return []
+
+    change = changes_of(objective).get("ppl")
+    ends = f"; its own PPL {' → '.join(change.texts)}" if change else ""
+    shown = ", ".join(stack) or "no projection"
+    if len(stack) > 3:
+        shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
+
+    head = f"{objective.get('head')}{ends}: {objective.get('note')}"
+    return [f"Trained by {graph} over {shown} and the head {head}."]
+
+
+def format_change(result: Mapping) -> str:
+    """The numbers that lead a result, before and after; empty without any."""
+    changes = changes_of(result)
+    names = ["ppl"] if "ppl" in changes else [name for name in METRICS if name in changes]
+    shown = [f"{changes[n].number.label} {' → '.join(changes[n].texts)}" for n in names]
+    return ", ".join(shown) + (format_commonest(result) if shown else "")
+
+
+def format_commonest(result: Mapping) -> str:
+    """What a constant answer would reach, beside an accuracy; empty for results without labels."""
+    if (share := result.get("commonest_share")) is None:
+        return ""
+    text = f" (commonest label {share:.4f}"
+    if only := result.get("predicts_only"):
+        text += f"; predicts only '{only}'"
+    return f"{text})"
+
+
+def format_answers(answers: Mapping, examples: str = "examples") -> str:
+    """The share of right answers: ``exact 0.0 % → 97.5 ± 1.1 % of 200 examples``.
+
+    ``answers`` has metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
+    """
+    scores = [score for when in ("before", "after") if (score := answers[when])]
+    shares = [f"{with_error(100 * s['share'], 100 * s['se'] or None, '.1f')} %" for s in scores]
+    text = f"{answers['metric']} {' → '.join(shares)} of {answers['rows']:,} {examples}"
+    valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
+    if valid:
+        text += f" (valid JSON {' → '.join(valid)})"
+    share = answers.get("commonest_share") or 0
+    if share >= _COMMON and share * answers["rows"] > 1:
+        text += f" (commonest answer {100 * share:.1f} %)"
+    if only := scores[-1].get("only"):
+        text += f" (answers only '{only:.60}')"
+    return text
+
+
+def answer_line(answers: Mapping, examples: str = "examples") -> str:
+    """Return an `AnswerReport` in JSON as a line for people; ``examples`` is what was asked."""
+    metric, rest = format_answers(answers, examples).split(" ", 1)
+    return f"{metric:<7} {rest}"
+
+
+def mistake_lines(mistakes: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Return the line of the most frequent mistakes; none without any."""
+    if not mistakes:
+        return []
+    pairs = [f"{right} → {given} ({n})" for right, given, n in mistakes[:3]]
+    return [f"wrong   most often {' · '.join(pairs)}"]
+
+
+def phase_lines(phases: Sequence[Mapping]) -> list[str]:
+    lines = []
+    for phase in phases:
+        before = phase["before"]
+        after = phase["after"]
+        names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
+        changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
+
+        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
+        lines.append(
+            f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
+            f"PPL of {' · '.join(changes) or '?'}"
+        )
+
+    return lines
+
+
+def card_command(manifest: dict) -> str:
+    """A command that loads the pack: stock mlx-lm's, where it loads the same."""
+    base = manifest["base"]["id"]
+
+    if not architecture_facts(manifest).in_mlx_lm:
+        return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
+    if command := pack_facts(manifest).command:
+        return command.format(base=base)
+    if base == TINY:
+        return "packs generate --pack . --prompt ..."
+
+    if has_images(manifest):
+        return f"packs generate --model {base} --pack . --image FILE --prompt ..."
+
+    quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
+    is_file = is_local_model(base) or names_file(base)
+    if quantize == "none" and not is_file and adapter_config(manifest):
+        program = package_of(manifest["base"]["model_type"]).replace("-", "_")
+        return f"{program}.generate --model {base} --adapter-path . --prompt ..."
+    return f"packs generate --model {base} --pack . --prompt ..."
+
+
+def has_images(manifest: Mapping) -> bool:
+    data = manifest.get("data") or {}
+    return bool(data.get("images"))
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Page:
-    """Without the pack's run and without its tensors."""
+    """The page of a pack, without its run and without its tensors."""
     measured = _mapping(manifest, "measured")
     result = _mapping(manifest, "eval")
-    changes = changes_of(result)
+    changes = all_changes(result)
 
     figures = figures_of(changes, measured)
     if files := manifest.get("files"):
@@ -47,10 +235,11 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
     command = text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
+    rows = [(label, text(value, 400)) for label, value in pack_rows(named)]
 
     return Page(
         title=text(title),
-        base=_base_line(manifest),
+        base=" · ".join(value for _, value in rows[:2]),
         figures=figures,
         changes=changes,
         held_out=held_out_line(result),
@@ -61,8 +250,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
         samples=samples_of(manifest.get("samples")),
         memory_gb=memory_of(measured),
         recipe=recipe_sections(manifest.get("recipe") or {}),
-        phases=[text(line, 400) for line in phase_lines(manifest.get("phases") or ())],
-        origins=_origins(manifest),
+        rows=[row for row in rows[2:] if row[0] != "eval"],
         command=command,
     )
 
@@ -74,28 +262,18 @@ def notebook_html(manifest: Mapping, title: str, curve: Mapping[str, Points] | N
 
 
 def report_html(report: Mapping, title: str) -> str:
-    return render_fragment(Page(title=title, figures=figures_of(changes_of(report), report)))
+    return render_fragment(Page(title=title, figures=figures_of(all_changes(report), report)))
 
 
-def changes_of(result: Mapping) -> list[MetricChange]:
-    """Every metric that has a value before and one after."""
-    changes = []
-    for key in result:
-        name = key.removesuffix("_before")
-        values = [number(result.get(f"{name}_{end}")) for end in ("before", "after")]
-        if name == key or None in values:
-            continue
-
-        errors = [number(result.get(f"{name}_{end}_se")) for end in ("before", "after")]
-        shown = _NAMES.get(name) or text(name, 40).replace("_", " ").capitalize()
-        changes.append(MetricChange(shown, *values, *errors, lower_is_better=is_lower_better(name)))
-
+def all_changes(result: Mapping) -> list[MetricChange]:
+    """Every number before and after, with the share of right answers."""
+    changes = [*changes_of(result).values()]
     if answers := _mapping(result, "answers"):
         ends = [_mapping(answers, end) for end in ("before", "after")]
-        values = [number(end.get(key)) for key in ("share", "se") for end in ends]
-        if None not in values[:2]:
-            shown = f"Right answers ({text(answers.get('metric'), 40)})"
-            changes.append(MetricChange(shown, *values, lower_is_better=False))
+        before, after, *errors = (number(end.get(key)) for key in ("share", "se") for end in ends)
+        if before is not None and after is not None:
+            title = f"Right answers ({text(answers.get('metric'), 40)})"
+            changes.append(MetricChange(Number(title, title, digits=3), before, after, *errors))
     return changes
 
 
@@ -119,17 +297,13 @@ def held_out_line(result: Mapping) -> str:
     return line
 
 
-def figures_of(changes: list[MetricChange], measured: Mapping) -> list[tuple[str, str]]:
+def figures_of(changes: Sequence[MetricChange], measured: Mapping) -> list[tuple[str, str]]:
+    """The first number before and after, and the time and speed of a run, by their titles."""
     figures = []
     if changes:
         first = changes[0]
-        most = max(abs(first.before), abs(first.after))
-        digits = 1
-        if most < 2:
-            digits = 3
-        elif most < 100:
-            digits = 2
-        figures.append((first.name, f"{first.before:,.{digits}f} → {first.after:,.{digits}f}"))
+        ends = (format_number(v, None, first.number.digits) for v in (first.before, first.after))
+        figures.append((first.title, " → ".join(ends)))
         if first.relative is not None:
             figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
 
@@ -155,62 +329,6 @@ def memory_of(measured: Mapping) -> list[tuple[str, float]]:
 def _mapping(values: Mapping, key: str) -> Mapping:
     part = values.get(key)
     return part if isinstance(part, Mapping) else {}
-
-
-def _base_line(manifest: Mapping) -> str:
-    full = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
-    what = full
-    if specs := specs_of(manifest):
-        ranks = ", ".join(map(str, ranks_of(specs)))
-        what = f"LoRA of rank {ranks} on {', '.join(leaf_names(specs)[:10])}"
-        if replaced_of(manifest):
-            what += f", {full}"
-
-    base = manifest["base"]
-    kind = quantization_name(base["quantization"])
-    return text(
-        f"{name_alone(base['id'])} ({base['model_type']}, {base['num_layers']} blocks, {kind}) · "
-        f"{what} · {manifest['adapters']['parameters']:,} parameters",
-        400,
-    )
-
-
-def _origins(manifest: Mapping) -> list[tuple[str, str]]:
-    measured, objective, data, versions = (
-        _mapping(manifest, key) for key in ("measured", "objective", "data", "versions")
-    )
-
-    counts = _mapping(data, "rows").items()
-    rows = ", ".join(f"{count:,} {text(split)}" for split, count in counts)
-
-    task = text(objective.get("task"))
-    gates = ", ".join(
-        f"{text(name)} {gate['value']:.4g} of {gate['limit']:.4g} "
-        f"({'passed' if gate['passed'] else 'failed'})"
-        for name, gate in (manifest.get("gates") or {}).items()
-    )
-
-    origins = [
-        ("created", text(measured.get("created"))),
-        ("task", task if task in TASKS else ""),
-        ("loss on", text(objective.get("loss_on"))),
-        ("data", " · ".join(filter(None, (name_alone(data.get("source")), rows)))),
-        *(
-            (f"data, {text(split, 40)}", text(value))
-            for split, value in list(_mapping(data, "fingerprint").items())[:20]
-        ),
-        ("base", text(manifest["base"]["fingerprint"])),
-        ("device", text(versions.get("device"))),
-        (
-            "versions",
-            ", ".join(f"{text(k, 40)} {text(v)}" for k, v in versions.items() if k != "device"),
-        ),
-        ("matmul path", text(measured.get("matmul_path"))),
-        ("gates", gates),
-        ("licence", text(manifest.get("license"))),
-    ]
-
-    return [(name, value) for name, value in origins if value]
 
 
 def _duration(seconds: float) -> str:

@@ -266,9 +266,7 @@ def _cells(entry: dict) -> list[str]:
     if before is not None and after is not None:
         change = f"{short(before)}→{short(after)}"
     if (name := entry["metric"]) and entry["metric_before"] is not None:
-        change = (
-            f"{METRICS[name].described} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
-        )
+        change = f"{METRICS[name].label} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
 
     base = entry["base"].rsplit("/", 1)[-1]
     created = (entry["created"] or "-")[:10]

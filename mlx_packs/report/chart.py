@@ -5,14 +5,14 @@ the one that fits: text keeps its size on a phone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import display
-from ..terminal import with_error
 from .facts import MetricChange, Points, thinned
 
 _LABEL = 7.2  # width of a character of a label
+_MOST_DOTS = 40  # of a line
 
 
 @dataclass(frozen=True)
@@ -139,19 +139,42 @@ def chart(
     if not any(len(points) > 1 for points in usable.values()):
         return None
 
-    all_points = list(usable.values())
-    low, high = _around(all_points)
-    first = min(points[0][0] for points in all_points)
-    last = max(points[-1][0] for points in all_points)
+    batches = [batch for points in usable.values() for batch, _ in points]
+    first = min(batches)
+    last = max(batches)
+    bounds = _around(list(usable.values()))
+    y_values = ticks(*bounds, 5 if size[1] > 180 else 3)
 
+    def x_ticks(width: float) -> list[tuple[float, str]]:
+        values = ticks(first, last, max(2, round(width / 90)), least=1)
+        return list(zip(values, _labels(values), strict=True))
+
+    dots = {}
+    for key, points in usable.items():
+        described = len(points) <= _MOST_DOTS
+        words = [f"batch {b:,.0f}: {key[0]} {shown(v)}" if described else "" for b, v in points]
+        dots[key] = [(b, v, text) for (b, v), text in zip(points, words, strict=True)]
+    labels = ("batch", y_label)
+    y_ticks = list(zip(y_values, _labels(y_values), strict=True))
+    return drawn(dots, size, labels, ((first, last), bounds), x_ticks, y_ticks, mark)
+
+
+def drawn(
+    series: Mapping[tuple[str, str], Sequence[tuple[float, float, str]]],
+    size: tuple[int, int],
+    labels: tuple[str, str],
+    bounds: tuple[tuple[float, float], tuple[float, float]],
+    x_ticks: Callable[[float], Sequence[tuple[float, str]]],
+    y_ticks: Sequence[tuple[float, str]],
+    mark: tuple[float, str] | None = None,
+) -> Chart:
+    """Return a chart of points, those with a description as dots; ``x_ticks`` are for a width."""
     width, height = size
-    y_values = ticks(low, high, 5 if height > 180 else 3)
-    y_labels = _labels(y_values)
-    left = 14 + _LABEL * max(map(len, y_labels))
+    left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
     right = width - 14
-    top = 34 if y_label or mark else 8
+    top = 34 if labels[1] or mark else 8
     bottom = height - 40
-    x_values = ticks(first, last, max(2, round((right - left) / 90)), least=1)
+    (first, last), (low, high) = bounds
 
     def x(value: float) -> float:
         return round(left + (value - first) / ((last - first) or 1) * (right - left), 1)
@@ -159,40 +182,33 @@ def chart(
     def y(value: float) -> float:
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
-    def path_of(points: Points) -> str:
-        return " ".join(f"{x(batch)},{y(value)}" for batch, value in points)
-
     lines = []
-    for (name, kind), points in usable.items():
-        dots = ()
-        if len(points) <= 40:
-            dots = [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
-        lines.append(Line(name, kind, path_of(points), dots))
+    for (name, kind), points in series.items():
+        path = " ".join(f"{x(at)},{y(value)}" for at, value, _ in points)
+        dots = [(x(at), y(value), words) for at, value, words in points if words]
+        lines.append(Line(name, kind, path, dots))
 
-    line = (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None
-    x_labels = _labels(x_values)
     return Chart(
         *size,
         *(left, right, top, bottom),
-        [Tick(x(v), text) for v, text in zip(x_values, x_labels, strict=True)],
-        [Tick(y(v), text) for v, text in zip(y_values, y_labels, strict=True)],
+        [Tick(x(at), label) for at, label in x_ticks(right - left)],
+        [Tick(y(at), label) for at, label in y_ticks],
         lines,
-        "batch",
-        y_label,
-        line,
+        *labels,
+        (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
     )
 
 
 def change_bars(change: MetricChange) -> list[Bar]:
     """Return a bar before and one after with their errors, from 0 to the larger."""
-    values = (("before", change.before, change.before_error),)
-    values += (("after", change.after, change.after_error),)
+    values = (
+        ("before", change.before, change.before_error),
+        ("after", change.after, change.after_error),
+    )
     most = max(abs(value) + (error or 0) for _, value, error in values) or 1.0
-    digits = 3 if most < 2 else 2
 
     bars = []
-    for name, value, error in values:
-        label = with_error(value, error, f".{digits}f")
+    for (name, value, error), label in zip(values, change.texts, strict=True):
         ends = None
         if error is not None:
             ends = (max(0.0, value - error) / most, (value + error) / most)

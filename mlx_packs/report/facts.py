@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from ..config.choices import TASKS
-from ..terminal import printable_text
+from ..config.choices import NUMBERS, TASKS, Number, is_lower_better
+from ..terminal import printable_text, with_error
 
 PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
@@ -25,18 +25,29 @@ MOST_LABELS = 100  # of a picture of confusions
 _NAMED_LABELS = 12
 _MOST_MISTAKES = 10
 MOST_TEXT = 3000  # characters of a sample on a page
+_MANY = 1e9  # of a perplexity, whose digits say nothing then
 
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric on held-out examples before and after, each with its standard error or None."""
+    """A number on held-out examples before and after, each with its standard error or None."""
 
-    name: str
+    number: Number
     before: float
     after: float
     before_error: float | None = None
     after_error: float | None = None
-    lower_is_better: bool = True
+
+    @property
+    def title(self) -> str:
+        return self.number.title or self.number.label.capitalize()
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both values, with their errors."""
+        digits = self.number.digits
+        before = format_number(self.before, self.before_error, digits)
+        return before, format_number(self.after, self.after_error, digits)
 
     @property
     def relative(self) -> float | None:
@@ -120,7 +131,7 @@ class Page:
         best: the batch whose weights the pack has, where they are not the last ones.
         memory_gb: gigabytes (10^9) by name: planned, measured.
         recipe: sections of settings: name, value, and whether it differs from the default.
-        origins: name and value of what the result depends on: data, versions, fingerprints.
+        rows: name and value of what else there is: data, phases, versions, fingerprints.
     """
 
     title: str
@@ -139,13 +150,12 @@ class Page:
     norms: Norms | None = None
     confusions: Confusions | None = None
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
-    phases: Sequence[str] = ()
-    origins: Sequence[tuple[str, str]] = ()
+    rows: Sequence[tuple[str, str]] = ()
     command: str = ""
 
 
-def number(value: object) -> float | None:
-    """Return a finite number, else None."""
+def number(value: object, most: float = 1e30) -> float | None:
+    """Return a finite number of a size below ``most``, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
 
@@ -153,9 +163,7 @@ def number(value: object) -> float | None:
         value = float(value)
     except OverflowError:
         return None
-    if math.isfinite(value) and abs(value) < 1e30:
-        return value
-    return None
+    return value if abs(value) < most else None
 
 
 def text(value: object, most: int = 200) -> str:
@@ -166,6 +174,28 @@ def text(value: object, most: int = 200) -> str:
     if len(shown) <= most:
         return shown
     return shown[: most - 1] + "…"
+
+
+def format_number(value: float, error: float | None, digits: int) -> str:
+    """Return a number with its error; one whose digits say nothing has three of them."""
+    return with_error(value, error, ".3g" if abs(value) >= _MANY else f".{digits}f")
+
+
+def changes_of(result: Mapping) -> dict[str, MetricChange]:
+    """Return every number that has a value before and one after, by its name."""
+    changes = {}
+    for key in result:
+        name = key.removesuffix("_before")
+        ends = (f"{name}_before", f"{name}_after")
+        before, after = (number(result.get(end), math.inf) for end in ends)
+        if name == key or before is None or after is None:
+            continue
+
+        errors = (number(result.get(f"{end}_se"), math.inf) for end in ends)
+        label = text(name, 40).replace("_", " ")
+        described = NUMBERS.get(name) or Number(label, lower_is_better=is_lower_better(name))
+        changes[name] = MetricChange(described, before, after, *errors)
+    return changes
 
 
 def unit_of(measured: Iterable[str]) -> str:

@@ -34,7 +34,7 @@ def environment() -> "Environment":
         finalize=_printable,
     )
 
-    environment.filters |= {"shown": shown, "norm": norm}
+    environment.filters["shown"] = shown
     environment.globals |= {"change_bars": change_bars, "memory_bars": memory_bars}
     return environment
 
@@ -44,14 +44,6 @@ def _printable(value: object) -> object:
     if type(value) is not str:
         return value
     return printable_text(value)
-
-
-def norm(value: float, largest: float) -> str:
-    """Return a norm with the decimals that fit the largest of a table."""
-    if not 0.1 <= largest < 1e5:
-        return f"{value:.2e}"
-    decimals = max(0, 3 - len(str(int(largest)))) if largest >= 1 else 1
-    return f"{value:,.{decimals}f}"
 
 
 def render(facts: Page) -> str:

@@ -12,7 +12,6 @@ from .page import environment
 
 _WIDE = (1040, 360)
 _NARROW = (360, 280)
-_LEAST_ERROR = 1e-6  # which is still shown with decimals
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class NumberRow:
     values: Sequence[str]
     before: str = ""
 
-    @property
-    def is_common(self) -> bool:
-        """Whether all seeds have the same value."""
-        return self.mean == self.values[0]
-
 
 def numbers_of(report: Mapping[str, Any]) -> dict[str, float]:
     """Return every number of a report by its name; names in other mappings are joined by dots."""
@@ -103,22 +97,19 @@ def rows_of(numbers: Sequence[Mapping[str, float]]) -> list[NumberRow]:
     rows = []
     for name, mean in summary["mean"].items():
         values = [each[name] for each in numbers]
-        error = summary["standard_error"][name]
-        digits = _decimals(mean, error)
-
-        shown = _fixed(mean, digits)
-        if error:
-            shown += f" ± {_error(error)}"
-        rows.append(NumberRow(name, shown, [_fixed(value, digits) for value in values]))
+        shown = _text(mean)
+        if error := summary["standard_error"][name]:
+            shown += f" ± {error:.2g}"
+        rows.append(NumberRow(name, shown, [*map(_text, values)]))
     return rows
 
 
 def result_rows(seeds: Sequence[SeedFacts]) -> list[NumberRow]:
     """Return a row for each held-out metric after training, with its mean before."""
-    before = rows_of([{change.name: change.before for change in seed.changes} for seed in seeds])
-    after = rows_of([{change.name: change.after for change in seed.changes} for seed in seeds])
+    before = rows_of([{change.title: change.before for change in seed.changes} for seed in seeds])
+    after = rows_of([{change.title: change.after for change in seed.changes} for seed in seeds])
 
-    directions = {change.name: change.lower_is_better for change in seeds[0].changes}
+    directions = {each.title: each.number.lower_is_better for each in seeds[0].changes}
     rows = []
     for old, new in zip(before, after, strict=True):
         better = "lower" if directions[new.name] else "higher"
@@ -139,8 +130,7 @@ def render(facts: SeedsFacts) -> str:
         facts=facts,
         figures=_figures(facts, results, rows),
         results=results,
-        different=[row for row in rows if not row.is_common],
-        common=[row for row in rows if row.is_common],
+        rows=rows,
         wide=_progress(facts, _WIDE),
         narrow=_progress(facts, _NARROW),
     )
@@ -155,7 +145,7 @@ def _figures(
 
     figures = [("Seeds", seeds)]
     if results:
-        name = facts.finished[0].changes[0].name
+        name = facts.finished[0].changes[0].title
         figures += [(f"{name} before", results[0].before), (f"{name} after", results[0].mean)]
 
     means = {row.name: row.mean for row in rows}
@@ -192,26 +182,6 @@ def _mean(curves: Sequence[Points]) -> Points:
     return [(batch, fmean(each[batch] for each in by_batch)) for batch in common]
 
 
-def _decimals(value: float, error: float) -> int:
-    """Return the decimals of a mean: two digits of its error, and at most six of its own.
-
-    Without an error it has four digits, or is a whole number.
-    """
-    if not error and value.is_integer():
-        return 0
-    of_error = 1 - math.floor(math.log10(error or abs(value) / 100))
-    of_value = 5 - math.floor(math.log10(abs(value) or error))
-    return max(0, min(of_error, of_value))
-
-
-def _fixed(value: float, decimals: int) -> str:
-    if decimals > 6:
-        return f"{value:.3g}"
-    return f"{value:,.{decimals}f}"
-
-
-def _error(error: float) -> str:
-    if error < _LEAST_ERROR:
-        return f"{error:.1e}"
-    decimals = max(0, 1 - math.floor(math.log10(error)))
-    return f"{error:,.{decimals}f}"
+def _text(value: float) -> str:
+    """Return a whole or a large number without decimals, others with four digits."""
+    return f"{value:,.0f}" if value.is_integer() or abs(value) >= 1e3 else f"{value:.4g}"

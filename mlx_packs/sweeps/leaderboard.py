@@ -16,11 +16,10 @@ from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..gates import MEANING
 from ..reading import read_json
-from ..report.chart import Chart, Line, Tick, shown, ticks
+from ..report.chart import Chart, drawn, shown, ticks
 from ..report.page import environment
 from ..training.run_page import page_file
 
-_LABEL = 7.2  # width of a character of a label
 _MOST_LABEL = 14  # characters of the name of a value
 # Kinds of dots: the name of each, and the class of the style sheet that it is drawn with.
 _KINDS = {
@@ -82,48 +81,19 @@ def scatter(
     ``series`` has, by name and kind (a class of the style sheet): value of the parameter, metric,
     and what the dot is in words. ``size`` is width and height of the viewBox.
     """
-    dots = [(axis.place(x), y) for each in series.values() for x, y, _ in each]
-    if not dots:
+    placed = {
+        key: [(axis.place(value), metric, words) for value, metric, words in dots]
+        for key, dots in series.items()
+        if dots
+    }
+    if not placed:
         return None
 
-    low, high = _bounds([x for x, _ in dots])
-    bottom_y, top_y = _bounds([y for _, y in dots])
-    width, height = size
-    y_ticks = [(v, shown(v)) for v in ticks(bottom_y, top_y, 4)]
-    left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
-    right = width - 22
-    top = 34
-    bottom = height - 44
-
-    def x(place: float) -> float:
-        return round(left + (place - low) / (high - low) * (right - left), 1)
-
-    def y(value: float) -> float:
-        return round(bottom - (value - bottom_y) / (top_y - bottom_y) * (bottom - top), 1)
-
-    lines = [
-        Line(
-            name,
-            kind,
-            "",
-            [(x(axis.place(value)), y(metric), words) for value, metric, words in each],
-        )
-        for (name, kind), each in series.items()
-        if each
-    ]
-
-    x_label = axis.name
-    if axis.is_log:
-        x_label += " (log scale)"
-    return Chart(
-        *size,
-        *(left, right, top, bottom),
-        [Tick(x(at), label) for at, label in axis.ticks(low, high)],
-        [Tick(y(at), label) for at, label in y_ticks],
-        lines,
-        x_label,
-        y_label,
-    )
+    bounds = [_bounds([dot[i] for dots in placed.values() for dot in dots]) for i in (0, 1)]
+    y_ticks = [(v, shown(v)) for v in ticks(*bounds[1], 4)]
+    label = f"{axis.name} (log scale)" if axis.is_log else axis.name
+    labels = (label, y_label)
+    return drawn(placed, size, labels, bounds, lambda _: axis.ticks(*bounds[0]), y_ticks)
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:

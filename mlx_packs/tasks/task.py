@@ -36,7 +36,7 @@ from ..objectives.reader import hidden_states
 from ..objectives.reference import PhaseReference
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
-from ..packs.card import answer_line, format_change, mistake_lines, phase_lines
+from ..packs.facts import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
 from .phases import OWN, PhaseData, RunPhase

@@ -13,8 +13,7 @@ from ..errors import PackError
 from ..evaluation.images import images_report
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..ops import _backend
-from ..packs.card import format_change
-from ..packs.facts import notebook_html, report_html
+from ..packs.facts import format_change, notebook_html, report_html
 from ..packs.making import pack_of
 from ..packs.manifest import task_of
 from ..packs.pack import Pack

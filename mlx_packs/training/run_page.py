@@ -9,7 +9,7 @@ from ..errors import PackError, file_errors
 from ..files import atomic_write, to_json
 from ..packs.diff import delta_norms
 from ..packs.facts import (
-    changes_of,
+    all_changes,
     figures_of,
     held_out_line,
     manifest_facts,
@@ -119,7 +119,7 @@ def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:
         for gate, result in gates.items():
             if not isinstance(result, Mapping) or result.get("passed") is not True:
                 note += f" · gate {text(gate)} failed"
-    return SeedFacts(name, note, link, curve, numbers_of(report), changes_of(report))
+    return SeedFacts(name, note, link, curve, numbers_of(report), all_changes(report))
 
 
 def _common_identity(identity: Mapping) -> dict:
@@ -244,7 +244,7 @@ def facts_of_run(
     if not isinstance(held_out, dict):
         held_out = {}
 
-    changes = changes_of(report)
+    changes = all_changes(report)
     samples = report.get("samples") or [report.get("sample")]
     return replace(
         facts,

@@ -355,7 +355,7 @@ def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, checkpoint, o
     assert set(tensors) == set(stored) == {t["name"] for t in manifest["adapters"]["replaced"]}
 
     card = (full_run.pack.path / "README.md").read_text()
-    assert f"{len(stored)} of its tensors fine-tuned in full" in card
+    assert f"in {len(stored)} tensors of the base, stored in full" in card
     assert "lora" not in card.lower()
 
 

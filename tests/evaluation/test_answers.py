@@ -18,8 +18,7 @@ from mlx_packs.evaluation.answers import (
     questions_of,
 )
 from mlx_packs.evaluation.metrics import METRICS, metric_of
-from mlx_packs.packs.card import answer_line
-from mlx_packs.packs.facts import changes_of
+from mlx_packs.packs.facts import all_changes, answer_line
 from mlx_packs.tasks.causal_lm import CausalLMTask
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
@@ -216,7 +215,7 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     manifest = json.loads((out / "pack.json").read_text())
     assert manifest["eval"]["answers"] == answers
     assert len(manifest["samples"]) == 3
-    assert [change.after for change in changes_of(manifest["eval"])][-1] == 1
+    assert [change.after for change in all_changes(manifest["eval"])][-1] == 1
     assert "exact 0.0 % → 100.0 % of 5 examples" in (out / "README.md").read_text()
     assert "answers exact 0.0 % → 100.0 % of 5 examples" in run("inspect", out)[1]
 

@@ -12,8 +12,7 @@ from mlx_packs.evaluation.classification import (
     confusion_matrix,
     fit_temperature,
 )
-from mlx_packs.packs.card import format_change
-from mlx_packs.packs.facts import held_out_line
+from mlx_packs.packs.facts import format_change, held_out_line
 
 
 def predictions(count: int = 300, classes: int = 5, noise: float = 2.0) -> Predictions:

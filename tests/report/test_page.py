@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_packs.config.choices import NUMBERS, Number
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.packs.diff import delta_norms
 from mlx_packs.packs.facts import manifest_facts
@@ -29,7 +30,7 @@ from mlx_packs.report.facts import (
     short_curve,
     thinned,
 )
-from mlx_packs.report.page import norm, render, render_fragment
+from mlx_packs.report.page import render, render_fragment
 from mlx_packs.report.recipe import recipe_sections
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, EVAL, write_pack
@@ -65,7 +66,7 @@ def hostile_facts() -> Page:
         status=HOSTILE,
         base=HOSTILE,
         figures=[(HOSTILE, HOSTILE)],
-        changes=[MetricChange(HOSTILE, 2.0, 1.0)],
+        changes=[MetricChange(Number(HOSTILE, HOSTILE), 2.0, 1.0)],
         held_out=HOSTILE,
         curve=curve_of(LINES),
         unit=HOSTILE,
@@ -76,8 +77,7 @@ def hostile_facts() -> Page:
         norms=Norms([HOSTILE], [(HOSTILE, [1.0])]),
         confusions=Confusions([HOSTILE] * 2, [[1, 2], [0, 3]]),
         recipe=recipe_sections(recipe),
-        phases=[HOSTILE],
-        origins=[(HOSTILE, HOSTILE)],
+        rows=[(HOSTILE, HOSTILE)],
         command=HOSTILE,
     )
 
@@ -124,7 +124,7 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
 def test_a_page_shows_what_there_is_and_no_more():
     page = Elements(render(Page(title="bare"))).words
     assert "No curve" in page
-    for heading in ("Held-out", "Sample", "Memory", "Recipe", "Origin", "What the loss is on"):
+    for heading in ("Held-out", "Sample", "Memory", "Recipe", "Pack", "What the loss is on"):
         assert heading not in page
     facts = Page(title="x", samples=[SampleTexts("ask me", "wanted one", "", "said after")])
     page = Elements(render(facts)).words
@@ -157,11 +157,14 @@ def test_a_chart_maps_values_to_its_box():
 
 
 def test_bars_begin_at_zero_and_carry_their_errors():
-    before, after = change_bars(MetricChange("PPL", 80.0, 40.0, 20.0, 5.0))
+    before, after = change_bars(MetricChange(NUMBERS["ppl"], 80.0, 40.0, 20.0, 5.0))
     assert (before.share, after.share) == (0.8, 0.4)
     assert before.error == (0.6, 1.0) and after.error == (0.35, 0.45)
     assert after.label == "40.00 ± 5.00"
-    assert [bar.error for bar in change_bars(MetricChange("MRR", 0.0, 0.0))] == [None, None]
+    assert [bar.error for bar in change_bars(MetricChange(NUMBERS["mrr_at_10"], 0.0, 0.0))] == [
+        None,
+        None,
+    ]
 
 
 def test_a_thinned_curve_keeps_its_mean_and_its_end():
@@ -233,7 +236,6 @@ def test_norms_are_those_of_the_deltas(tmp_path):
     for i, (_, row) in enumerate(norms.rows):
         a, b = (np.array(pack.tensors[f"model.layers.{i}.self_attn.q_proj.lora_{x}"]) for x in "ab")
         assert row == pytest.approx([np.linalg.norm(2 * a @ b)], rel=1e-5)  # scale: alpha / rank
-    assert norm(4.04, 12.1) == "4.0" and norm(0.3, 0.45) == "0.3"
 
 
 def test_a_manifest_alone_gives_a_page(tmp_path):
@@ -249,7 +251,7 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
     )
 
     facts = manifest_facts(Pack.open(pack.path).manifest, "p")
-    assert facts.changes == [MetricChange("Perplexity", 10.0, 5.0, 1.0, 0.5)]
+    assert facts.changes == [MetricChange(NUMBERS["ppl"], 10.0, 5.0, 1.0, 0.5)]
     assert dict(facts.figures)["Training time"] == "1 min 15 s"
     assert facts.memory_gb == [("planned", 2.0), ("measured (MLX)", 1.5)]
     assert facts.curve == {"loss": [(1.0, 3.0), (2.0, 2.5)]}

@@ -17,7 +17,7 @@ from mlx_packs.data.dataset import Batch, Dataset
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Draw, Sampler
 from mlx_packs.optim import carry_state
-from mlx_packs.packs.card import phase_lines
+from mlx_packs.packs.facts import phase_lines
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import resolve_phases
@@ -294,7 +294,7 @@ def test_manifest_has_both_phases_and_their_effects(whole):
     assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
 
     assert len(phase_lines(manifest["phases"])) == 2
-    assert "Trained in phases" in (whole.pack.path / "README.md").read_text()
+    assert "- phase: narrow: 2 updates" in (whole.pack.path / "README.md").read_text()
     assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
 
 
