@@ -23,10 +23,9 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.batches import training_set
 from mlx_packs.data.dataset import prefetched
 from mlx_packs.data.encoding import EncodingOptions
-from mlx_packs.data.encoding_parts import SUFFIX
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.token_cache import encode_cached
+from mlx_packs.data.token_cache import SUFFIX, encode_cached
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.packs.base import load_base
 

@@ -27,7 +27,7 @@ from mlx_packs.evaluation import perplexity
 from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
-from mlx_packs.tasks import shared_prefix
+from mlx_packs.tasks import tokens as token_tasks
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers import OBSERVERS
@@ -327,7 +327,7 @@ def _trees_checked_once() -> Iterator[None]:
     It is asked again where the answer is no; tests/objectives/test_shared_prefix.py tests it.
     """
     is_exact = set()
-    why_not_shared = shared_prefix.why_not_shared
+    why_not_shared = token_tasks.why_not_shared
 
     def remembered(model, head, vocab_size):
         modules = [(n, type(m), getattr(m, "recompute", None)) for n, m in model.named_modules()]
@@ -342,7 +342,7 @@ def _trees_checked_once() -> Iterator[None]:
         return reason
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "why_not_shared", remembered)
+        patch.setattr(token_tasks, "why_not_shared", remembered)
         patch.setattr(perplexity, "why_not_shared", remembered)
         yield
 

@@ -20,7 +20,6 @@ OWN = {
     "embedding": (
         "tasks/embedding.py",
         "objectives/embedding.py",
-        "objectives/decoder_embedding.py",
         "evaluation/embeddings.py",
         "data/pairs.py",
     ),
@@ -44,7 +43,7 @@ OWN = {
         "evaluation/rankings.py",
         "data/rankings.py",
     ),
-    "grpo": ("tasks/grpo.py", "tasks/rewards.py", "objectives/grpo.py"),
+    "grpo": ("tasks/grpo.py", "objectives/grpo.py"),
     "distill": (
         "tasks/distill.py",
         "tasks/teacher.py",
@@ -94,7 +93,6 @@ OTHER_MEANINGS = {
         "objectives/score.py",
         "report/facts.py",
         "tasks/grpo.py",
-        "tasks/rewards.py",
         "training/observers/__init__.py",
     },
     # a value of --head

@@ -22,8 +22,7 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, most_targets, token_collate
 from mlx_packs.data.dataset import Layout, Tree
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.packing import aligned_batches
-from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.sampler import Sampler, aligned_batches
 from mlx_packs.data.shapes import sequence_inputs
 from mlx_packs.extras.initial_factors import ResidualLoRA
 from mlx_packs.nn.blocks import attends_by_spans

@@ -136,7 +136,7 @@ class BaseModel:
         if self.architecture == "encoder":
             return Embedder(self.model, self.tokenizer)
 
-        return load("objectives.decoder_embedding:embedder_of")(self)
+        return load("objectives.embedding:embedder_of")(self)
 
     @checked_arguments
     def encode(

@@ -180,7 +180,7 @@ def _text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
     from ..bases.sentence_config import read_sentence_config
     from ..bases.tokenizer import load_encoder_tokenizer
     from ..data.labelled import NO_LIMIT
-    from ..objectives.decoder_embedding import with_eos
+    from ..objectives.embedding import with_eos
 
     path = resolve_checkpoint(model)
     config = check_files(path)

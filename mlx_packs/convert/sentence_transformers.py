@@ -8,7 +8,7 @@ from ..bases.geometry import Heads
 from ..bases.sentence_config import MODULES, PROMPTS, QUERY, SETTINGS, read_sentence_config
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
 from ..files import to_json
-from ..objectives.decoder_embedding import with_eos
+from ..objectives.embedding import with_eos
 from ..packs.compatibility import text_limit
 from ..packs.pack import Pack
 from ..reading import read_json

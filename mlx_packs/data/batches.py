@@ -24,8 +24,7 @@ from .. import runtime
 from ..ops.span_attention import Spans
 from .dataset import Batch, Dataset, by_length, edges_of
 from .encoding import Example, Examples
-from .packing import Packed
-from .sampler import Order, Sampler
+from .sampler import Order, Packed, Sampler
 from .shapes import (
     Shape,
     fitting_shape,

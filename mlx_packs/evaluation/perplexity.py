@@ -17,9 +17,9 @@ from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..data.trees import WORTHWHILE, TreePlan
 from ..errors import PackError
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
+from ..objectives.exactness import why_length_matters, why_not_shared
 from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
-from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
 from ..packs.facts import answer_line
 from ..report.facts import format_number

@@ -1,6 +1,10 @@
-"""Losses of embeddings, with sentence-transformers' numbers.
+"""Vectors of texts by a decoder, and losses of embeddings, with sentence-transformers' numbers.
 
-Each takes embeddings [B, D] by column and weights [B] (0 where a row is padding), and gives the
+A decoder's vector is a state of its last block, pooled as the files of the base say. Attention is
+causal: padding on the right changes no state of a text, and none needs a mask
+(https://arxiv.org/abs/2506.05176).
+
+A loss takes embeddings [B, D] by column and weights [B] (0 where a row is padding), and gives the
 mean loss of the batch times its number of examples, so that batches of one update add up.
 
 Cosine similarity: https://arxiv.org/abs/1908.10084. Ranking by the other examples of a batch:
@@ -8,17 +12,30 @@ https://arxiv.org/abs/1705.00652. CoSENT: https://kexue.fm/archives/8847. Triple
 https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/abs/2101.06983
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from ..bases.encoder import Encoder, unit
+import mlx.nn as nn
+
+from ..bases.encoder import Embedder, Encoder, pooled, unit
+from ..bases.files import context_of
+from ..bases.geometry import Heads
+from ..bases.model import BaseModel
+from ..bases.sentence_config import read_sentence_config
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset, Layout
 from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
+from ..errors import PackError
 from ..nn.recompute import recomputed
 from ..runtime import mx
+from .causal_lm import forward
 from .objective import Inputs, Objective, arrays_of
+from .reader import hidden_states
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
@@ -205,3 +222,71 @@ class EmbeddingObjective(Objective):
 
     def score_trained(self, batch: Batch) -> Score:
         return self._score(self, [batch])
+
+
+class DecoderVectors(nn.Module):
+    """Computes one vector per text by a decoder, as `bases.encoder.Encoder` does.
+
+    Semantics: pool(states[tokens]) in float32, / its length if ``normalize``.
+
+    Args:
+        base: has the settings of pooling in its files.
+        decoder: its model with adapters; None is the model itself.
+    """
+
+    def __init__(self, base: BaseModel, decoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.decoder = decoder or base.model
+        states = hidden_states(self.decoder, base.name, "embedding")
+        self._states = partial(forward, self.decoder, states)
+        self.sentence_config = read_sentence_config(base.path, is_decoder=True)
+        self.dims = Heads.of(base.config).hidden  # width of a vector
+
+        # tokens of a text at most
+        positions = context_of(base.config)
+        self.longest = min(self.sentence_config.max_seq_length or positions, positions)
+
+    def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
+        return pooled(self._states(tokens), lengths, self.sentence_config)
+
+
+def embedder_of(base: BaseModel) -> Embedder:
+    """Return a decoder as it embeds texts."""
+    vectors = DecoderVectors(base)
+
+    tokenizer = base.tokenizer._tokenizer
+    if vectors.sentence_config.adds_eos:
+        tokenizer = with_eos(tokenizer, base.path)
+    return Embedder(vectors, tokenizer)
+
+
+def with_eos(tokenizer: Any, path: Path) -> Any:
+    """Return a copy of a fast tokenizer that puts the end token after every text."""
+    if tokenizer.eos_token is None:
+        raise PackError(
+            f"{path}: its tokenizer has no end token (eos_token), whose state is the vector of a "
+            "text. Name one in tokenizer_config.json.",
+            "unsupported",
+        )
+    if not getattr(tokenizer, "is_fast", False):
+        raise PackError(
+            f"{path}: has no fast tokenizer (tokenizer.json), which embeddings need.", "unsupported"
+        )
+    if tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]:
+        return tokenizer
+
+    from tokenizers.processors import Sequence, TemplateProcessing
+
+    own = copy.deepcopy(tokenizer)
+    end = own.eos_token
+
+    template = TemplateProcessing(
+        single=f"$A {end}", pair=f"$A $B:1 {end}:1", special_tokens=[(end, own.eos_token_id)]
+    )
+
+    backend = own.backend_tokenizer
+    steps = [template]
+    if backend.post_processor is not None:
+        steps.insert(0, backend.post_processor)
+    backend.post_processor = Sequence(steps)
+    return own

@@ -28,8 +28,8 @@ from ..nn.surgery import block_prefixes, replace_modules
 from ..nn.wrapped import FrozenBlock, Injection, frozen_output, trained_module
 from ..runtime import mx
 from .causal_lm import Head, Preparation, forward, segments_of
+from .exactness import TOLERANCE, relative_error
 from .objective import arrays_of
-from .sequence_packing import TOLERANCE, relative_error
 
 _WORTHWHILE = 0.1  # least share of a step's time to save, counting blocks
 _MEMORY_SHARE = 0.5  # of what the plan leaves

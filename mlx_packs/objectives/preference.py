@@ -194,7 +194,7 @@ def completion_sums(
 ) -> tuple[mx.array, mx.array]:
     """Return log-probability and number of the targets of each completion, [P, 2] each.
 
-    ``inputs`` are those of a batch of preferences (data/labelled_batches.py).
+    ``inputs`` are those of a batch of preferences (data/preferences.py).
     """
     loss, _ = target_loss(model, head, inputs, layout)
 

@@ -36,8 +36,7 @@ from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
 from ..run_clock import ANSWER, EVALUATE
-from .phases import PhaseData, RunPhase
-from .splits import phase_data
+from .phases import PhaseData, RunPhase, phase_data
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 

@@ -33,8 +33,7 @@ from ..objectives.score import check_best
 from ..objectives.text_loss import TextLoss, label_losses
 from ..packs.base import Base
 from ..report.facts import MOST_LABELS
-from .phases import PhaseData, RunPhase
-from .splits import encode_each
+from .phases import PhaseData, RunPhase, encode_each
 from .task import Binding, Summary, Trained, summarized
 from .texts import TextsTask
 

@@ -1,32 +1,215 @@
-"""The next token as a teacher predicts it, by a cache or by the teacher alongside the student."""
+"""The next token as a teacher predicts it, by a cache or by the teacher alongside the student.
+
+Generalized knowledge distillation (https://arxiv.org/abs/2306.13649): a share of the batches has
+completions that the student generates, so that it learns where its own texts lead.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..adapters.trainable import Trainable
-from ..config.choices import ANSWER_METRICS, TASKS
+from ..bases.turns import images_of
+from ..config.choices import ANSWER_METRICS, TASKS, architecture_of
 from ..config.recipe import Recipe
-from ..data.dataset import Batch, Dataset
-from ..data.encoding import Examples
+from ..config.schema import TrainConfig
+from ..data.dataset import Batch, Collate, Dataset
+from ..data.encoding import Example, Examples
 from ..data.rows import Splits
-from ..data.sampler import Draw
-from ..data.teacher_cache import TeacherCache, TeacherTargets, tokenizer_key
+from ..data.sampler import Draw, Order
+from ..data.shapes import Shape
+from ..data.teacher_cache import (
+    TEACHER_ARRAYS,
+    TeacherCache,
+    TeacherTargets,
+    tokenizer_key,
+    without_teacher,
+)
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..evaluation.teacher import VALIDATED, StudentScorer
-from ..objectives.causal_lm import CausalLM, Head, Preparation
+from ..memory.matmul_path import generation_path
+from ..nn.quantized import apply_matmul_path
+from ..objectives.causal_lm import CausalLM, Head, Preparation, split_head
 from ..objectives.distillation import Distillation, DistillationObjective
 from ..objectives.frozen_activations import FrozenActivations
-from ..packs.base import Base
+from ..objectives.objective import arrays_of
+from ..packs.base import Base, load_base
+from ..runtime import mx
 from .causal_lm import CausalLMTask
-from .live_teacher import LiveTeacher, OnPolicy, TeacherCollate
+from .completions import (
+    completed_examples,
+    completions,
+    generated_collate,
+    largest_batch,
+    random_sampler,
+)
 from .phases import PhaseData, RunPhase
 from .task import Summary, Trained
-from .teacher import with_cached_teacher
+from .teacher import predictions, with_cached_teacher
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A frozen base whose predictions are computed as they are needed.
+
+    Attributes:
+        base: its weights are used by the path that suits this device.
+        head: the head of its model, as `split_head` gives it.
+        top_k: how many of its most likely tokens are compared.
+        known: tokens of the student's vocabulary; the teacher's others count as the rest.
+        temperature: what logits of both models are divided by.
+    """
+
+    base: Base
+    head: Head | None
+    top_k: int
+    known: int
+    temperature: float = 1.0
+
+    @classmethod
+    def load(cls, name: str, top_k: int, student: Base) -> "LiveTeacher":
+        """Load the teacher of a student; a PackError if it cannot be one."""
+        flag = f"--teacher {name}"
+        try:
+            base = load_base(name)
+        except PackError as error:
+            text = error.message.replace("--model", "--teacher", 1)
+            raise PackError(text, error.code, "teacher") from None
+
+        if architecture_of(base.config.get("model_type")) != "decoder":
+            raise PackError(f"{flag}: is an encoder, which predicts no next token.", "unsupported")
+        if images_of(base.tokenizer) is not None:
+            text = f"{flag}: takes images. Name a model of texts."
+            raise PackError(text, "unsupported")
+        if tokenizer_key(base.tokenizer) != tokenizer_key(student.tokenizer):
+            raise PackError(
+                f"{flag}: has another tokenizer than {student.name}. Name a teacher of the same "
+                "family.",
+                "mismatch",
+            )
+
+        least = min(base.vocab_size, student.vocab_size)
+        if top_k > least:
+            raise PackError(
+                f"--teacher-top-k {top_k:,}: is larger than the vocabulary that teacher and "
+                f"student share, which has {least:,} tokens. Name a number up to that.",
+            )
+
+        apply_matmul_path(base.model, generation_path(base.model))
+        base.model.eval()
+        return cls(base, split_head(base.model), top_k, least)
+
+    @property
+    def name(self) -> str:
+        return self.base.public_name
+
+    def having(self, batch: Batch) -> Batch:
+        """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
+        inputs = arrays_of(batch)
+        inputs.pop("states", None)  # of the student
+        predicted = predictions(
+            self.base, self.head, inputs, self.top_k, self.temperature, self.known
+        )
+        names = ("logprobs", "rest", "tokens")
+        arrays = {to: predicted[name] for to, name in zip(TEACHER_ARRAYS, names, strict=True)}
+        return batch.having(**arrays)
+
+
+@dataclass(frozen=True)
+class TeacherCollate:
+    """Lays out tokens, with what is cached of their targets, and divides both."""
+
+    tokens: Collate
+    cached: TeacherTargets | None = None  # None: a live teacher adds `TEACHER_ARRAYS` later
+    generated: frozenset[Shape] = frozenset()  # shapes of batches that may be generated
+
+    def __call__(self, examples: Examples, order: Order) -> Batch:
+        batch = self.tokens(examples, order)
+        return batch if self.cached is None else self.cached.having(batch)
+
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
+        return self.tokens.shapes(examples, orders) | self.generated
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        pieces = self.tokens.split(without_teacher(batch), parts)
+        if TEACHER_ARRAYS[0] not in batch.inputs:
+            return pieces
+
+        stops = np.cumsum([piece.targets for piece in pieces])
+        return [
+            _with_targets(piece, batch, int(stop) - piece.targets)
+            for piece, stop in zip(pieces, stops, strict=True)
+        ]
+
+
+def _with_targets(piece: Batch, whole: Batch, start: int) -> Batch:
+    """Return a piece with the teacher's arrays of its targets, from ``start`` in the whole."""
+    slots = len(piece.inputs["targets"])
+    arrays = {}
+    for name in TEACHER_ARRAYS:
+        values = mx.array(whole.inputs[name])[start : start + piece.targets]
+        padding = [(0, slots - piece.targets), *[(0, 0)] * (values.ndim - 1)]
+        arrays[name] = mx.pad(values, padding)
+    return piece.having(**arrays)
+
+
+class OnPolicy:
+    """Puts completions of the student in the place of those of the data, in a share of batches."""
+
+    def __init__(self, student: Base, train: TrainConfig, data: Dataset) -> None:
+        self._student = student
+        self._train = train
+        examples = data.examples
+        if examples.loss_on == "all":
+            raise PackError(
+                f"{examples.items[0].where}: is a text without a prompt, which --on-policy would "
+                "complete. Give chats, or prompts with completions.",
+                "data",
+                "on_policy",
+            )
+        longest = max(len(_prompt(each)) for each in examples.items)
+        self.largest = largest_batch(train, longest)
+
+    def takes(self, batch: Batch) -> bool:
+        """Return whether a batch is of the share, by its number and the seed of the run."""
+        drawn = np.random.default_rng([self._train.seed, batch.number]).random()
+        return bool(drawn < self._train.on_policy)
+
+    def generated(self, batch: Batch) -> Batch:
+        """Return a batch whose completions the student generates as it is now."""
+        prompts = [_prompt(batch.source[i]) for i in batch.examples]
+        sampler = random_sampler(self._train, batch.number, min(batch.examples))
+        model = self._student.model
+        training = model.training
+        own = completions(self._student, prompts, self._train, sampler, shares=True)
+        model.train(training)
+
+        places = [batch.source[i].where for i in batch.examples]
+        examples = completed_examples(prompts, own, places)
+        collate = generated_collate(self._train, self.largest, len(examples))
+        laid_out = collate(examples, np.arange(len(examples)))
+        return replace(
+            batch,
+            inputs=laid_out.inputs,
+            targets=laid_out.targets,
+            denominator=laid_out.denominator,
+            computed=laid_out.computed,
+            layout=laid_out.layout,
+            starts=laid_out.starts,
+        )
+
+
+def _prompt(example: Example) -> list[int]:
+    """Return what comes before the last completion of an example."""
+    is_target = np.asarray(example.target, bool)
+    last = np.flatnonzero(is_target)[-1]
+    before = np.flatnonzero(~is_target[:last])
+    return example.tokens[: int(before[-1]) + 1].tolist()
 
 
 class DistillTask(CausalLMTask):

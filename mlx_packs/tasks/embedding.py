@@ -20,13 +20,11 @@ from ..data.texts import TextGroups, doubling_widths
 from ..errors import PackError, flag_of
 from ..evaluation.embeddings import VALIDATED, check_scores, score_pairs, validated_entries
 from ..evaluation.scores import MetricScore
-from ..objectives.decoder_embedding import DecoderVectors
-from ..objectives.embedding import EmbeddingObjective
+from ..objectives.embedding import DecoderVectors, EmbeddingObjective
 from ..objectives.objective import Objective
 from ..objectives.score import check_best
 from ..packs.base import Base
-from .phases import PhaseData, RunPhase
-from .splits import counted, encode_each, show_cut, show_notes
+from .phases import PhaseData, RunPhase, counted, encode_each, show_cut, show_notes
 from .task import Binding, Summary, Trained
 from .texts import NamedLossTask
 

@@ -8,8 +8,12 @@ from ..config.choices import TASKS
 from ..data.dataset import Dataset, Layout
 from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import COMPLETION, PREFERENCE
-from ..data.labelled_batches import preference_evaluation, preference_set
-from ..data.preferences import both_completions, encode_preferences
+from ..data.preferences import (
+    both_completions,
+    encode_preferences,
+    preference_evaluation,
+    preference_set,
+)
 from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
@@ -24,8 +28,7 @@ from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .causal_lm import SamplePrompt, stored_sample
-from .phases import PhaseData, RunPhase
-from .splits import counted, encode_each, phase_data, show_notes, show_phase
+from .phases import PhaseData, RunPhase, counted, encode_each, phase_data, show_notes, show_phase
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 

@@ -24,8 +24,7 @@ from ..objectives.objective import Objective
 from ..objectives.reader import ranking_reader
 from ..objectives.text_loss import TextLoss, ranking_losses
 from ..packs.base import Base
-from .phases import RunPhase
-from .splits import encode_each, show_cut
+from .phases import RunPhase, encode_each, show_cut
 from .task import Binding, Summary, Trained
 from .texts import NamedLossTask
 

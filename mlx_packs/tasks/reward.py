@@ -15,8 +15,7 @@ from ..objectives.objective import Objective
 from ..objectives.reader import score_reader
 from ..objectives.text_loss import TextLoss, reward_losses
 from ..packs.base import Base
-from .phases import RunPhase
-from .splits import encode_each
+from .phases import RunPhase, encode_each
 from .task import Binding, Summary, Trained, summarized
 from .texts import TextsTask
 

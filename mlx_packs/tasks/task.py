@@ -8,9 +8,9 @@ body are defaults.
 import pkgutil
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,8 +41,9 @@ from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
 from .phases import OWN, PhaseData, RunPhase
 
-if TYPE_CHECKING:
-    from .rewards import RewardFunction
+# Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
+# or None for a completion that it does not score.
+RewardFunction = Callable[..., Sequence[float | None]]
 
 _MOST_PASTED = 300  # characters of a prompt in a command
 _SHOWN_CHARACTERS = 160  # of each text of a sample
@@ -54,7 +55,7 @@ class Calls:
 
     display: Display
     loss: TargetLoss | None = None  # in place of the cross-entropy
-    reward: "RewardFunction | None" = None  # of generated completions
+    reward: RewardFunction | None = None  # of generated completions
 
     @property
     def loss_name(self) -> str | None:

@@ -15,8 +15,16 @@ from ..data.shapes import padded_length, sequence_inputs
 from ..data.texts import TextCollate, TextGroups, joined_widths, texts_once
 from ..errors import PackError, flag_of
 from ..packs.base import Base
-from .phases import PhaseData, RunPhase, sample
-from .splits import counted, phase_data, show_cut, show_notes, show_phase
+from .phases import (
+    PhaseData,
+    RunPhase,
+    counted,
+    phase_data,
+    sample,
+    show_cut,
+    show_notes,
+    show_phase,
+)
 from .task import Summary, Task, Trained, summarized
 
 

@@ -24,7 +24,7 @@ from .observer import Observer
 from .run_folder import ResumePoint, RunFolder
 
 if TYPE_CHECKING:
-    from ..tasks.rewards import RewardFunction
+    from ..tasks.task import RewardFunction
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data import encoding_parts, token_cache
+from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.encoding_parts import EncodingJob, encode_parts, parts_of, process_count
 from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.json_lines import JsonLines
 from mlx_packs.data.sources import Rows, as_rows
+from mlx_packs.data.token_cache import EncodingJob, encode_parts, parts_of, process_count
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
@@ -28,7 +28,7 @@ TEXTS = [{"text": "one two three " * (5 * i + 1)} for i in range(20)]
 @pytest.fixture
 def small_parts(monkeypatch):
     """Parts of a few rows."""
-    monkeypatch.setattr(encoding_parts, "PART_BYTES", 500)
+    monkeypatch.setattr(token_cache, "PART_BYTES", 500)
 
 
 def shards(folder, rows):
@@ -93,13 +93,13 @@ def test_finished_parts_are_not_encoded_again(tmp_path, tokenizer, small_parts, 
     content = files[1].read_bytes()
     files[1].unlink()
     files[1].write_bytes(content[:-50] + bytes(50))
-    ranges, whole = [], encoding_parts.Encoder.encode
+    ranges, whole = [], token_cache.Encoder.encode
 
     def encode(self, start, stop):
         ranges.append((start, stop))
         whole(self, start, stop)
 
-    monkeypatch.setattr(encoding_parts.Encoder, "encode", encode)
+    monkeypatch.setattr(token_cache.Encoder, "encode", encode)
     assert_same(encoded(job, tmp_path / "parts"), wanted)
     parts = parts_of(rows, tmp_path / "parts", "key")
     assert ranges == [(parts[i].start, parts[i].stop) for i in (1, 3)]
@@ -121,7 +121,7 @@ def test_killed_process_is_an_error_of_one_line(tmp_path, tokenizer, small_parts
         ("import os; os.kill(os.getpid(), 9)", "by SIGKILL"),
         ("raise ValueError('no such\\nthing')", "with code 1: thing"),
     ):
-        monkeypatch.setattr(encoding_parts, "_CODE", code)
+        monkeypatch.setattr(token_cache, "_CODE", code)
         with raises("interrupted", "num_proc", f"ended {reason}"):
             encoded(job, tmp_path / "parts", 2)
 
@@ -142,7 +142,7 @@ def test_run_takes_at_most_the_wanted_processes(tmp_path, monkeypatch, small_par
         wanted.append((parts, num_proc))
         return 1
 
-    monkeypatch.setattr(encoding_parts, "process_count", count)
+    monkeypatch.setattr(token_cache, "process_count", count)
     data = write_rows(tmp_path / "d", train=TEXTS, valid=TEXTS[:2])
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, num_proc=3, matmul_path="dense")
     train_pack("tiny", data, LoRAConfig(rank=2, num_layers=1), train, tmp_path / "pack")
@@ -152,7 +152,7 @@ def test_run_takes_at_most_the_wanted_processes(tmp_path, monkeypatch, small_par
 def test_number_of_processes(tmp_path):
     rows = shards(tmp_path, TEXTS)
     assert [process_count(rows, parts, 8) for parts in (0, 1, 3, 4, 40)] == [1, 1, 1, 2, 8]
-    assert process_count(rows, 40, None) == encoding_parts.default_processes() >= 1
+    assert process_count(rows, 40, None) == token_cache.default_processes() >= 1
     assert process_count(as_rows(list(rows)), 40, 8) == 1  # they would be copied to each
     assert process_count(rows[1:15], 40, 8) == 8
 
@@ -161,7 +161,7 @@ def test_cache_of_parts_is_that_of_one_piece(tmp_path, tokenizer, monkeypatch):
     rows = shards(tmp_path, TEXTS)
     contents = []
     for size in (500, 1 << 20):
-        monkeypatch.setattr(encoding_parts, "PART_BYTES", size)
+        monkeypatch.setattr(token_cache, "PART_BYTES", size)
         monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / str(size)))
         _, file = token_cache.encode_cached(rows, tokenizer, COLUMNS, OPTIONS, 1, num_proc=1)
         assert list((tmp_path / str(size) / "tokens").iterdir()) == [file]  # no parts are left

@@ -9,9 +9,8 @@ import pytest
 from mlx_packs import runtime
 from mlx_packs.data.batches import TokenCollate, training_set
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.groups import GroupPlan, block_sizes, find_groups
+from mlx_packs.data.groups import GroupPlan, block_sizes, find_groups, token_order
 from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.token_order import token_order
 from mlx_packs.data.trees import TreePlan, felled
 from tests.data.test_trees import inputs_of
 

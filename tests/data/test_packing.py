@@ -7,8 +7,7 @@ from mlx_packs import runtime
 from mlx_packs.data.batches import most_targets, token_collate
 from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.packing import aligned_batches, first_fit
-from mlx_packs.data.sampler import Draw, Sampler, packing_fill
+from mlx_packs.data.sampler import Draw, Sampler, aligned_batches, first_fit, packing_fill
 from mlx_packs.data.shapes import MOST_SHAPES, sequence_inputs
 
 

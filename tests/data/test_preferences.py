@@ -6,11 +6,11 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, Examples, encode
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.preferences import (
     RATED,
     both_completions,
     encode_preferences,
+    preference_set,
 )
 from mlx_packs.data.sampler import Draw, GroupedSampler
 from tests.helpers.errors import raises

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs.data import teacher_cache
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.packing import Packed
+from mlx_packs.data.sampler import Packed
 from mlx_packs.data.teacher_cache import (
     FACTS,
     CacheFacts,

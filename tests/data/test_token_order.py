@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.token_order import token_order
+from mlx_packs.data.groups import token_order
 
 
 def example(tokens, targets=(), where="x") -> Example:

@@ -10,8 +10,8 @@ import pytest
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.packing import Packed
 from mlx_packs.data.pairs import PairCollate
+from mlx_packs.data.sampler import Packed
 from mlx_packs.distributed import link
 from mlx_packs.distributed.group import ALONE
 from mlx_packs.distributed.launched import Launched, launched

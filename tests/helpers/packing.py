@@ -6,7 +6,7 @@ from mlx_packs.adapters.lora import Attached
 from mlx_packs.data.batches import PackedCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.packing import Packed, aligned_batches, first_fit
+from mlx_packs.data.sampler import Packed, aligned_batches, first_fit
 from mlx_packs.objectives.causal_lm import Head
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.steps import adapted, examples_of

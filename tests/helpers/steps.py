@@ -16,8 +16,8 @@ from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import CausalLM, Head, split_head
+from mlx_packs.objectives.exactness import prepare_packing
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx

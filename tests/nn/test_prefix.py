@@ -19,7 +19,7 @@ from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import forward, split_head
-from mlx_packs.objectives.shared_prefix import why_not_shared
+from mlx_packs.objectives.exactness import why_not_shared
 from mlx_packs.ops.profile import forced_profile
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx

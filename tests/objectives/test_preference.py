@@ -11,8 +11,7 @@ from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.labelled_batches import preference_set
-from mlx_packs.data.preferences import RATED, encode_preferences
+from mlx_packs.data.preferences import RATED, encode_preferences, preference_set
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_preferences
 from mlx_packs.objectives.causal_lm import split_head

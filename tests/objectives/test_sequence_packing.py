@@ -15,9 +15,9 @@ from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn import blocks
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
-from mlx_packs.objectives import sequence_packing
+from mlx_packs.objectives import exactness
 from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.objectives.exactness import prepare_packing
 from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -148,7 +148,7 @@ def check_rejected(family: str, *names: str) -> None:
 
 
 def test_packing_is_rejected_where_positions_run_on(monkeypatch):
-    monkeypatch.setattr(sequence_packing, "_LEARNED_POSITIONS", ())
+    monkeypatch.setattr(exactness, "_LEARNED_POSITIONS", ())
     check_rejected("gpt2", "at position 0")
 
 

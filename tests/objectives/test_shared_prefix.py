@@ -9,9 +9,9 @@ from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.nn.prefix import PrefixCache, PrefixKeys
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.exactness import why_not_shared
 from mlx_packs.objectives.grpo import GRPO
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.shared_prefix import why_not_shared
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 from tests.helpers.steps import adapted, assert_same, fill_b

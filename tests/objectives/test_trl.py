@@ -19,8 +19,8 @@ from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import EncodingOptions, Example, Examples
 from mlx_packs.data.formats import PREFERENCE, Row
 from mlx_packs.data.labelled import encode_labelled
-from mlx_packs.data.labelled_batches import preference_set
 from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
+from mlx_packs.data.preferences import preference_set
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.data.texts import Shortened, TextCollate, TextGroups

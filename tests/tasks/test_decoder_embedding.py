@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_used_are_named(embedder, tmp_path, rows, changes, c
 
 def test_base_that_scales_its_logits_is_rejected():
     with pytest.raises(PackError, match="embedding: gemma2"):
-        from mlx_packs.objectives.decoder_embedding import DecoderVectors
+        from mlx_packs.objectives.embedding import DecoderVectors
 
         DecoderVectors(base_of("gemma2"))
 

@@ -12,8 +12,7 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.objectives.grpo import GRPO, advantages, policy_loss
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.grpo import GRPOTask
-from mlx_packs.tasks.rewards import Reward, load_reward
+from mlx_packs.tasks.grpo import GRPOTask, Reward, load_reward
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference

@@ -17,7 +17,7 @@ from mlx_packs.display import NORMAL, Display
 from mlx_packs.evaluation import perplexity
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
-from mlx_packs.tasks import shared_prefix
+from mlx_packs.tasks import tokens as token_tasks
 from tests.data.test_groups import documents as documents_of
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
@@ -213,14 +213,14 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
         chosen = np.arange(len(examples))
         trees = sharing.plan_trees(train, LORA, examples, chosen)
 
-        passes = shared_prefix.passes_of(other, trees, examples, rows)
+        passes = token_tasks.passes_of(other, trees, examples, rows)
         assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
         prefixes = 128 if isinstance(trees, GroupPlan) else 64
         assert passes[0] == pytest.approx(prefixes, rel=0.15)
         assert len(passes) == 2
-        assert shared_prefix.passes_of(grouped, trees, examples, rows) == (sum(passes),)
+        assert token_tasks.passes_of(grouped, trees, examples, rows) == (sum(passes),)
 
-    assert shared_prefix.passes_of(other, None, examples, rows) == (rows,)
+    assert token_tasks.passes_of(other, None, examples, rows) == (rows,)
 
 
 def in_phases(first, second) -> EncodedTask:
@@ -261,7 +261,7 @@ def shorter(completions, **_) -> list[float]:
 def test_a_model_whose_trees_have_other_gradients_is_refused(data, monkeypatch, task):
     """As Apple's foundation model, if its blocks are computed again; whatever the last phase is."""
     reasons = iter([None, "its gradient is off by 2"])  # of the base, and of what is trained
-    for module in (perplexity, shared_prefix):
+    for module in (perplexity, token_tasks):
         monkeypatch.setattr(module, "why_not_shared", lambda *_: next(reasons))
     if task == "lm":
         own = in_phases(data["system"], data["nothing"])
@@ -296,11 +296,11 @@ def test_what_is_shared_is_said(data):
 def test_auto_leaves_a_model_whose_recomputed_blocks_read_keys_of_others(recompute, shares, capsys):
     base = family_base("afm7")
     train = TrainConfig(share_prefix="auto", recompute=recompute)
-    assert shared_prefix.computes_trees(train, base, Display(NORMAL)) == shares
+    assert token_tasks.computes_trees(train, base, Display(NORMAL)) == shares
     assert ("model: with --recompute block it" in capsys.readouterr().err) != shares
     check_bare(base)
     on = TrainConfig(share_prefix="on", recompute=recompute)
-    assert shared_prefix.computes_trees(on, base, Display(NORMAL)), "checked as it is trained"
+    assert token_tasks.computes_trees(on, base, Display(NORMAL)), "checked as it is trained"
 
 
 def test_rope_that_depends_on_the_length_of_a_row_is_left_in_rows(capsys):
@@ -311,11 +311,11 @@ def test_rope_that_depends_on_the_length_of_a_row_is_left_in_rows(capsys):
         block.self_attn.rope = initialize_rope(32, 1e4, False, scaling, 256)
     for length, shares in ((200, True), (300, False)):
         train = TrainConfig(share_prefix="auto", max_seq_length=length)
-        assert shared_prefix.computes_trees(train, base, Display(NORMAL)) == shares
+        assert token_tasks.computes_trees(train, base, Display(NORMAL)) == shares
     assert "its DynamicNTKScalingRoPE depends on the length" in capsys.readouterr().err
     with raises("unsupported", "share_prefix", "depends on the length of a row"):
         train = TrainConfig(share_prefix="on", max_seq_length=300)
-        shared_prefix.computes_trees(train, base, Display(NORMAL))
+        token_tasks.computes_trees(train, base, Display(NORMAL))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.packing import Packed
+from mlx_packs.data.sampler import Packed
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops.profile import forced_profile

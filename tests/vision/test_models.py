@@ -19,7 +19,7 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.dataset import Tree
-from mlx_packs.data.packing import Packed
+from mlx_packs.data.sampler import Packed
 from mlx_packs.data.token_store import Example
 from mlx_packs.data.trees import planted
 from mlx_packs.memory.read import read_headers
