@@ -14,7 +14,6 @@ from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
 from ..config.values import bytes_of
 from ..display import hanging, size
 from ..errors import PackError
-from ..late import load
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -213,7 +212,8 @@ def _add_machines(
     width: int,
 ) -> str:
     """Add what a run needs of some machines; return it, ``none`` if it fits on no number."""
-    plan_machines = load("extras.pipeline.memory:plan_machines")
+    from ..memory.pipeline import plan_machines
+
     needed = plan_machines(headers, memory, recipe.lora, recipe.train, machines)
 
     for each in report:

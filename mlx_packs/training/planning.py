@@ -20,7 +20,6 @@ from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size
 from ..distributed.group import group
 from ..errors import PackError
-from ..late import load
 from ..memory.estimate import (
     Estimate,
     check_disk,
@@ -33,6 +32,7 @@ from ..memory.estimate import (
 )
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
+from ..memory.pipeline import of_stages
 from ..memory.plan import ERROR, DiskPlan, MatmulPathChoice, MemoryChoice, MemoryPlan, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
@@ -49,7 +49,7 @@ from .settings import Place, Request, Run, RunSettings
 
 def estimate_of(train: TrainConfig) -> Estimate:
     if train.pipeline:
-        return load("extras.pipeline.memory:of_stages")(group().size)
+        return of_stages(group().size)
     return estimate
 
 

@@ -16,7 +16,8 @@ from mlx_packs.extras.pipeline.adapters import (
     check_in_blocks,
     check_splittable,
 )
-from mlx_packs.extras.pipeline.stage import Stages, stage_blocks, stage_output
+from mlx_packs.extras.pipeline.stage import Stages, stage_output
+from mlx_packs.memory.pipeline import stage_blocks
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.runtime import mx
 from tests.distributed import runs

@@ -11,10 +11,11 @@ from ...config.lora import LoRAConfig
 from ...display import Display, size
 from ...distributed.group import group, join
 from ...errors import PackError, flag_of
+from ...memory.pipeline import stage_blocks
 from ...nn.surgery import block_prefixes
 from ...nn.wrapped import Injection
 from ...runtime import mx
-from .stage import RemoteBlock, RemoteEmbedding, RemoteHead, Stages, stage_blocks
+from .stage import RemoteBlock, RemoteEmbedding, RemoteHead, Stages
 
 if TYPE_CHECKING:
     from ...bases.model import BaseModel

@@ -128,13 +128,6 @@ class Stages(Group):
         return [list(map(np.asarray, function(item))) for item in items]
 
 
-def stage_blocks(blocks: int, stages: int) -> list[range]:
-    """Return the blocks of each stage; the first ones have more where they cannot be equal."""
-    least, more = divmod(blocks, stages)
-    starts = [stage * least + min(stage, more) for stage in range(stages + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
-
-
 _PROBE = (1, 4)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.cli.plan import plan
-from mlx_packs.extras.pipeline.memory import estimate_stage, of_stages, plan_machines, stage_headers
 from mlx_packs.memory.estimate import check_least, estimate, least
+from mlx_packs.memory.pipeline import estimate_stage, of_stages, plan_machines, stage_headers
 from mlx_packs.memory.read import describe, read_headers
 from tests.helpers.errors import raises
 

@@ -4,20 +4,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...bases.precision import activation_bytes
-from ...config.lora import LoRAConfig
-from ...config.schema import TrainConfig
-from ...display import size
-from ...memory.decoder_sizes import plan_of, sizes_of
-from ...memory.estimate import Estimate, cheapest, estimate
-from ...memory.headers import Headers
-from ...memory.plan import MemoryPlan, Shape, verdict
-from ...memory.read import estimator_of
-from .stage import stage_blocks
+from ..bases.precision import activation_bytes
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..display import size
+from .decoder_sizes import plan_of, sizes_of
+from .estimate import Estimate, cheapest, estimate
+from .headers import Headers
+from .plan import MemoryPlan, Shape, verdict
+from .read import estimator_of
 
 _BLOCKS = "model.layers."
 _TABLE = "model.embed_tokens."
 _HEAD = "lm_head."
+
+
+def stage_blocks(blocks: int, stages: int) -> list[range]:
+    """Return the blocks of each stage; the first ones have more where they cannot be equal."""
+    least, more = divmod(blocks, stages)
+    starts = [stage * least + min(stage, more) for stage in range(stages + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
 def estimate_stage(
