@@ -23,7 +23,7 @@ from ..config.choices import TASKS
 from ..config.fields import flags_of
 from ..config.other_names import COMMANDS as COMMAND_NAMES
 from ..config.other_names import OTHER_VALUES, ours_for, removal
-from ..distributed.launched import launched
+from ..distributed.link import launched
 from ..errors import CRASHED, Interrupted, PackError, any_of, did_you_mean, flag_of
 from ..terminal import guard, guarded
 from .examples import epilog

@@ -119,7 +119,7 @@ def train(
     "tiny:" marks the defaults for the bundled model.
     """
     from ..distributed.group import group
-    from ..distributed.launched import launched
+    from ..distributed.link import launched
     from ..tasks.phases import check_overridden
     from ..tasks.task import task_class
     from ..training.run import train_request

@@ -52,9 +52,9 @@ class RunOptions(Settings):
     )
     report_to: str | None = _output(
         None,
-        "Services to log to: tensorboard, trackio, wandb, swanlab, separated by commas.",
+        "Services to log to: tensorboard, wandb, swanlab, separated by commas.",
         metavar="NAMES",
-        common="Log to tensorboard, trackio, wandb or swanlab.",
+        common="Log to tensorboard, wandb or swanlab.",
     )
     project_name: str | None = _output(None, "Name of the project for --report-to.", metavar="NAME")
     trust_remote_code: bool = _data(

@@ -11,8 +11,7 @@ from ..errors import PackError
 from ..runtime import mx
 from . import group as current
 from .group import ALONE, Group
-from .launched import Launched, launched
-from .link import SILENCE_S, Link, connect
+from .link import SILENCE_S, Launched, Link, connect, launched
 
 _CONNECT_S = 60  # for MLX, once all ranks are there; it holds Python's lock meanwhile
 _link: Link | None = None  # of this process, as its group is
@@ -32,20 +31,16 @@ def joined_ranks() -> Iterator[Group]:
         yield ALONE
         return
 
-    ranks = _join(here)
-    if _link is None:  # mpirun ends them together
-        yield ranks
-        return
-
+    ranks, link = _join(here)
     try:
-        _link.begin()
+        link.begin()
         yield ranks
         ranks.highest(0)  # all have written what they write
     except BaseException as error:
         with signals.deferred():  # a launcher sends one to all if a rank has gone
-            _leave(_link, error)
+            _leave(link, error)
         raise
-    _link.end()
+    link.end()
 
 
 def _leave(link: Link, error: BaseException) -> None:
@@ -70,16 +65,14 @@ def when_gone(tell: Callable[[str], None]) -> None:
         _link.on_gone = tell
 
 
-def _join(here: Launched) -> Group:
-    """Connect with the first run in this process; later runs have its group."""
+def _join(here: Launched) -> tuple[Group, Link]:
+    """Connect with the first run in this process; later runs have its group and link."""
     global _link
-    if current.group() is not ALONE:
-        return current.group()
+    if _link is not None and current.group() is not ALONE:
+        return current.group(), _link
 
-    if here.host:
-        _link = connect(here, {name: version(name) for name in ("mlx-packs", "mlx", "mlx-lm")})
-        signal.alarm(_CONNECT_S)  # the process ends, as no Python can run
-
+    _link = connect(here, {name: version(name) for name in ("mlx-packs", "mlx", "mlx-lm")})
+    signal.alarm(_CONNECT_S)  # the process ends, as no Python can run
     try:
         ranks = Group(mx.distributed.init(strict=True))
     except RuntimeError as error:
@@ -88,4 +81,4 @@ def _join(here: Launched) -> Group:
         signal.alarm(0)
 
     current.join(ranks)
-    return ranks
+    return ranks, _link

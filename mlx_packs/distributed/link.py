@@ -5,16 +5,19 @@ the first one, which waits `WAIT_S` for all; then both sides of every link say t
 """
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import Code, PackError
+from ..reading import read_json
 from ..terminal import exit_at_once
-from .launched import Launched
 
 WAIT_S = 25.0  # for all ranks to call
 SILENCE_S = 15.0  # after which a rank counts as gone
@@ -23,6 +26,51 @@ _LONGEST = 1 << 16  # bytes of a message
 _GRACE_S = 2.0  # for an error of the own rank, which says more than the end of another
 _NOTICE_S = 0.5  # in which the end of another process is noticed
 GONE = 75  # exit code of a run of which a rank is gone
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A rank that was launched with others."""
+
+    rank: int  # from 0
+    size: int  # number of ranks
+    host: str  # where the others reach the first rank
+    port: int  # on which they do so before MLX connects them
+    own_port: int | None = None  # on which MLX waits for a neighbour here; None if not known
+
+
+def launched() -> Launched | None:
+    """Return how this process was launched; None if it is alone.
+
+    Raises:
+        PackError: the launcher's file is no list.
+    """
+    if "MLX_RANK" not in os.environ:
+        return None
+
+    rank = int(os.environ["MLX_RANK"])
+    if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
+        host, _, port = coordinator.rpartition(":")
+        size = len(_listed("MLX_IBV_DEVICES"))
+        return Launched(rank, size, host, int(port) + 1)
+
+    if host := os.environ.get("NCCL_HOST_IP"):
+        size = int(os.environ.get("MLX_WORLD_SIZE", "0"))
+        return Launched(rank, size, host, int(os.environ.get("NCCL_PORT", "0")) + 1)
+
+    ring = _listed("MLX_HOSTFILE")
+    if len(ring) < 2:
+        return None
+    host, _, port = ring[0][0].rpartition(":")
+    return Launched(rank, len(ring), host, int(port) - 1, int(ring[rank][0].rpartition(":")[2]))
+
+
+def _listed(variable: str) -> list:
+    """The list in the file that a variable names; empty without one."""
+    name = os.environ.get(variable)
+    if not name or not (file := Path(name)).is_file() or not file.stat().st_size:
+        return []
+    return read_json(file, list)
 
 
 class Link:

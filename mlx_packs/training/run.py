@@ -74,7 +74,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         resume: Whether to continue the run of ``out`` from its last checkpoint; the result is the
             same as of an uninterrupted run. All other arguments must be the original ones.
         resume_adapter_file: Pack to start from, its Hub id, or a file in mlx-lm's names.
-        report_to: Services to log to, separated by commas: tensorboard, trackio, wandb, swanlab.
+        report_to: Services to log to, separated by commas: tensorboard, wandb, swanlab.
         project_name: Name of the project for ``report_to``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         force: Whether to train even if the run is estimated not to fit into memory or on the disk.

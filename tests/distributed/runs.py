@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
-from mlx_packs.distributed.launched import launched
+from mlx_packs.distributed.link import launched
 from tests.helpers.bases import dense_tiny
 from tests.helpers.encoders import all_pairs, all_scored, write_encoder, write_pairs
 from tests.helpers.preferences import preference, rated

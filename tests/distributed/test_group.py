@@ -14,7 +14,7 @@ from mlx_packs.data.pairs import PairCollate
 from mlx_packs.data.sampler import Packed
 from mlx_packs.distributed import link
 from mlx_packs.distributed.group import ALONE
-from mlx_packs.distributed.launched import Launched, launched
+from mlx_packs.distributed.link import Launched, launched
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises

@@ -167,12 +167,11 @@ def test_a_fault_is_one_line_of_the_first_rank(tmp_path, rows_of_1, batch_size, 
 LOADS_A_TOKENIZER = """
 import socket, time
 from mlx_packs.distributed import link
-from mlx_packs.distributed.launched import Launched
 from mlx_packs.terminal import guarded_native
 
 link._GRACE_S = 0
 here, other = socket.socketpair()
-link.Link(Launched(0, 2), {1: here}).begin()
+link.Link(link.Launched(0, 2, "", 0), {1: here}).begin()
 with guarded_native():
     other.sendall(b'{"error": "data: not found"}\\n')
     time.sleep(30)

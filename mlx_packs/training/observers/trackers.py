@@ -1,12 +1,12 @@
-"""Experiment trackers: mlx-lm's own reporters for wandb and swanlab, and two more of that form."""
+"""Experiment trackers: mlx-lm's own reporters for wandb and swanlab, and one more of that form."""
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
+from ...config.other_names import value_hint
 from ...errors import PackError, reason_of
 from ...objectives.score import Score
-from ...terminal import guarded_native
 from ..observer import Observer
 from ..settings import Run
 from . import ObservedRun
@@ -14,20 +14,9 @@ from . import ObservedRun
 # What each tracker needs to be installed, by its name.
 PACKAGES = {
     "tensorboard": "tensorboardX",
-    "trackio": "trackio",
     "wandb": "wandb",
     "swanlab": "swanlab",
 }
-
-
-class Callback(Protocol):
-    """mlx-lm's interface of a tracker; ``iteration`` is the number of batches."""
-
-    def on_train_loss_report(self, train_info: dict) -> None:
-        """Report numbers of the last batches."""
-
-    def on_val_loss_report(self, val_info: dict) -> None:
-        """Report the validation loss."""
 
 
 class TensorBoard:
@@ -54,36 +43,6 @@ class TensorBoard:
         self._writer.flush()
 
 
-class Trackio:
-    """Logs to a local project of trackio, which `trackio show` opens."""
-
-    def __init__(self, run: Run, recipe: dict) -> None:
-        import trackio
-
-        self._trackio = trackio
-        with guarded_native():  # it prints to stdout, which is for results
-            trackio.init(
-                project=_project(run),
-                name=run.folder.name,
-                config=recipe,
-                resume="allow",
-            )
-
-    def on_train_loss_report(self, train_info: dict) -> None:
-        self._log(train_info)
-
-    def on_val_loss_report(self, val_info: dict) -> None:
-        self._log(val_info)
-
-    def close(self) -> None:
-        with guarded_native():
-            self._trackio.finish()
-
-    def _log(self, info: dict) -> None:
-        values = {name: value for name, value in info.items() if name != "iteration"}
-        self._trackio.log(values, step=info["iteration"])
-
-
 def check_report_to(report_to: str | None, project: str | None) -> None:
     """Check before anything is loaded that the trackers are known and installed."""
     if project is not None and not report_to:
@@ -96,6 +55,7 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
             text = f"must be of {', '.join(PACKAGES)}, but got '{name}'."
             if name == "none":
                 text += " Leave it out."
+            text += value_hint("report_to", name)
             raise PackError(f"--report-to {report_to}: {text}", "unknown")
         if not _is_installed(name):
             raise PackError(
@@ -124,7 +84,7 @@ def _project(run: Run) -> str:
 class Trackers(Observer):
     """Reports the numbers that mlx-lm's trainer reports, under its names."""
 
-    def __init__(self, callbacks: Sequence[Callback], unit: str) -> None:
+    def __init__(self, callbacks: Sequence[Any], unit: str) -> None:
         self._callbacks = callbacks
         self._unit = unit
 
@@ -166,7 +126,7 @@ class Trackers(Observer):
                 close()
 
 
-def _tracker(name: str, observed: ObservedRun) -> Callback:
+def _tracker(name: str, observed: ObservedRun) -> Any:
     """Return the tracker of a name; what it cannot begin with is an error of ``--report-to``."""
     from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
@@ -174,8 +134,6 @@ def _tracker(name: str, observed: ObservedRun) -> Callback:
     try:
         if name == "tensorboard":
             return TensorBoard(run)
-        if name == "trackio":
-            return Trackio(run, observed.recipe)
         return get_reporting_callbacks(
             name,
             project_name=_project(run),
