@@ -142,7 +142,6 @@ _VALUES = {
     "compute_dtype": DTYPES,
     "pack_dtype": DTYPES,
     "on_nan": {"skip, and lower --learning-rate": "back-off"},
-    "report_to": {"tensorboard": "trackio"},
     "search": {"random or tpe": "halving"},
     "exchange_dtype": DTYPES,
 }

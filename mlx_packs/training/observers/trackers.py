@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from ...config.other_names import value_hint
 from ...errors import PackError, reason_of
 from ...objectives.score import Score
 from ..observer import Observer
@@ -17,6 +16,7 @@ PACKAGES = {
     "wandb": "wandb",
     "swanlab": "swanlab",
 }
+_INSTEAD = {"none": " Leave it out.", "trackio": " Use tensorboard."}
 
 
 class TensorBoard:
@@ -53,9 +53,7 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
     for name in _names(report_to):
         if name not in PACKAGES:
             text = f"must be of {', '.join(PACKAGES)}, but got '{name}'."
-            if name == "none":
-                text += " Leave it out."
-            text += value_hint("report_to", name)
+            text += _INSTEAD.get(name, "")
             raise PackError(f"--report-to {report_to}: {text}", "unknown")
         if not _is_installed(name):
             raise PackError(
