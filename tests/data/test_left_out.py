@@ -1,16 +1,23 @@
-"""What rows say and nothing is trained on is named, with the count and the first place."""
+"""What rows and prompts say and the chat template or the training leaves out is named."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.tokenizer import with_template as templated
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import left_out
-from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
+from mlx_packs.data.formats import PREFERENCE, PROMPT, TOKEN_FORMATS, Row, first_format, format_of
 from mlx_packs.data.left_out import template_notes
+from mlx_packs.inference.generate import chat_prompt
+from mlx_packs.serving.fields import parsed
+from mlx_packs.serving.prompts import RequestPrompts
+from mlx_packs.serving.protocol import ChatBody
 from tests.helpers.bases import small_base
+from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA, TRAIN
 from tests.helpers.tasks import EncodedTask
@@ -246,3 +253,75 @@ def test_a_large_split_costs_a_limited_number_of_renderings(with_template, monke
 def test_bad_rows_are_left_to_those_who_name_them(with_template):
     bad = [{"messages": 5}, {"messages": [{"role": "user"}]}, [], {"text": "a"}]
     assert notes_of(with_template(), chat("a", "b"), *bad) == ["columns that are not used: text"]
+
+
+# A system message is rendered at the beginning only, and a message of a tool nowhere.
+PARTIAL = """\
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+
+SYSTEM = {"role": "system", "content": "Answer in one word, please."}
+
+USER = {"role": "user", "content": "Weather in Bonn?"}
+
+ANSWER = {"role": "assistant", "content": "It is clear in Bonn today."}
+
+RESULT = {"role": "tool", "content": "It is clear in Bonn today.", "tool_call_id": "a"}
+
+
+@pytest.fixture(scope="module")
+def partial(shared_tiny):
+    return templated(shared_tiny.tokenizer, PARTIAL)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "named"),
+    [
+        ([USER, ANSWER, RESULT], None, "messages of tool, message 3"),
+        ([USER, ANSWER, USER, {**RESULT, "content": "12"}], None, "messages of tool, message 4"),
+        ([USER, SYSTEM], None, "messages of system, message 2"),
+        ([USER, {**ANSWER, "tool_calls": [CALL]}], None, "calls of tools"),
+        ([USER], [TOOL], "leaves out tools"),
+    ],
+)
+def test_a_prompt_that_loses_a_part_is_rejected(shared_tiny, partial, messages, tools, named):
+    for _ in range(2):  # nothing is remembered of what was rejected
+        with raises("data", "messages", named):
+            chat_prompt(shared_tiny, messages, tools, partial)
+
+
+def test_a_prompt_that_is_rendered_whole(shared_tiny, partial, monkeypatch):
+    thoughts = {**ANSWER, "reasoning_content": "Hm."}  # of earlier answers, left out on purpose
+    for _ in range(2):
+        chat_prompt(shared_tiny, [SYSTEM, USER, thoughts, USER], None, partial)
+    monkeypatch.setattr(
+        left_out.Conversation, "render", None
+    )  # what was checked is not rendered again
+    other = [SYSTEM, {**USER, "content": "And tomorrow?"}, ANSWER, {**USER, "content": "?"}]
+    chat_prompt(shared_tiny, other, None, partial)
+
+
+def test_a_served_request_names_what_is_lost(shared_tiny, partial):
+    fields = {"model": "base", "messages": [{**SYSTEM, "role": "developer"}, USER]}
+    prompts = RequestPrompts(shared_tiny, 8, 512)
+    prompt = prompts.of_chat(parsed(ChatBody, json.dumps(fields).encode()), tokenizer=partial)
+    assert SYSTEM["content"] in shared_tiny.tokenizer.decode(prompt)
+    fields["messages"].append({**SYSTEM, "role": "developer"})
+    with raises("data", "messages", "messages of system, message 3"):
+        prompts.of_chat(parsed(ChatBody, json.dumps(fields).encode()), tokenizer=partial)
+
+
+def test_rows_after_the_first_are_checked_if_they_have_another_shape(partial, monkeypatch):
+    monkeypatch.setattr(left_out, "_RENDERINGS", 2)
+    values = [[SYSTEM, USER, ANSWER]] * 4 + [[USER, ANSWER, SYSTEM, USER, ANSWER]]
+    rows = [Row(f"rows:{i}", {"messages": turns}) for i, turns in enumerate(values)]
+    row_format = format_of(rows[0], DataConfig(), TOKEN_FORMATS)
+    note, _ = template_notes(rows, row_format, DataConfig(), partial)
+    assert "messages of system: 1 of 3 checked, the first in rows:4, message 3" in note
+
+
+def test_a_text_that_another_message_repeats_is_not_taken_for_the_lost_one(partial):
+    row = Row("rows:0", {"messages": [USER, RESULT, ANSWER]})
+    row_format = format_of(row, DataConfig(), TOKEN_FORMATS)
+    note, _ = template_notes([row], row_format, DataConfig(), partial)
+    assert "messages of tool: 1 of 1" in note
