@@ -13,7 +13,7 @@ from tests.fuzz.kinds.checkpoints import (
 )
 from tests.fuzz.kinds.ckpt import CkptKind
 from tests.fuzz.kinds.gguf import GgufKind
-from tests.fuzz.kinds.http import BodyKind, RawKind
+from tests.fuzz.kinds.http import BodyKind
 from tests.fuzz.kinds.hub import HubKind
 from tests.fuzz.kinds.image import ImageKind
 from tests.fuzz.kinds.imports import ImportKind
@@ -24,5 +24,5 @@ from tests.fuzz.kinds.tables import TableKind
 
 _BASES = (BaseBnb, BaseConfig, BaseDense, BaseEnc, BaseFp4, BaseRec, BaseSt, BaseTok)
 _FILES = (CkptKind, GgufKind, ImageKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
-_KINDS = (*_BASES, *_FILES, HubKind, BodyKind, RawKind)
+_KINDS = (*_BASES, *_FILES, HubKind, BodyKind)
 KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in _KINDS}
