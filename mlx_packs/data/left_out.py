@@ -1,9 +1,7 @@
 """What rows say that no token shows: unused columns, and parts the chat template leaves out."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..bases.chat_template import unread_variables
@@ -17,12 +15,12 @@ from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat, suggested_t
 from .near_copies import compared
 from .preferences import both_completions
 from .prompts import with_placeholder
-from .rendered_parts import Part, checked_parts, remedy
+from .rendered_parts import lost_parts, remedy
 from .row_format import RowError, optional
 from .sources import as_rows
 
 _LOOKED_AT = 10_000  # rows of a larger split
-_RENDERINGS = 300  # of a kind of part
+_MOST_ANSWERS = 300  # that are searched for thoughts
 _MOST_NAMES = 8  # of columns that a note has
 _THINK = "<think>"
 
@@ -39,7 +37,10 @@ def template_notes(
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
     tasks: list[str] = []  # that train on columns which are not used
-    checks = _Checks()
+    kept: set[tuple] = set()  # shapes of parts that the chat template renders
+    lost: dict[str, str] = {}  # kinds of parts that it leaves out, and the first place of each
+    without_thoughts = ""  # the first answer that lacks thoughts which its prompt opens
+    answers = 0
 
     for _, row in compared(as_rows(rows), _LOOKED_AT):
         try:
@@ -55,11 +56,25 @@ def template_notes(
             tasks = tasks or suggested_tasks(row, names, columns)
 
         for conversation in _conversations(row, row_format, names, tokenizer):
-            checks.add(conversation)
+            for part in lost_parts(conversation, kept, lambda kind: kind not in lost):
+                lost.setdefault(part.kind, f"{conversation.where}{part.place}")
+            if not without_thoughts and answers < _MOST_ANSWERS:
+                answers += 1
+                if _lacks_opened_thoughts(conversation):
+                    without_thoughts = conversation.where
             variables = dict.fromkeys(conversation.variables, conversation.where) | variables
 
     unread = {name: variables[name] for name in unread_variables(tokenizer, variables)}
-    notes = [*_unread_note(unread), *checks.notes()]
+    notes = _unread_note(unread)
+    for kind, place in lost.items():
+        notes.append(f"the chat template leaves out {kind}, the first in {place}. {remedy(kind)}")
+    if without_thoughts:
+        notes.append(
+            "the chat template opens thoughts at the end of a prompt, but the answer in "
+            f"{without_thoughts} has none: in use it would count as thoughts. Write thoughts into "
+            "the answers, or set a variable of the template that turns thoughts off, as in "
+            "--template-kwargs '{\"enable_thinking\": false}'"
+        )
     if unused:
         note = f"columns that are not used: {_listed(list(unused))}"
         if tasks:
@@ -113,70 +128,16 @@ def _conversations(
         return
 
 
-@dataclass
-class _Count:
-    """How many parts of a kind were checked and are missing, and where the first of them is."""
-
-    checked: int = 0
-    missing: int = 0
-    first: str = ""
-
-    def add(self, is_missing: bool, place: str) -> None:
-        self.checked += 1
-        self.missing += is_missing
-        if is_missing:
-            self.first = self.first or place
-
-
-class _Checks:
-    """Parts of conversations that the chat template leaves out, and thoughts that it opens.
-
-    Up to `_RENDERINGS` parts of each kind are checked, and the first part of each shape.
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, _Count] = defaultdict(_Count)
-        self._shapes: set[tuple] = set()
-        self._opened = _Count()
-
-    def add(self, conversation: Conversation) -> None:
-        def is_checked(part: Part) -> bool:
-            return self._kinds[part.kind].checked < _RENDERINGS or part.shape not in self._shapes
-
-        for part, is_lost in checked_parts(conversation, is_checked):
-            self._shapes.add(part.shape)
-            self._kinds[part.kind].add(is_lost, f"{conversation.where}{part.place}")
-
-        is_answer = conversation.messages[-1]["role"] == "assistant"
-        if is_answer and self._opened.checked < _RENDERINGS:
-            with suppress(RowError):  # the template does not take the prompt
-                self._opened.add(_lacks_opened_thoughts(conversation), conversation.where)
-
-    def notes(self) -> list[str]:
-        notes = [
-            f"the chat template leaves out {kind}: {count.missing:,} of {count.checked:,} checked, "
-            f"the first in {count.first}. {remedy(kind)}"
-            for kind, count in self._kinds.items()
-            if count.missing
-        ]
-
-        if count := self._opened.missing:
-            notes.append(
-                f"the chat template opens thoughts at the end of a prompt, but {count:,} of "
-                f"{self._opened.checked:,} answers checked have none, the first in "
-                f"{self._opened.first}: in use they would count as thoughts. Write thoughts into "
-                "them, or set a variable of the template that turns thoughts off, as in "
-                "--template-kwargs '{\"enable_thinking\": false}'"
-            )
-        return notes
-
-
 def _lacks_opened_thoughts(conversation: Conversation) -> bool:
     """Whether the prompt of the last answer ends with a mark that the answer lacks."""
-    before = conversation.messages[:-1]
-    prompt = conversation.render(before, True).rstrip()
-    marks = (_THINK, getattr(conversation.tokenizer, "think_start", None) or _THINK)
-
-    if not prompt.endswith(marks):
+    if conversation.messages[-1]["role"] != "assistant":
         return False
-    return not conversation.render(conversation.messages).startswith(prompt)
+
+    marks = (_THINK, getattr(conversation.tokenizer, "think_start", None) or _THINK)
+    try:
+        prompt = conversation.render(conversation.messages[:-1], True).rstrip()
+        if not prompt.endswith(marks):
+            return False
+        return not conversation.render(conversation.messages).startswith(prompt)
+    except RowError:  # the template does not take the prompt
+        return False

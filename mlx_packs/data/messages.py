@@ -72,7 +72,7 @@ def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
     turns: list[Turn] = []
     for message in messages:
         turn = _turn(message, folder)
-        is_call = message.get("role", message.get("from")) in _CALLS
+        is_call = (message.get("role") or message.get("from")) in _CALLS
         if is_call and turns and turns[-1].message["role"] == "assistant":
             raise ValueError(
                 "a call follows an answer or another call. Write them as one answer: its text, and "

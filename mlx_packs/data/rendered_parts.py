@@ -54,35 +54,34 @@ class Part:
 def check_rendered(conversation: Conversation) -> None:
     """Raise a PackError if the chat template leaves out a message, a call or a tool.
 
-    Of each shape of parts one is checked. Thoughts of earlier answers are left out on purpose.
+    Thoughts of earlier answers are left out on purpose.
     """
     tokenizer = conversation.tokenizer
-    shapes = tokenizer.__dict__.setdefault("_rendered_shapes", set())
-    context = (str(tokenizer.chat_template), repr(conversation.variables))
-    if len(shapes) > _MOST_SHAPES:
-        shapes.clear()
+    kept = tokenizer.__dict__.setdefault("_rendered_shapes", set())
+    if len(kept) > _MOST_SHAPES:
+        kept.clear()
 
-    def is_unknown(part: Part) -> bool:
-        return (*part.shape, *context) not in shapes and part.kind.startswith(_REQUIRED)
-
-    for part, is_lost in checked_parts(conversation, is_unknown):
-        if is_lost:
-            raise PackError(
-                f"{template_file(tokenizer)}: the chat template leaves out {part.kind}"
-                f"{part.place}. {remedy(part.kind)}.",
-                "data",
-                "messages",
-            )
-        shapes.add((*part.shape, *context))
+    for part in lost_parts(conversation, kept, lambda kind: kind.startswith(_REQUIRED)):
+        raise PackError(
+            f"{template_file(tokenizer)}: the chat template leaves out {part.kind}{part.place}. "
+            f"{remedy(part.kind)}.",
+            "data",
+            "messages",
+        )
 
 
-def checked_parts(
-    conversation: Conversation, is_checked: Callable[[Part], bool]
-) -> Iterator[tuple[Part, bool]]:
-    """Yield each part that ``is_checked``, and whether the chat template leaves it out."""
+def lost_parts(
+    conversation: Conversation, kept: set[tuple], is_checked: Callable[[str], bool]
+) -> Iterator[Part]:
+    """Yield the parts that the chat template leaves out, of kinds for which ``is_checked``.
+
+    ``kept`` has shapes whose parts are rendered: these are not checked again, and others are added.
+    """
+    context = (str(conversation.tokenizer.chat_template), repr(conversation.variables))
     rendered: str | None = None
     for part in _parts(conversation):
-        if not is_checked(part):
+        shape = (*part.shape, *context)
+        if shape in kept or not is_checked(part.kind):
             continue
 
         try:
@@ -91,7 +90,10 @@ def checked_parts(
             is_lost = part.is_lost(conversation, rendered)
         except RowError:  # the template does not take the one or the other
             continue
-        yield part, is_lost
+        if is_lost:
+            yield part
+        else:
+            kept.add(shape)
 
 
 def remedy(kind: str) -> str:
@@ -105,7 +107,7 @@ def _parts(conversation: Conversation) -> Iterator[Part]:
     for i in range(len(tools)):
         others = [*tools[:i], *tools[i + 1 :]] or None
         change = partial(replace, conversation, tools=others)
-        yield Part("tools", "", ("tools", bool(others)), None, change)
+        yield Part("tools", "", ("tools", bool(others), i > 0), None, change)
 
     answers = 0
     for i, message in enumerate(conversation.messages):
@@ -116,13 +118,16 @@ def _parts(conversation: Conversation) -> Iterator[Part]:
             place = f", answer {answers}"
 
         before = conversation.messages[i - 1]["role"] if i else None
+        is_last = i == len(conversation.messages) - 1
+        earlier: set[str] = set()  # kinds of parts of this message
         for kind, text, other in _parts_of(message, is_answer):
 
             def change(i: int = i, other: Mapping = other) -> Conversation:
                 messages = [*conversation.messages[:i], other, *conversation.messages[i + 1 :]]
                 return replace(conversation, messages=messages)
 
-            yield Part(kind, place, (kind, before), text, change)
+            yield Part(kind, place, (kind, before, is_last, kind in earlier), text, change)
+            earlier.add(kind)
 
 
 def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | None, dict]]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from ..config.choices import LOSSES
@@ -135,13 +136,6 @@ PROMPT_FORMATS: tuple[RowFormat, ...] = (PROMPT,)
 LABEL_FORMATS: tuple[RowFormat, ...] = (LabelledChat("labelled chats"), LabelledText())
 
 
-class Pair(NamedTuple):
-    """The texts of an example, by column, and the score of a scored pair."""
-
-    texts: list[str]
-    score: float | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class PairFormat(RowFormat):
     """Rows of sentence-transformers, which an encoder trains on.
@@ -193,8 +187,8 @@ class PairFormat(RowFormat):
         is_judged = any(column in row.value for column in RELEVANCE_NAMES)
         return super().matches(row, names) and not (is_document and is_judged)
 
-    def usable(self, row: Row) -> Iterator[Pair]:
-        """Yield a pair for each positive of a row; a RowError says what is wrong with it."""
+    def usable(self, row: Row) -> Iterator[tuple[list[str], float | None]]:
+        """Yield the texts of each pair of a row and its score; a RowError says what is wrong."""
         columns = [self._texts(row, column) for column in self.sides]
         for name, texts in zip(self.sides, columns, strict=True):
             for text in texts:
@@ -207,7 +201,7 @@ class PairFormat(RowFormat):
             score = number_of(row, self.column(row, self.score_column))
         (first,), seconds, *negatives = columns
         for second in seconds:
-            yield Pair([first, second, *(text for texts in negatives for text in texts)], score)
+            yield [first, second, *chain.from_iterable(negatives)], score
 
     def _texts(self, row: Row, name: str) -> list[str]:
         """Return one text, of answers to an anchor one or several."""
