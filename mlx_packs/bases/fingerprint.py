@@ -10,17 +10,16 @@ same ones, while a pack on a base with another of them is only worth a note.
 
 import hashlib
 import json
-import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from ..cache import Cache, key_of
-from ..errors import PackError, printable
+from ..errors import PackError, printable, warn_once
 from ..reading import read_header, sha256
 from .files import CHECKPOINT_FILES, MORE_TEMPLATES, RECORD, weight_files
 
@@ -31,7 +30,6 @@ _BUFFER_BYTES = 1 << 20
 _THREADS = 8
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
 _NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
-_log = logging.getLogger("mlx_packs")
 
 FileState = tuple[str, int, int, int, int]  # path, size, mtime_ns, ctime_ns, inode
 
@@ -99,13 +97,11 @@ def changed_texts(path: Path, recorded: Mapping[str, str]) -> list[str]:
     return [printable(name) for name in names if current.get(name) != recorded.get(name)]
 
 
-@lru_cache(maxsize=256)
-def say_changed(where: str, path: Path, names: tuple[str, ...]) -> None:
+def say_changed(where: str, path: Path, names: Sequence[str]) -> None:
     """Log once that a pack was trained with other files beside the weights."""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += " …"
-    _log.warning(
+    more = " …" if len(names) > 3 else ""
+    shown = ", ".join(names[:3]) + more
+    warn_once(
         "%s: was trained with another %s than %s has. Results may differ.", where, shown, path
     )
 
@@ -135,9 +131,8 @@ def _hash_tensors(files: list[Path]) -> str:
                 owners.append(len(tensors))
             tensors.append([name, tensor["dtype"], tensor["shape"], []])
 
-    jobs = _jobs(pieces)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        hashes = [digest for digests in pool.map(_hash_pieces, jobs) for digest in digests]
+        hashes = pool.map(_hash_piece, pieces)
 
     for owner, digest in zip(owners, hashes, strict=True):
         tensors[owner][3].append(digest)
@@ -146,42 +141,20 @@ def _hash_tensors(files: list[Path]) -> str:
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _jobs(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """The pieces in their order, in lists of one file and at most 16 MiB or one piece."""
-    jobs: list[list[_Piece]] = []
-    size = 0
+def _hash_piece(piece: _Piece) -> str:
+    """The SHA-256 of a piece.
 
-    for piece in pieces:
-        if not jobs or jobs[-1][0].file != piece.file or size + piece.size > _PIECE_BYTES:
-            jobs.append([])
-            size = 0
-
-        jobs[-1].append(piece)
-        size += piece.size
-    return jobs
-
-
-def _hash_pieces(pieces: list[_Piece]) -> list[str]:
-    """The SHA-256 of each piece.
-
-    They are read rather than mapped: mapped pages count in the peak of a process, and a mapped file
+    It is read rather than mapped: mapped pages count in the peak of a process, and a mapped file
     that is cut short kills the process.
     """
-    digests = []
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-
-    with pieces[0].file.open("rb", buffering=0) as f:
-        for piece in pieces:
-            digest = hashlib.sha256()
-            f.seek(piece.offset)
-
-            left = piece.size
-            while left:
-                count = f.readinto(buffer[: min(left, _BUFFER_BYTES)])
-                if not count:
-                    raise PackError(f"{piece.file}: was cut short while it was read.", "unreadable")
-                digest.update(buffer[:count])
-                left -= count
-
-            digests.append(digest.hexdigest())
-    return digests
+    digest = hashlib.sha256()
+    left = piece.size
+    with piece.file.open("rb", buffering=0) as f:
+        f.seek(piece.offset)
+        while left:
+            content = f.read(min(left, _BUFFER_BYTES))
+            if not content:
+                raise PackError(f"{piece.file}: was cut short while it was read.", "unreadable")
+            digest.update(content)
+            left -= len(content)
+    return digest.hexdigest()

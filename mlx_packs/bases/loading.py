@@ -1,19 +1,16 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from .. import late, runtime
-from ..config.choices import ARCHITECTURES, architecture_of, registered
+from .. import runtime
+from ..config.choices import architecture_of
 from ..errors import Float16Overflow, PackError, library_errors, warn_once
 from ..nn.frozen_weight import CustomWeight, with_dense_dtype
 from ..nn.surgery import replace_modules
@@ -26,6 +23,7 @@ from .compressed_tensors import (
     quantization_in_mlx,
     without_quantization,
 )
+from .encoder import load_encoder
 from .files import (
     CONFIG,
     TINY,
@@ -56,22 +54,6 @@ from .unsupported import unreadable
 from .weight_formats import named_format
 
 Weights = dict[str, mx.array]
-_LOAD_ENCODER = "bases.encoder:load_encoder"
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A checkpoint and the arguments of `load_base_model`."""
-
-    name: str
-    path: Path
-    config: dict
-    trust_remote_code: bool
-    quantize: str
-    double_quant: bool
-    keep: tuple[str, ...]
-    compute_dtype: str
-    lazy: bool
 
 
 def load_base_model(
@@ -89,35 +71,18 @@ def load_base_model(
     Raises:
         PackError: there is no such checkpoint, or its tensors do not fit its config.
     """
-    path, config = _checkpoint(name)
-    request = _Request(
-        name=str(name),
-        path=path,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        quantize=quantize,
-        double_quant=double_quant,
-        keep=tuple(keep),
-        compute_dtype=compute_dtype,
-        lazy=lazy,
-    )
-    return _LOADERS[architecture_of(config.get("model_type"))](request)
+    path, stored = _checkpoint(name)
+    if architecture_of(stored.get("model_type")) == "encoder":
+        return _load_encoder(str(name), path, stored, quantize, compute_dtype, trust_remote_code)
 
-
-def _load_decoder(request: _Request) -> BaseModel:
-    """Load a causal language model; if it is to be quantized, while it is read."""
-    path = request.path
     ahead = read_ahead(path)
-    stored = request.config
-    quantize = format_on_loading(stored, request.quantize)
-    keep = request.keep
-
+    quantize = format_on_loading(stored, quantize)
     options = None
     if quantize != "none":
-        options = QuantizeOptions(named_format(quantize, request.double_quant), keep)
+        options = QuantizeOptions(named_format(quantize, double_quant), tuple(keep))
         check_not_quantized(quantize, stored, quantized_as(path, stored))
 
-    dtype = _activation_dtype(stored, request.compute_dtype)
+    dtype = _activation_dtype(stored, compute_dtype)
     rounding = RoundingError()
 
     def prepare(model: nn.Module, weights: Weights) -> Weights:
@@ -126,7 +91,7 @@ def _load_decoder(request: _Request) -> BaseModel:
         place_custom_weights(model, weights, dtype, stored, path)
         return with_rounded_scales(weights, stored, dtype)
 
-    model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
+    model, config, sources = load_model_of(path, trust_remote_code, prepare)
 
     quantization = config.get("quantization") or custom_quantization(model)
     if options:
@@ -145,23 +110,23 @@ def _load_decoder(request: _Request) -> BaseModel:
 
     _set_dense_dtype(model, dtype)
     names: list[str] = []
-    if runtime.on_cpu() or request.compute_dtype != "auto":
+    if runtime.on_cpu() or compute_dtype != "auto":
         names = _cast(model, dtype)
 
     model.freeze()
     model.eval()
 
-    if not request.lazy:
+    if not lazy:
         mx.eval(model.parameters(), constants_of(model))
         if names and dtype == mx.float16:
             _check_range(model, names)
 
-    tokenizer = load_tokenizer(path, config, request.trust_remote_code, ahead)
-    if not request.lazy:
-        take_images(tokenizer, request.name, path, config, model)
+    tokenizer = load_tokenizer(path, config, trust_remote_code, ahead)
+    if not lazy:
+        take_images(tokenizer, str(name), path, config, model)
 
     return BaseModel(
-        name=request.name,
+        name=str(name),
         path=path,
         model=model,
         tokenizer=tokenizer,
@@ -170,24 +135,18 @@ def _load_decoder(request: _Request) -> BaseModel:
         quantization=dict(quantization),
         weight_map=sources,
         compute_dtype=dtype_of(model),
-        is_lazy=request.lazy,
+        is_lazy=lazy,
         rounding_error=rounding.relative if options else None,
     )
 
 
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
     """A base whose weights are not read, in their stored dtypes, without a tokenizer."""
-    path, config = _checkpoint(name)
-    load = _LAZY_LOADERS[architecture_of(config.get("model_type"))]
-    return load(str(name), path, config, trust_remote_code)
+    path, stored = _checkpoint(name)
+    if architecture_of(stored.get("model_type")) == "encoder":
+        encoder = load_encoder(path, stored, lazy=True)
+        return BaseModel(str(name), path, encoder, None, stored, fingerprint(path))
 
-
-def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) -> BaseModel:
-    model = late.load(_LOAD_ENCODER)(path, config, lazy=True)
-    return BaseModel(name, path, model, None, config, fingerprint(path))
-
-
-def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         place_custom_weights(model, weights, dense_dtype(weights), stored, path)
         return with_rounded_scales(weights, stored, DTYPES[stored_dtype(stored)])
@@ -199,7 +158,7 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
 
     quantization = config.get("quantization") or custom_quantization(model)
     return BaseModel(
-        name, path, model, None, config, fingerprint(path), dict(quantization), sources
+        str(name), path, model, None, config, fingerprint(path), dict(quantization), sources
     )
 
 
@@ -260,7 +219,11 @@ def load_model_of(
             to_names_of_model = getattr(model, "sanitize", lambda weights: weights)
 
             def sanitize(weights: Weights) -> Weights:
-                own = from_bitsandbytes(dict(weights), str(path))
+                own = dict(weights)
+                if files_not_read(path):  # mlx-lm reads every model*.safetensors of a folder
+                    files = map(str, weight_files(path))
+                    own = {name: w for file in files for name, w in mx.load(file).items()}
+                own = from_bitsandbytes(own, str(path))
                 own = from_compressed_tensors(own, stored, path, DTYPES[stored_dtype(stored)])
                 # the caller keeps this one: nothing else may reference a dense weight
                 weights.clear()
@@ -280,29 +243,11 @@ def load_model_of(
 
         return make, arguments_class
 
-    with library_errors(partial(unreadable, path, named)), _named_files_only(path):
+    with library_errors(partial(unreadable, path, named)):
         model, config = load_model(path, lazy=True, get_model_classes=classes, **flags)
 
     vars(model).pop("sanitize", None)
     return model, config, sources
-
-
-@contextmanager
-def _named_files_only(path: Path) -> Iterator[None]:
-    """Let mlx-lm, which reads every model*.safetensors of a folder, read only the weights of it."""
-    import mlx_lm.utils
-
-    if not files_not_read(path):
-        yield
-        return
-
-    stock = mlx_lm.utils.glob
-    files = [str(file) for file in weight_files(path)]
-    mlx_lm.utils.glob = SimpleNamespace(glob=lambda _: files)
-    try:
-        yield
-    finally:
-        mlx_lm.utils.glob = stock
 
 
 def _with_model_names(weights: Weights, model: nn.Module) -> Weights:
@@ -355,36 +300,26 @@ def _checkpoint(name: str | Path) -> tuple[Path, dict]:
     return path, config
 
 
-def _load_encoder(request: _Request) -> BaseModel:
-    name = request.name
-    if request.quantize != "none":
+def _load_encoder(
+    name: str, path: Path, config: dict, quantize: str, compute_dtype: str, trust_remote_code: bool
+) -> BaseModel:
+    if quantize != "none":
         raise PackError(
-            f"--quantize {request.quantize}: {name} is an encoder, and those are trained in "
+            f"--quantize {quantize}: {name} is an encoder, and those are trained in "
             "float32: `packs plan` says why.",
             "unsupported",
         )
-    if request.compute_dtype not in ("auto", "float32"):
+    if compute_dtype not in ("auto", "float32"):
         raise PackError(
-            f"--compute-dtype {request.compute_dtype}: {name} is an encoder, which computes in "
-            "float32.",
+            f"--compute-dtype {compute_dtype}: {name} is an encoder, which computes in float32.",
             "unsupported",
         )
 
-    path = request.path
-    config = request.config
     ahead = read_ahead(path)
-    model = late.load(_LOAD_ENCODER)(path, config)
+    model = load_encoder(path, config)
     lower_case = model.sentence_config.lower_case
-    tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code, ahead)
+    tokenizer = load_encoder_tokenizer(path, config, lower_case, trust_remote_code, ahead)
     return BaseModel(name, path, model, tokenizer, config, fingerprint(path))
-
-
-_LOADERS: dict[str, Callable[[_Request], BaseModel]] = registered(
-    ARCHITECTURES, {"decoder": _load_decoder, "encoder": _load_encoder}
-)
-_LAZY_LOADERS: dict[str, Callable[[str, Path, dict, bool], BaseModel]] = registered(
-    ARCHITECTURES, {"decoder": _lazy_decoder, "encoder": _lazy_encoder}
-)
 
 
 def _activation_dtype(config: dict, requested: str) -> mx.Dtype:

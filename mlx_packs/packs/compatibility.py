@@ -112,7 +112,7 @@ def _check_base(
 
     recorded = ours.get("text_files")
     if recorded and (names := changed_texts(path, recorded)):
-        say_changed(where, path, tuple(names))
+        say_changed(where, path, names)
 
 
 def check_checkpoint(pack: Pack, model: str | Path) -> tuple[Path, dict]:
