@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PackError, file_errors
+from ..errors import Code, PackError, file_errors
 from ..kinds import check_keys, check_kind
 from ..reading import read_json
 
@@ -64,10 +64,10 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
     settings = _read(path / SETTINGS)
     prompts = _read(path / PROMPTS)
     if name := prompts.get("default_prompt_name"):
-        raise PackError(
-            f"{path / PROMPTS}: puts the prompt '{name}' before every text. Set "
-            "default_prompt_name to null and write it into your texts.",
-            "unsupported",
+        raise _unsupported(
+            path / PROMPTS,
+            f"puts the prompt '{name}' before every text. Set default_prompt_name to null and "
+            "write it into your texts.",
         )
 
     longest = settings.get("max_seq_length")
@@ -76,10 +76,8 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
         longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
 
     if longest is not None and not (type(longest) is int and longest > 2):
-        raise PackError(
-            f"{path / SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}.",
-            "unreadable",
-        )
+        fault = f"max_seq_length must be an integer above 2, but is {longest!r}."
+        raise _unsupported(path / SETTINGS, fault, "unreadable")
 
     lower_case = settings.get("do_lower_case") is True
     with file_errors(path / PROMPTS):
@@ -102,40 +100,37 @@ def _modules(path: Path) -> tuple[str, bool, bool]:
     kinds = []
     for module in _read(file, list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-            raise PackError(
-                f"{file}: every module must have a 'type', but got {module}.", "unreadable"
-            )
+            fault = f"every module must have a 'type', but got {module}."
+            raise _unsupported(file, fault, "unreadable")
 
         kind = module["type"].rpartition(".")[2]
         place = module.get("path") or ""
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
-            raise PackError(
-                f"{file}: the path of a module must be in the folder, but is {place!r}.",
-                "unreadable",
-            )
+            fault = f"the path of a module must be in the folder, but is {place!r}."
+            raise _unsupported(file, fault, "unreadable")
 
         kinds.append(kind)
         if kind == "Transformer" and place:
-            raise PackError(
-                f"{file}: its Transformer is in the folder '{place}'. Move what is in it up, and "
-                "set its path to ''.",
-                "unsupported",
+            raise _unsupported(
+                file,
+                f"its Transformer is in the folder '{place}'. Move what is in it up, and set its "
+                "path to ''.",
             )
 
         if kind == "Pooling":
             pooling, pools_prompt = _pooling(path / place / "config.json")
         elif kind not in ("Transformer", "Normalize"):
-            raise PackError(
-                f"{file}: the module {kind} ('{place}') is not supported. Known are Transformer, "
-                "Pooling and Normalize.",
-                "unsupported",
+            raise _unsupported(
+                file,
+                f"the module {kind} ('{place}') is not supported. Known are Transformer, Pooling "
+                "and Normalize.",
             )
 
     if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise PackError(
-            f"{file}: must be Transformer, Pooling and at most Normalize, in this order, but is "
+        raise _unsupported(
+            file,
+            "must be Transformer, Pooling and at most Normalize, in this order, but is "
             f"{', '.join(kinds)}.",
-            "unsupported",
         )
 
     return pooling, "Normalize" in kinds, pools_prompt
@@ -150,22 +145,22 @@ def _pooling(file: Path) -> tuple[str, bool]:
 
     if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
-        names |= {"lasttoken": "lasttoken"}
-        switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}
-        methods = [names.get(key, key) for key, value in switches.items() if value is True]
-        methods = [name for name in methods if name != "include_prompt"]
+        on = [key for key, value in config.items() if value is True and key != "include_prompt"]
+        switches = [key.removeprefix("pooling_mode_") for key in on]
+        methods = [names.get(key, key) for key in switches]
 
     if isinstance(methods, str):
         methods = [methods]
     methods = list(methods or [])
     if len(methods) != 1 or methods[0] not in POOLING:
-        raise PackError(
-            f"{file}: pools by {' and '.join(map(str, methods)) or 'nothing'}. Supported is one "
-            f"of {', '.join(POOLING)}.",
-            "unsupported",
-        )
+        used = " and ".join(map(str, methods)) or "nothing"
+        raise _unsupported(file, f"pools by {used}. Supported is one of {', '.join(POOLING)}.")
 
     return methods[0], config.get("include_prompt") is not False
+
+
+def _unsupported(file: Path, fault: str, code: Code = "unsupported") -> PackError:
+    return PackError(f"{file}: {fault}", code)
 
 
 def _read(file: Path, kind: type = dict) -> Any:

@@ -140,18 +140,18 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> Any:
         value = _of_mapping(value)
 
     if isinstance(value, Image.Image):
-        return _file_of(value) or value
+        return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if not isinstance(value, (str, Path)):
-        raise PackError("must be a path, a URL, bytes, or a PIL image.")
+        raise ValueError("must be a path, a URL, bytes, or a PIL image.")
 
     text = str(value)
     if text[:5].lower() == "data:":
         return _of_data_url(text)
     if _is_http(text):
         if not allow_urls:
-            raise PackError(
+            raise ValueError(
                 "is on the network, from where nothing is fetched by default. Pass --allow-urls, "
                 "or download it."
             )
@@ -160,40 +160,30 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> Any:
     return _read(text, folder)
 
 
-def _file_of(image: Any) -> bytes | None:
-    """Return the file of an image that is open but not decoded, as `datasets` gives it."""
-    file = getattr(image, "fp", None)
-    if file is None or not getattr(image, "tile", None) or getattr(image, "is_animated", False):
-        return None
-
-    file.seek(0)
-    return file.read(MOST_BYTES)
-
-
 def _of_mapping(value: Mapping) -> Any:
     """Bytes come before a path, which may be one of another machine."""
     content = value.get("bytes")
     if content is not None:
         is_stored = isinstance(content, str) and content.startswith("data:")
         if not is_stored and not isinstance(content, (bytes, bytearray, memoryview)):
-            raise PackError(f"'bytes' must be bytes, but is a {type(content).__name__}.")
+            raise ValueError(f"'bytes' must be bytes, but is a {type(content).__name__}.")
         return content
 
     path = value.get("path")
     if not isinstance(path, str):
-        raise PackError("has neither 'bytes' nor a 'path'. Give one of them.")
+        raise ValueError("has neither 'bytes' nor a 'path'. Give one of them.")
     return path
 
 
 def _of_data_url(url: str) -> bytes:
     kind, comma, payload = url[5:].partition(",")
     if not comma or not kind.lower().rstrip().endswith(";base64"):
-        raise PackError("must be written as data:image/png;base64,…")
+        raise ValueError("must be written as data:image/png;base64,…")
 
     try:
         return base64.b64decode(re.sub(r"\s", "", unquote(payload)), validate=True)
     except ValueError:
-        raise PackError("is not valid base64. Encode the file again.") from None
+        raise ValueError("is not valid base64. Encode the file again.") from None
 
 
 def _fetched(url: str) -> bytes:
@@ -204,24 +194,20 @@ def _fetched(url: str) -> bytes:
     end = time.monotonic() + URL_SECONDS
     request = {"headers": {"Accept-Encoding": "identity"}, "timeout": URL_SECONDS}
 
-    with library_errors(
-        lambda reason: PackError(f"cannot be fetched ({reason}). Try again, or download it.")
-    ):
-        with get_session().stream("GET", url, **request) as response:
-            if response.status_code != 200:
-                raise PackError(
-                    f"cannot be fetched (status {response.status_code}). Correct the URL."
-                )
+    def failed(reason: str) -> PackError:
+        return PackError(f"cannot be fetched ({reason}). Correct the URL, or download it.")
 
-            for chunk in response.iter_raw():
-                content += chunk
-                if len(content) > MOST_URL_BYTES:
-                    raise PackError(
-                        f"has more than {MOST_URL_BYTES // 1_000_000} MB, the most that is "
-                        "fetched. Download it."
-                    )
-                if time.monotonic() > end:
-                    raise PackError(f"takes more than {URL_SECONDS} s to fetch. Download it.")
+    with library_errors(failed), get_session().stream("GET", url, **request) as response:
+        if response.status_code != 200:
+            raise failed(f"status {response.status_code}")
+
+        for chunk in response.iter_raw():
+            content += chunk
+            if len(content) > MOST_URL_BYTES:
+                most = MOST_URL_BYTES // 1_000_000
+                raise PackError(f"has more than {most} MB, the most that is fetched. Download it.")
+            if time.monotonic() > end:
+                raise PackError(f"takes more than {URL_SECONDS} s to fetch. Download it.")
 
     return bytes(content)
 
@@ -233,27 +219,27 @@ def _read(text: str, folder: Path | None) -> bytes:
             return file.read()
 
     except PackError as error:
-        raise PackError(error.text) from None
+        raise ValueError(error.text) from None
     except (FileNotFoundError, NotADirectoryError):
         place = f" in {folder or 'the current folder'}"
         if Path(_path_of(text)).is_absolute():
             place = ""
-        raise PackError(f"there is no such file{place}. Correct the path.") from None
+        raise ValueError(f"there is no such file{place}. Correct the path.") from None
     except OSError as error:
-        raise PackError(f"cannot be read ({error.strerror}).") from None
+        raise ValueError(f"cannot be read ({error.strerror}).") from None
     except ValueError:  # a zero byte
-        raise PackError("is no path.") from None
+        raise ValueError("is no path.") from None
 
 
 def _path_of(text: str) -> str:
     if text[:5].lower() == "file:":
         path = re.match(r"(//(localhost)?)?(/[^/].*)", text[5:], re.DOTALL)
         if path is None:
-            raise PackError("must name a whole path, as file:///folder/image.png does.")
+            raise ValueError("must name a whole path, as file:///folder/image.png does.")
         return unquote(path[3])
 
     if scheme := re.match(r"[A-Za-z][\w+.-]+://", text):
-        raise PackError(f"is a URL of {scheme[0]}, which is not read. Download it.")
+        raise ValueError(f"is a URL of {scheme[0]}, which is not read. Download it.")
     if not text.strip():
-        raise PackError("is an empty text. Name a file.")
+        raise ValueError("is an empty text. Name a file.")
     return text

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import PackError, file_errors
+from ...errors import Code, PackError, file_errors
 from ...reading import open_regular
 
 MAGIC = b"GGUF"
@@ -74,7 +74,7 @@ class GgufFile:
         """The bytes are mapped."""
         return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
 
-    def fault(self, fault: str, code: str = "unreadable") -> PackError:
+    def fault(self, fault: str, code: Code = "unreadable") -> PackError:
         return file_fault(self.path, fault, code)
 
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
@@ -107,8 +107,8 @@ class GgufFile:
         return value
 
 
-def file_fault(path: Path, fault: str, code: str = "unreadable") -> PackError:
-    return PackError(f"{path}: {fault}", code, "model")  # type: ignore[arg-type]
+def file_fault(path: Path, fault: str, code: Code = "unreadable") -> PackError:
+    return PackError(f"{path}: {fault}", code, "model")
 
 
 def is_gguf(path: Path) -> bool:
