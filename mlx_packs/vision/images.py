@@ -10,7 +10,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -46,8 +46,7 @@ class Image:
 
     key: str
     owner: "Images"
-    pixels: int  # the limit that it was read with, as `ImageLimits.max_pixels`
-    size: tuple[int, int]  # width and height
+    pixels: int  # the limit that it was read with, as `Images.max_pixels`
     text: str
     count: int  # features
     patches: tuple[int, int] | None  # in a row and in a column; None where it is cut into parts
@@ -128,18 +127,6 @@ class _Table:
 _TABLE = _Table()
 
 
-@dataclass
-class ImageLimits:
-    """What images may be.
-
-    max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
-    allow_urls: whether images are fetched from the network.
-    """
-
-    max_pixels: int = 1_003_520
-    allow_urls: bool = False
-
-
 @dataclass(eq=False)
 class Images:
     """The images of one base model, and its vision tower while it is needed.
@@ -147,7 +134,8 @@ class Images:
     Without a ``model`` images are counted and named, but their features are not computed.
 
     Attributes:
-        limits: what images may be.
+        max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
+        allow_urls: whether images are fetched from the network.
         computed: images whose features were computed since `start_count`.
     """
 
@@ -155,7 +143,8 @@ class Images:
     path: Path
     config: Mapping[str, Any]
     model: Any = None
-    limits: ImageLimits = field(default_factory=ImageLimits)
+    max_pixels: int = 1_003_520
+    allow_urls: bool = False
     computed: int = 0
 
     def __post_init__(self) -> None:
@@ -208,7 +197,8 @@ class Images:
 
     def limit(self, max_pixels: int, allow_urls: bool) -> None:
         """Set what images may be: see --max-pixels and --allow-urls."""
-        self.limits = ImageLimits(max_pixels, allow_urls)
+        self.max_pixels = max_pixels
+        self.allow_urls = allow_urls
 
     def keep_in_memory(self, most_bytes: int = _IN_MEMORY) -> None:
         """Keep the features of the images that were added last, and write none to disk.
@@ -233,8 +223,8 @@ class Images:
 
         picture = source
         if isinstance(source, ImageSource):
-            picture = open_picture(source, self.limits.allow_urls)
-        pixels = self.limits.max_pixels
+            picture = open_picture(source, self.allow_urls)
+        pixels = self.max_pixels
 
         with self._lock:
             known = self._known.get((picture.key, pixels))
@@ -251,7 +241,6 @@ class Images:
             key=picture.key,
             owner=self,
             pixels=pixels,
-            size=picture.image.size,
             text=features.text,
             count=len(features.rows),
             patches=features.patches,

@@ -6,7 +6,7 @@ from mlx_packs.vision import images
 
 
 def added(table: images._Table, count: int) -> images.Image:
-    image = images.Image("", None, 0, (1, 1), "", count, None, table.reserve(count), None)
+    image = images.Image("", None, 0, "", count, None, table.reserve(count), None)
     table.add(image)
     return image
 
