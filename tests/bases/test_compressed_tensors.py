@@ -258,37 +258,6 @@ TENSORS = {
 }
 
 
-def of_expert(part, expert=3):
-    return f"model.layers.1.mlp.experts.{expert}.down_proj.{part}"
-
-
-def narrow_expert(tensors):
-    for part in ("weight_packed", "weight_scale"):
-        dtype, array = tensors[of_expert(part)]
-        tensors[of_expert(part)] = (dtype, array[:32])
-
-
-MIXTURES = {
-    "no codes": (lambda tensors: tensors.pop(of_expert("weight_packed", 1)), "experts.1.down"),
-    "no global scale": (
-        lambda tensors: tensors.pop(of_expert("weight_global_scale")),
-        "weight_global_scale is missing",
-    ),
-    "fewer rows": (narrow_expert, "do not fit"),
-}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_damaged_experts_are_named(tmp_path, name):
-    damage, shown = MIXTURES[name]
-    folder = write_mixture(tmp_path / "base", "nvfp4")
-    tensors = raw(folder)
-    damage(tensors)
-    write_raw(folder / "model.safetensors", tensors)
-    with raises("unreadable", None, shown):
-        load_base(folder)
-
-
 @pytest.mark.parametrize("entry", [UP, "re:(.*)*up_proj", "Linear"])
 def test_the_list_of_ignored_modules_is_not_read(nvfp4, entry):
     load_base(with_scheme(nvfp4, edited(ignore=["lm_head", entry])))
@@ -305,13 +274,7 @@ def test_damaged_tensors_are_named(tmp_path, name):
         load_base(folder)
 
 
-def test_a_file_cut_short_and_one_without_packed_weights_are_named(tmp_path):
-    folder = write_compressed(tmp_path / "base", "mxfp4")
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with raises("unreadable", None, "model.safetensors"):
-        load_base(folder)
-
+def test_a_file_without_packed_weights_is_named(tmp_path):
     model, config = model_of("qwen3", vocab_size=4096)
     config["quantization_config"] = scheme_of("mxfp4")
     dense = write_files(tmp_path / "dense", dict(tree_flatten(model.parameters())), config)

@@ -10,7 +10,6 @@ from importlib import metadata
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
 
 from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
@@ -203,11 +202,6 @@ def test_family_without_gradient_on_metal_is_rejected_there_alone(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     with raises("unsupported", None, "rwkv7", "CPU or CUDA"):
         check_trainable("base", base.model)
-
-
-def test_mistral_is_grouped_as_llama_is():
-    model, _ = _get_classes({"model_type": "mistral"})
-    assert model.__module__ == "mlx_lm.models.llama" and DOCUMENTED["llama"] == "grouped"
 
 
 def test_mixtures_are_rejected_where_mlx_lm_cannot_train_them(monkeypatch):

@@ -8,7 +8,6 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from mlx_packs import load_base
-from mlx_packs.bases.mapped_embedding import map_embedding
 from mlx_packs.bases.quantization import format_after
 from mlx_packs.config.choices import MATMUL_PATHS, weight_modes_of
 from mlx_packs.convert.merge import merge_pack
@@ -55,14 +54,6 @@ def test_weights_are_dense_in_the_dtype_of_activations(tmp_path, mode, dtype, mo
         assert weight.dtype == weight.dense().dtype == weight.rows(slice(2)).dtype == expected
         dense = np.array(dense_module(module).weight.astype(mx.float32))
         assert np.array_equal(dense, dequantized(*stored, mode)), path
-
-
-def test_rows_of_a_mapped_embedding_are_those_of_the_loaded_one(tmp_path):
-    folder = write_fp4(tmp_path / "fp4", "mxfp4")
-    embedding = load_base(folder).model.model.embed_tokens
-    tokens = np.array([[3, 95, 0], [17, 3, 2000]], np.int32)
-    rows = map_embedding(folder, "model.embed_tokens.weight", embedding)(tokens)
-    assert rows.dtype == mx.float32 and mx.array_equal(rows, embedding(mx.array(tokens)))
 
 
 @pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "nvfp4"))

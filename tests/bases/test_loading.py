@@ -151,12 +151,6 @@ def test_a_config_that_transformers_rejects_is_one_line(checkpoint):
         load_base(checkpoint(head_dim=33))
 
 
-def test_load_base_tiny_speaks_and_has_grouped_heads(shared_tiny):
-    attention = shared_tiny.model.layers[0].self_attn
-    assert attention.n_heads > attention.n_kv_heads and shared_tiny.quantization["bits"] == 4
-    assert shared_tiny.tokenizer.has_chat_template and shared_tiny.vocab_size == 4096
-
-
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn"}
 ROPE = {"factor": 8.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}

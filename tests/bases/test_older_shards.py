@@ -8,7 +8,6 @@ from mlx.utils import tree_flatten
 from mlx_packs.bases.files import weight_files
 from mlx_packs.bases.fingerprint import fingerprint
 from mlx_packs.bases.loading import lazy_base
-from mlx_packs.bases.writer import quantize
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_stored
@@ -70,12 +69,3 @@ def test_without_an_index_a_tensor_in_two_files_is_rejected(clean, add):
     add(clean)
     with raises("conflict", "model", "clean", "model-00001-of-0000"):
         load_base(clean)
-
-
-def test_quantizing_reads_what_the_index_names(clean, tmp_path):
-    mixed = shutil.copytree(clean, tmp_path / "mixed")
-    older_shards(mixed)
-    for folder in (clean, mixed):
-        quantize(folder, tmp_path / f"quantized-{folder.name}")
-    hashes = {fingerprint(tmp_path / f"quantized-{name}") for name in ("clean", "mixed")}
-    assert len(hashes) == 1

@@ -53,26 +53,6 @@ def test_a_prompt_and_its_completion_are_joined_as_trl_joins_them(bare):
     assert chat_prompt(bare, question) == prompt == raw_prompt(bare, CAPITAL["prompt"])
 
 
-def test_bos_begins_a_joined_text_if_the_tokenizer_writes_it():
-    tokenizer = copy.copy(load_base("tiny").tokenizer)
-    tokenizer._tokenizer = plain = copy.deepcopy(tokenizer._tokenizer)
-    plain.chat_template = None
-    plain.bos_token = "<|endoftext|>"
-    from tokenizers.processors import TemplateProcessing
-
-    special = [("<|endoftext|>", plain.bos_token_id)]
-    plain.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=special
-    )
-    plain.has_chat_template = False
-    tokens = example(tokenizer, CAPITAL).tokens.tolist()
-    assert tokens == [
-        *tokenizer.encode(CAPITAL["prompt"] + CAPITAL["completion"]),
-        tokenizer.eos_token_id,
-    ]
-    assert tokens[0] == plain.bos_token_id and tokens.count(plain.bos_token_id) == 1
-
-
 @pytest.mark.parametrize(
     "row",
     [ROLES, {**CAPITAL, "system": "Short."}, {"prompt": ROLES["messages"][:1], "completion": "b"}],

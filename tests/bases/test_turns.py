@@ -54,25 +54,6 @@ def learned(tokenizer, row, loss_on=None):
     return tokenizer.decode(item.tokens[item.target].tolist()), item.tokens.tolist()
 
 
-@pytest.fixture
-def ends_otherwise(folder):
-    change(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
-    change(folder, "config.json", eos_token_id=4089)
-    return folder
-
-
-def test_generation_stops_at_what_ends_an_answer(ends_otherwise):
-    tokenizer = loaded(ends_otherwise)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert answer_end(tokenizer).token == end and end in tokenizer.eos_token_ids
-    assert 4089 in tokenizer.eos_token_ids and tokenizer.eos_token_id == 4089
-    assert "<|im_end|>" in answer_end_note(tokenizer)
-
-
-def test_the_bundled_template_needs_no_note(tokenizer):
-    assert answer_end_note(tokenizer) == "" and answer_end(tokenizer).missing == ""
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -98,6 +79,7 @@ def test_an_end_that_is_added_without_being_special_ends_an_answer(folder):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end not in tokenizer.all_special_ids
     assert answer_end(tokenizer).token == end and answer_end(tokenizer).missing == ""
+    assert {end, 4089} <= tokenizer.eos_token_ids and tokenizer.eos_token_id == 4089
     assert learned(tokenizer, {"messages": TURNS[:2]})[0] == "blue<|im_end|>"
     assert "an answer ends with <|im_end|>" in answer_end_note(tokenizer)
 
@@ -136,11 +118,6 @@ def test_an_end_that_cannot_be_found_is_said_to_be_unknown(folder):
     tokenizer = loaded(folder, "{{ raise_exception('three questions') }}")
     assert answer_end(tokenizer) == AnswerEnd(4091, is_known=False)
     assert "is unknown" in answer_end_note(tokenizer)
-
-
-def test_eos_ends_an_answer_that_no_token_ends(folder):
-    text, _ = learned(loaded(folder, PLAIN), {"messages": TURNS[:2]})
-    assert text.strip() == "blue<|im_end|>"
 
 
 def test_an_empty_thought_in_the_prompt_leaves_completions_trainable(folder):
@@ -256,13 +233,6 @@ def test_variables_of_a_row_that_are_none_are_an_error(folder, value):
     row = {"messages": TURNS[:2], "chat_template_kwargs": value}
     with pytest.raises(PackError, match="r:1"):
         encode([Row("r:1", row)], loaded(folder), DataConfig())
-
-
-def test_a_flag_gives_variables_as_json():
-    columns = DataConfig.from_mapping({"template_kwargs": '{"enable_thinking": false}'})
-    assert columns.template_kwargs == {"enable_thinking": False}
-    with pytest.raises(PackError, match="template_kwargs"):
-        DataConfig.from_mapping({"template_kwargs": "off"})
 
 
 NO_PROMPT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -71,12 +71,6 @@ def test_another_architecture_points_to_those_that_train(llama_folder):
     check_unsupported("unsupported", names, load_base, edited(llama_folder, model_type="made_up"))
 
 
-def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
-    (tmp_path / "c.yaml").write_text("load_in_8bit: true\n")
-    assert run("train", "-c", tmp_path / "c.yaml", "--out", tmp_path / "o")[0] == 2
-    check(run.error, "unsupported", "load_in_8bit", "c.yaml: ", "affine8")
-
-
 def test_a_sentencepiece_file_alone_names_what_is_read(llama_folder, capfd):
     (llama_folder / "tokenizer.json").unlink()
     (llama_folder / "tokenizer.model").write_bytes(b"no sentencepiece")

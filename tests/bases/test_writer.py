@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.convert import convert
-from mlx_lm.utils import load_model
 
-from mlx_packs import files, filesystem, runtime
+from mlx_packs import files, runtime
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
@@ -64,15 +63,6 @@ def quantize_rejected(run, tmp_path):
         check(run.error, code, flag, *names)
 
     return go
-
-
-def test_a_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path):
-    options = QuantizeOptions(NF4Format(double_quant=False))
-    quantize.quantize(dense, tmp_path / "q", options)
-    written = load_base(tmp_path / "q")
-    loaded = load_base(dense, "nf4", double_quant=False)
-    assert written.quantization["double_quant"] is False
-    assert mx.array_equal(written.model(TOKENS), loaded.model(TOKENS)).item()
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (3, 32)])
@@ -159,14 +149,6 @@ def test_quantize_writes_index_tokenizer_and_hashes(dense, tmp_path):
         assert (out / name).read_bytes() == (dense / name).read_bytes()
 
 
-def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
-    options = QuantizeOptions(MLXFormat(), bits_for=(("down_proj", 8),), keep=("lm_head",))
-    quantize.quantize(dense, tmp_path / "q", options)
-    model, _ = load_model(tmp_path / "q")
-    assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
-    assert mx.isfinite(model(TOKENS)).all().item()
-
-
 @pytest.fixture
 def interrupted(dense, tmp_path, monkeypatch):
     """A run that was stopped after some shards; what is kept of it, by name and inode."""
@@ -234,25 +216,6 @@ def test_interruption_after_the_rename_names_the_complete_folder(dense, tmp_path
         quantize.quantize(dense, tmp_path / "q")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
     quantize.verify(tmp_path / "q")
-
-
-def test_interruption_between_renames_keeps_the_old_folder(tmp_path, monkeypatch):
-    for name in ("new", "q"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    real, calls = files.os.rename, []
-
-    def second(*names):
-        calls.append(names)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(*names)
-
-    monkeypatch.setattr(filesystem, "exchange", lambda *_: False)
-    monkeypatch.setattr(files.os, "rename", second)
-    with pytest.raises(KeyboardInterrupt):
-        files.replace_folder(tmp_path / "new", tmp_path / "q")
-    assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
 
 
 def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, quantize_rejected):
@@ -345,13 +308,6 @@ def test_a_weight_that_is_not_finite_is_named(dense, quantize_rejected, name, ba
     quantize_rejected("unreadable", None, (name,), "--model", dense)
 
 
-def test_tensors_without_rows_or_numbers_are_checked_too():
-    weight_formats.check_finite("scalar", mx.array(1.0))
-    weight_formats.check_finite("empty", mx.zeros((0, 3)))
-    with raises("unreadable", None, "scalar"):
-        weight_formats.check_finite("scalar", mx.array(float("nan")))
-
-
 def test_what_is_quantized_already_is_rejected_with_what_it_is(
     dense, tmp_path, quantize_rejected, run
 ):
@@ -399,23 +355,6 @@ def test_a_damaged_source_is_rejected(dense, quantize_rejected):
 )
 def test_a_wrong_flag_is_one_line_that_names_it(dense, quantize_rejected, args, code, flag, name):
     quantize_rejected(code, flag, (name,), "--model", dense, *args.split())
-
-
-def test_group_size_is_the_block_of_nf4(dense, run, tmp_path):
-    args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4")
-    assert run(*args, "--group-size", 32, "--double-quant")[0] == 0
-    result = base_files.read_record(tmp_path / "q")["quantization"]
-    assert (result["group_size"], result["double_quant"]) == (32, True)
-
-
-def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, rejected, tmp_path):
-    quantize.quantize(dense, tmp_path / "q")
-    file = tmp_path / "q" / base_files.RECORD
-    record = json.loads(file.read_text())
-    for missing in ("quantization", "format", "source", "versions", "dense"):
-        file.write_text(json.dumps({k: v for k, v in record.items() if k != missing}))
-        error = rejected("inspect", tmp_path / "q")
-        check(error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
 def test_a_recipe_that_leaves_nothing_to_quantize_is_rejected(dense, quantize_rejected):
