@@ -108,19 +108,8 @@ def load_base_model(
             100 * rounding.relative,
         )
 
-    _set_dense_dtype(model, dtype)
-    names: list[str] = []
-    if runtime.on_cpu() or compute_dtype != "auto":
-        names = _cast(model, dtype)
-
-    model.freeze()
-    model.eval()
-
-    if not lazy:
-        mx.eval(model.parameters(), constants_of(model))
-        if names and dtype == mx.float16:
-            _check_range(model, names)
-
+    is_cast = runtime.on_cpu() or compute_dtype != "auto"
+    _freeze_in(model, dtype, is_cast, lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code, ahead)
     if not lazy:
         take_images(tokenizer, str(name), path, config, model)
@@ -152,9 +141,8 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
         return with_rounded_scales(weights, stored, DTYPES[stored_dtype(stored)])
 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
-    _set_dense_dtype(model, dense_dtype(dict(tree_flatten(model.parameters()))))
-    model.freeze()
-    model.eval()
+    dtype = dense_dtype(dict(tree_flatten(model.parameters())))
+    _freeze_in(model, dtype, is_cast=False, lazy=True)
 
     quantization = config.get("quantization") or custom_quantization(model)
     return BaseModel(
@@ -329,6 +317,19 @@ def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     if requested == "auto":
         requested = stored_dtype(config)
     return DTYPES[requested]
+
+
+def _freeze_in(model: nn.Module, dtype: mx.Dtype, is_cast: bool, lazy: bool) -> None:
+    """Freeze a model that computes in a dtype, and read its weights unless it is lazy."""
+    _set_dense_dtype(model, dtype)
+    names = _cast(model, dtype) if is_cast else []
+    model.freeze()
+    model.eval()
+
+    if not lazy:
+        mx.eval(model.parameters(), constants_of(model))
+        if names and dtype == mx.float16:
+            _check_range(model, names)
 
 
 def _set_dense_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
