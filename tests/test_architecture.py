@@ -144,9 +144,11 @@ OWN_READERS = {
     "__init__.py": "the program's own stub",
     "convert/gguf.py": "mx.load, of the file that it wrote",
     "convert/merge_plan.py": "mx.load, of files that were checked",
-    "bases/writer.py": "mx.load, of files that were checked",
     "bases/gguf/header.py": "mapped, of files that were checked",
-    "bases/encoder.py": "mx.load, of files that were checked",
+    **dict.fromkeys(
+        ("bases/encoder.py", "bases/loading.py", "bases/writer.py"),
+        "mx.load, of files that were checked",
+    ),
     **dict.fromkeys(("offload/blocks.py", "offload/placing.py"), "files that were checked"),
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
