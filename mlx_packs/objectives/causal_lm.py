@@ -7,7 +7,6 @@ pass.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -25,8 +24,6 @@ from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, lin
 from ..runtime import mx
 from .objective import Inputs, Objective
 from .score import Score
-
-HeadOf = Callable[[nn.Module], FrozenHead | None]
 
 
 @dataclass(frozen=True)
@@ -92,27 +89,11 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
         yield Head(inner, logits, frozen)
 
 
-@runtime_checkable
-class StandIn(Protocol):
-    """A frozen module in the place of a linear or embedding that says itself which head it is."""
-
-    def frozen_head(self, head_of: HeadOf) -> FrozenHead | None:
-        """Return the head that is read by slices of rows; None if it cannot be sliced.
-
-        ``head_of`` is `frozen_head`, for the modules that it holds.
-        """
-        ...
-
-
 def frozen_head(module: nn.Module) -> FrozenHead | None:
     """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
 
     By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
-    A `StandIn` chooses its head itself.
     """
-    if isinstance(module, StandIn):
-        return module.frozen_head(frozen_head)
-
     own = bare_module(module)
     if isinstance(own, QUANTIZED):
         return _head(own, keeps_quantized=own is module)

@@ -6,7 +6,6 @@ so that the ratio to the policy that generated it is 1, and clipping has no effe
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import mlx.nn as nn
 import numpy as np
@@ -22,15 +21,9 @@ from .score import Score, StoredScore
 _LEAST_SPREAD = 1e-4  # that is added to the standard deviation of a group's rewards, as in TRL
 
 
-class Generator(Protocol):
-    """What makes the completions of a batch, with their rewards."""
-
-    def __call__(self, batch: Batch) -> tuple[Batch, np.ndarray]:
-        """Return prompts with completions, and rewards float32 [prompts, completions of one].
-
-        A reward is NaN if a completion has none. The same batch gives the same completions with
-        the model as it is; they are the targets.
-        """
+# Returns the prompts of a batch with completions, which are the targets, and the rewards float32
+# [prompts, completions of one], NaN where there is none; the same each time with the same model.
+Generator = Callable[[Batch], tuple[Batch, np.ndarray]]
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ A run without ``phases`` has one phase without a name.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import mlx.optimizers as optimizers
 import numpy as np
@@ -264,25 +264,14 @@ def sample(lengths: np.ndarray, trained_tokens: float) -> np.ndarray:
     return order[:count]
 
 
-class EncodedSplit(ExampleSet, Protocol):
-    """The examples of a split, and what became of its rows."""
-
-    fingerprint: str | None
-    bad: BadRows
-    cut: int
-
-
-E = TypeVar("E", bound=EncodedSplit)
-
-
 def encode_each(
     read: Splits,
-    encode: Callable[[str, Callable[[], None]], E],
+    encode: Callable[[str, Callable[[], None]], Any],
     display: Display,
     steps: Mapping[str, int] | None = None,
     unit: str = "splits",
     tokenizer: Any = None,
-) -> dict[str, E]:
+) -> dict[str, Any]:
     """Return the examples of every split that has rows, and note its bad rows.
 
     ``encode`` takes a split and what counts a step. Each split has ``steps``, by default one; with
@@ -336,7 +325,7 @@ def counted(splits: Mapping[str, ExampleSet]) -> str:
     return " / ".join(f"{part.count:,} {split}" for split, part in splits.items())
 
 
-def show_cut(splits: Mapping[str, EncodedSplit], limit: int, what: str, display: Display) -> None:
+def show_cut(splits: Mapping[str, Any], limit: int, what: str, display: Display) -> None:
     """Show how many texts, which are ``what``, had more than ``limit`` tokens; nothing if none."""
     if cut := sum(part.cut for part in splits.values()):
         text = f"longer than {limit} tokens (--max-seq-length): {cut} {what} cut"

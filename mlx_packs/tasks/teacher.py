@@ -10,23 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from .. import runtime
 from ..bases.chat_template import reads_clock
 from ..bases.turns import images_of
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_set
-from ..data.dataset import Batch, Shape
+from ..data.dataset import Batch
 from ..data.encoding import Examples
 from ..data.teacher_cache import FACTS, CacheFacts, TeacherCache, split_facts, tokenizer_key
 from ..display import Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
-from ..memory.decoder import forward_bytes
-from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
-from ..memory.plan import ERROR
 from ..objectives.causal_lm import Head, split_head, target_states
 from ..objectives.objective import Inputs, arrays_of
 from ..ops.profile import profile
@@ -167,7 +163,6 @@ def write_teacher_cache(
         _begin(cache, overwrite, flag)
         path = choose_matmul_path(base.model, train.batch_size * train.max_seq_length).matmul_path
         train = replace(train, matmul_path=path)
-        _show_plan(teacher, train, examples, display)
         _write(teacher, cache, examples, missing, train, display)
 
     return {
@@ -227,39 +222,6 @@ def _check_disk(cache: TeacherCache, missing: dict[str, list[int]], flag: str) -
             "Make room, or pass a smaller --top-k.",
             "unwritable",
         )
-
-
-def _show_plan(
-    teacher: Teacher, train: TrainConfig, examples: dict[str, Examples], display: Display
-) -> None:
-    """Show the peak memory of the largest batch, before the first one is computed."""
-    base = teacher.base
-    shapes: set[Shape] = set()
-    for own in examples.values():
-        chosen = np.arange(len(own))
-        data = evaluation_set(own, train.batch_size, train.max_seq_length, chosen)
-        shapes |= data.shapes(data.batches_per_epoch())
-
-    pack_bytes = 0
-    if teacher.pack is not None:
-        pack_bytes = 4 * teacher.pack.manifest["adapters"]["parameters"]
-
-    try:
-        needed = max(
-            forward_bytes(Headers.of(base), train, shape, _LOGIT_BYTES, pack_bytes)
-            for shape in shapes
-        )
-    except PackError as error:
-        display.line("plan", f"{error.message} Memory is not checked.")
-        return
-
-    memory = runtime.total_memory()
-
-    text = f"forward passes · {size(needed)} of {size(memory)} (± {ERROR:.0%})"
-    if needed > memory:
-        text += " · does not fit: pass a smaller --batch-size"
-
-    display.line("plan", text)
 
 
 def _write(

@@ -1,6 +1,5 @@
 """Plans of rerankers, embedders, classifiers and students beside the measured peaks of their runs."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +8,12 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.matmul_path import MatmulPathChoice
 from mlx_packs.memory.plan import ERROR
-from mlx_packs.runtime import mx
-from mlx_packs.tasks import teacher
 from tests.helpers.decoder_embedders import write_reranker
 from tests.helpers.encoders import MODERN, all_pairs, all_triplets, write_encoder, write_pairs
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rankings import all_rankings
-from tests.helpers.rows import write_rows
 from tests.helpers.variants import slow_except
 
 RUNS = 3  # at most: some reach a peak that is a tenth lower
@@ -140,18 +135,3 @@ def test_plan_counts_the_rows_of_a_head_and_the_tokens_of_a_teacher():
     by_tokens = [planned(distill, teacher_tokens=k) for k in (1, 64, 512)]
     assert by_tokens[0] < by_tokens[1] < by_tokens[2]
     assert planned(distill) == by_tokens[1]
-
-
-@pytest.mark.parametrize("path", slow_except(["dense", "quantized"], "dense"))  # 7 s
-def test_logits_show_what_they_need(run, tmp_path, monkeypatch, path):
-    chosen = MatmulPathChoice(path, {}, "by this test")
-    monkeypatch.setattr(teacher, "choose_matmul_path", lambda *_: chosen)
-    rows = write_rows(tmp_path / "rows", train=[{"text": "fix a car and a stone " * 40}] * 4)
-    arguments = ["--data", rows, "--max-seq-length", 256, "--batch-size", 2]
-    held = active_bytes()
-    mx.reset_peak_memory()
-    code, _, err = run("logits", *arguments, "--out", tmp_path / "cache")
-    peak = (mx.get_peak_memory() - held) / 1e6
-    shown = re.search(r"plan +forward passes · ([\d.]+) (MB|GB)", err)
-    planned = float(shown[1]) * {"MB": 1, "GB": 1000}[shown[2]]
-    assert code == 0 and planned == pytest.approx(peak, rel=ERROR)
