@@ -452,13 +452,12 @@ def _training(
     """Return what answers clients that train, which save below ``states``."""
     from ..serving.generation import TextWorker
     from ..serving.train.service import TrainingService
-    from ..serving.train.states import States
 
     if states is None or not isinstance(worker, TextWorker):
         return None
 
     echo(f"training  by the Tinker SDK at the same address · saved in {states}")
-    return TrainingService(worker, States(Path(states).expanduser()), settings)
+    return TrainingService(worker, Path(states).expanduser(), settings)
 
 
 def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:

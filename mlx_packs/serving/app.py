@@ -30,6 +30,7 @@ from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
 from .feedback import Learning, rejected
+from .fields import not_found
 from .generation import TextWorker
 from .http import (
     AccessGuard,
@@ -306,7 +307,7 @@ class Server:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.worker.registry.names:
-            raise PackError(f"model '{name}': is not served.", "not-found", "model")
+            raise not_found("model", name, "is not served.")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -81,10 +81,8 @@ class EmbeddingWorker(Worker):
     def _enqueue(self, model: str, rows: list[np.ndarray], future: "Future[np.ndarray]") -> None:
         waiting = sum(len(texts.rows) for texts in self._waiting)
         try:
-            if self._closing is not None:
-                raise PackError("The server is shutting down.", "interrupted")
-            if waiting and waiting + len(rows) > self._limit:
-                raise PackError(f"The queue is full: {waiting} texts wait.", "busy")
+            is_full = waiting > 0 and waiting + len(rows) > self._limit
+            self.check_queue(is_full, f"{waiting} texts")
             entry = self.lease(model)
         except Exception as error:
             if future.set_running_or_notify_cancel():

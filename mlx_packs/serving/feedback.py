@@ -17,7 +17,7 @@ from ..errors import PackError
 from ..learning.folder import LearningFolder
 from ..learning.rows import Answer, Feedback, rows_of, write_rows
 from .answers import ChatAnswer
-from .fields import Object
+from .fields import Object, not_found
 from .library import Library
 from .protocol import MAX_CHOICES, ChatBody
 
@@ -159,12 +159,8 @@ class Learning:
         """Return the answer that feedback is about; a PackError if it says nothing of one."""
         remembered = self._choices.get((body.id, body.index))
         if remembered is None:
-            raise PackError(
-                f"id '{body.id:.80}': is none of the latest {_ANSWERS:,} chat answers of this "
-                "server.",
-                "not-found",
-                "id",
-            )
+            reason = f"is none of the latest {_ANSWERS:,} chat answers of this server."
+            raise not_found("id", body.id, reason)
 
         answer = remembered.answer
         if answer is None:
@@ -174,34 +170,35 @@ class Learning:
                 "id",
             )
 
-        if body.rating is None and body.correction is None:
-            raise PackError("rating: is required, or a correction.", flag="rating")
-        if body.rating == "up" and body.correction is not None:
-            raise PackError(
-                "rating: is 'up', but a correction says that the answer is wrong. Send one of "
-                "them.",
-                flag="rating",
-            )
-        if body.rating is not None and answer.is_empty:
-            text = "rating: the answer is empty, so it can only be corrected."
-            raise PackError(text, "conflict", "rating")
-        if body.rating == "up" and answer.is_cut:
-            raise PackError(
-                "rating: the answer was cut off at max_tokens, so it can only be rated down, or "
-                "corrected.",
-                "conflict",
-                "rating",
-            )
-
-        if body.correction is not None:
-            if not body.correction.strip():
-                raise PackError("correction: is empty.", flag="correction")
-            if body.correction.strip() == answer.text.strip():
-                raise PackError(
-                    "correction: is the answer itself. Send the rating 'up' instead.",
-                    flag="correction",
-                )
+        _check_said(body, answer)
         return remembered, answer
+
+
+def _check_said(body: FeedbackBody, answer: Answer) -> None:
+    """Raise a PackError if what is said of an answer contradicts itself or the answer."""
+    text = body.correction
+    is_up = body.rating == "up"
+    invalid = {
+        "rating: is required, or a correction.": body.rating is None and text is None,
+        "rating: is 'up', but a correction says that the answer is wrong. Send one of them.": (
+            is_up and text is not None
+        ),
+        "correction: is empty.": text is not None and not text.strip(),
+        "correction: is the answer itself. Send the rating 'up' instead.": (
+            text is not None and text.strip() == answer.text.strip()
+        ),
+    }
+    conflicts = {
+        "rating: the answer is empty, so it can only be corrected.": (
+            body.rating is not None and answer.is_empty
+        ),
+        "rating: the answer was cut off at max_tokens, so it can only be rated down, or "
+        "corrected.": is_up and answer.is_cut,
+    }
+    for code, faults in (("invalid", invalid), ("conflict", conflicts)):
+        for message, holds in faults.items():
+            if holds:
+                raise PackError(message, code, message.partition(":")[0])
 
 
 async def rejected(_: Request, __: FeedbackBody) -> Response:

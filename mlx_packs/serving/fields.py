@@ -102,6 +102,11 @@ def parsed(kind: type[Object], body: bytes) -> Any:
         raise PackError(f"{where or 'body'}: {_reason(first)}", flag=where or None) from None
 
 
+def not_found(field: str, value: str, reason: str) -> PackError:
+    """Return the error of a field whose value names nothing that is here."""
+    return PackError(f"{field} '{value:.140}': {reason}", "not-found", field)
+
+
 def _reason(fault: Any) -> str:
     """Return what is wrong with a field, as a clause whose subject is the field."""
     if (reason := _REASONS.get(fault["type"])) is not None:

@@ -117,13 +117,8 @@ class TextWorker(Worker):
 
     def _check(self, request: TextRequest) -> None:
         """Raise a PackError for a request that will never have a place, or has none now."""
-        if self._closing is not None:
-            raise PackError("The server is shutting down.", "interrupted")
-        if len(self._waiting) >= self.limits.waiting:
-            raise PackError(
-                f"The queue is full: {len(self._waiting)} requests wait. Try again later.", "busy"
-            )
-
+        waiting = len(self._waiting)
+        self.check_queue(waiting >= self.limits.waiting, f"{waiting} requests")
         field = "messages" if request.after is None else "prompt"
         self.check_length(len(request.prompt), request.max_tokens, field)
 

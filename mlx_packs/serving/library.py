@@ -14,6 +14,7 @@ from ..packs.hub import cached
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from .embedding import EmbeddingWorker
+from .fields import not_found
 from .generation import TextWorker
 from .protocol import now
 from .registry import BASE_NAME, check_name
@@ -68,11 +69,8 @@ class Library:
         folder = self._below(source)
         if folder is None and not is_hub_id(source.partition("@")[0]):
             below = f"a folder below {self._folder.name} or " if self._folder else ""
-            raise PackError(
-                f"source '{source:.140}': is not here. Name {below}a pack of the Hub (owner/name).",
-                "not-found",
-                "source",
-            )
+            reason = f"is not here. Name {below}a pack of the Hub (owner/name)."
+            raise not_found("source", source, reason)
 
         is_of_hub = folder is None
         if not name:

@@ -220,15 +220,11 @@ class _StreamOptions(Object):
     include_obfuscation: bool | None = None
 
 
-class _Named(Object):
-    name: Name
-
-
 class ToolChoice(Object):
     """Whether the model may, must or must not call functions, or which one it must call."""
 
     type: Literal["none", "auto", "required", "function"]
-    function: _Named | None = None
+    function: Function | None = None
 
     @model_validator(mode="before")
     @classmethod

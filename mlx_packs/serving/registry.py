@@ -14,6 +14,7 @@ from ..packs.compatibility import check_generates, check_use
 from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..packs.scored import OpenClassifier, classifier_of
+from .fields import not_found
 from .slots import PackSlots
 
 BASE_NAME = "base"
@@ -175,7 +176,7 @@ class PackRegistry:
             remedy = f"Served are {', '.join(self.names)}."
             if "+" in name:
                 remedy = "A weighted sum is served as a pack: make one with packs combine."
-            raise PackError(f"model '{name}': is not served. {remedy}", "not-found", "model")
+            raise not_found("model", name, f"is not served. {remedy}")
         return entry
 
 

@@ -7,7 +7,7 @@ whatever it does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -28,14 +28,6 @@ from ..packs.pack import Pack
 from ..runtime import mx
 
 _STEP = 256  # tokens that mlx-lm's caches make room for at once
-
-
-@dataclass
-class _Loaded:
-    """A pack in its slot; its factors are parts of the stacks of all packs once it is installed."""
-
-    specs: Specs
-    factors: PackFactors
 
 
 class PackSlots:
@@ -60,7 +52,7 @@ class PackSlots:
         self.selection = Selection()
         self.nbytes = 0
         self._dtype = getattr(mx, base.compute_dtype)
-        self._loaded: list[_Loaded | None] = []
+        self._loaded: list[tuple[Specs, PackFactors] | None] = []
         self.attached: Attached | None = None
         self._specs: Specs = {}
         self._groups: list[ServedLoRA] = []
@@ -80,7 +72,7 @@ class PackSlots:
                 "unsupported",
             )
 
-        loaded = _Loaded(pack.specs, _factors(pack.specs, pack.load_tensors()))
+        loaded = pack.specs, _factors(pack.specs, pack.load_tensors())
         free = (i for i, other in enumerate(self._loaded) if other is None)
         slot = next(free, len(self._loaded))
 
@@ -123,12 +115,11 @@ class PackSlots:
 
     def _install(self) -> None:
         """Let every projection group have the adapters of the packs that are loaded now."""
-        present = [loaded for loaded in self._loaded if loaded is not None]
-        specs = _union([loaded.specs for loaded in present])
+        specs = _union([loaded[0] for loaded in self._loaded if loaded is not None])
         if _places(specs) != _places(self._specs):
             self._attach(specs)
 
-        packs = [{} if loaded is None else loaded.factors for loaded in self._loaded]
+        packs = [{} if loaded is None else loaded[1] for loaded in self._loaded]
         for served in self._groups:
             served.install(packs, self._dtype)
         self.nbytes = sum(served.nbytes for served in self._groups)

@@ -13,6 +13,7 @@ from ..errors import PackError
 
 T = TypeVar("T")
 log = logging.getLogger("mlx_packs.serving")
+_ENDING = "The server is shutting down."
 
 
 class Worker:
@@ -94,7 +95,7 @@ class Worker:
 
         self._take_commands()
         try:
-            self.on_end(PackError("The server is shutting down.", "interrupted"))
+            self.on_end(PackError(_ENDING, "interrupted"))
         except Exception:
             log.exception("The server could not be put in order at its end.")
 
@@ -128,6 +129,13 @@ class Worker:
             except Exception:
                 log.exception("A command failed; the server continues.")
             wait = False
+
+    def check_queue(self, is_full: bool, waiting: str) -> None:
+        """Raise a PackError if no other request may wait; ``waiting`` says what does."""
+        if self._closing is not None:
+            raise PackError(_ENDING, "interrupted")
+        if is_full:
+            raise PackError(f"The queue is full: {waiting} wait. Try again later.", "busy")
 
     def on_start(self) -> None:
         """Do what must be done by the thread itself before anything else."""

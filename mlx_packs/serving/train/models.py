@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -35,12 +36,13 @@ from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
+from ..fields import not_found
 from ..generation import TextWorker
 from ..slots import PackSlots
 from .losses import Datum, Grads, Loss, compute, find_loss, split_passes
 from .protocol import AdamBody, LoraConfigBody
 from .rows import checked_row, forward_output
-from .states import Kind, Saved, States, uri_of
+from .states import Kind, Saved, optimizer_of, save_model, uri_of
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
@@ -237,9 +239,9 @@ class Models:
         waiting: requests of forward passes that are not computed yet.
     """
 
-    def __init__(self, generator: TextWorker, states: States) -> None:
+    def __init__(self, generator: TextWorker, folder: Path) -> None:
         self._generator = generator
-        self._states = states
+        self._folder = folder
         self._trainer = Trainer(generator.registry.slots)
         self.passes = 0
         self.waiting = 0
@@ -257,12 +259,11 @@ class Models:
     def find(self, model_id: str) -> TrainedModel:
         model = self._models.get(model_id)
         if model is None:
-            raise PackError(
-                f"model_id '{model_id:.80}': is not loaded. It was unloaded, or the server was "
-                "started again; make a new one from a saved state.",
-                "not-found",
-                "model_id",
+            reason = (
+                "is not loaded. It was unloaded, or the server was started again; make a new one "
+                "from a saved state."
             )
+            raise not_found("model_id", model_id, reason)
         return model
 
     async def create(self, model_id: str, session_id: str, config: LoraConfigBody) -> None:
@@ -365,7 +366,7 @@ class Models:
         def write() -> Saved:
             optimizer = self._trainer.state_of(model) if kind == "weights" else None
             pack = self._trainer.pack(model)
-            return self._states.save(uri, pack, facts, optimizer, overwrite)
+            return save_model(self._folder, uri, pack, facts, optimizer, overwrite)
 
         async with model.lock:
             self.find(model.id)
@@ -375,7 +376,7 @@ class Models:
         """Make a model of a saved one."""
 
         def open_saved() -> TrainedModel:
-            state = self._states.optimizer_of(saved) if optimizer else None
+            state = optimizer_of(saved) if optimizer else None
             return self._trainer.of_pack(Pack.open(saved.folder), state)
 
         await self._add(model_id, session_id, open_saved)

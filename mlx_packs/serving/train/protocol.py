@@ -19,22 +19,26 @@ _Optimizer = Annotated[dict[Literal["type"], Literal["adamw"]], Field(max_length
 _StopTokens = Annotated[list[Integer], Field(max_length=MAX_STOPS)]
 
 
+class _Request(Object):
+    """A request; its ``type`` repeats its path."""
+
+    type: Name = ""
+
+
 class ClientConfigBody(Object):
     sdk_version: Name
 
 
-class CreateSessionBody(Object):
+class CreateSessionBody(_Request):
     tags: list[Name] = Field(default_factory=list, max_length=_MOST)
     user_metadata: JsonObject = Field(default_factory=dict)
     sdk_version: Name = ""
     project_id: Name = ""
     display_name: Name = ""
-    type: Literal["create_session"] = "create_session"
 
 
-class SessionBody(Object):
+class SessionBody(_Request):
     session_id: Name
-    type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class LoraConfigBody(Object):
@@ -45,19 +49,17 @@ class LoraConfigBody(Object):
     train_attn: Literal[True] = True
 
 
-class CreateModelBody(Object):
+class CreateModelBody(_Request):
     session_id: Name
     model_seq_id: Number
     base_model: Name
     user_metadata: JsonObject = Field(default_factory=dict)
     lora_config: LoraConfigBody = Field(default_factory=LoraConfigBody)
     optimizer_config: _Optimizer | None = None
-    type: Literal["create_model"] = "create_model"
 
 
-class ModelBody(Object):
+class ModelBody(_Request):
     model_id: Name
-    type: Literal["get_info", "unload_model"] | None = None
 
 
 class AdamBody(Object):
@@ -71,33 +73,27 @@ class AdamBody(Object):
     grad_clip_norm: float = Field(0.0, ge=-_MOST_NUMBER, le=_MOST_NUMBER)
 
 
-class OptimStepBody(Object):
-    model_id: Name
+class OptimStepBody(ModelBody):
     adam_params: AdamBody
     seq_id: Integer | None = None
-    type: Literal["optim_step"] = "optim_step"
 
 
-class SaveWeightsBody(Object):
-    model_id: Name
+class SaveWeightsBody(ModelBody):
     path: Name | None = None
     seq_id: Integer | None = None
     overwrite: bool = False
     user_metadata: Metadata = Field(default_factory=dict)
-    type: Literal["save_weights"] = "save_weights"
 
 
-class SaveForSamplerBody(Object):
-    model_id: Name
+class SaveForSamplerBody(ModelBody):
     path: Name | None = None
+    seq_id: Integer | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot"] = "snapshot"
-    seq_id: Integer | None = None
     user_metadata: Metadata = Field(default_factory=dict)
-    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class LoadWeightsBody(Object):
+class LoadWeightsBody(_Request):
     """Makes a model of a saved one."""
 
     model_id: Name | None = None
@@ -108,7 +104,6 @@ class LoadWeightsBody(Object):
     base_model: Name | None = None
     user_metadata: JsonObject = Field(default_factory=dict)
     optimizer_config: _Optimizer | None = None
-    type: Literal["load_weights"] = "load_weights"
 
     @field_validator("model_id")
     @classmethod
@@ -120,12 +115,11 @@ class LoadWeightsBody(Object):
         return value
 
 
-class SamplingSessionBody(Object):
+class SamplingSessionBody(_Request):
     session_id: Name
     sampling_session_seq_id: Integer = 0
     base_model: Name | None = None
     model_path: Name | None = None
-    type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class _Chunk(Object):
@@ -152,7 +146,7 @@ class SamplingParamsBody(Object):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
-class SampleBody(Object):
+class SampleBody(_Request):
     prompt: PromptBody
     sampling_params: SamplingParamsBody
     sampling_session_id: Name
@@ -163,7 +157,6 @@ class SampleBody(Object):
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] = False
-    type: Literal["sample"] = "sample"
 
 
 class ResultBody(Object):

@@ -16,6 +16,7 @@ from ...errors import PackError
 from ...packs.pack import Pack
 from ...runtime import mx
 from ..answers import Choice, Texts
+from ..fields import not_found
 from ..generation import TextWorker
 from ..http import ServerSettings
 from ..prompts import CHARACTER_TOKENS, check_tokens
@@ -51,12 +52,8 @@ class Samplers:
         """Return the name of a session's pack in the registry, and its path if it is saved."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise PackError(
-                f"sampling_session_id '{session_id:.80}': is not known here. Make a new sampling "
-                "client.",
-                "not-found",
-                "sampling_session_id",
-            )
+            reason = "is not known here. Make a new sampling client."
+            raise not_found("sampling_session_id", session_id, reason)
         return session
 
     def of_base(self) -> str:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Coroutine
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...errors import PackError
+from ..fields import not_found
 from ..generation import TextWorker
 from ..http import (
     Handler,
@@ -42,7 +44,7 @@ from .protocol import (
 from .results import Result, Results
 from .rows import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 from .sampling import Samplers
-from .states import States
+from .states import find_saved, remove_saved
 
 log = logging.getLogger("mlx_packs.serving")
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
@@ -56,18 +58,18 @@ class TrainingService:
 
     Args:
         generator: owns the base; its thread computes.
-        states: where models are saved.
+        folder: where models are saved.
         settings: of the server.
 
     Attributes:
         results: of all requests; ``end`` needs an open port, so that clients can fetch theirs.
     """
 
-    def __init__(self, generator: TextWorker, states: States, settings: ServerSettings) -> None:
+    def __init__(self, generator: TextWorker, folder: Path, settings: ServerSettings) -> None:
         self._generator = generator
-        self._states = states
+        self._folder = folder
         self._settings = settings
-        self._models = Models(generator, states)
+        self._models = Models(generator, folder)
         self._samplers = Samplers(generator, settings)
         self.results = Results()
         self._sessions: dict[str, float] = {}  # by id, when it was heard of last
@@ -275,7 +277,7 @@ class TrainingService:
         return self._started(save(), model.id, (model.id, body.seq_id))
 
     async def load_weights(self, _: Request, body: LoadWeightsBody) -> Response:
-        saved = self._states.find(body.path)
+        saved = find_saved(self._folder, body.path)
         if body.base_model is not None:
             self._check_base(body.base_model)
 
@@ -292,7 +294,7 @@ class TrainingService:
     async def delete_checkpoint(self, request: Request) -> Response:
         params = request.path_params
         uri = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
-        self._states.remove(self._states.find(uri))
+        remove_saved(find_saved(self._folder, uri))
         return Response(status_code=204)
 
     # Sampling
@@ -305,7 +307,7 @@ class TrainingService:
         if body.model_path is None:
             session_id = self._samplers.of_base()
         else:
-            session_id = await self._samplers.of_saved(self._states.find(body.model_path))
+            session_id = await self._samplers.of_saved(find_saved(self._folder, body.model_path))
         facts = {"type": "create_sampling_session", "sampling_session_id": session_id}
         return JSONResponse(facts)
 
@@ -359,7 +361,7 @@ class TrainingService:
             work.close()
         elif self.results.running >= self._generator.limits.waiting:
             work.close()
-            raise PackError("The queue is full. Try again later.", "busy")
+            self._generator.check_queue(True, f"{self.results.running} requests")
         else:
             request_id = self.results.start(work, key)
 
@@ -384,22 +386,14 @@ class TrainingService:
 
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._sessions:
-            raise PackError(
-                f"session_id '{session_id:.40}': is not known here. Make a new client.",
-                "not-found",
-                "session_id",
-            )
+            raise not_found("session_id", session_id, "is not known here. Make a new client.")
         self._sessions[session_id] = time.monotonic()
 
     def _check_base(self, name: str) -> None:
         base = self._generator.base
         if name not in (BASE_NAME, base.name, base.public_name, self._sdk_name):
-            raise PackError(
-                f"base_model '{name:.140}': is not the base of this server, which is "
-                f"{base.public_name}.",
-                "not-found",
-                "base_model",
-            )
+            reason = f"is not the base of this server, which is {base.public_name}."
+            raise not_found("base_model", name, reason)
 
 
 def _model_id(session_id: str, number: int) -> str:

@@ -19,6 +19,7 @@ from ...packs.pack import Pack
 from ...reading import check_files, file_facts, read_json
 from ...runtime import mx
 from ...tensors import read_tensors, save_tensors
+from ..fields import not_found
 
 SCHEME = "tinker://"
 OPTIMIZER = "optimizer.safetensors"
@@ -49,81 +50,73 @@ class Saved:
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
-class States:
-    """The saved models below a folder."""
+def save_model(
+    top: Path,
+    uri: str,
+    pack: Pack,
+    facts: Mapping[str, Any],
+    optimizer: Mapping[str, mx.array] | None = None,
+    overwrite: bool = False,
+) -> Saved:
+    """Save a pack atomically; a PackError if the path is in use or the disk is full.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        top: folder of all saved models.
+        uri: its path, as `uri_of` makes it.
+        pack: the pack.
+        facts: JSON that is kept with it.
+        optimizer: state of the optimizer; None keeps none.
+        overwrite: whether an earlier model of that path is replaced.
+    """
+    run, kind, name = _parts(uri)
+    folder = top / run / kind / name
+    if folder.exists() and not overwrite:
+        raise PackError(
+            f"path: '{name}' is saved already. Choose another name or pass overwrite.",
+            "exists",
+            "path",
+        )
 
-    def save(
-        self,
-        uri: str,
-        pack: Pack,
-        facts: Mapping[str, Any],
-        optimizer: Mapping[str, mx.array] | None = None,
-        overwrite: bool = False,
-    ) -> Saved:
-        """Save a pack atomically; a PackError if the path is in use or the disk is full.
+    def write_more(partial: Path) -> None:
+        content = dict(facts)
+        if optimizer is not None:
+            moments = {key: value for key, value in optimizer.items() if key != _STEP}
+            save_tensors(partial / OPTIMIZER, moments)
+            content |= {"files": file_facts(partial, [OPTIMIZER])}
+            content |= {"step": optimizer[_STEP].item()}
+        (partial / FACTS).write_text(to_json(content), encoding="utf-8")
 
-        Args:
-            uri: its path, as `uri_of` makes it.
-            pack: the pack.
-            facts: JSON that is kept with it.
-            optimizer: state of the optimizer; None keeps none.
-            overwrite: whether an earlier model of that path is replaced.
-        """
-        run, kind, name = _parts(uri)
-        folder = self._folder_of(run, kind, name)
-        if folder.exists() and not overwrite:
-            raise PackError(
-                f"path: '{name}' is saved already. Choose another name or pass overwrite.",
-                "exists",
-                "path",
-            )
+    pack._save_with(write_more, folder, overwrite)
+    return Saved(run, kind, name, folder, facts)
 
-        def write_more(partial: Path) -> None:
-            content = dict(facts)
-            if optimizer is not None:
-                moments = {key: value for key, value in optimizer.items() if key != _STEP}
-                save_tensors(partial / OPTIMIZER, moments)
-                content |= {"files": file_facts(partial, [OPTIMIZER])}
-                content |= {"step": optimizer[_STEP].item()}
-            (partial / FACTS).write_text(to_json(content), encoding="utf-8")
 
-        pack._save_with(write_more, folder, overwrite)
-        return Saved(run, kind, name, folder, facts)
+def find_saved(top: Path, uri: str) -> Saved:
+    """Return what is saved under a path; a PackError if there is nothing."""
+    run, kind, name = _parts(uri)
+    folder = top / run / kind / name
 
-    def find(self, uri: str) -> Saved:
-        """Return what is saved under a path; a PackError if there is nothing."""
-        run, kind, name = _parts(uri)
-        folder = self._folder_of(run, kind, name)
+    is_below = top.resolve() in folder.resolve().parents
+    if not is_below or not (folder / MANIFEST).is_file():
+        raise not_found("path", uri, "nothing is saved there.")
+    file = folder / FACTS  # which a pack that was copied here lacks
+    facts = read_json(file) if file.is_file() else {}
+    return Saved(run, kind, name, folder, facts)
 
-        is_below = self.folder.resolve() in folder.resolve().parents
-        if not is_below or not (folder / MANIFEST).is_file():
-            raise PackError(f"path '{uri:.200}': nothing is saved there.", "not-found", "path")
-        file = folder / FACTS  # which a pack that was copied here lacks
-        facts = read_json(file) if file.is_file() else {}
-        return Saved(run, kind, name, folder, facts)
 
-    def optimizer_of(self, saved: Saved) -> dict[str, mx.array]:
-        if "step" not in saved.facts:
-            raise PackError(
-                f"path '{saved.uri:.200}': has no optimizer state. Load the weights alone.",
-                "not-found",
-                "path",
-            )
+def optimizer_of(saved: Saved) -> dict[str, mx.array]:
+    if "step" not in saved.facts:
+        reason = "has no optimizer state. Load only the weights."
+        raise not_found("path", saved.uri, reason)
 
-        with file_errors(saved.folder):
-            check_files(saved.folder, saved.facts.get("files", {}))
+    with file_errors(saved.folder):
+        check_files(saved.folder, saved.facts.get("files", {}))
 
-        moments = read_tensors(saved.folder / OPTIMIZER)
-        return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
+    moments = read_tensors(saved.folder / OPTIMIZER)
+    return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
 
-    def remove(self, saved: Saved) -> None:
-        discard(saved.folder, saved.folder)
 
-    def _folder_of(self, run: str, kind: str, name: str) -> Path:
-        return self.folder / run / kind / name
+def remove_saved(saved: Saved) -> None:
+    discard(saved.folder, saved.folder)
 
 
 def uri_of(model_id: str, kind: Kind, name: str) -> str:

@@ -4,7 +4,6 @@ import pytest
 
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.train.service import TrainingService
-from mlx_packs.serving.train.states import States
 from tests.helpers.serving import Running
 from tests.helpers.tinker import TinkerClient
 
@@ -16,7 +15,7 @@ class Training(Running):
         self.folder = folder
         super().__init__(
             worker,
-            training=lambda settings: TrainingService(worker, States(folder), settings),
+            training=lambda settings: TrainingService(worker, folder, settings),
             **settings,
         )
 

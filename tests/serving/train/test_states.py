@@ -7,7 +7,15 @@ import pytest
 from mlx_packs.errors import PackError
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.serving.train.states import FACTS, OPTIMIZER, States, uri_of
+from mlx_packs.serving.train.states import (
+    FACTS,
+    OPTIMIZER,
+    find_saved,
+    optimizer_of,
+    remove_saved,
+    save_model,
+    uri_of,
+)
 from tests.helpers.packs import write_pack
 
 MODEL = "abc:train:0"
@@ -21,32 +29,32 @@ def pack(tmp_path):
 
 @pytest.fixture
 def states(tmp_path):
-    return States(tmp_path / "states")
+    return tmp_path / "states"
 
 
 def test_saved_and_found(states, pack):
     uri = uri_of(MODEL, "weights", "one")
-    states.save(uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
+    save_model(states, uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
     for path in (uri, f"tinker://{MODEL}/weights/one"):
-        saved = states.find(path)
+        saved = find_saved(states, path)
         assert saved.uri == uri == "tinker://abc-train-0/weights/one"
         assert saved.facts["user_metadata"] == {"a": "b"}
-        assert states.optimizer_of(saved)["step"].item() == 7
+        assert optimizer_of(saved)["step"].item() == 7
         Pack.open(saved.folder).verify()
 
-    states.remove(saved)
+    remove_saved(saved)
     with pytest.raises(PackError, match="nothing is saved"):
-        states.find(uri)
+        find_saved(states, uri)
 
 
 def test_a_name_is_not_used_twice_unless_asked_to(states, pack):
     uri = uri_of(MODEL, "weights", "one")
-    states.save(uri, pack, {}, OPTIMIZER_STATE)
+    save_model(states, uri, pack, {}, OPTIMIZER_STATE)
     with pytest.raises(PackError, match="saved already"):
-        states.save(uri, pack, {})
-    states.save(uri, pack, {}, overwrite=True)
+        save_model(states, uri, pack, {})
+    save_model(states, uri, pack, {}, overwrite=True)
     with pytest.raises(PackError, match="no optimizer state"):
-        states.optimizer_of(states.find(uri))
+        optimizer_of(find_saved(states, uri))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_a_name_is_not_used_twice_unless_asked_to(states, pack):
 )
 def test_paths_that_are_none(states, path):
     with pytest.raises(PackError, match="must be tinker://RUN/weights/NAME"):
-        states.find(path)
+        find_saved(states, path)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 65, "a b"])
@@ -76,50 +84,50 @@ def test_names_that_are_none(name):
 
 
 def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
-    saved = states.save(uri_of(MODEL, "weights", "one"), pack, {})
+    saved = save_model(states, uri_of(MODEL, "weights", "one"), pack, {})
     saved.folder.rename(tmp_path / "outside")
     saved.folder.symlink_to(tmp_path / "outside")
     with pytest.raises(PackError, match="nothing is saved"):
-        states.find(saved.uri)
+        find_saved(states, saved.uri)
 
 
 def test_damaged_ones(states, pack):
-    saved = states.save(uri_of(MODEL, "weights", "one"), pack, {}, OPTIMIZER_STATE)
+    saved = save_model(states, uri_of(MODEL, "weights", "one"), pack, {}, OPTIMIZER_STATE)
     file = saved.folder / OPTIMIZER
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(PackError, match="differs from its hash"):
-        states.optimizer_of(states.find(saved.uri))
+        optimizer_of(find_saved(states, saved.uri))
 
     (saved.folder / FACTS).write_text("{")
     with pytest.raises(PackError, match="not valid JSON"):
-        states.find(saved.uri)
+        find_saved(states, saved.uri)
 
 
 @pytest.mark.parametrize("facts", ["{", "[]"])
 def test_a_damaged_one_is_no_fault_of_others(states, pack, facts):
-    damaged = states.save(uri_of(MODEL, "weights", "damaged"), pack, {})
+    damaged = save_model(states, uri_of(MODEL, "weights", "damaged"), pack, {})
     (damaged.folder / FACTS).write_text(facts)
-    kept = States(states.folder).save(uri_of(MODEL, "weights", "kept"), pack, {})
-    assert states.find(kept.uri)
+    kept = save_model(states, uri_of(MODEL, "weights", "kept"), pack, {})
+    assert find_saved(states, kept.uri)
     with pytest.raises(PackError):
-        states.find(damaged.uri)
+        find_saved(states, damaged.uri)
 
 
 def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):
     uri = uri_of(MODEL, "weights", "one")
-    saved = states.save(uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
+    saved = save_model(states, uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mlx_packs.serving.train.states.file_facts", full)
     with pytest.raises(PackError, match="No space left") as caught:
-        states.save(uri, pack, {}, OPTIMIZER_STATE, overwrite=True)
+        save_model(states, uri, pack, {}, OPTIMIZER_STATE, overwrite=True)
     assert caught.value.code == "unwritable"
 
-    again = States(states.folder).find(uri)
+    again = find_saved(states, uri)
     assert again.facts == json.loads((saved.folder / FACTS).read_text())
     assert again.facts["user_metadata"] == {"a": "b"}
     assert sorted(each.name for each in saved.folder.parent.iterdir()) == ["one"]
