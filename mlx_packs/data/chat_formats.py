@@ -10,7 +10,7 @@ from ..errors import PackError
 from .conversations import Conversation, PlainText
 from .images import IMAGE_COLUMNS, with_column_images
 from .messages import Turn, json_value, normal_tools, turns_of, without_padding
-from .row_format import Row, RowFormat, messages_of, optional, shown, text_of, unpacked
+from .row_format import Row, RowFormat, messages_of, optional, text_of, unpacked, wrong_type
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 TOOL_COLUMNS = ("tools", "functions")
@@ -157,7 +157,7 @@ class Alpaca(ConversationFormat):
         parts = [text_of(row, "instruction")]
         about = optional(row, "input") or ""
         if not isinstance(about, str):
-            raise row.error(f"'input' must be a text, but is {shown(about)}.", "wrong type")
+            raise wrong_type(row, "input", "a text")
         if about.strip():
             parts.append(about)
 
@@ -257,7 +257,7 @@ def _with_system_prompt(row: Row, turns: list[Turn], columns: Mapping[str, Any])
     prompts = {column: value for column, value in columns.items() if value is not None}
     for column, value in prompts.items():
         if not isinstance(value, str):
-            raise row.error(f"'{column}' must be a text, but is {shown(value)}.", "wrong type")
+            raise wrong_type(row, column, "a text")
     if len(set(prompts.values())) > 1:
         raise row.error(f"{' and '.join(prompts)} differ. Remove one of them.", "wrong type")
     if not prompts:
@@ -288,8 +288,7 @@ def _variables(row: Row, value: Any) -> Mapping[str, Any]:
     """Return variables of the chat template, from TRL's column."""
     variables = without_padding(unpacked(value)) or {}
     if not isinstance(variables, Mapping):
-        fault = f"'chat_template_kwargs' must be an object, but is {shown(variables)}."
-        raise row.error(fault, "wrong type")
+        raise wrong_type(row, "chat_template_kwargs", "an object")
 
     if taken := renderer_argument(variables):
         fault = f"'chat_template_kwargs': {taken} is not a variable of the template. Remove it."

@@ -40,7 +40,7 @@ from .sources import Rows, as_rows, canonical_line
 from .token_store import ByteFile, Example, JoinedExamples, TokenStore
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
 _CHUNK_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 19

@@ -113,15 +113,16 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     first = None
     for row_format in matching:
         first = first or row_format
-        values = row_format.values(row, names)
+        columns = row_format.columns(names)
+        values = [row.value[row_format.column(row, name)] for name in columns]
         if not any(map(is_missing, values)) and any(value != "" for value in values):
             return row_format
     if first is not None:
         return first
 
-    columns = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
+    known = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     own = shown(sorted(row.value)) if row.value else "none"
-    fault = f"must have the columns {columns}, but has {own}."
+    fault = f"must have the columns {known}, but has {own}."
     if tasks := suggested_tasks(row, names, row.value):
         advice = f"Pass --task {any_of(tasks)}, which trains on these."
         raise row.error(f"{fault} {advice}", "missing columns", "task")

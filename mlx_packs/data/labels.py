@@ -188,7 +188,7 @@ def read_label(row: Row, column: str) -> Label:
     if column == "label":
         return _name(row, column, row.value[column])
 
-    names = [_name(row, column, each) for each in list_of(row, column, "labels")]
+    names = [_name(row, column, each) for each in list_of(row, column)]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         fault = f"'{column}' has {shown(repeated[0])} more than once."

@@ -185,10 +185,6 @@ class RowFormat(ABC):
         filled = (each for each in present if optional(row, each) is not None)
         return next(filled, next(iter(present), name))
 
-    def values(self, row: Row, names: DataConfig) -> list[Any]:
-        """Return the values of the columns of a row that `matches`."""
-        return [row.value[self.column(row, name)] for name in self.columns(names)]
-
     def text_columns(self, row: Row, names: DataConfig) -> list[str]:
         """Return the columns of a row that its texts are in; a row need not have all of them."""
         return [self.column(row, name) for name in self.columns(names)]
@@ -221,7 +217,7 @@ def check_unicode(row: Row, text: str) -> None:
 
 def text_of(row: Row, column: str) -> str:
     if not isinstance(text := row.value[column], str):
-        raise row.error(f"'{column}' must be a text, but is {shown(text)}.", "wrong type")
+        raise wrong_type(row, column, "a text")
     return text
 
 
@@ -305,15 +301,17 @@ def _texts_in(value: Any) -> list[str]:
     return [text for item in value for text in _texts_in(item)]
 
 
-def list_of(row: Row, column: str, of: str = "values") -> list:
+def wrong_type(row: Row, column: str, kind: str, advice: str = "") -> RowError:
+    fault = f"'{column}' must be {kind}, but is {shown(plain(row.value[column]))}.{advice}"
+    return row.error(fault, "wrong type")
+
+
+def list_of(row: Row, column: str) -> list:
     """Return a list, or raise a RowError."""
     value = plain(unpacked(row.value[column]))
     if not isinstance(value, list):
-        fault = f"'{column}' must be a list of {of}, but is {shown(value)}."
-        if isinstance(value, str):
-            fault += " Write it as JSON, in square brackets."
-        raise row.error(fault, "wrong type")
-
+        advice = " Write it as JSON, in square brackets." if isinstance(value, str) else ""
+        raise wrong_type(row, column, "a list", advice)
     return value
 
 
@@ -324,14 +322,9 @@ def texts_of(row: Row, column: str) -> list[str]:
         values = [values]
 
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        fault = f"'{column}' must be a list of texts, but is {shown(values)}."
-        if not isinstance(values, list):
-            fault = f"'{column}' must be a text or a list of texts, but is {shown(values)}."
-        raise row.error(fault, "wrong type")
-
+        raise wrong_type(row, column, "a text or a list of texts")
     if not values:
         raise row.error(f"'{column}' is empty.", "empty")
-
     return values
 
 
@@ -339,9 +332,7 @@ def number_of(row: Row, column: str) -> float:
     """Return a finite number of float32, or raise a RowError."""
     number = as_number(row.value[column])
     if number is None or abs(number) > _MOST_NUMBER:
-        fault = f"'{column}' must be a number, but is {shown(row.value[column])}."
-        raise row.error(fault, "wrong type")
-
+        raise wrong_type(row, column, "a number")
     return number
 
 
@@ -359,9 +350,7 @@ def truth_of(row: Row, column: str) -> bool:
     """Return a truth value, or raise a RowError."""
     truth = as_truth(row.value[column])
     if truth is None:
-        fault = f"'{column}' must be true or false, but is {shown(row.value[column])}."
-        raise row.error(fault, "wrong type")
-
+        raise wrong_type(row, column, "true or false")
     return truth
 
 

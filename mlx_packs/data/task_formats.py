@@ -20,10 +20,10 @@ from .row_format import (
     number_of,
     optional,
     plain,
-    shown,
     text_of,
     texts_of,
     unpacked,
+    wrong_type,
 )
 
 # Other names of the columns of embedders and rerankers: those of sentence-transformers, and of
@@ -335,8 +335,7 @@ def _labelled(row: Row, documents: str, labels: str) -> tuple[list[str], list[fl
 
     relevances = [number for value in values if (number := relevance(value)) is not None]
     if len(relevances) != len(values):
-        fault = f"'{labels}' must be numbers of 0 or more, but is {shown(row.value[labels])}."
-        raise row.error(fault, "wrong type")
+        raise wrong_type(row, labels, "numbers of 0 or more")
 
     texts = texts_of(row, documents)
     if len(relevances) != len(texts):

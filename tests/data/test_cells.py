@@ -152,7 +152,7 @@ def test_a_text_that_is_no_json_of_messages_stays_a_text():
         (["a", "b", "a"], "'a' more than once"),
         ("[0, 1, 1, 0]", "a mark for each label"),
         ("a;b", "as JSON"),
-        ({"a": 1}, "must be a list of labels"),
+        ({"a": 1}, "must be a list, but is"),
     ],
 )
 def test_a_list_that_is_no_set_of_labels_is_named(labels, fault):

@@ -236,10 +236,3 @@ def test_run_on_code_resumes_with_the_same_layout_only(tmp_path):
     settings["fim_rate"] = 0.25
     with raises("mismatch", "fim_rate"):
         train(resume=True)
-
-
-def test_show_mask_shows_rearranged_rows(tmp_path, run):
-    data = write_rows(tmp_path / "d", train=[{"text": text} for text in TEXTS])
-    flags = ("--long-rows", "split", "--fim-rate", 1, "--fim-tokens", ",".join(NAMED))
-    code, out, _ = run("train", "--data", data, "--show-mask", *flags)
-    assert code == 0 and "<|im_end|>" in out

@@ -7,7 +7,6 @@ from mlx_packs import evaluate, load_base, train_pack
 from mlx_packs.tasks import phases
 from mlx_packs.tasks.phases import HELD_OUT_SHARE, sample
 from mlx_packs.training.fit import Fit
-from tests.helpers.encoders import all_pairs
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
 from tests.helpers.runs import LORA
@@ -110,12 +109,4 @@ def test_training_on_preferences_leaves_the_scores_of_the_base(tmp_path, scored_
     rows = [preference(i) for i in range(8)]
     data = write_rows(tmp_path / "d", train=rows[:6], valid=rows[6:])
     _run(data, tmp_path / "p", task=task, learning_rate=1e-2)
-    _check_scores(scored_first)
-
-
-def test_training_an_encoder_leaves_the_scores_of_the_base(encoder, tmp_path, scored_first):
-    rows = all_pairs()[:36]  # of words that the encoder knows: other texts are all alike to it
-    data = write_rows(tmp_path / "d", train=rows[:24], valid=rows[24:])
-    train = {"task": "embedding", "iters": 3, "batch_size": 4, "learning_rate": 1e-2}
-    train_pack(str(encoder), data=str(data), train=train, out=tmp_path / "p")
     _check_scores(scored_first)

@@ -338,16 +338,6 @@ def test_an_image_is_in_no_key_of_the_token_cache_by_accident(tokenizer, tmp_pat
     assert encode_cached(rows, tokenizer, COLUMNS, options(), 1)[1] is None
 
 
-def test_settings_of_images(tmp_path):
-    assert (COLUMNS.max_pixels, COLUMNS.allow_urls) == (1280 * 28 * 28, False)
-    for settings, name in [
-        ({"max_pixels": -1}, "max_pixels"),
-        ({"allow_urls": "so"}, "allow_urls"),
-    ]:
-        with raises("invalid", name):
-            DataConfig(**settings)
-
-
 def sources_of(row: Row) -> list[ImageSource]:
     return format_of(row, COLUMNS, TOKEN_FORMATS).read(row, COLUMNS).images
 
