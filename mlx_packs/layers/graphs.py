@@ -1,21 +1,26 @@
-"""Compiled steps of a `LayerTrainer`, one for each loss that it steps."""
+"""Losses of a `LayerTrainer`, and their compiled steps, one for each."""
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.optimizers as optimizers
+import numpy as np
 
 from ..data.dataset import Batch, Layout
-from ..errors import PackError
 from ..objectives.objective import Inputs
+from ..ops.linear_cross_entropy import cross_entropy
 from ..runtime import mx
 from ..training.step import Stepper
-from .registered import RegisteredLayer, adapters_module
+from .registered import RegisteredLayer, adapters_module, shown, wrong
 
 _MOST_GRAPHS = 8  # kept compiled at a time
 
+IGNORED = -100  # marks a position without a target, as in other tools
+
 Loss = Callable[..., tuple[mx.array, mx.array]]
+Forward = Callable[[mx.array], mx.array]
+LMBatch = tuple[mx.array, mx.array, mx.array]
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class GraphCache(dict[object, LossGraph]):
             return self[key]
 
         if not self._layers:
-            raise PackError("layers: none is registered.", "not-found", "layers")
+            raise wrong("layers", "none is registered.", "not-found")
 
         names = self._participants(loss, batch)
         if not isinstance(source, (list, tuple)):
@@ -70,11 +75,11 @@ class GraphCache(dict[object, LossGraph]):
             result = loss(*(inputs[str(i)] for i in range(len(inputs))))
             if self._called != names:
                 other = ", ".join(sorted(self._called ^ names))
-                raise PackError(
-                    f"layers: {other} took part in one step of this function and not in another. "
+                raise wrong(
+                    "layers",
+                    f"{other} took part in one step of this function and not in another. "
                     "Make it two functions.",
                     "conflict",
-                    "layers",
                 )
             return result
 
@@ -92,11 +97,11 @@ class GraphCache(dict[object, LossGraph]):
         self._called.clear()
         loss(*batch)
         if not self._called:
-            raise PackError(
-                "layers: no registered layer takes part in this loss. Call what register returned, "
+            raise wrong(
+                "layers",
+                "no registered layer takes part in this loss. Call what register returned, "
                 "not the linear itself.",
                 "not-found",
-                "layers",
             )
         return frozenset(self._called)
 
@@ -125,3 +130,114 @@ def _key(source: object) -> object:
     except TypeError:
         return id(source)
     return source
+
+
+class LMLoss:
+    """Cross-entropy of the logits that a forward computes."""
+
+    def __init__(self, forward: Forward, z_loss: float, label_smoothing: float) -> None:
+        self.vocab_size = 0  # last axis of the logits, known after the first call
+        self._forward = forward
+        self._z_loss = z_loss
+        self._label_smoothing = label_smoothing
+
+    def __call__(
+        self, inputs: mx.array, targets: mx.array, weights: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return the weighted sum of the losses, and the sum of the weights."""
+        logits = self._forward(inputs)
+        if not isinstance(logits, mx.array) or logits.shape[:-1] != targets.shape:
+            raise wrong(
+                "targets",
+                f"shape {list(targets.shape)} requires logits of shape "
+                f"{[*targets.shape, 'V']}, but the layers return {shown(logits)}.",
+            )
+
+        self.vocab_size = logits.shape[-1]
+        loss = cross_entropy(
+            logits.reshape(-1, self.vocab_size),
+            targets.reshape(-1),
+            self._z_loss,
+            self._label_smoothing,
+        )
+        return (loss * weights.reshape(-1)).sum(), weights.sum()
+
+    def check_targets(self, targets: mx.array) -> None:
+        """Check that token ids are among the logits."""
+        lowest = targets.min().item()
+        highest = targets.max().item()
+        if lowest < 0 or highest >= self.vocab_size:
+            token = lowest if lowest < 0 else highest
+            raise wrong("targets", f"token {token} is outside the {self.vocab_size} logits.")
+
+
+def user_loss(function: Callable[..., mx.array]) -> Loss:
+    """Return the loss of a function of a batch's arrays that returns its mean loss."""
+
+    def loss(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        mean = function(*arrays)
+        if not isinstance(mean, mx.array) or mean.ndim:
+            raise wrong("loss", f"must return a scalar, but returned {shown(mean)}.")
+        # a weight of 1: accumulated batches count alike
+        return mean, mx.array(1.0)
+
+    return loss
+
+
+def sequence_forward(layers: Sequence[RegisteredLayer], inputs: mx.array) -> Forward:
+    """Return layers applied one after the other, after a check of their widths."""
+    if not isinstance(inputs, mx.array | np.ndarray) or inputs.shape[-1:] != (
+        layers[0].in_features,
+    ):
+        raise wrong(
+            "inputs",
+            f"'{layers[0].name}' expects width {layers[0].in_features}, but got {shown(inputs)}.",
+        )
+
+    for before, after in zip(layers, layers[1:], strict=False):
+        if before.out_features != after.in_features:
+            raise wrong(
+                "layers",
+                f"'{after.name}' expects width {after.in_features}, but '{before.name}' "
+                f"before it returns {before.out_features}.",
+            )
+
+    def forward(x: mx.array) -> mx.array:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return forward
+
+
+def lm_batch(
+    inputs: mx.array, targets: mx.array, mask: mx.array | None, weights: mx.array | None
+) -> LMBatch:
+    """Return inputs, targets, weights; a position without a target gets token 0 with weight 0."""
+    tokens = np.array(targets)
+    if tokens.dtype.kind not in "iu":
+        raise wrong("targets", f"must be token ids, but are {tokens.dtype}.")
+
+    scale = (tokens != IGNORED).astype(np.float32)
+    for name, values in (("mask", mask), ("weights", weights)):
+        if values is None:
+            continue
+        factors = np.array(mx.array(values).astype(mx.float32))
+        if factors.shape != tokens.shape:
+            raise wrong(
+                name,
+                f"is of shape {list(factors.shape)}, but targets are of shape "
+                f"{list(tokens.shape)}.",
+            )
+
+        if name == "mask":
+            factors = (factors != 0).astype(np.float32)
+        if not np.isfinite(factors).all() or (factors < 0).any():
+            raise wrong("weights", "must be finite and 0 or more.")
+        scale = scale * factors
+
+    if not scale.any():
+        raise wrong("targets", "there is none. All are -100, masked or of weight 0.", "data")
+
+    tokens = np.where(scale > 0, tokens, 0)
+    return mx.array(inputs), mx.array(tokens.astype(np.int64)), mx.array(scale)

@@ -11,7 +11,7 @@ from ..adapters.attach import plan_specs
 from ..adapters.spec import ModuleSpec
 from ..bases.geometry import GeometryError, Group, probe
 from ..config.lora import LoRAConfig
-from ..errors import PackError, file_errors
+from ..errors import Code, PackError, file_errors
 from ..kinds import check_keys, check_kind
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import is_plain_linear
@@ -114,6 +114,11 @@ def adapters_module(layers: Iterable[RegisteredLayer]) -> nn.Module:
     for layer in layers:
         module["/" + layer.name.replace(".", "/")] = layer
     return module
+
+
+def wrong(argument: str, text: str, code: Code = "invalid") -> PackError:
+    """Return the error of an argument of Python."""
+    return PackError(f"{argument}: {text}", code, argument)
 
 
 def shown(value: object) -> str:

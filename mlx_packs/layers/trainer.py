@@ -39,9 +39,17 @@ from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.run_folder import RunFolder, check_unchanged
 from ..training.state import TrainingState
 from ..training.step import not_finite
-from .graphs import GraphCache, LossGraph, batch_of
-from .losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
-from .registered import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
+from .graphs import (
+    Forward,
+    GraphCache,
+    LMLoss,
+    LossGraph,
+    batch_of,
+    lm_batch,
+    sequence_forward,
+    user_loss,
+)
+from .registered import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas, wrong
 
 LAYERS = "layers.json"
 _OF_OPTIMIZER = fields_where(TrainConfig, own_layers="optimizer")
@@ -91,9 +99,7 @@ class LayerTrainer:
             is_multi = isinstance(optimizer, optimizers.MultiOptimizer)
             if is_multi or not isinstance(optimizer, optimizers.Optimizer):
                 kind = type(optimizer).__name__
-                raise PackError(
-                    f"optimizer: must be one of mlx.optimizers, but is a {kind}.", flag="optimizer"
-                )
+                raise wrong("optimizer", f"must be one of mlx.optimizers, but is a {kind}.")
         self.optimizer = optimizer
 
         self.updates: dict[str, int] = {}
@@ -123,10 +129,9 @@ class LayerTrainer:
             PackError: If the name is in use or malformed, or the module is not a linear layer.
         """
         if not isinstance(name, str) or not LAYER_NAME.fullmatch(name):
-            raise PackError(
-                "name: must consist of letters, digits, _, - and dots between them, but got "
-                f"{name!r}.",
-                flag="name",
+            raise wrong(
+                "name",
+                f"must consist of letters, digits, _, - and dots between them, but got {name!r}.",
             )
         if name in self._layers:
             raise PackError(
@@ -221,15 +226,14 @@ class LayerTrainer:
         """
         if not callable(loss):
             kind = type(loss).__name__
-            raise PackError(
-                f"loss: must be a function of the arrays that follow it, but is a {kind}.",
-                flag="loss",
+            raise wrong(
+                "loss", f"must be a function of the arrays that follow it, but is a {kind}."
             )
         if not arrays:
-            raise PackError("arrays: there are none. Pass those of a batch.", flag="arrays")
+            raise wrong("arrays", "there are none. Pass those of a batch.")
 
         batch = tuple(mx.array(a) for a in arrays)
-        return self._step(self._graphs.graph(loss, UserLoss(loss), batch), batch, 1.0)
+        return self._step(self._graphs.graph(loss, user_loss(loss), batch), batch, 1.0)
 
     def loss_lm(
         self,
@@ -263,10 +267,10 @@ class LayerTrainer:
         elif callable(layers):
             forward = layers
         else:
-            raise PackError(
-                "layers: must be a list of registered layers or a function of the inputs, but got "
+            raise wrong(
+                "layers",
+                "must be a list of registered layers or a function of the inputs, but got "
                 f"{layers!r}.",
-                flag="layers",
             )
         return LMLoss(forward, self.train.z_loss, self.train.label_smoothing)
 
@@ -486,4 +490,4 @@ def _check_defaults(config: LoRAConfig | TrainConfig, used: Sequence[str], why: 
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in used and value != getattr(defaults, field.name):
-            raise PackError(f"{field.name}: is {value!r}, but {why}.", "conflict", field.name)
+            raise wrong(field.name, f"is {value!r}, but {why}.", "conflict")

@@ -24,31 +24,21 @@ class Pressure:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Room:
-    available: int
-    limit: int
-    name: str
-
-    def pressure(self) -> Pressure:
-        low = min(_LOW * self.limit, _LOW_BYTES)
-        reason = (
-            f"{size(max(self.available, 0))} of {size(self.limit)} of {self.name} are available"
-        )
-        if self.available < low:
-            level = CRITICAL if self.available < low / 2 else LOW
-            return Pressure(level, reason)
-        return Pressure(NONE)
-
-
 def memory_pressure() -> Pressure:
     """Return the memory pressure by macOS's own level, or by the limits of a Linux process."""
     if macos.is_macos():
         return _of_macos()
 
-    rooms = [*map(_of_group, _groups()), _of_machine()]
-    pressures = [room.pressure() for room in rooms if room is not None]
-    return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
+    pressures = [*map(_of_group, _groups()), _of_machine()]
+    return max(pressures, key=lambda pressure: pressure.level)
+
+
+def _of_room(available: int, limit: int, name: str) -> Pressure:
+    low = min(_LOW * limit, _LOW_BYTES)
+    if available >= low:
+        return Pressure(NONE)
+    level = CRITICAL if available < low / 2 else LOW
+    return Pressure(level, f"{size(max(available, 0))} of {size(limit)} of {name} are available")
 
 
 def _of_macos() -> Pressure:
@@ -75,8 +65,8 @@ def _groups() -> Iterator[Path]:
             yield root
 
 
-def _of_group(group: Path) -> _Room | None:
-    """Return the room in a cgroup, where it has a limit; caches of files can be dropped."""
+def _of_group(group: Path) -> Pressure:
+    """Return the pressure in a cgroup, if it has a limit; caches of files can be dropped."""
     for limit, used, dropped in (
         ("memory.max", "memory.current", ("inactive_file", "active_file")),
         (
@@ -92,13 +82,13 @@ def _of_group(group: Path) -> _Room | None:
             taken -= sum(int(value) for name, value in lines if name in dropped)
 
             if most < 1 << 60:  # version 1 has a number for no limit
-                return _Room(most - taken, most, "the container's memory")
-    return None
+                return _of_room(most - taken, most, "the container's memory")
+    return Pressure(NONE)
 
 
-def _of_machine() -> _Room | None:
+def _of_machine() -> Pressure:
     with suppress(OSError, ValueError, KeyError):
         lines = (_PROC / "meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        return _Room(kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory")
-    return None
+        return _of_room(kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory")
+    return Pressure(NONE)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..ops.attention import attention, has_fused_gradient
 from ..ops.profile import profile
-from ..ops.span_attention import Branching, Spans, row_of, span_attention, tree_attention
+from ..ops.span_attention import Spans, row_of, span_attention, tree_attention
 from ..ops.watchdog import is_watched, product_calls
 from .frozen_weight import frozen_weight
 from .images import ShiftedRoPE
@@ -120,8 +120,7 @@ class GroupedAttention(GroupedBlock):
                 queries = rope.shifted(queries)
                 keys = rope.shifted(keys)
                 rope = rope.rope
-            branching = Branching(self.scale, rope, mask.size)
-            return tree_attention(queries, keys, values, branching, spans)
+            return tree_attention(queries, keys, values, self.scale, rope, mask.size, spans)
         if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)

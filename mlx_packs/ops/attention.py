@@ -7,7 +7,6 @@ query of a block sees are left out. `BlockAttention` is what a GPU computes.
 """
 
 import functools
-import io
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .profile import Profile, profile
+from .profile import Profile, gradient_has, profile
 from .watchdog import attention_calls, is_watched
 
 Mask = mx.array | str | None
@@ -380,14 +379,11 @@ def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask, fewer: bool = Fa
 
 @functools.cache
 def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None, fewer: bool = False) -> bool:
-    """Return whether MLX's gradient is one primitive: its graph is laid out, and not computed."""
+    """Return whether MLX's gradient is one primitive."""
     x = mx.zeros((1, 1, 2, width), dtype)
     keys = mx.zeros((1, 1, 4, width), dtype) if fewer else x
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         return [mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)]
 
-    _, gradients = mx.vjp(attend, [x, keys, keys], [x])
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *gradients)
-    return "ScaledDotProductAttentionVJP" in graph.getvalue()
+    return gradient_has("ScaledDotProductAttentionVJP", attend, [x, keys, keys], [x])

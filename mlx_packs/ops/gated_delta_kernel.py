@@ -1,7 +1,6 @@
 """MLX's own kernels of the gated delta rule: when they compute a segment, and what they cost."""
 
 import functools
-import io
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ from ._backend import KernelSpec, Plans
 from ._check import Check, normal
 from ._cost import Launch
 from .gated_delta import CHUNK, RecurrenceSizes, reference, widened
-from .profile import profile
+from .profile import gradient_has, profile
 
 
 class _Instance(NamedTuple):
@@ -32,10 +31,7 @@ def choose(sizes: RecurrenceSizes) -> str:
 
 @functools.cache
 def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_width: int) -> bool:
-    """Return whether the gradient of MLX's own op is one primitive, not a loop, on this device.
-
-    The graph of a gradient is laid out, not computed: its primitives tell.
-    """
+    """Return whether the gradient of MLX's own op is one primitive, not a loop, on this device."""
     if not profile().has_fused_kernels:
         return False
 
@@ -47,10 +43,8 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
     def outputs(*arrays: mx.array) -> list[mx.array]:
         return list(mx.fast.gated_delta_update(*arrays))
 
-    _, gradients = mx.vjp(outputs, [q, q, v, gates, gates, state], [v, state])
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *gradients)
-    return "GatedDeltaUpdateVJP" in graph.getvalue()
+    primals = [q, q, v, gates, gates, state]
+    return gradient_has("GatedDeltaUpdateVJP", outputs, primals, [v, state])
 
 
 def checks(_: str, instance: _Instance) -> list[Check]:

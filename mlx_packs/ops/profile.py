@@ -3,8 +3,9 @@
 The profile of a CPU is in the package `cpu`, which is only loaded where it is needed.
 """
 
+import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -120,6 +121,16 @@ def forced_profile(chosen: Profile) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def gradient_has(
+    primitive: str, op: Callable[..., list[mx.array]], primals: list, cotangents: list
+) -> bool:
+    """Return whether the gradient of an op has a primitive: its graph is laid out, not computed."""
+    _, gradients = mx.vjp(op, primals, cotangents)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *gradients)
+    return primitive in graph.getvalue()
 
 
 def tiles(count: int, size: int) -> int:

@@ -6,52 +6,14 @@ lengths of the segments, forward and backward.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .attention import attention, mlx_attention
+from .attention import Mask, attention, mlx_attention
 
 # For each packed sequence, or each level of a tree, the inputs of its segments; they cover it.
 Spans = tuple[tuple[int, ...], ...]
 Keys = tuple[mx.array, mx.array]  # keys [G, KV, P, D], at their positions, and values
-
-
-@dataclass(frozen=True)
-class Branching:
-    """How segments see what they follow, and themselves.
-
-    Attributes:
-        scale: of the scores.
-        rope: turns queries or keys [..., T, D] of a segment to positions from ``offset``.
-        window: how many keys back a query sees, itself included; None is all.
-    """
-
-    scale: float
-    rope: Callable[..., mx.array]
-    window: int | None = None
-
-    def attention(
-        self, queries: mx.array, keys: mx.array, values: mx.array, followed: Keys | None
-    ) -> tuple[mx.array, Keys]:
-        """Return the attention of segments of equal length, [count, H, T, D], and all their keys.
-
-        Equally many segments in turn follow each of the G keys.
-        """
-        length = queries.shape[2]
-        offset = followed[0].shape[2] if followed else 0
-
-        queries = self.rope(queries, offset=offset)
-        keys = self.rope(keys, offset=offset)
-        if followed:
-            keys = _joined(followed[0], keys)
-            values = _joined(followed[1], values)
-
-        mask = "causal"
-        if self.window is not None and self.window < offset + length:
-            keys_back = mx.arange(offset, offset + length)[:, None] - mx.arange(offset + length)
-            mask = (keys_back >= 0) & (keys_back < self.window)
-        return attention(queries, keys, values, self.scale, mask), (keys, values)
 
 
 def span_attention(
@@ -82,7 +44,9 @@ def tree_attention(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    branching: Branching,
+    scale: float,
+    rope: Callable[..., mx.array],
+    window: int | None,
     levels: Spans,
 ) -> list[mx.array]:
     """Return the attention of the segments of a tree, each of which sees those that it follows.
@@ -91,7 +55,9 @@ def tree_attention(
         queries: [1, H, N, D], level after level, at no positions yet.
         keys: [1, KV, N, D] with KV dividing H.
         values: [1, KV, N, D].
-        branching: how segments see each other.
+        scale: of the scores.
+        rope: turns queries or keys [..., T, D] of a segment to positions from ``offset``.
+        window: how many keys back a query sees, itself included; None is all.
         levels: inputs of each segment, by level; N in all. Those of a level but the last are
             equally long, and equally many of the next follow each in turn.
 
@@ -103,13 +69,27 @@ def tree_attention(
     segments = iter(_segments((queries, keys, values), sum(runs, [])))
 
     outputs = []
-    followed = None
+    followed: Keys | None = None
     for of_level in runs:
-        for own in itertools.islice(segments, len(of_level)):
-            output, left = branching.attention(*own, followed)
-            outputs.append(output)
-        followed = left
+        offset = followed[0].shape[2] if followed else 0
+        for q, k, v in itertools.islice(segments, len(of_level)):
+            q = rope(q, offset=offset)
+            k = rope(k, offset=offset)
+            if followed:
+                k = _joined(followed[0], k)
+                v = _joined(followed[1], v)
+            mask = _windowed(window, offset, q.shape[2])
+            outputs.append(attention(q, k, v, scale, mask))
+        followed = k, v
     return outputs
+
+
+def _windowed(window: int | None, offset: int, length: int) -> Mask:
+    """Return the mask of queries from ``offset`` on that see so many keys back; None is all."""
+    if window is None or window >= offset + length:
+        return "causal"
+    keys_back = mx.arange(offset, offset + length)[:, None] - mx.arange(offset + length)
+    return (keys_back >= 0) & (keys_back < window)
 
 
 def row_of(outputs: Sequence[mx.array]) -> mx.array:

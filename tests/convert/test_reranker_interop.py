@@ -21,8 +21,7 @@ from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reader import Reader, ranking_reader
 from mlx_packs.objectives.text_loss import TextLoss, infonce_loss, ranking_losses
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
-from tests.helpers.encoders import write_pairs
-from tests.helpers.rankings import all_labelled, all_rankings
+from tests.helpers.encoders import all_labelled, all_rankings, write_pairs
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 

@@ -11,8 +11,7 @@ from mlx_packs.data.rankings import RerankPrompt
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import write_decoder
-from tests.helpers.encoders import write_pairs
-from tests.helpers.rankings import all_rankings
+from tests.helpers.encoders import all_rankings, write_pairs
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 

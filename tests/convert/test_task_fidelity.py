@@ -10,9 +10,8 @@ from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.convert.task_fidelity import score_divergence
 from mlx_packs.packs.pack import Pack
 from tests.helpers.decoder_embedders import write_decoder
-from tests.helpers.encoders import all_pairs, write_pairs
+from tests.helpers.encoders import all_pairs, all_rankings, write_pairs
 from tests.helpers.errors import raises
-from tests.helpers.rankings import all_rankings
 
 PLAIN = {"iters": 4, "batch_size": 4, "learning_rate": 1e-2, "val_batches": 0}
 KINDS = {

@@ -179,3 +179,29 @@ def write_pairs(folder: Path, rows: list[dict], held_out: int = 44) -> Path:
     for split, result in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in result))
     return folder
+
+
+def all_rankings(negatives: int = 3, seed: int = 0) -> list[dict]:
+    """A query, the document that means the same, and some that do not: 144 rows."""
+    pairs = all_pairs(seed)
+    documents = [row["positive"] for row in pairs]
+    return [
+        {
+            "query": row["anchor"],
+            "positive": row["positive"],
+            "negatives": [documents[(i + j) % len(pairs)] for j in range(1, negatives + 1)],
+        }
+        for i, row in enumerate(pairs)
+    ]
+
+
+def all_labelled(seed: int = 0) -> list[dict]:
+    """The same with labels: 2 for what means the same, 1 for another row's, 0 for a third's."""
+    return [
+        {
+            "query": row["query"],
+            "documents": [row["negatives"][0], row["positive"], row["negatives"][1]],
+            "labels": [1, 2, 0],
+        }
+        for row in all_rankings(2, seed)
+    ]

@@ -93,5 +93,4 @@ def test_macos_says_it_by_a_number(monkeypatch, number, level):
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads the files of Linux")
 def test_this_machine_has_an_answer():
     assert memory_pressure().level in (NONE, LOW, CRITICAL)
-    assert pressure._of_machine().limit > GB
     assert all(folder.is_relative_to(pressure._CGROUPS) for folder in pressure._groups())

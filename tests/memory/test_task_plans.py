@@ -10,10 +10,16 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
 from tests.helpers.decoder_embedders import write_reranker
-from tests.helpers.encoders import MODERN, all_pairs, all_triplets, write_encoder, write_pairs
+from tests.helpers.encoders import (
+    MODERN,
+    all_pairs,
+    all_rankings,
+    all_triplets,
+    write_encoder,
+    write_pairs,
+)
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
-from tests.helpers.rankings import all_rankings
 from tests.helpers.variants import slow_except
 
 RUNS = 3  # at most: some reach a peak that is a tenth lower

@@ -25,8 +25,8 @@ from mlx_packs.objectives.text_loss import TextLoss, label_losses, reward_losses
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
-from tests.helpers.labelled import labelled
 from tests.helpers.preferences import preference
+from tests.helpers.rows import labelled
 
 CLASSES = Classes(SINGLE, ("blue", "green", "red"))
 WEIGHTS = np.array([0.5, 1.0, 2.0])

@@ -4,7 +4,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_packs.ops.span_attention import Branching, row_of, span_attention, tree_attention
+from mlx_packs.ops.span_attention import row_of, span_attention, tree_attention
 from mlx_packs.runtime import mx
 
 SPANS = [((7,),), ((3, 3, 3), (5, 4)), ((1, 1, 6), (8,)), ((2, 9, 2),)]
@@ -87,7 +87,7 @@ def test_tree_attention_equals_that_of_each_row_alone(levels, window):
     weights = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
 
     def of_tree(*arrays):
-        row = row_of(tree_attention(*arrays, Branching(0.3, rope, window), levels))
+        row = row_of(tree_attention(*arrays, 0.3, rope, window, levels))
         return mx.unflatten(row, 2, (4, 8)).transpose(0, 2, 1, 3)
 
     def of_rows(*arrays):

@@ -6,8 +6,8 @@ from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.bases import first_blocks
-from tests.helpers.labelled import labelled, labelled_chat, splits_of
 from tests.helpers.packs import random_pack
+from tests.helpers.rows import labelled, labelled_chat, splits_of
 from tests.helpers.serving import Running
 
 TEXTS = ["the red car number 3 is here", "blue", "a green car " * 9]

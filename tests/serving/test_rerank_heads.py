@@ -11,9 +11,8 @@ from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.packs.pack import Pack
 from mlx_packs.serving.embedding import EmbeddingWorker, Reranker
 from tests.helpers.decoder_embedders import write_reranker
-from tests.helpers.encoders import all_pairs, write_pairs
+from tests.helpers.encoders import all_pairs, all_rankings, write_pairs
 from tests.helpers.errors import raises
-from tests.helpers.rankings import all_rankings
 
 QUERY = "how do i fix a car?"
 DOCUMENTS = ["steps to repair the vehicle", "a stone", "a"]

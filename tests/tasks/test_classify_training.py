@@ -23,15 +23,16 @@ from mlx_packs.runtime import mx
 from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
-from tests.helpers.labelled import (
+from tests.helpers.rows import (
+    chat,
     labelled,
     labelled_chat,
     scored,
     several,
     splits_of,
     starred,
+    write_rows,
 )
-from tests.helpers.rows import chat, write_rows
 from tests.helpers.tasks import interrupted
 
 SETTINGS = {

@@ -15,9 +15,8 @@ from mlx_packs.objectives.text_loss import infonce_loss, listnet_loss, pairwise_
 from mlx_packs.packs.manifest import check_manifest, replaced_of
 from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
-from tests.helpers.encoders import write_pairs
+from tests.helpers.encoders import all_labelled, all_rankings, write_pairs
 from tests.helpers.errors import check, raises
-from tests.helpers.rankings import all_labelled, all_rankings
 from tests.helpers.tasks import interrupted
 from tests.helpers.variants import slow_except
 
