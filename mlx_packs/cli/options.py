@@ -206,7 +206,7 @@ recipes = option(
     metavar="FILE",
     multiple=True,
     common="YAML file with options of a run; repeatable.",
-    help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. "
+    help="YAML file with these options, or with the parts bnb_4bit and lora of QLoRA projects. "
     "Repeatable.",
 )
 model = setting("model", default="tiny")

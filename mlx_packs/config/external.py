@@ -1,36 +1,25 @@
 """Recipes of other tools, as our keys with the meaning unchanged.
 
-The tools are mlx-lm (``lora_config.yaml`` and flags), QLoRA projects (``bnb_4bit`` and ``lora`` in
-YAML), PEFT's ``LoraConfig`` and transformers' ``BitsAndBytesConfig`` as JSON. What would mean
-something else here is an error.
+The tools are mlx-lm (``lora_config.yaml`` and flags) and QLoRA projects (``bnb_4bit`` and ``lora``
+in YAML). What would mean something else here is an error.
 """
 
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PackError
 from .choices import METHODS
 from .fields import unknown_setting
-from .lora import LoRAConfig
 from .optimizer import uncorrected
 from .other_names import DTYPES, value_for, value_hint
 from .values import bytes_of, setting_error, typed_value
 
-# Our settings by the keys of others: of mlx-lm, of QLoRA projects and of PEFT.
+# Our settings by the keys of others: of mlx-lm, and of QLoRA projects.
 _LORA_PARAMETERS = {
     **{name: name for name in ("rank", "scale", "dropout", "alpha")},
     "keys": "target_modules",
 }
 _LORA = {"r": "rank", **{name: name for name in ("alpha", "dropout", "target_modules")}}
-_PEFT = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "use_rslora": "rslora",
-    "base_model_name_or_path": "model",
-    **{name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_save")},
-}
 # Keys that a recipe has only in mlx-lm's form; so is a schedule that is a mapping.
 _FORM = (
     "adapter_path fine_tune_type lora_parameters mask_prompt optimizer_config test train".split()
@@ -125,31 +114,14 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
 
 # transformers quantizes linear layers only, and not the head
 _DENSE_IN_TRANSFORMERS = ("lm_head", "embed_tokens")
-
-_ANY = object()
-_BITS_AND_BYTES = {  # BitsAndBytesConfig: the one value that is understood
-    "load_in_4bit": True,
-    "load_in_8bit": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_compute_dtype": _ANY,
-    "bnb_4bit_use_double_quant": _ANY,
-    "bnb_4bit_quant_storage": _ANY,  # changes no value
-    "quant_method": "bitsandbytes",
-    "llm_int8_enable_fp32_cpu_offload": False,
-    "llm_int8_has_fp16_weight": False,
-    "llm_int8_threshold": _ANY,
-    "llm_int8_skip_modules": _ANY,
-    "_load_in_4bit": True,
-    "_load_in_8bit": False,
+_BNB_4BIT = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
+# What only files of other tools have, which are no recipes: the tool.
+_NO_RECIPES = {
+    "peft_type": "PEFT",
+    "load_in_4bit": "transformers",
+    "load_in_8bit": "transformers",
+    "quant_method": "transformers",
 }
-_PEFT_METHODS = ("pissa", "olora", "loftq")  # of init_lora_weights, by the same names here
-_PEFT_READ_APART = "peft_type target_modules use_dora bias init_lora_weights".split()
-_PEFT_WITHOUT_EFFECT = (
-    "task_type inference_mode auto_mapping revision fan_in_fan_out peft_version peft_config "
-    "ensure_weight_tying"
-).split()
-# PEFT writes these into every file; without their feature they have no effect
-_PEFT_DEFAULTS = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
 
 def translate(values: dict, where: str) -> dict:
@@ -158,12 +130,9 @@ def translate(values: dict, where: str) -> dict:
     Raises:
         PackError: naming the file, the key, and what to write instead.
     """
-    if "peft_type" in values:
-        return _peft(values, where)
-
-    kinds = ("load_in_4bit", "load_in_8bit")
-    if any(k in values for k in kinds) or values.get("quant_method") == "bitsandbytes":
-        return _bits_and_bytes(values, where)
+    if key := next((key for key in _NO_RECIPES if key in values), None):
+        text = f"is of a file of {_NO_RECIPES[key]}. Write its settings by our names, which "
+        raise setting_error(f"{text}docs/coming_from.md lists.", key, where, "unsupported")
 
     ours = dict(values)
     for key, read in (("bnb_4bit", _bnb_4bit), ("lora", _lora)):
@@ -178,13 +147,6 @@ def translate(values: dict, where: str) -> dict:
     return with_its_optimizer(ours)
 
 
-def _bnb_4bit(part: Mapping, where: str) -> dict:
-    """Settings of ``{quant_type, compute_dtype, use_double_quant}``."""
-    keys = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
-    values = _renamed(part, {key: f"bnb_4bit_{key}" for key in keys}, where, "bnb_4bit.")
-    return _bits_and_bytes({"load_in_4bit": True, **values}, where)
-
-
 def _renamed(part: Mapping, names: Mapping[str, str], where: str, parent: str) -> dict:
     """Return the values of a part of a file by our names."""
     for key in part:
@@ -193,91 +155,33 @@ def _renamed(part: Mapping, names: Mapping[str, str], where: str, parent: str) -
     return {names[key]: value for key, value in part.items()}
 
 
-def _bits_and_bytes(values: Mapping, where: str) -> dict:
-    """Settings of transformers' BitsAndBytesConfig; its defaults are fp4, float32, single."""
-    kind = values.get("bnb_4bit_quant_type", "fp4")
-    for key, value in {**values, "bnb_4bit_quant_type": kind}.items():
-        if key not in _BITS_AND_BYTES:
-            raise unknown_setting(key, _BITS_AND_BYTES, where)
-        valid = _BITS_AND_BYTES[key]
-        if valid is not _ANY and value != valid:
-            hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
-            raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
+def _bnb_4bit(part: Mapping, where: str) -> dict:
+    """Settings of ``{quant_type, compute_dtype, use_double_quant}``, by transformers' defaults."""
+    values = _renamed(part, {key: key for key in _BNB_4BIT}, where, "bnb_4bit.")
+    kind = values.get("quant_type", "fp4")
+    if kind != "nf4":
+        raise _unsupported(where, "bnb_4bit.quant_type", kind, "Only nf4 is.")
 
-    stated = values.get("bnb_4bit_compute_dtype", "float32")
+    stated = values.get("compute_dtype", "float32")
     name = str(stated).removeprefix("torch.")
     dtype = value_for("compute_dtype", name) or name
     if dtype not in DTYPES:
         instead = f"Write one of {', '.join(DTYPES)}."
-        raise _unsupported(where, "bnb_4bit_compute_dtype", stated, instead)
+        raise _unsupported(where, "bnb_4bit.compute_dtype", stated, instead)
 
-    skipped = values.get("llm_int8_skip_modules") or ()
-    skipped = typed_value(skipped, tuple[str, ...], "llm_int8_skip_modules", where)
     return {
         "quantize": "nf4",
-        "double_quant": values.get("bnb_4bit_use_double_quant", False),
+        "double_quant": values.get("use_double_quant", False),
         "compute_dtype": dtype,
-        "keep": tuple(dict.fromkeys((*_DENSE_IN_TRANSFORMERS, *skipped))),
+        "keep": _DENSE_IN_TRANSFORMERS,
     }
 
 
 def _lora(part: Mapping, where: str) -> dict:
-    _check_bias(part, where)
+    if (bias := part.get("bias") or "none") != "none":
+        raise _unsupported(where, "bias", bias, "Biases are not trained. Write none.")
     read = {key: value for key, value in part.items() if key not in ("bias", "task_type")}
     return _renamed(read, _LORA, where, "lora.")
-
-
-def _peft(values: Mapping, where: str) -> dict:
-    """Settings of PEFT's LoraConfig; a key at its default has no effect, others must be known."""
-    if values["peft_type"] != "LORA":
-        raise _unsupported(where, "peft_type", values["peft_type"], "Only LORA is.")
-    for key, value in values.items():
-        has_no_effect = value in (None, False, [], {}, 0, "") or _PEFT_DEFAULTS.get(key) == value
-        if not has_no_effect and key not in (*_PEFT, *_PEFT_READ_APART, *_PEFT_WITHOUT_EFFECT):
-            raise _unsupported(where, key, value, "Take it out.")
-
-    _check_bias(values, where)
-    kinds = typing.get_type_hints(LoRAConfig) | {"model": str}
-    ours: dict[str, Any] = {"rank": 8, "alpha": 8}  # PEFT's defaults
-    for key, name in _PEFT.items():
-        if values.get(key):
-            ours[name] = typed_value(values[key], kinds[name], key, where)
-    return {**_peft_method(values, where), **ours, **_peft_targets(values, where)}
-
-
-def _peft_method(values: Mapping, where: str) -> dict:
-    """The method by the initialization or the magnitudes of adapters; nothing for plain LoRA."""
-    begins = values.get("init_lora_weights", True)
-    name = begins.partition("_niter_")[0] if isinstance(begins, str) else begins
-    if name not in (True, *_PEFT_METHODS):
-        known = ", ".join(_PEFT_METHODS)
-        raise _unsupported(
-            where, "init_lora_weights", begins, f"Write true (A uniform, B zero) or one of {known}."
-        )
-
-    if values.get("use_dora"):
-        if name is not True:
-            raise _unsupported(where, "init_lora_weights", begins, "With use_dora, write true.")
-        return {"method": "dora"}
-    if name is True:
-        return {}
-    return {"method": name}
-
-
-def _peft_targets(values: Mapping, where: str) -> dict:
-    targets = values.get("target_modules")
-    if targets == "all-linear":
-        return {}
-    if not targets or isinstance(targets, str):
-        problem = f"'{targets}' is a pattern" if targets else "is empty (PEFT has defaults)"
-        text = f"{problem}. List the names of the modules, or write all-linear."
-        raise setting_error(text, "target_modules", where, "unsupported")
-    return {"target_modules": typed_value(targets, tuple[str, ...], "target_modules", where)}
-
-
-def _check_bias(values: Mapping, where: str) -> None:
-    if (bias := values.get("bias") or "none") != "none":
-        raise _unsupported(where, "bias", bias, "Biases are not trained. Write none.")
 
 
 def _unsupported(where: str, key: str, value: Any, instead: str) -> PackError:

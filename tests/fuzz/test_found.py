@@ -11,7 +11,6 @@ import pytest
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.loading import lazy_base
 from mlx_packs.bases.tokenizer import load_tokenizer
-from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import stream
@@ -25,29 +24,6 @@ from tests.helpers.encoders import write_encoder
 from tests.helpers.errors import raises
 from tests.helpers.gguf_file import write_tiny
 from tests.helpers.local_hub import Repo
-
-PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-
-
-@pytest.mark.parametrize(
-    ("tool", "values"),
-    [
-        (PEFT, {"lora_alpha": [8]}),
-        (PEFT, {"lora_alpha": "embedding"}),
-        (PEFT, {"r": {"a": 1}}),
-        (PEFT, {"r": 10**400, "use_rslora": True}),
-        (PEFT, {"rank_pattern": [1]}),
-        (PEFT, {"rank_pattern": {"q_proj": "x"}, "use_rslora": True}),
-        (PEFT, {"alpha_pattern": 5}),
-        (PEFT, {"target_modules": 5}),
-        (BNB, {"llm_int8_skip_modules": 5}),
-        (BNB, {"llm_int8_skip_modules": [[]]}),
-    ],
-)
-def test_config_of_another_tool_with_a_wrong_type(tool, values):
-    with raises("invalid", next(iter(values)), "c.json: "):
-        translate(tool | values, "c.json")
 
 
 @pytest.mark.parametrize(
