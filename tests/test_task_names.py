@@ -78,7 +78,7 @@ OTHER_MEANINGS = {
         "adapters/attach.py",
         "adapters/lora.py",
         "bases/quantization.py",
-        "convert/destinations.py",
+        "convert/formats.py",
         "convert/external.py",
         "convert/peft.py",
         "extras/projection_stack.py",

@@ -202,7 +202,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
 
     Every adapter is numerically verified against the pack, and a merged model is compared with it.
     """  # noqa: D301 - click keeps the lines after \b
-    from ..convert.destinations import MODELS
+    from ..convert.formats import MODELS
     from ..convert.interop import export_pack
 
     if out is None and to != "lmstudio":

@@ -1,10 +1,18 @@
 """Formats of other tools that packs are exported to and imported from, and programs that read them.
 
-A new format is a class in a file of its own, a new program a function in `destinations`; each has
-an entry here, and its name in `config.choices`.
+A new format is a class in a file of its own, a new program a function here; each has an entry in
+one of the tables, and its name in `config.choices`.
+
+LM Studio opens no adapters, so it gets a merged model where it looks for models. Ollama hands a
+GGUF adapter to llama.cpp, and a Modelfile names the model it belongs to. Of safetensors folders it
+reads those of llama and gemma2 alone, without the scale of mlx-lm's, so a GGUF file is the one form
+that is right for all. mlx-swift-lm opens a folder by ``LoRAContainer.from(directory:)``.
 """
 
+import re
+import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,12 +20,25 @@ from ..bases.model import BaseModel
 from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
+from ..files import atomic_folder
+from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
-from .destinations import write_for_lmstudio, write_for_ollama, write_for_swift
-from .external import CONFIG, Delta, ExternalAdapter, StoredAdapter
+from .external import (
+    CONFIG,
+    Delta,
+    ExternalAdapter,
+    StoredAdapter,
+    save_folder,
+    verify_numerically,
+)
 from .gguf import write_gguf
+from .merge import merge_pack
 from .mlx_lm import MlxLm
 from .peft import Peft
+
+MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Studio has them
+# The base of a pack that was trained on a model of Ollama. The name may be somebody else's text.
+_OF_OLLAMA = re.compile(r"ollama:([\w.\-/:]+)", re.ASCII)
 
 
 class AdapterFormat(Protocol):
@@ -68,6 +89,85 @@ def format_of(config: dict, where: Path) -> str:
         if form.recognises(config):
             return name
     raise PackError(f"{where}: is not the {CONFIG} of any of {', '.join(FORMATS)}.", "unsupported")
+
+
+def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
+    """Merge a pack, quantized as its base is if the merge gate lets that pass.
+
+    ``start`` is the base, where it is not the one that the pack names.
+    """
+    base = pack.manifest["base"]
+    requantize = "same" if base["quantization"] else "none"
+    merge = partial(merge_pack, pack, start or base["id"], out, progress=False)
+    report = merge(requantize=requantize)
+    notes = []
+    if not report["passed"] and report["passes"] in report["tried"]:
+        requantize = report["passes"]
+        notes.append(
+            f"merged with --requantize {requantize}: quantized as the base, it would lose too "
+            "much of the pack"
+        )
+        report = merge(requantize=requantize)
+
+    if not report["passed"]:
+        tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
+        raise PackError(
+            f"{out}: not written: merged, the model would differ too much from the base with "
+            f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
+            "choices.",
+            "unsupported",
+        )
+
+    notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
+    return {"requantize": requantize, "notes": notes}
+
+
+def write_for_ollama(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write a GGUF adapter for the model ``start``, which `ollama pull` fetched."""
+    base = pack.manifest["base"]["id"]
+    if start is None and (of_ollama := _OF_OLLAMA.fullmatch(base)):
+        start = of_ollama[1]
+    if start is None:
+        raise PackError(
+            f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of {base}.",
+            flag="from",
+        )
+
+    report = write_gguf(pack, out, start)
+    name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
+    create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
+    if template_kwargs_of(pack.manifest).get("enable_thinking") is False:
+        create += " --think=false"
+    notes = [note for note in report["notes"] if note.startswith("Ollama")]
+    return {**report, "notes": [create, *notes]}
+
+
+def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write the adapter as mlx-lm has it, on linears in blocks only."""
+    form = MlxLm()
+    for path, spec in pack.specs.items():
+        if spec.kind == "embedding" or spec.experts is not None:
+            raise PackError(
+                f"{pack.name}: {path}: is no linear, and mlx-swift-lm adapts linears alone. "
+                "Merge the pack.",
+                "unsupported",
+            )
+
+    stored = form.convert(pack, out / form.tensor_file)
+    keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
+    if not pack.specs or keys & set(pack.specs):
+        raise PackError(
+            f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
+            "adapt. Merge the pack.",
+            "unsupported",
+        )
+
+    deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
+    verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+    with atomic_folder(out) as folder:
+        save_folder(stored, folder, form.convention)
+    notes = [*stored.notes, "docs/elsewhere.md has the Swift code that opens it"]
+    return {"tensors": len(stored.tensors), "notes": notes}
 
 
 # Programs that open a pack in a form of their own. Each function writes the folder of a pack

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from ..adapters.attach import open_projector
 from ..adapters.spec import SCORE_WEIGHT
-from ..bases.files import CHAT_TEMPLATE, MORE_TEMPLATES, TINY, public_name, resolve_checkpoint
+from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.arguments import checked_arguments
 from ..data.labels import SINGLE, Classes
@@ -48,7 +48,6 @@ from .external import (
 from .formats import DESTINATIONS, FORMATS, format_of
 
 _CONFIG = "tokenizer_config.json"
-_DEFAULT = "default"  # the chat template that no name chooses
 
 
 def differing_texts(adapter: Path, base: Path, name: str) -> str:
@@ -71,11 +70,9 @@ def differing_texts(adapter: Path, base: Path, name: str) -> str:
 
 
 def _differences(adapter: Path, base: Path) -> Iterator[str]:
-    of_base = _templates(base)
-    for name, template in _templates(adapter).items():
-        if template != of_base.get(name, of_base.get(_DEFAULT)):
-            which = f" '{printable(name)}'" if name != _DEFAULT else ""
-            yield f"another chat template{which}"
+    template = _template(adapter)
+    if template is not None and template != _template(base):
+        yield "another chat template"
 
     eos = _eos(adapter)
     eos_of_base = _eos(base)
@@ -90,26 +87,19 @@ def _json_of(folder: Path, name: str) -> dict:
     return read_json(file)
 
 
-def _templates(folder: Path) -> dict[str, str]:
-    """Return a folder's chat templates by name, from where transformers looks for them."""
-    files = {file.stem: file for file in sorted(folder.glob(MORE_TEMPLATES))}
-    if (file := folder / "chat_template.jinja").is_file():
-        files[_DEFAULT] = file
-    if files:
-        return {name: read_text(file).strip() for name, file in files.items()}
+def _template(folder: Path) -> str | None:
+    """Return a folder's default chat template, from where transformers looks for it."""
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return read_text(file).strip()
 
-    template = _json_of(folder, _CONFIG).get("chat_template")
-    if template is None:
-        template = _json_of(folder, "chat_template.json").get("chat_template")
-    named = {_DEFAULT: template}
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-
-    return {
-        name: text.strip()
-        for name, text in named.items()
-        if isinstance(name, str) and isinstance(text, str)
-    }
+    for name in (_CONFIG, "chat_template.json"):
+        template = _json_of(folder, name).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template.strip()
+    return None
 
 
 def _eos(folder: Path) -> str | None:

@@ -49,20 +49,6 @@ def test_another_template_is_named_wherever_it_is(adapter, place):
     assert note.startswith("the adapter was trained with another chat template: the pack answers")
 
 
-@pytest.mark.parametrize("place", ["a file", "by name"])
-def test_another_template_for_tools_is_named(adapter, place):
-    own = (BASE / "chat_template.jinja").read_text()
-    if place == "a file":
-        (adapter / "additional_chat_templates").mkdir()
-        (adapter / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-        (adapter / "chat_template.jinja").write_text(own)
-    else:
-        by_name = {"default": own, "tool_use": "{{ tools }}"}
-        config(adapter, chat_template=[{"name": n, "template": t} for n, t in by_name.items()])
-    (note,) = notes(adapter)
-    assert note.startswith("the adapter was trained with another chat template 'tool_use': the")
-
-
 def test_another_end_is_named(adapter):
     config(adapter, eos_token={"content": "<|stop|>"})
     (note,) = notes(adapter)
