@@ -12,9 +12,9 @@ from mlx_packs.cli.main import packs
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.fields import facts_of
 from mlx_packs.config.lora import LoRAConfig
-from mlx_packs.config.phase import Phase
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import TrainConfig
+from mlx_packs.config.tasks import Phase
 from tests.helpers import documents, prose
 from tests.helpers.documents import DOCUMENTS
 

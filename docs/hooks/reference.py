@@ -13,9 +13,9 @@ import click
 
 from mlx_packs.cli.main import COMMANDS, packs
 from mlx_packs.config.fields import SECTIONS, default_in_words, facts_of, flags_of, valid_range
-from mlx_packs.config.phase import Phase
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.config.tasks import Phase
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ import click
 
 from ..config.choices import TASKS, architecture_of
 from ..config.data import COLUMN_SETTINGS, DataConfig
+from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
+from ..config.tasks import tasks_of
 from ..display import Display
 from ..errors import PackError, any_of, flag_of
 from . import options
 from .options import option
-from .output import print_report, wants_json
+from .output import print_report, print_spans, wants_json
 
 if TYPE_CHECKING:
     from ..data.overview import Reader, SplitOverview
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_LABELS = 8  # in a line
 _BAR = 40  # characters of the longest bar of a histogram
+_MASKED = 5  # examples of each phase of which `packs train --show-mask` shows the targets
 
 
 @click.command()
@@ -65,11 +69,11 @@ def data(
     that cannot be used, near-duplicates within and between splits, and the trained tokens of some
     examples. With --task, examples are read as by a run of the task with default settings.
     """
-    from ..data.formats import tasks_of, with_task
+    from ..data.formats import tasks_of as tasks_of_format
+    from ..data.formats import with_task
     from ..data.left_out import template_notes
     from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
-    from .mask import print_masked
 
     if overwrite and out is None:
         raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
@@ -104,7 +108,7 @@ def data(
         "data": path,
         "format": splits.format.name,
         "task": task,
-        "trained_by": tasks_of(splits.format),
+        "trained_by": tasks_of_format(splits.format),
         "model": model,
         "max_seq_length": max_seq_length,
         "splits": {split: look.to_json() for split, look in looks.items()},
@@ -277,3 +281,62 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
     if look.labels:
         facts.append(_labels(look.labels))
     return facts
+
+
+def show_mask(recipe: Recipe, display: Display) -> None:
+    """Print the first training examples of each phase as `packs data` does."""
+    from ..bases.chat_template import reads_clock
+    from ..bases.loading import tokenizer_of
+    from ..bases.tokenizer import with_template
+    from ..data.encoding import checked_format
+    from ..data.formats import own_formats
+    from ..data.left_out import template_notes
+    from ..data.overview import Reader
+    from ..tasks.phases import resolve_phases
+    from ..tasks.tokens import encoding_options
+
+    tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
+    phases = resolve_phases(recipe.train, recipe.data)
+    shown = []
+    losses = {}
+    notes = {}
+
+    for phase in phases:
+        splits = phase.load_rows()
+        rows = splits.rows["train"]
+        columns = phase.columns
+        tokenizer = with_template(tokenizer, columns.chat_template)
+        if columns.template_date is None and reads_clock(tokenizer):
+            columns = replace(columns, template_date=date.today().isoformat())
+
+        row_format = splits.format
+        if TASKS[phase.train.task].sequences == 2:  # rows may have other columns too
+            (row_format,) = own_formats(phase.train.task)
+        else:
+            checked_format(rows, columns, row_format)
+
+        options = encoding_options(phase.train, "train", row_format, vocab_size)
+        masks, loss_on = Reader(row_format, columns, tokenizer, options).masked(rows[:_MASKED])
+        shown += masks
+        losses[loss_on] = None
+        notes |= dict.fromkeys(template_notes(rows, row_format, columns, tokenizer))
+
+    loss_on = ", ".join(losses)
+    if any(phase.train.task in tasks_of("loss_on") for phase in phases):
+        loss_on += "; --loss-on all, completion or assistant"
+    if wants_json():
+        print_report({"loss_on": loss_on, "examples": shown}, [])
+        return
+
+    print_masked(shown)
+    display.line("mask", f"loss on {loss_on}")
+    for note in notes:
+        display.line("data", note)
+
+
+def print_masked(masked: list[dict]) -> None:
+    """Print examples as `masked` returns them; targets are green, or between ⟦ and ⟧."""
+    for example in masked:
+        targets = f"{example['learned']} of {example['total']} tokens are trained on"
+        spans = [(span["text"], span["learned"]) for span in example["spans"]]
+        print_spans(f"{example['where']}: {targets}", spans)

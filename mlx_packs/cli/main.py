@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 import click
+from click.shell_completion import get_completion_class
 
 from .. import signals
 from ..config.choices import TASKS
@@ -25,7 +26,7 @@ from ..config.other_names import COMMANDS as COMMAND_NAMES
 from ..config.other_names import OTHER_VALUES, ours_for, removal
 from ..distributed.link import launched
 from ..errors import CRASHED, Interrupted, PackError, any_of, did_you_mean, flag_of
-from ..terminal import guard, guarded
+from ..terminal import echo, guard, guarded
 from .examples import epilog
 from .options import SETTINGS
 
@@ -68,7 +69,7 @@ COMMANDS = {
 # Commands that `packs -h` does not list.
 HIDDEN = {
     "apply": "inspect:apply",
-    "completion": "completion:completion",
+    "completion": "main:completion",
     "logits": "logits:logits",
 }
 
@@ -279,6 +280,24 @@ def packs() -> None:
 
     Each run produces a pack: a small, verified, hot-swappable adapter.
     """
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash  echo 'eval "$(packs completion bash)"' >> ~/.bashrc
+    zsh   echo 'eval "$(packs completion zsh)"' >> ~/.zshrc
+    fish  packs completion fish > ~/.config/fish/completions/packs.fish
+
+    The script completes commands, options, their choices, files and folders in a new shell. zsh
+    requires compinit, and bash version 4.4 or later.
+    """  # noqa: D301 - click keeps the lines after \b
+    script = get_completion_class(shell)(ctx.find_root().command, {}, "packs", "_PACKS_COMPLETE")
+    echo(script.source())
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -14,8 +14,8 @@ from .external import from_mlx_lm
 from .fields import Settings, fields_where, option, read_settings, unknown_setting
 from .lora import LoRAConfig
 from .optimizer import with_bias_correction, without_arguments
-from .phase import Phase
 from .schema import TrainConfig
+from .tasks import Phase
 
 ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
 DATA_SETTINGS = frozenset({"data", "hf_dataset"})  # which name the examples

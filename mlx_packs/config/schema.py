@@ -17,8 +17,8 @@ from .data import DataConfig as DataConfig
 from .fields import Fault, Settings, incompatible
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
-from .phase import Phase as Phase
 from .tasks import PAIR_LOSSES, TaskSettings, read_task_config, tasks_of
+from .tasks import Phase as Phase
 
 # The common settings come first, and what is not listed last; help has this order in each section,
 # as have signatures, completion and docs. The second part is for experts, the third for one task.

@@ -1,9 +1,9 @@
-"""The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
+"""The settings that not all tasks have, which are in `TrainConfig`, and those of a phase."""
 
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -18,14 +18,14 @@ from .choices import (
     TASKS,
 )
 from .data import DataConfig
-from .fields import Settings, facts_of, option
-from .phase import Phase
+from .fields import Fault, Settings, facts_of, option
 from .values import setting_error, typed_value
 
 _data = partial(option, section="Model and data")
 _share = partial(_data, metavar="SHARE", at_least=0, at_most=1)
 _optimization = partial(option, section="Optimization")
 _step = partial(_optimization, own_layers="step")
+_phase = partial(_optimization, flags=())
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
 _embedding = partial(option, section="Embedding", tasks=("embedding",))
@@ -38,6 +38,49 @@ _TARGETS = tuple(name for name, facts in TASKS.items() if facts.masks and facts.
 _LOSSES = tuple(name for name, facts in TASKS.items() if facts.losses)
 # Tasks with a loss of the margin between two completions.
 PAIR_LOSSES = ("dpo", "cpo")
+
+
+@dataclass(frozen=True, repr=False)
+class Phase(Settings):
+    """One of the ``phases`` of a run, which trains them in order, with the same adapters.
+
+    Omitted settings are those that the run's `TrainConfig` specifies, else the task's defaults.
+    """
+
+    name: str | None = _phase(None, "Name of the phase.", shown_default="phase-1, phase-2, ...")
+    data: str | list | None = _phase(None, "Training data of the phase: a source as for --data.")
+    task: str | None = _phase(None, "Task of the phase.", choices=DECODER_TASKS)
+    iters: int | None = _phase(None, "Batches of the phase.")
+    learning_rate: float | None = _phase(None, "Peak learning rate of the phase.")
+    lr_schedule: str | dict | None = _phase(
+        None, "Learning-rate schedule of the phase; it starts with the phase."
+    )
+    warmup_steps: int | None = _phase(None, "Warm-up updates of the phase.")
+    warmup_ratio: float | None = _phase(
+        None, "Share of the phase's updates for the warm-up, instead of warmup_steps."
+    )
+    replay: float = _phase(
+        0.0, "Share of the examples that are drawn from earlier phases.", at_least=0, at_most=1
+    )
+    optimizer_state: str = _phase(
+        "carry",
+        "Whether the optimizer keeps its state (carry) or starts anew (fresh).",
+        choices=("carry", "fresh"),
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.name is not None and not self.name.strip():
+            yield Fault("name", "must not be empty.")
+        elif self.name is not None and not self.name.isprintable():
+            yield Fault("name", f"must be one line of text, but is {self.name!r}.")
+
+        if self.data is not None and (not self.data or isinstance(self.data, list)):
+            text = f"must be one source, but is {self.data!r}. Train on several in a phase each."
+            yield Fault("data", text)
+
+    def to_json(self) -> dict:
+        """Return the settings that are not omitted."""
+        return {name: getattr(self, name) for name in self.changed(vars(self))}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..config.fields import fields_where
-from ..config.phase import Phase
 from ..config.schema import TrainConfig
+from ..config.tasks import Phase
 from ..data import rows as rows_of
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
 from ..data.formats import formats_of

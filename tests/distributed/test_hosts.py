@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.cli.hosts import launch
+from mlx_packs.cli.train import launch
 from mlx_packs.distributed.link import GONE
 from tests.helpers.errors import check, raises
 from tests.helpers.ranks import ROOT
