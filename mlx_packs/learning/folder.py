@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 FACTS = "learning.json"
 FIGURES = "figures.json"
 PACK = "pack"
-_UNSERVED = "unserved"  # in a version that has won and is not served yet
 _README = "README.txt"
 _FORMAT = "mlx_packs learning 1"
 _VERSION = re.compile(r"[0-9]{4}")
@@ -162,22 +161,7 @@ class LearningFolder:
     def serve(self, number: int) -> None:
         """Make a version the one that is served; a running server follows."""
         self.pack_of(number)
-        own = self.version_folder(number) / _UNSERVED
-        for mark in self.versions_folder.glob(f"*/{_UNSERVED}"):
-            if mark != own:  # or a crash after the next step would let `learn` undo this choice
-                mark.unlink()
-
         atomic_write(self.path / "current", f"{number}\n")
-        own.unlink(missing_ok=True)
-
-    @property
-    def unserved(self) -> int | None:
-        """The number of a version that has won against the served one, and waits to be served."""
-        for version in self.versions():
-            is_marked = (self.version_folder(version.number) / _UNSERVED).is_file()
-            if is_marked and version.figures["continues"] == self.current:
-                return version.number
-        return None
 
     def pack_of(self, number: int) -> Pack | None:
         """Return the pack of a version; None for version 0 if that is the base model alone."""
@@ -210,14 +194,10 @@ class LearningFolder:
         return self.versions_folder / f"{number:04d}"
 
     def add_version(self) -> int:
-        """Make the candidate the next version, atomically, and return its number.
-
-        It is `unserved` until `serve` is called, also after a crash between the two.
-        """
+        """Make the candidate the next version, atomically, and return its number."""
         make_folder(self.versions_folder)
         number = self.versions()[-1].number + 1
 
-        (self.candidate / _UNSERVED).touch()
         filesystem.sync_tree(self.candidate)
         os.rename(self.candidate, self.version_folder(number))
         filesystem.sync(self.versions_folder)

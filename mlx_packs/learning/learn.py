@@ -267,10 +267,8 @@ def learn(
         _check_base(folder, model)
         if data is not None:
             evaluation_rows(columns_of(folder.pack_of(folder.current), data), "valid")
-        if _has_won(folder):
-            folder.add_version()  # of an earlier call that was interrupted here
-        if folder.unserved is not None:
-            return _serve(folder, folder.unserved)
+        if _has_won(folder):  # in an earlier call that was interrupted here
+            return _serve_candidate(folder)
 
         job = unfinished_job(folder, specified)
         if job is None:
@@ -296,7 +294,7 @@ def learn(
         _write_figures(folder, job, comparison, others)
 
         if _figures(folder)["won"]:
-            return _serve(folder, folder.add_version())
+            return _serve_candidate(folder)
         return Learned(_figures(folder), folder.current, folder.candidate / PACK)
 
 
@@ -351,7 +349,9 @@ def _has_won(folder: LearningFolder) -> bool:
     return figures["won"] and figures["continues"] == folder.current
 
 
-def _serve(folder: LearningFolder, number: int) -> Learned:
+def _serve_candidate(folder: LearningFolder) -> Learned:
+    """Make the candidate a version, and serve it."""
+    number = folder.add_version()
     folder.serve(number)
     version = folder.version_folder(number)
     return Learned(read_json(version / FIGURES), number, version / PACK)

@@ -1,6 +1,6 @@
 """One recipe with several seeds: a pack for each, trained one after another, and their mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -227,25 +227,24 @@ def _write_page(folder: Path, display: Display) -> None:
         display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
 
 
-class _LoadedOnce:
-    """Loads the base for the first seed; the others train on the same one."""
+def _load_once() -> Callable[..., Base]:
+    """Return `load_base` that gives all seeds the base of the first one."""
+    loaded: dict[str, Base] = {}
 
-    def __init__(self) -> None:
-        self._arguments: tuple | None = None
-        self._base: Base | None = None
+    def load(*args: Any, **options: Any) -> Base:
+        key = repr((args, options))
+        if key not in loaded:
+            loaded.clear()  # two of them may not fit into memory
+            loaded[key] = load_base(*args, **options)
+        return loaded[key]
 
-    def __call__(self, *args: Any, **options: Any) -> Base:
-        if self._arguments != (args, options):
-            self._base = None  # two of them may not fit into memory
-            self._base = load_base(*args, **options)
-            self._arguments = args, options
-        return self._base
+    return load
 
 
 def _requests_of_seeds(request: Request, folder: Path, seeds: Sequence[int]) -> dict[int, Request]:
     """Return the request of each seed; a run that has no checkpoint yet cannot be resumed."""
     recipe = request.recipe
-    open_base = _LoadedOnce()
+    open_base = _load_once()
     outs = {seed: folder / f"seed-{seed}" for seed in seeds}
     has_begun = {seed: bool(RunFolder.of(out).checkpoints()) for seed, out in outs.items()}
     resumes = request.option("resume") and any(has_begun.values())

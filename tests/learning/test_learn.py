@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.learning.rows import read_rows, rows_of, write_rows
 from mlx_packs.packs.base import load_base, load_base_for
-from mlx_packs.packs.manifest import MANIFEST
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run import train_pack
 from tests.helpers.bases import saved_base, small_base
@@ -73,11 +71,6 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
         patch.setattr(LearningFolder, "add_version", stop)
         assert run("learn", folder.path, *flags)[0] == 130
     assert folder.current == 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LearningFolder, "serve", stop)  # it is a version, and not served yet
-        assert run("learn", folder.path, *flags)[0] == 130
-    assert folder.current == 0 and folder.unserved == 1
 
     code, out, _ = run("learn", folder.path, *flags, "--json")
     result = json.loads(out)
@@ -157,24 +150,6 @@ def test_a_candidate_that_won_against_another_version_is_not_served(folder, monk
     assert learn._has_won(folder)
     (folder.path / "current").write_text("1\n")  # `packs learn --use 1` came between
     assert not learn._has_won(folder)
-
-
-def test_a_choice_that_is_interrupted_stays(folder, monkeypatch):
-    """After a crash version 1 waits to be served; ``--use 0``, which puts it off, is killed, too."""
-    pack = folder.candidate / "pack"
-    pack.mkdir(parents=True)
-    (pack / MANIFEST).write_text("{}")
-    (folder.candidate / "figures.json").write_text(json.dumps({"won": True, "continues": 0}))
-    assert folder.add_version() == folder.unserved == 1
-
-    def write_and_stop(path: Path, content: str) -> None:
-        path.write_text(content)
-        stop()
-
-    monkeypatch.setattr("mlx_packs.learning.folder.atomic_write", write_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        learn.serve_version(folder, 0)
-    assert folder.current == 0 and folder.unserved is None
 
 
 def test_what_tells_good_from_bad_needs_both(folder, run, rejected):
