@@ -64,15 +64,6 @@ def test_a_better_earlier_batch_is_said_and_a_finished_run_can_take_it(train):
     assert resumed.report["best_batch"] == BEST
 
 
-@pytest.mark.usefixtures("measured")
-def test_resumed_it_takes_what_an_unbroken_run_takes(train):
-    train(iters=3, load_best=True, **ONE)
-    resumed = train(iters=5, load_best=True, resume=True, **ONE)
-    whole = train("whole", iters=5, load_best=True, **ONE)
-    assert resumed.pack.manifest["end"] == whole.pack.manifest["end"]
-    assert adapters(resumed) == adapters(whole)
-
-
 def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(watch, "monotonic", lambda: next(clock))

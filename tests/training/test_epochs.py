@@ -1,62 +1,87 @@
 """--epochs: how many batches that is, with what it goes together, and what a resumed run does."""
 
-import math
+from dataclasses import dataclass
 
 import pytest
 
-from mlx_packs import TrainConfig
+from mlx_packs import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.config.recipe import resolve
+from mlx_packs.tasks.phases import RunPhase, resolve_phases
 from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.settings import RunSettings, with_batches
 from tests.helpers.errors import raises
+from tests.helpers.runs import Lines
 
 FEW = {"iters": 600, "val_batches": 0, "test_batches": 1}  # 600: the default
 EACH = 3  # batches of an epoch
 
 
-@pytest.mark.parametrize("epochs", [2, 0.5])
-def test_batches_are_epochs_times_their_number(train, epochs):
-    run = train(epochs=epochs, **FEW)
-    assert run.report["batches"] == round(epochs * EACH)
-    assert any(line.startswith(f"epochs {epochs:g} of {EACH} batches") for line in train.lines)
-    assert RunFolder(run.run).read_identity()["recipe"]["iters"] == run.report["batches"]
+@dataclass(frozen=True)
+class Rows:
+    """Examples of a phase, as far as their number counts."""
+
+    phase: RunPhase
+
+    @property
+    def train(self) -> "Rows":
+        return self
+
+    def batches_per_epoch(self) -> int:
+        return EACH
 
 
-def test_packed_sequences_and_accumulation_are_counted(train):
-    packed = train(epochs=1, packing=True, grad_accumulation_steps=2, **FEW).report
-    assert packed["batches"] <= EACH and packed["steps"] == math.ceil(packed["batches"] / 2)
-    line = next(line for line in train.lines if line.startswith("epochs"))
-    assert f"{packed['steps']} updates" in line
+def settled(**train) -> tuple[TrainConfig, list[str]]:
+    """The settings of a run in batches, and the lines that it shows."""
+    config = TrainConfig(**train)
+    phases = resolve_phases(config, DataConfig())
+    display = Lines()
+    settings = RunSettings(LoRAConfig(), config, DataConfig(), phases)
+    settings, data = with_batches(settings, [Rows(phase) for phase in phases], display)
+    assert [rows.phase for rows in data] == list(settings.phases)
+    return settings.train, display.lines
+
+
+@pytest.mark.parametrize(
+    ("train", "batches", "updates"),
+    [
+        ({"epochs": 2}, 6, 6),
+        ({"epochs": 0.5}, 2, 2),
+        ({"epochs": 0.01}, 1, 1),
+        ({"epochs": 1, "grad_accumulation_steps": 2}, 3, 2),
+    ],
+)
+def test_batches_are_epochs_times_their_number(train, batches, updates):
+    config, (line,) = settled(**train)
+    assert (config.iters, config.epochs) == (batches, None)
+    assert line.startswith(f"epochs {train['epochs']:g} of {EACH} batches: {batches} batches")
+    assert line.endswith(f"{updates} updates")
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        ({"load_best": True}, EACH),  # each epoch
+        ({"patience": 1}, 2),  # of six batches, three validations
+        ({"patience": 1, "steps_per_eval": EACH}, EACH),
+        ({}, TrainConfig().steps_per_eval),
+    ],
+)
+def test_short_epochs_are_validated_if_the_best_is_sought(train, steps):
+    config, lines = settled(epochs=2, **train)
+    assert config.steps_per_eval == steps
+    assert not any("cannot end" in line for line in lines)
 
 
 def test_a_run_goes_on_with_more_epochs(train):
-    train(epochs=1, **FEW)
+    first = train(epochs=1, **FEW)
+    assert RunFolder(first.run).read_identity()["recipe"]["iters"] == EACH
     assert train(epochs=2, resume=True, **FEW).report["batches"] == 2 * EACH
 
 
-def test_the_best_of_short_epochs_is_found_after_each(train):
-    run = train(epochs=2, load_best=True, iters=600)
-    measured = [line["batch"] for line in run.curve if "valid_loss" in line]
-    assert measured == [EACH, 2 * EACH]
-
-
-def test_patience_can_end_a_run_of_few_short_epochs(train):
-    run = train(epochs=2, patience=1, iters=600)
-    measured = [line["batch"] for line in run.curve if "valid_loss" in line]
-    assert measured[:2] == [2, 4]  # of six, three validations
-    assert not any("cannot end" in line for line in train.lines)
-
-    asked = train("asked", epochs=2, patience=1, iters=600, steps_per_eval=EACH)
-    assert [line["batch"] for line in asked.curve if "valid_loss" in line][0] == EACH
-
-
-def test_patience_that_cannot_end_a_run_is_said(train):
-    train(iters=4, patience=2, steps_per_eval=2)
-    (note,) = [line for line in train.lines if "cannot end" in line]
-    assert (
-        "--patience 2" in note
-        and "4 batches are validated every 2" in note
-        and "--steps-per-eval" in note
-    )
+def test_patience_that_cannot_end_a_run_is_said():
+    _, (note,) = settled(iters=4, patience=2, steps_per_eval=2)
+    assert "--patience 2" in note and "4 batches are validated every 2" in note
+    assert "--steps-per-eval" in note
 
 
 def test_a_run_that_ended_says_so_and_takes_no_batches_back(train):

@@ -237,6 +237,7 @@ def test_a_run_that_overflows_goes_on_in_bfloat16(checkpoint, rows):
     assert lines == ["dtype bfloat16 instead of float16: as of step-000004"]
 
 
+@pytest.mark.slow
 def test_steps_ahead_of_an_overflow_change_no_byte(checkpoint, rows, monkeypatch):
     lora, files = replace(LORA, dropout=0.2), []
     train = replace(TRAIN, seed=1, steps_per_report=9, save_every=9)
@@ -249,6 +250,7 @@ def test_steps_ahead_of_an_overflow_change_no_byte(checkpoint, rows, monkeypatch
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_taken_again(checkpoint, rows):
     train = replace(TRAIN, grad_accumulation_steps=4, iters=8)
     result, lines = trained(checkpoint, rows, train)
@@ -283,6 +285,7 @@ def test_a_resumed_run_is_the_unbroken_one(bfloat16_base, here, monkeypatch):
     assert [line["loss_scale"] for line in result.curve] == [FIRST, FIRST, 2 * FIRST, 2 * FIRST]
 
 
+@pytest.mark.slow
 def test_a_run_in_float16_can_be_resumed_on_a_cpu(bfloat16_base, here):
     data = small_rows(here)
     trained(bfloat16_base, data, replace(TRAIN, iters=2))

@@ -83,7 +83,11 @@ def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "file"), [(errno.ENOSPC, "adapters.safetensors"), (errno.EDQUOT, "state.json")]
+    ("code", "file"),
+    slow_except(
+        [(errno.ENOSPC, "adapters.safetensors"), (errno.EDQUOT, "state.json")],
+        (errno.ENOSPC, "adapters.safetensors"),
+    ),
 )
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(train, whole, monkeypatch, code, file):
     """Where the system says so; MLX does not, and writes a file that is too short."""
@@ -144,7 +148,7 @@ def differences(one: str, other: str) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"grad_accumulation_steps": 2}, id="accumulated"),
+        pytest.param({"grad_accumulation_steps": 2}, id="accumulated", marks=pytest.mark.slow),
         pytest.param({"packing": True, "max_seq_length": 64}, id="packed"),
     ],
 )

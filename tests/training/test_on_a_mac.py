@@ -54,12 +54,6 @@ def test_a_mac_may_sleep_without_the_setting_or_without_caffeinate(mac, train, m
         assert lines.lines[0].startswith("note caffeinate")
 
 
-def test_elsewhere_no_program_is_started(mac, train, monkeypatch):
-    monkeypatch.setattr(macos, "is_macos", lambda: False)
-    train()
-    assert not mac.asked("caffeinate")
-
-
 def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(mac, train, monkeypatch):
     monkeypatch.setattr(machine, "_EVERY", 0.0)
 

@@ -254,14 +254,6 @@ def test_faults_are_one_line_before_anything_is_loaded(
     assert [p.name for p in here.iterdir()] == ["p.yaml"]
 
 
-@pytest.mark.parametrize("flag", ["--iters 3", "--data tiny", "--lr-schedule linear"])
-def test_flags_that_every_phase_overrides_are_refused(rejected, here, flag):
-    text = "{data: tiny, iters: 1, learning_rate: 1, lr_schedule: constant}"
-    (here / "p.yaml").write_text(f"phases: [{text}, {text}]")
-    error = rejected("train", "-c", "p.yaml", *flag.split())
-    check(error, "conflict", flag.split()[0][2:].replace("-", "_"))
-
-
 def test_data_beside_phases_with_data_is_rejected_in_python(phase_data, tmp_path):
     with raises("conflict", "data"):
         train_pack("tiny", str(phase_data / "narrow"), LORA, phased(phase_data), tmp_path / "o")
@@ -293,7 +285,7 @@ def test_manifest_has_both_phases_and_their_effects(whole):
     assert set(manifest["data"]["fingerprint"]) == set(rows)
     assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
 
-    assert len(phase_lines(manifest["phases"])) == 2
+    assert phase_lines(manifest["phases"])[1].startswith("narrow: 2 updates on narrow, 25% repl")
     assert "- phase: narrow: 2 updates" in (whole.pack.path / "README.md").read_text()
     assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
 
@@ -314,11 +306,6 @@ def test_damaged_phases_of_a_manifest_are_refused(whole, damage):
         check_manifest(manifest)
 
 
-def test_inspect_shows_phases(whole, run):
-    code, out, _ = run("inspect", whole.pack.path)
-    assert code == 0 and "phase   narrow: 2 updates on narrow, 25% replayed" in out
-
-
 def test_fresh_optimizer_state_begins_at_step_zero(small, phase_data, whole, tmp_path):
     two = phased(phase_data, *phases(phase_data, optimizer_state="fresh"))
     fresh = train_pack(small, None, LORA, two, tmp_path / "o")
@@ -332,16 +319,6 @@ def test_fresh_optimizer_state_begins_at_step_zero(small, phase_data, whole, tmp
         [f.read_bytes() for f in files(step, "adapters")] for step in ("step-000004", "step-000008")
     )
     assert first[0] == first[1] and last[0] != last[1]
-
-
-def test_one_phase_learns_what_a_run_without_phases_learns(small, phase_data, tmp_path):
-    settings = {"phases": (), "iters": 4, "learning_rate": 1e-3}
-    plain = phased(phase_data, **settings)
-    plain = train_pack(small, phase_data / "broad", LORA, plain, tmp_path / "plain")
-    one = phased(phase_data, phases(phase_data)[0])
-    one = train_pack(small, None, LORA, one, tmp_path / "one")
-    for name, tensor in plain.pack.tensors.items():
-        assert mx.array_equal(tensor, one.pack.tensors[name]).item(), name
 
 
 def test_resume_refuses_other_phases_and_other_iters(small, phase_data, whole):

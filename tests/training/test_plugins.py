@@ -175,6 +175,7 @@ def test_the_page_shows_the_example_as_it_is():
         assert f"```{SHOWN[file.suffix]}\n{file.read_text(encoding='utf-8')}```" in page, file
 
 
+@pytest.mark.slow
 def test_its_loss_is_the_one_that_is_trained(focal, here, small, tmp_path, data):
     here(focal)
     settings = {"iters": 1, "batch_size": 2, "max_seq_length": 64, "steps_per_report": 1}
@@ -274,9 +275,7 @@ def test_a_faulty_method_names_its_package(fault, tmp_path, here, monkeypatch):
         find_method(TrainConfig(method="bad").method)
 
 
-def test_a_faulty_package_that_is_not_asked_for_is_not_imported(
-    small_folder, tmp_path, data, packs
-):
+def test_a_faulty_package_that_is_not_asked_for_is_not_imported(trained, tmp_path, packs):
     site = tmp_path / "site"
     write_faulty(site, FAULTS["raises"][0])
     write_package(site, "acme-damaged", "[mlx_packs.tasks\nno equals sign")
@@ -284,10 +283,9 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(
     write_package(site, "acme-too", "[mlx_packs.methods]\npissa = faulty:METHOD\n")
 
     for words in (
-        ("train", "--model", small_folder, "--data", data, "--out", tmp_path / "p", *SHORT),
         ("train", "-h"),
         ("plan", "--method", "pissa"),
-        ("inspect", tmp_path / "p"),
+        ("inspect", trained / "o"),
     ):
         result = packs(*words, site=site)
         assert result.returncode == 0 and "imported" not in result.stderr, result
@@ -332,6 +330,7 @@ def test_names_that_are_built_in_look_at_no_package(monkeypatch):
     assert TASKS.get(TrainConfig().task).architecture == "decoder"
 
 
+@pytest.mark.slow
 def test_a_reader_turns_a_file_into_a_base(tmp_path, packs):
     text = """
 from pathlib import Path

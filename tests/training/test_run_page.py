@@ -13,13 +13,11 @@ from mlx_packs import train_pack
 from mlx_packs.packs.card import model_card
 from mlx_packs.report.facts import Page
 from mlx_packs.report.page import render
-from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import Console, run_files
 from mlx_packs.training.result import RunReport
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.run_page import facts_of_run, read_report
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
 
 pytestmark = pytest.mark.page
@@ -109,11 +107,6 @@ def test_a_page_that_cannot_be_written_ends_no_run(small, trained, tmp_path, mon
     assert len(notes) == 1 and "No space left" in notes[0]
     assert read_report(folder)["steps"] == 4 and not (folder / "report.html").exists()
 
-    monkeypatch.undo()
-    display.lines.clear()
-    train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", progress=display, overwrite=True)
-    pages = [line for line in display.lines if line.startswith("page")]
-    assert pages == [f"page {folder / 'report.html'}"]
     RunFolder(folder).clear()
     assert not {"report.html", "report.json"} & {path.name for path in folder.iterdir()}
 
@@ -159,12 +152,11 @@ def test_a_notebook_shows_a_run_and_its_report(finished):
     assert json.loads(json.dumps(result.report)) == report
 
 
-def test_the_card_has_sample_curve_and_recipe(small, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "completed")
-    pack = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p").pack
-    card = (tmp_path / "p" / "README.md").read_text(encoding="utf-8")
-    wanted = CHATS[0]["messages"][1]["content"]
-    assert f"<pre>{wanted}</pre>" in card and "<pre>completed</pre>" in card
+def test_the_card_has_sample_curve_and_recipe(trained):
+    pack = mp.Pack.open(trained / "o")
+    sample = {"prompt": "Say yes.", "wanted": "Yes.", "before": "no", "after": "completed"}
+    card = model_card({**pack.manifest, "samples": [sample]}, "o")
+    assert "<pre>Yes.</pre>" in card and "<pre>completed</pre>" in card
     for row in ("| 1 | ", "| 2 | ", "| batch-size | `2` |", "| learning-rate | `0.001` |"):
         assert row in card
     assert [b for b, _ in pack.manifest["measured"]["curve"]["loss"]] == [1, 2]

@@ -158,13 +158,12 @@ def test_a_pack_that_fails_leaves_a_page_of_the_others(here, small, monkeypatch)
     assert "2 of 3 seeds finished" in Path("out/report.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_ends_no_run(here, small, monkeypatch):
+def test_a_page_that_cannot_be_written_ends_no_run(three, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(training, "write_seeds_page", full)
     display = Lines()
-    runs = train(small, "out", progress=display)
-    (note,) = [line for line in display.lines if line.startswith("note") and "out/report" in line]
-    assert "No space left" in note and Path("out/seeds.json").is_file()
-    assert not [line for line in report_lines(runs) if line.startswith("page")]
+    training._write_page(three, display)
+    (note,) = display.lines
+    assert note.startswith("note ") and "report.html" in note and "No space left" in note

@@ -103,9 +103,9 @@ def test_after_the_loop_the_run_is_saved(run, rows, few, here, monkeypatch, numb
     ("given", "continues"),
     [
         (["--adapter-path=p", "--resume-adapter-file", "start.safetensors"], ["--adapter-path=p"]),
-        (["-c", "run.yaml"], ["-c", "run.yaml"]),
         *slow_except(  # other flags
             [
+                (["-c", "run.yaml"], ["-c", "run.yaml"]),
                 (["--out", "a b", "--overwrite"], ["--out", "a b"]),
                 (["--resume-adapter-file=start.safetensors"], ["--out", "packs/rows"]),
             ]

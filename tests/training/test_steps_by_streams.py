@@ -80,7 +80,7 @@ def take_steps(family: str, path: str, recompute: str, accumulate: int):
     [
         pytest.param("qwen3", "dense", "none", 1, marks=pytest.mark.slow),
         ("qwen3", "transient", "selective", 2),
-        ("qwen3", "dense", "block", 1),
+        pytest.param("qwen3", "dense", "block", 1, marks=pytest.mark.slow),
         pytest.param("qwen2", "transient", "block", 1, marks=pytest.mark.slow),
         pytest.param("llama", "dense", "selective", 2, marks=pytest.mark.slow),
     ],

@@ -69,7 +69,7 @@ def adapters(pack):
     [
         pytest.param(CHAT, {}, id="lm"),
         pytest.param(CHAT, PHASES, id="phases", marks=pytest.mark.slow),  # as lm, twice
-        pytest.param(PAIRS, {"task": "dpo"}, id="dpo"),
+        pytest.param(PAIRS, {"task": "dpo"}, id="dpo", marks=pytest.mark.slow),
         pytest.param(PROMPTS, GRPO, id="grpo", marks=pytest.mark.slow),  # renders as the others
     ],
 )
