@@ -11,7 +11,6 @@ from ..config.choices import ARCHITECTURES
 from ..display import Display, size
 from ..errors import PackError, flag_of
 from ..gates import evaluate_gates, failures, gate_limits
-from ..terminal import echo, printable
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -56,6 +55,7 @@ def inspect(
     GGUF file or 'ollama:NAME'.
     """
     from ..bases.files import RECORD
+    from ..packs.manifest import read_pin
     from ..packs.pack import Pack
 
     if on is None and (dry_run or max_pack_mb is not None):
@@ -78,9 +78,8 @@ def inspect(
 
     opened = Pack.open(pack)
     opened.verify()
-    pin = _pin_of(opened.path)
     report = dict(opened.manifest)
-    if pin:
+    if pin := read_pin(opened.path):
         report["hub"] = pin
     lines = _pack_lines(opened, verbose)
     if on is None:
@@ -159,19 +158,6 @@ def _text_line(facts: dict[str, Any]) -> str:
     return "text    " + " · ".join(parts)
 
 
-def _pin_of(folder: Path) -> dict | None:
-    """Return where a pulled pack comes from; a damaged file is reported and ignored."""
-    from ..packs.manifest import PIN, check_pin
-
-    try:
-        return check_pin(folder)
-    except (PackError, OSError) as error:
-        file = folder / PIN
-        reason = str(error).removeprefix(f"{file}: ")
-        echo(printable(f"{file}: is ignored, since it is damaged: {reason}"), err=True)
-        return None
-
-
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
     from ..bases.families import has_vision_tower
     from ..bases.files import CONFIG, quantization_name, read_config
@@ -245,13 +231,13 @@ def _adapted_line(module: dict) -> str:
 
 @click.command("list")
 @click.argument("folder", required=False, type=click.Path())
-@option("--hub-cache", is_flag=True, help="List the packs in the Hugging Face Hub's caches.")
+@option("--hub-cache", is_flag=True, help="List the packs that were pulled by name.")
 @options.as_json
 def list_packs(folder: str | None, hub_cache: bool) -> None:
     """List the packs below a folder.
 
-    FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the Hub's caches
-    are searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
+    FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the cache of
+    pulled packs is searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
     from ..packs.folder import list_packs, table
 
@@ -269,7 +255,7 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
     if top:
         places.append(f"below {top}")
     if hub_cache:
-        places.append("in the Hub's caches")
+        places.append("in the cache of pulled packs")
     print_report({"packs": listed}, [f"no packs {' or '.join(places)}"])
 
 

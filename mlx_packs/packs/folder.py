@@ -11,7 +11,7 @@ from ..errors import PackError
 from ..filesystem import recover, recovered
 from ..reading import sha256
 from ..terminal import short
-from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, check_pin, read_manifest, specs_of
+from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest, read_pin, specs_of
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
@@ -98,22 +98,22 @@ def _is_hub_blob(link: Path) -> bool:
     return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
 
 
-def cache_roots() -> list[Path]:
-    """The folder of packs that were pulled by name, and the Hub's own cache."""
+def cache_root() -> Path:
+    """The folder of packs that were pulled by name."""
     from huggingface_hub import constants
 
-    return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
+    return Path(constants.HF_ASSETS_CACHE) / "mlx_packs"
 
 
 @checked_arguments
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
-    """List the packs below a folder or in the Hub's caches, without reading tensors or hashes.
+    """List the packs below a folder or in the cache of pulled packs; no tensor or hash is read.
 
     Links to folders are not followed, and hidden folders are skipped.
 
     Args:
         folder: Folder to search with its subfolders; None searches no folder.
-        hub_cache: Whether to list the packs in the Hub's caches.
+        hub_cache: Whether to list the pulled packs in the cache.
 
     Returns:
         A mapping for each pack, sorted by name. ``pack`` is the folder, ``name`` the name, and
@@ -166,13 +166,9 @@ def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
 
 
 def _packs_of_hub() -> Iterator[tuple[str, Path]]:
-    pulled, snapshots = cache_roots()
-    packs = [(file.parents[1], file.parent) for file in pulled.glob(f"*/[!.]*/{MANIFEST}")]
-    in_snapshots = snapshots.glob(f"models--*/snapshots/*/{MANIFEST}")
-    packs += [(file.parents[2], file.parent) for file in in_snapshots]
-
-    for repo, folder in packs:
-        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+    for file in cache_root().glob(f"*/[!.]*/{MANIFEST}"):
+        folder = file.parent
+        name = folder.parent.name.replace("--", "/", 1)
         yield f"{name}@{folder.name[:_ID_DIGITS]}", folder
 
 
@@ -188,7 +184,7 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
         if fault is not None:
             raise fault
 
-        entry["hub"] = check_pin(folder)
+        entry["hub"] = read_pin(folder)
         manifest = read_manifest(folder / MANIFEST)
         base = manifest["base"]
         sizes = [facts["bytes"] for facts in manifest["files"].values()]

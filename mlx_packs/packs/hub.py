@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 from ..display import Display, Task, size
@@ -26,13 +26,12 @@ from ..files import (
     write_errors,
 )
 from ..reading import DOCUMENT_BYTES, decode, read_header, sha256
-from .folder import cache_roots, check_hash, check_output, open_folder, verify_hashes
+from .folder import cache_root, check_hash, check_output, open_folder, verify_hashes
 from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, parse_manifest, read_pin
 
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
 _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
 _LONGEST_NAME = 128  # of a file: there is room for it on every file system
-_USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
 _STEP = 1_000_000  # bytes between two signs of progress
 _INCOMPLETE = "cannot be pulled completely (the same command resumes it)"
 _TRIES = 3  # of a download in which nothing comes
@@ -120,7 +119,7 @@ def _pin(folder: Path, pin: dict) -> None:
 
 
 def _cache(repo: str) -> Path:
-    return cache_roots()[0] / repo.replace("/", "--")
+    return cache_root() / repo.replace("/", "--")
 
 
 def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
@@ -128,27 +127,19 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
-    def unreadable(reason: str) -> PackError:
-        text = f"the Hub's answer about it cannot be read ({reason})"
-        return PackError(f"{repo}@{revision}: {text}. Try again later.", "network")
-
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
         commit = info.sha
         listed = [file.rfilename for file in info.siblings or []]
     except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
-        raise unreadable(reason_of(error)) from None
+        reason = reason_of(error)
+        commit = listed = None
+    else:
+        reason = f"its commit is {commit}"
 
     if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{7,64}", commit):
-        raise PackError(f"{repo}@{revision}: the Hub names no commit ({commit}).", "network")
-
-    for name in listed:
-        if not isinstance(name, str):
-            raise unreadable(f"a file is called {name!r}")
-        if PurePosixPath(name).is_absolute() or ".." in re.split(r"[/\\]", name):
-            raise PackError(
-                f"{repo}@{revision}: names a file outside the pack: {name!r}.", "unreadable"
-            )
+        text = f"the Hub's answer about it cannot be read ({reason})"
+        raise PackError(f"{repo}@{revision}: {text}. Try again later.", "network")
 
     if MANIFEST not in listed:
         raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
@@ -169,9 +160,6 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
         raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
 
     _check_space(name, files, partial)
-    if beyond := sorted(set(listed) - {*files, *_USUAL}):
-        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
-        show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
 
     make_folder(folder.parent)
     with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
@@ -179,7 +167,8 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
         try:
             (partial / MANIFEST).write_bytes(manifest)
             for file, facts in files.items():
-                _download_checked(pin, partial / file, facts, show)
+                _download(pin, partial / file, facts, show)
+                check_hash(partial / file, facts["sha256"], f"{name}: {file}")
             read_header(partial / ADAPTERS)
         except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
@@ -193,25 +182,6 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
 
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
-
-
-def _download_checked(pin: dict, file: Path, facts: dict, show: Display) -> None:
-    """Download a file and check its hash; once more from the start if it was damaged before.
-
-    A pull that is killed while it takes the old pack's place leaves files of that one.
-    """
-    name = f"{pin['repo']}@{pin['revision']}: {file.name}"
-    was_there = file.is_file()
-    _download(pin, file, facts["bytes"], show)
-
-    try:
-        check_hash(file, facts["sha256"], name)
-    except PackError:
-        if not was_there:
-            raise
-        file.unlink()
-        _download(pin, file, facts["bytes"], show)
-        check_hash(file, facts["sha256"], name)
 
 
 def _partial(folder: Path, commit: str) -> Path:
@@ -274,10 +244,16 @@ def _locate(pin: dict, name: str) -> tuple[str, int | None]:
     return url, get_hf_file_metadata(url).size
 
 
-def _download(pin: dict, file: Path, expected: int, show: Display) -> None:
-    """Fetch a file of a commit, which must have the expected size, from where a try stopped."""
+def _download(pin: dict, file: Path, facts: dict, show: Display) -> None:
+    """Fetch a file of a commit, which must have the expected size, from where a try stopped.
+
+    A pull that is killed while it takes the old pack's place leaves files of that one.
+    """
+    expected = facts["bytes"]
     if file.is_file() and file.stat().st_size == expected:
-        return
+        if sha256(file) == facts["sha256"]:
+            return
+        file.unlink()
 
     url, total = _locate(pin, file.name)
     if total not in (None, expected):

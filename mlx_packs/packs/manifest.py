@@ -28,6 +28,7 @@ ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
+_PINNED = ("repo", "revision", "commit", "manifest_sha256")
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
 # The tasks of heads that were imported, which no task of ours trained.
@@ -437,24 +438,14 @@ def architecture_facts(manifest: dict) -> ArchitectureFacts:
 def read_pin(folder: Path) -> dict | None:
     """Where a pulled pack comes from (repo, revision, commit), and the hash of its manifest.
 
-    None if it was not pulled.
+    None if it was not pulled; the pack does not need it, so that a damaged file counts as none.
     """
-    with suppress(PackError, OSError):  # the pack does not need it
-        return check_pin(folder)
+    with suppress(PackError, OSError):
+        if os.path.lexists(file := folder / PIN):
+            pin = read_json(file)
+            pin = {key: pin[key] for key in _PINNED if isinstance(pin.get(key), str)}
+            return pin if pin.keys() >= {"repo", "revision", "commit"} else None
     return None
-
-
-def check_pin(folder: Path) -> dict | None:
-    """As `read_pin`, but a damaged file raises a PackError or OSError."""
-    file = folder / PIN
-    if not os.path.lexists(file):
-        return None
-
-    pin = read_json(file)
-    keys = ("repo", "revision", "commit")
-    if not all(isinstance(pin.get(key), str) for key in keys):
-        raise PackError(f"{file}: has no {', '.join(keys)}. Pull the pack again.", "unreadable")
-    return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 
 def recorded_keys(part: str) -> frozenset[str]:

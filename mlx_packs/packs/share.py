@@ -1,15 +1,14 @@
 """Packs to and from the Hugging Face Hub, byte for byte; HF_ENDPOINT is the address of another Hub.
 
 What others see has no path of this machine, and a licence where one is known; otherwise manifest
-and card are rewritten in the pack's folder, so that both places have the same bytes. A pack that
-was pulled is rewritten in a copy: what came from a commit stays unchanged.
+and card are rewritten in the pack's folder, so that both places have the same bytes. What came from
+a commit stays unchanged: a pulled pack that would have to change is rejected.
 """
 
 import copy
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -21,9 +20,8 @@ from ..errors import PackError
 from ..files import atomic_folder, atomic_write
 from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
 from .card import model_card
-from .folder import cache_roots
 from .hub import check_names, errors_of_hub, fetch, http_errors, split_name
-from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, manifest_text, read_pin
+from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, PIN, manifest_text, read_pin
 from .pack import Pack
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ def push(
     The files on the Hub are identical to those in the folder. If necessary, the folder is therefore
     rewritten first: a licence is added to the manifest and the card, paths of this machine are
     reduced to their last part, and held-out examples are removed. A pack that was pulled is
-    rewritten in a copy.
+    rejected then.
 
     Args:
         pack: A pack or its folder.
@@ -110,8 +108,8 @@ def push(
 
     opened.verify()
     check_names(opened.manifest, str(opened.path))
-    with _writable(opened) as writable, errors_of_hub(repo, "cannot be pushed"):
-        opened, changed = prepare(writable, license, samples)
+    with errors_of_hub(repo, "cannot be pushed"):
+        opened, changed = prepare(opened, license, samples)
         api = HfApi()
         url = api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
@@ -141,23 +139,6 @@ def push(
     return report | {"files": names, "bytes": total, "changed": changed}
 
 
-@contextmanager
-def _writable(pack: Pack) -> Iterator[Pack]:
-    """The pack where it may be rewritten: a copy of its files, if it was pulled."""
-    folder = pack.path.resolve()
-    in_cache = any(folder.is_relative_to(root.resolve()) for root in cache_roots())
-    if read_pin(folder) is None and not in_cache:
-        yield pack
-        return
-
-    with tempfile.TemporaryDirectory() as above:
-        copy = Path(above) / pack.short_name.rpartition("/")[2]
-        copy.mkdir()
-        for name in (MANIFEST, *pack.manifest["files"]):
-            shutil.copyfile(folder / name, copy / name)
-        yield Pack.open(copy)
-
-
 def prepare(
     pack: Pack, license: str | None = None, samples: bool = False
 ) -> tuple[Pack, list[str]]:
@@ -175,6 +156,12 @@ def prepare(
         manifest["license"] = license
         changed.append(f"licence {license}, in manifest and card")
 
+    if changed and read_pin(pack.path) is not None:
+        raise PackError(
+            f"{pack.path}: was pulled, and has to change before it is pushed: {changed[0]}. Copy "
+            f"the folder without its {PIN}, and push the copy.",
+            "unsupported",
+        )
     if changed:
         pack = _rewritten(pack, manifest)
 

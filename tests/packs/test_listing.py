@@ -78,11 +78,6 @@ HARMS = {
     "device": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("/dev/zero")),
     "huge": lambda p: replaced(p / "pack.json", lambda file: write_sparse(file, 1 << 36)),
     "nowhere": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("nowhere")),
-    "deep pin": lambda p: (p / "hub.json").write_text(DEEP),
-    "kinds of pin": lambda p: (p / "hub.json").write_text('{"repo": 1}'),
-    "bytes of pin": lambda p: (p / "hub.json").write_bytes(b"\xff"),
-    "pipe as pin": lambda p: replaced(p / "hub.json", os.mkfifo),
-    "device as pin": lambda p: replaced(p / "hub.json", lambda file: file.symlink_to("/dev/zero")),
     "pipe of adapters": lambda p: replaced(p / "adapters.safetensors", os.mkfifo),
     "loop of card": lambda p: replaced(p / "README.md", lambda file: file.symlink_to(file)),
     "long name": lambda p: edit_manifest(p, lambda m: m["files"].update({"x" * 3000: ONE})),
@@ -161,11 +156,10 @@ def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
     assert run("list", "file")[0] == 2
 
 
-def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
+def test_list_shows_pulled_packs(tmp_path, run, monkeypatch):
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
-    assert run("list", "--hub-cache") == (0, "no packs in the Hub's caches\n", "")
+    assert run("list", "--hub-cache") == (0, "no packs in the cache of pulled packs\n", "")
 
     commit = "0123456789" * 4
     pulled = write_pack(tmp_path / "assets" / "mlx_packs" / "me--mine" / commit).path
@@ -177,20 +171,19 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():  # as huggingface_hub lays files out
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
-    (tmp_path / "hub" / "models--you--base" / "snapshots" / commit).mkdir(parents=True)
 
-    result = mp.list_packs(None, hub_cache=True)
-    assert [e["name"] for e in result] == ["me/mine@0123456", "you/theirs@0123456"]
-    assert [e["error"] for e in result] == [None, None]
-    assert result[0]["hub"] == pin
-    Pack.open(result[1]["pack"]).verify()
+    (listed,) = mp.list_packs(None, hub_cache=True)
+    assert (listed["name"], listed["error"], listed["hub"]) == ("me/mine@0123456", None, pin)
+    (pulled / "hub.json").write_bytes(b"\xff")
+    assert mp.list_packs(None, hub_cache=True)[0]["hub"] is None
+    Pack.open(snapshot).verify()
 
     (snapshot / "README.md").unlink()
     (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
     with raises("not-found", None, "README.md"):
         Pack.open(snapshot)
 
-    assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])["packs"]) == 5
+    assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])["packs"]) == 4
 
 
 def test_list_loads_neither_mlx_nor_the_hub(shelf):

