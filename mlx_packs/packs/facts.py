@@ -1,5 +1,8 @@
-"""What a pack's manifest and a run's report say to people: lines, rows, and the facts of a page."""
+"""What a pack's manifest and a run's report say to people: lines, rows, the card, and a page."""
 
+import html
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,17 +22,19 @@ from ..report.facts import (
     loss_name,
     name_alone,
     number,
+    progress_series,
     rate_name,
+    recipe_sections,
     samples_of,
     stored_curve,
     text,
+    thinned,
     unit_of,
 )
 from ..report.page import render_fragment
-from ..report.recipe import recipe_sections
-from ..terminal import with_error
+from ..terminal import printable_text, with_error
 from .adapter_config import adapter_config
-from .manifest import architecture_facts, pack_facts, replaced_of, specs_of, task_of
+from .manifest import HUB_ID, architecture_facts, pack_facts, replaced_of, specs_of, task_of
 
 _COMMON = 0.1  # share of an answer from which a constant answer is worth a comparison
 _SHOWN_TENSORS = 4
@@ -206,7 +211,7 @@ def card_command(manifest: dict) -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
 
-    if has_images(manifest):
+    if _has_images(manifest):
         return f"packs generate --model {base} --pack . --image FILE --prompt ..."
 
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
@@ -217,9 +222,111 @@ def card_command(manifest: dict) -> str:
     return f"packs generate --model {base} --pack . --prompt ..."
 
 
-def has_images(manifest: Mapping) -> bool:
+def _has_images(manifest: Mapping) -> bool:
     data = manifest.get("data") or {}
     return bool(data.get("images"))
+
+
+def model_card(manifest: dict, name: str) -> str:
+    kind = "pack"
+    if described := pack_facts(manifest).described:
+        kind = f"pack that is {described} (`--task {task_of(manifest)}`)"
+    if manifest["adapters"]["modules"]:
+        kind = f"LoRA {kind}"
+
+    lines = [
+        "",
+        f"# {name}",
+        "",
+        f"A {kind} for `{manifest['base']['id']}`.",
+        "",
+        *(f"- {label}: {value}" for label, value in pack_rows(manifest)),
+        *("", "```", card_command(manifest), "```", ""),
+    ]
+    samples = len(lines)
+    lines += [*_card_curve(manifest), *_card_recipe(manifest)]
+    lines = [line.replace("<", "&lt;") for line in lines]  # no name or value is a tag
+    lines[samples:samples] = _card_samples(manifest)
+    return printable_text("\n".join([*_card_metadata(manifest), *lines]) + "\n")
+
+
+def _card_metadata(manifest: dict) -> list[str]:
+    """The YAML that the Hub reads; a base is named there only if it is a hub id."""
+    base = manifest["base"]["id"]
+    is_lora = bool(manifest["adapters"]["modules"])
+    lines = ["---", "library_name: mlx"]
+
+    if license := manifest.get("license"):
+        lines.append(f"license: {json.dumps(license)}")
+
+    if re.fullmatch(HUB_ID, base, re.ASCII):
+        lines.append(f"base_model: {json.dumps(base)}")
+        lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
+
+    task = "image-text-to-text" if _has_images(manifest) else architecture_facts(manifest).hub_task
+    task = pack_facts(manifest).hub or task
+    lines.append(f"pipeline_tag: {task}")
+
+    tags = ["mlx", "mlx-packs"]
+    if is_lora:
+        tags.insert(1, "lora")
+    return [*lines, f"tags: [{', '.join(tags)}]", "---"]
+
+
+def _card_samples(manifest: Mapping) -> list[str]:
+    lines = []
+    for sample in samples_of(manifest.get("samples")):
+        parts = {"Prompt": sample.prompt, "Expected": sample.wanted}
+        parts |= {"Base model": sample.before, "With the pack": sample.after}
+
+        for name, content in parts.items():
+            if content:
+                lines += [f"{name}:", "", f"<pre>{html.escape(content, quote=False)}</pre>", ""]
+
+    if not lines:
+        return []
+    return ["## Sample", "", *lines]
+
+
+def _card_curve(manifest: Mapping) -> list[str]:
+    curve = stored_curve(manifest)
+    names = progress_series(curve)
+    training, valid = (dict(thinned(curve.get(name, []), 10)) for name in names)
+    batches = sorted({*training, *valid})
+    if len(batches) < 2:
+        return []
+
+    rows = [
+        f"| {batch:,.0f} | {_decimals(training.get(batch))} | {_decimals(valid.get(batch))} |"
+        for batch in batches
+    ]
+    measure = names[0]
+    heads = [f"| batch | training {measure} | validation {measure} |", "|---:|---:|---:|"]
+    return [f"## {measure.capitalize()}", "", *heads, *rows, ""]
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _card_recipe(manifest: Mapping) -> list[str]:
+    rows = [
+        f"| {name} | {_cell(value)} |"
+        for _, settings in recipe_sections(manifest.get("recipe") or {})
+        for name, value, differs in settings
+        if differs
+    ]
+
+    if not rows:
+        return []
+    note = "Settings that differ from the defaults; `pack.json` has all of them."
+    return ["## Recipe", "", note, "", "| setting | value |", "|---|---|", *rows, ""]
+
+
+def _cell(value: str) -> str:
+    """Code in a cell of a table; a text of several lines becomes one."""
+    shown = " ".join(value.split()).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`" if shown else ""
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Page:

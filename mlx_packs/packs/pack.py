@@ -218,7 +218,7 @@ class Pack:
 
         They are no part of the pack: the manifest does not name them.
         """
-        from .card import model_card
+        from .facts import model_card
 
         folder = Path(path).expanduser()
         check_output(folder, overwrite)

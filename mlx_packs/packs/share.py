@@ -19,7 +19,7 @@ from ..display import Display, display_of
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write
 from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
-from .card import model_card
+from .facts import model_card
 from .hub import check_names, errors_of_hub, fetch, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, PIN, manifest_text, read_pin
 from .pack import Pack

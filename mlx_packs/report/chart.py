@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .. import display
-from .facts import MetricChange, Points, thinned
+from .facts import Points, thinned
 
 _LABEL = 7.2  # width of a character of a label
 _MOST_DOTS = 40  # of a line
@@ -53,17 +52,6 @@ class Chart:
     x_label: str
     y_label: str
     mark: tuple[float, str] | None = None  # a vertical line and its label
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A horizontal bar: its length, and the ends of its error, as shares of the axis."""
-
-    name: str
-    kind: str
-    share: float
-    label: str
-    error: tuple[float, float] | None = None
 
 
 def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
@@ -197,30 +185,3 @@ def drawn(
         *labels,
         (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
     )
-
-
-def change_bars(change: MetricChange) -> list[Bar]:
-    """Return a bar before and one after with their errors, from 0 to the larger."""
-    values = (
-        ("before", change.before, change.before_error),
-        ("after", change.after, change.after_error),
-    )
-    most = max(abs(value) + (error or 0) for _, value, error in values) or 1.0
-
-    bars = []
-    for (name, value, error), label in zip(values, change.texts, strict=True):
-        ends = None
-        if error is not None:
-            ends = (max(0.0, value - error) / most, (value + error) / most)
-        bars.append(Bar(name, name, max(0.0, value) / most, label, ends))
-    return bars
-
-
-def memory_bars(gigabytes: Sequence[tuple[str, float]]) -> list[Bar]:
-    """Return a bar for each amount of memory, from 0 to the largest."""
-    most = max((amount for _, amount in gigabytes), default=0) or 1.0
-    kinds = {"planned": "before", "measured": "after"}
-    return [
-        Bar(name, kinds.get(name.split()[0], "other"), amount / most, display.size(amount * 1e9))
-        for name, amount in gigabytes
-    ]

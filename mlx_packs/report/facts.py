@@ -1,19 +1,29 @@
-"""Facts of a run or a pack for a page, whatever their source.
+"""Facts of a run or a pack for a page, and its settings, whatever their source.
 
 Values come from manifests and run folders that somebody else may have written, so `number` and
 `text` take what is usable and leave out the rest: a page is shown as far as it goes.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from ..config.choices import NUMBERS, TASKS, Number, is_lower_better
+from ..config.choices import NUMBERS, TASKS, Number, is_lower_better, task_defaults
+from ..config.data import DataConfig
+from ..config.fields import SECTIONS, default_of, facts_of, flags_of
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..config.tasks import tasks_of
 from ..terminal import printable_text, with_error
 
 PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
+
+Setting = tuple[str, str, bool]  # name, value, whether it differs from the default
+# Settings whose values may be paths.
+_PATHS = ("model", "data", "hf_dataset", "resume_adapter_file", "teacher_cache", "teacher")
 
 _UNITS = ("tokens", "pairs", "queries")  # that a run may count
 _RATES = tuple(f"{unit}_per_s" for unit in _UNITS)
@@ -348,3 +358,62 @@ def confusions_of(stored: object) -> Confusions | None:
         numbers = [number(value) for value in row]
         rows.append([int(max(value or 0, 0)) for value in numbers])
     return Confusions([text(label, 60) for label in labels], rows)
+
+
+def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
+    """Return the settings of a recipe that have a value, by section of the help.
+
+    Folders are named without their paths: a page is shared.
+    """
+    sections: dict[str, list[Setting]] = {name: [] for name in SECTIONS}
+    start = recipe.get("resume_adapter_file")
+    start_name = start.get("name") if isinstance(start, Mapping) else None
+
+    for name, value in (("model", recipe.get("model")), ("resume_adapter_file", start_name)):
+        if value is not None:
+            sections["Model and data"].append((name, _setting_text(name, value), True))
+
+    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)]
+    named = (recipe.get("task", TrainConfig.task), *(phase.get("task") for phase in phases))
+    recipe_tasks = {task for task in named if isinstance(task, str)}
+    of_task = task_defaults(named[0])
+
+    for config in (DataConfig, LoRAConfig, TrainConfig):
+        for setting in dataclasses.fields(config):
+            value = recipe.get(setting.name)
+            if isinstance(value, tuple):
+                value = list(value)
+            tasks = tasks_of(setting.name)
+            is_other_task = bool(tasks) and recipe_tasks.isdisjoint(tasks)
+            if value is None or value in ([], {}) or is_other_task:
+                continue
+
+            flag = next(iter(flags_of(setting)), setting.name).lstrip("-")
+            default = of_task.get(setting.name, default_of(setting))
+            if isinstance(default, tuple):
+                default = list(default)
+            differs = setting.name == "data" or value != default
+            section = facts_of(setting).section
+            sections[section].append((flag, _setting_text(setting.name, value), differs))
+
+    return [(name, settings) for name, settings in sections.items() if settings]
+
+
+def _setting_text(name: str, value: object) -> str:
+    """Return a value as text, without the folders of paths."""
+    if isinstance(value, (list, tuple)):
+        separator = " + " if name in _PATHS else ", "
+        return separator.join(_setting_text(name, item) for item in value[:20])
+    if name in _PATHS:
+        if isinstance(value, Mapping):
+            value = value.get("path") or value.get("name")
+        return name_alone(value)
+
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        shown = (f"{text(k)}: {_setting_text(str(k), v)}" for k, v in list(value.items())[:20])
+        return ", ".join(shown)
+    return text(str(value))

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..display import size
 from ..terminal import printable_text
-from .chart import Chart, change_bars, chart, memory_bars, shown
+from .chart import Chart, chart, shown
 from .facts import Page, progress_series, rate_name
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def environment() -> "Environment":
     )
 
     environment.filters["shown"] = shown
-    environment.globals |= {"change_bars": change_bars, "memory_bars": memory_bars}
+    environment.globals["size"] = size
     return environment
 
 

@@ -26,12 +26,12 @@ from ..report.facts import (
     masks_of,
     name_alone,
     number,
+    recipe_sections,
     samples_of,
     text,
     unit_of,
 )
 from ..report.page import render
-from ..report.recipe import recipe_sections
 from ..report.seeds import SeedFacts, SeedsFacts, numbers_of
 from ..report.seeds import render as render_seeds
 from .checkpoint import batches_of

@@ -19,9 +19,8 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.trainable import round_adapters
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
-from mlx_packs.packs.card import model_card
 from mlx_packs.packs.compatibility import find_base, quantize_options
-from mlx_packs.packs.facts import format_change
+from mlx_packs.packs.facts import format_change, model_card
 from mlx_packs.packs.making import attach_pack, check_fit
 from mlx_packs.report.facts import format_number
 from mlx_packs.runtime import mx

@@ -11,8 +11,7 @@ from mlx_packs import Pack, PackError, evaluate, load_base
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.packs.card import model_card
-from mlx_packs.packs.facts import card_command
+from mlx_packs.packs.facts import card_command, model_card
 from mlx_packs.packs.making import attach_pack, check_fit
 from mlx_packs.runtime import mx
 from mlx_packs.serving.slots import PackSlots

@@ -13,7 +13,7 @@ from mlx_packs.config.recipe import Recipe
 from mlx_packs.packs.diff import delta_norms
 from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
-from mlx_packs.report.chart import change_bars, chart, ticks
+from mlx_packs.report.chart import chart, ticks
 from mlx_packs.report.facts import (
     Confusions,
     Masked,
@@ -26,12 +26,12 @@ from mlx_packs.report.facts import (
     masks_of,
     name_alone,
     points,
+    recipe_sections,
     samples_of,
     short_curve,
     thinned,
 )
 from mlx_packs.report.page import render, render_fragment
-from mlx_packs.report.recipe import recipe_sections
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, EVAL, write_pack
 
@@ -154,17 +154,6 @@ def test_a_chart_maps_values_to_its_box():
     scale = (values[low] - values[high]) / (high - low)
     assert y1 - y0 == pytest.approx(2 * scale, abs=0.5)
     assert chart({("loss", "train"): [(1, 1.0)]}, "loss", (400, 200)) is None
-
-
-def test_bars_begin_at_zero_and_carry_their_errors():
-    before, after = change_bars(MetricChange(NUMBERS["ppl"], 80.0, 40.0, 20.0, 5.0))
-    assert (before.share, after.share) == (0.8, 0.4)
-    assert before.error == (0.6, 1.0) and after.error == (0.35, 0.45)
-    assert after.label == "40.00 ± 5.00"
-    assert [bar.error for bar in change_bars(MetricChange(NUMBERS["mrr_at_10"], 0.0, 0.0))] == [
-        None,
-        None,
-    ]
 
 
 def test_a_thinned_curve_keeps_its_mean_and_its_end():

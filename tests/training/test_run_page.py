@@ -10,7 +10,7 @@ import pytest
 
 import mlx_packs as mp
 from mlx_packs import train_pack
-from mlx_packs.packs.card import model_card
+from mlx_packs.packs.facts import model_card
 from mlx_packs.report.facts import Page
 from mlx_packs.report.page import render
 from mlx_packs.training.observers import Console, run_files
