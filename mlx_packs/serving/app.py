@@ -489,9 +489,8 @@ def make_app(server: Server) -> Starlette:
     post = [path for method, path in handlers if method == "POST"]
     if server.training is not None:
         handlers |= server.training.routes()
-    limit = server.settings.body_bytes
     routes = [
-        Route(path, answering(handler, limit), methods=[method])
+        Route(path, answering(handler), methods=[method])
         for (method, path), handler in handlers.items()
     ]
     on: dict[Any, Any] = {

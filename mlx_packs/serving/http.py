@@ -58,6 +58,7 @@ _READ = ("GET", "HEAD", "OPTIONS")
 _COMPUTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
 _COMPUTED += ("/v1/classify",)
 _BODY_SECONDS = 60.0
+BODY_BYTES = 10_000_000
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds
 _NOW = {
     "running": "Requests that are computed.",
@@ -82,7 +83,6 @@ class ServerSettings:
             packs, if there is no key; empty asks for none.
         max_tokens: of an answer, where a request does not say.
         template_kwargs: variables of the chat template, where a request has none of its own.
-        body_bytes: the largest body of a request.
         request_seconds: how long a request may take.
         host: the address that it listens on; on this machine's own, other names are rejected.
         max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
@@ -93,7 +93,6 @@ class ServerSettings:
     token: str = ""
     max_tokens: int = 512
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    body_bytes: int = 10_000_000
     request_seconds: float = 600.0
     host: str = "127.0.0.1"
     max_pixels: int = DataConfig.max_pixels
@@ -292,8 +291,8 @@ def body_of(handler: Handler) -> type[Object] | None:
     return next((kind for kind in kinds if issubclass(kind, Object)), None)
 
 
-def answering(handler: Handler, body_bytes: int) -> Handler:
-    """Return a handler of requests whose body of at most ``body_bytes`` is read and checked.
+def answering(handler: Handler) -> Handler:
+    """Return a handler of requests whose body is read and checked.
 
     It answers errors of its own with status 500, on the open connection: Starlette would raise them
     again after the answer, and uvicorn then close the connection.
@@ -305,7 +304,7 @@ def answering(handler: Handler, body_bytes: int) -> Handler:
         try:
             if kind is None:
                 return await handler(request)
-            body = parsed(kind, await read_body(request, body_bytes))
+            body = parsed(kind, await read_body(request))
             return await handler(request, body)
         except (HTTPException, PackError, ClientDisconnect, TimeoutError):
             raise  # each has an answer of its own
@@ -315,8 +314,8 @@ def answering(handler: Handler, body_bytes: int) -> Handler:
     return answered
 
 
-async def read_body(request: Request, limit: int, expected: str = "application/json") -> bytes:
-    """Return a body of the ``expected`` type and at most ``limit`` bytes.
+async def read_body(request: Request, expected: str = "application/json") -> bytes:
+    """Return a body of the ``expected`` type and at most `BODY_BYTES`.
 
     HTTPException 408 (slow), 413 or 415 otherwise.
     """
@@ -324,9 +323,9 @@ async def read_body(request: Request, limit: int, expected: str = "application/j
     if kind != expected:
         raise HTTPException(415, f"The body must have Content-Type: {expected}.")
 
-    too_large = HTTPException(413, f"The body is larger than {limit:,} bytes.")
+    too_large = HTTPException(413, f"The body is larger than {BODY_BYTES:,} bytes.")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > BODY_BYTES:
         raise too_large
 
     parts = []
@@ -335,7 +334,7 @@ async def read_body(request: Request, limit: int, expected: str = "application/j
         with anyio.fail_after(_BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > limit:
+                if size > BODY_BYTES:
                     raise too_large
                 parts.append(part)
     except TimeoutError:

@@ -41,9 +41,11 @@ def rejected(server, path: str, body: object, status: int = 400, **headers: str)
     return check(answer)
 
 
-def test_a_body_of_very_many_values_is_not_parsed(shared_server):
-    body = b'{"prompt": [' + b"1," * 300_000 + b"1]}"
-    assert "values" in rejected(shared_server, COMPLETIONS, body)["message"]
+@pytest.mark.parametrize("item", [b"1", b"[]"])
+def test_a_body_of_very_many_values_is_not_parsed(shared_server, item):
+    body = b'{"prompt": [' + (item + b",") * 300_000 + b"1]}"
+    message = rejected(shared_server, COMPLETIONS, body)["message"]
+    assert ("lists" if item == b"[]" else "values") in message
 
 
 @pytest.mark.parametrize(
@@ -337,12 +339,6 @@ def test_a_request_that_takes_too_long(generator):
         error = rejected(server, COMPLETIONS, LONG | {"model": "base"}, 504)
         assert error["type"] == "timeout_error"
         until(lambda: generator.counts == (0, 0))
-
-
-def test_a_body_of_very_many_lists_is_not_read(shared_server):
-    body = b'{"model": "notes", "messages": [' + b"[]," * 200_000 + b"[]]}"
-    status, _, answer = shared_server.request("POST", CHAT, body)
-    assert status == 400 and "lists" in check(answer)["message"]
 
 
 def test_a_connection_outlives_an_error_of_ours(shared_server, monkeypatch, caplog):

@@ -96,16 +96,6 @@ def test_an_answer_is_that_of_the_base(server, base):
         answers.append(answer)
 
 
-def test_the_text_of_an_answer(server, base):
-    messages = [asks("What is it?", png(0))]
-    body = {"model": "base", "messages": messages, "temperature": 0, "max_tokens": TOKENS}
-    _, answer = server.json("POST", CHAT, body)
-    prompt = chat_prompt(base, [question("What is it?", [png(0)])])
-    assert answer["choices"][0]["message"]["content"] == complete(
-        base, prompt, TOKENS, temperature=0.0
-    )
-
-
 def test_forms_of_a_part(server):
     url = png(0)
     text = {"type": "text", "text": "What?"}
@@ -323,13 +313,6 @@ def test_an_image_that_waits_does_not_leave(server, base):
     images.keep_in_memory()
     for answer, messages in zip(answers, requests, strict=True):
         assert answer == alone(base, *map(as_question, messages))
-
-
-def test_streams_count_image_tokens(server, base):
-    body = {"model": "base", "messages": [asks("What?", png(0))], "max_tokens": 3}
-    *_, last = server.events(CHAT, body | {"stream_options": {"include_usage": True}})
-    expected = len(chat_prompt(base, [question("What?", [png(0)])]))
-    assert last["usage"]["prompt_tokens"] == expected
 
 
 def test_a_server_without_mlx_vlm_says_so(server, monkeypatch):

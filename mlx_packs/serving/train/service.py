@@ -17,6 +17,7 @@ from ...errors import PackError
 from ..fields import not_found
 from ..generation import TextWorker
 from ..http import (
+    BODY_BYTES,
     Handler,
     ServerSettings,
     error_response,
@@ -50,7 +51,6 @@ log = logging.getLogger("mlx_packs.serving")
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
 _SILENT_SECONDS = 600.0  # without a heartbeat, after which a session is taken for gone
 _FIRST = "first"  # in place of the number of the request that makes a model
-_CHUNK_BYTES = 5_000_000  # of a request for a forward pass
 
 
 class TrainingService:
@@ -135,7 +135,7 @@ class TrainingService:
                 "parallel_fwdbwd_chunks": False,  # they arrive in their order
                 "use_pyqwest_transport": False,  # with it a client's process may abort at its end
                 "fwdbwd_max_chunk_len": MOST_DATUMS,
-                "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, self._settings.body_bytes // 2),
+                "fwdbwd_max_chunk_bytes_count": BODY_BYTES // 2,
             }
         )
 
@@ -230,7 +230,7 @@ class TrainingService:
     # Training
 
     async def forward_backward(self, request: Request) -> Response:
-        content = await read_body(request, self._settings.body_bytes, MEDIA_TYPE)
+        content = await read_body(request, MEDIA_TYPE)
         body = await run_in_threadpool(read_forward_request, content)
         model = self._models.find(body.model_id)
         return self._started(self._models.forward(model, body), model.id, (model.id, body.seq_id))

@@ -12,7 +12,7 @@ from mlx_packs.serving.http import body_of
 from mlx_packs.serving.train.losses import LOSSES
 from mlx_packs.serving.train.rows import MESSAGES, checked_row, read_forward_request
 from tests.helpers.errors import raises
-from tests.helpers.tinker import PROTO, forward_request
+from tests.helpers.tinker import PROTO, forward_request, sample_body
 
 Path = tuple[str | int, ...]
 
@@ -141,14 +141,9 @@ def _input(message, key="weights"):
 def test_stop_has_the_limits_of_other_routes(client):
     session = client.session_on()
     for stop in (["a"] * 17, ["a" * 1025], "a" * 1025, list(range(17))):
-        body = sample(session) | {"sampling_params": {"max_tokens": 1, "stop": stop}}
+        body = sample_body(session) | {"sampling_params": {"max_tokens": 1, "stop": stop}}
         error = client.post("asample", body, 400)["error"]
         assert error["param"].startswith("sampling_params.stop"), error
-
-
-def sample(session: str) -> dict:
-    prompt = {"chunks": [{"tokens": [1, 2]}]}
-    return {"sampling_session_id": session, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
 
 
 def valid_bodies(client) -> dict:
@@ -169,7 +164,7 @@ def valid_bodies(client) -> dict:
         "/api/v1/save_weights_for_sampler": model,
         "/api/v1/load_weights": session | {"path": "tinker://a/weights/w", "optimizer": False},
         "/api/v1/create_sampling_session": session | {"base_model": "base"},
-        "/api/v1/asample": sample(client.session_on()),
+        "/api/v1/asample": sample_body(client.session_on()),
     }
 
 

@@ -94,15 +94,14 @@ def test_the_key(generator, tmp_path):
             assert server.json("POST", "/api/v1/client/config", body, **key)[0] == 200
 
 
-def test_limits_of_bodies(generator, tmp_path):
-    with Training(generator, tmp_path, body_bytes=1000) as server:
-        status, answer = server.json("POST", "/api/v1/client/config", {"sdk_version": "0"})
-        assert answer["fwdbwd_max_chunk_bytes_count"] == 500
-        assert answer["fwdbwd_max_chunk_len"] == 65_536
-        path = "/api/v1/forward_backward"
-        assert server.request("POST", path, b"x" * 1001, PROTO)[0] == 413
-        assert server.request("POST", path, {})[0] == 415
-        assert server.request("POST", "/api/v1/create_session", b"x", PROTO)[0] == 415
+def test_limits_of_bodies(server):
+    status, answer = server.json("POST", "/api/v1/client/config", {"sdk_version": "0"})
+    assert answer["fwdbwd_max_chunk_bytes_count"] == 5_000_000
+    assert answer["fwdbwd_max_chunk_len"] == 65_536
+    path = "/api/v1/forward_backward"
+    assert server.request("POST", path, b"x" * 10_000_001, PROTO)[0] == 413
+    assert server.request("POST", path, {})[0] == 415
+    assert server.request("POST", "/api/v1/create_session", b"x", PROTO)[0] == 415
 
 
 def test_what_a_client_asks_first(client, server):

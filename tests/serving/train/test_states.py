@@ -105,16 +105,6 @@ def test_damaged_ones(states, pack):
         find_saved(states, saved.uri)
 
 
-@pytest.mark.parametrize("facts", ["{", "[]"])
-def test_a_damaged_one_is_no_fault_of_others(states, pack, facts):
-    damaged = save_model(states, uri_of(MODEL, "weights", "damaged"), pack, {})
-    (damaged.folder / FACTS).write_text(facts)
-    kept = save_model(states, uri_of(MODEL, "weights", "kept"), pack, {})
-    assert find_saved(states, kept.uri)
-    with pytest.raises(PackError):
-        find_saved(states, damaged.uri)
-
-
 def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):
     uri = uri_of(MODEL, "weights", "one")
     saved = save_model(states, uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from mlx_packs.serving.train.losses import LOSSES, Datum
 from mlx_packs.serving.train.models import Trainer
 from mlx_packs.serving.train.protocol import AdamBody, LoraConfigBody
 from tests.helpers.bases import small_base
-from tests.helpers.errors import raises
 from tests.helpers.families import family_base
 from tests.helpers.packs import random_pack
 
@@ -111,15 +109,6 @@ def test_each_update_has_its_own_settings(slots):
     kept, anew = (model.attached.tensors() for model in models)
     assert all(np.array_equal(np.array(kept[name]), np.array(anew[name])) for name in anew)
     assert len(models[0].updates) == 1
-
-
-def test_a_pass_that_is_not_finite_is_an_error(slots):
-    trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=4, seed=0))
-    huge = replace(row([5, 6, 7, 8]), inputs={"weights": np.full(4, 3e38, np.float32)})
-    with raises("diverged", None, "not finite"):
-        run(trainer, model, rows=(huge,))
-    assert np.isfinite(run(trainer, model)[0])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen3_moe", "mamba2"])
