@@ -47,21 +47,14 @@ def test_disabled_computes_the_base_and_then_what_was_trained(name, base):
     trainable = attached(name, base)
     values = change_values(trainable)
     trained = base.model(TOKENS)
-    with trainable.disabled():
+    with pytest.raises(KeyboardInterrupt), trainable.disabled():
         assert mx.allclose(base.model(TOKENS), before, atol=1e-5).item()
+        raise KeyboardInterrupt
     assert not mx.allclose(trained, before, atol=1e-3).item()
     assert mx.array_equal(base.model(TOKENS), trained).item()
     assert {n: t.tolist() for n, t in trainable.tensors().items()} == {
         n: t.tolist() for n, t in values.items()
     }
-
-
-def test_disabled_restores_after_an_error(name, base):
-    trainable = attached(name, base)
-    values = change_values(trainable)
-    with pytest.raises(KeyboardInterrupt), trainable.disabled():
-        raise KeyboardInterrupt
-    assert all(mx.array_equal(t, values[n]).item() for n, t in trainable.tensors().items())
 
 
 def test_adapter_shapes_are_those_that_are_trained(name, base):

@@ -94,18 +94,6 @@ def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path)
     assert mx.array_equal(base.model(TOKENS), before).item()
 
 
-def test_beside_loftq(tmp_path):
-    base = load_base(write_dense(tmp_path / "dense"), "affine4")
-    trainable = attached(base, "embed_tokens", "norm", method="loftq")
-    moved(trainable, 0.02)
-    trained = base.model(TOKENS)
-    pack = pack_of(trainable)
-    assert trainable.method == "loftq" and len(trainable.replaced) == 2
-    trainable.detach()
-    with base.applied(pack):
-        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
-
-
 def test_a_tied_table_counts_once_and_stays_tied():
     base = base_of("qwen3", tie_word_embeddings=True)
     trainable = attached(base, "embed_tokens", target_modules=("q_proj",))
