@@ -39,9 +39,9 @@ def offloaded(model: nn.Module, folder) -> OffloadedBlocks:
 
     for path, table in tables.items():
         file = folder / f"{path}.safetensors"
-        arrays = table.arrays()
+        arrays = dict(tree_flatten(table.module.parameters()))
         mx.save_safetensors(str(file), arrays)
-        pieces = piece_files(folder, path, table.rows) if table.is_head else []
+        pieces = piece_files(folder, path, len(table.module.weight)) if table.is_head else []
         write_pieces(pieces, arrays)
         table.put_on_disk({name: (file, name) for name in arrays}, pieces, blocks.count)
     return blocks
