@@ -38,11 +38,6 @@ from tests.helpers.local_hub import LocalHub, local_hub
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
-PMSET = """case "$*" in
-  "-g") printf 'Currently in use:\\n lowpowermode         %s\\n sleep                1\\n' "$(cat {folder}/saving)" ;;
-  "-g therm") echo 'Note: No thermal warning level has been recorded' ;;
-esac"""
-NOTIFYUTIL = 'echo "$2 $(cat {folder}/thermal)"'
 LOG = 'for part in "$@"; do printf "%s\\n" "$part"; done >> {folder}/{name}.log'
 
 
@@ -56,19 +51,11 @@ class Mac:
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
-        self.answer(thermal=0, saving=0)
-        self.program("pmset", PMSET)
-        self.program("notifyutil", NOTIFYUTIL)
         self.program("caffeinate", LOG + "\necho $$ > {folder}/caffeinate.pid\nexec sleep 60")
         self.patch.setenv("PATH", f"{self.folder}{os.pathsep}{os.environ['PATH']}")
         self.patch.setenv("HOME", str(self.folder / "home"))
         self.patch.setattr(macos, "is_macos", lambda: True)
         self.patch.setattr(macos, "sysctl", lambda name: self.kernel["memory"])
-
-    def answer(self, **numbers: int) -> None:
-        """Let the programs answer ``thermal`` and ``saving`` by these numbers from now on."""
-        for name, number in numbers.items():
-            (self.folder / name).write_text(str(number))
 
     def program(self, name: str, script: str) -> None:
         text = script.replace("{folder}", str(self.folder)).replace("{name}", name)

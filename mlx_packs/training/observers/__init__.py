@@ -76,7 +76,6 @@ class Console(Observer):
 
 # By name: makes the observer of a run, or None if the run's settings do not ask for it.
 OBSERVERS: dict[str, str | Callable[[ObservedRun], Observer | None]] = {
-    "machine": "machine:Machine.of",  # before those that log a line, to which it adds
     "metrics": "run_files:MetricsFile",
     "console": Console,
     "trackers": "trackers:Trackers.of",
