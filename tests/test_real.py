@@ -81,6 +81,7 @@ def test_perplexity_falls_on_real_data(smollm2, real_data, here, run, name, iter
 
 def test_k_quants_of_qwen_stay_quantized_and_answer(qwen):
     base = load_base(qwen)
+    assert "Q4_K and Q5_0 and Q8_0 exact, Q6_K 0.4" in base.summary()
     question = "Write a SQL query: names of customers older than 30, table customers(name, age)."
     prompt = chat_prompt(base, [{"role": "user", "content": f"{question} Only the query."}])
     with activated(base, None, "dense"):

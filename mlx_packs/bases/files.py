@@ -15,7 +15,7 @@ from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .compressed_tensors import check_compressed, is_read_as_dense
 from .gguf.header import K_QUANTS
-from .readers import is_local_model, local_model, names_file, reader_of
+from .readers import DENSE, is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
@@ -36,6 +36,8 @@ def tiny_checkpoint() -> Path:
 
 def public_name(name: str) -> str:
     """The name of a base or data in a manifest: a hub id as it is, a folder without its path."""
+    if name.startswith(DENSE):
+        return DENSE + public_name(name.removeprefix(DENSE))
     path = Path(name).expanduser()
     if is_pattern(name):
         return path.name
@@ -320,7 +322,9 @@ _TEXT_KEYS = {
     **{f"quantization.{key}": kind for key, kind in _MLX_QUANTIZATION.items()},
     "quantization.keep": "a list of texts?",
     "quantization_config.quant_method": "text?",
-    K_QUANTS: "true or false?",
+    K_QUANTS: "a mapping?",
+    f"{K_QUANTS}.*": "a mapping?",
+    **dict.fromkeys((f"{K_QUANTS}.*.float32", f"{K_QUANTS}.*.rounded"), "a number"),
 }
 _KEYS = {"model_type": "text", "model_file": "text?", "text_config": "a mapping?", **_TEXT_KEYS}
 

@@ -24,6 +24,7 @@ from .files import (
     vocab_size_of,
     weight_files,
 )
+from .gguf.header import K_QUANTS
 from .supported import check_architecture
 from .tokenizer import with_template
 
@@ -195,9 +196,25 @@ class BaseModel:
         if self.rounding_error is not None:
             kind += f" (relative error of the weights {100 * self.rounding_error:.1f} %)"
 
+        if errors := self.config.get(K_QUANTS):
+            scales = "float32" if self.compute_dtype == "float32" else "rounded"
+            kind += f" ({_gguf_line(errors, scales)})"
+
         size = sum(f.stat().st_size for f in weight_files(self.path))
         shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
+
+
+def _gguf_line(errors: Mapping[str, Mapping | None], scales: str) -> str:
+    """Return which types are exact with scales in ``float32`` or ``rounded``, and other errors."""
+    exact = [kind for kind, error in errors.items() if error and not error[scales]]
+    parts = [f"{' and '.join(exact)} exact"] if exact else []
+    for kind, error in errors.items():
+        if error is None:
+            parts.append(f"{kind} dense")
+        elif error[scales]:
+            parts.append(f"{kind} {100 * error[scales]:.2g} %")
+    return ", ".join(parts)

@@ -19,6 +19,8 @@ from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
 from .geometry import is_named
+from .gguf.header import K_QUANTS
+from .readers import DENSE
 from .weight_formats import (
     AFFINE_BITS,
     MLXFormat,
@@ -380,8 +382,11 @@ def check_not_quantized(quantize: str, config: Mapping, kind: str | None = None)
         kind = quantization_name(stored)
     if quantize == "none" or kind is None:
         return
+    other = "the checkpoint that it was made from"
+    if K_QUANTS in config:
+        other = f"it as {DENSE}FILE.gguf, whose K-quants are dense"
     raise PackError(
         f"--quantize {quantize}: the base is quantized already ({kind}). Leave --quantize out to "
-        "train on it as it is, or name the checkpoint that it was made from.",
+        f"train on it as it is, or name {other}.",
         "conflict",
     )

@@ -22,10 +22,8 @@ _log = logging.getLogger("mlx_packs")
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _OLLAMA = "ollama:"
-_REMOVED = {  # prefixes of names, and what to do instead
-    "dense:": "Name the GGUF file without 'dense:', or take the safetensors of the same model.",
-    "lmstudio:": "Name the GGUF file itself, below ~/.lmstudio/models.",
-}
+DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
+_LM_STUDIO = "lmstudio:"  # no longer read
 _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 _logged: set[str] = set()  # faults of packages, each of which is logged once
 
@@ -48,12 +46,13 @@ class Reader:
     code: str
     suffixes: tuple[str, ...] = ()
 
-    def folder(self, file: Path) -> Path:
-        return pkgutil.resolve_name(self.code)(file)
+    def folder(self, file: Path, **options: bool) -> Path:
+        return pkgutil.resolve_name(self.code)(file, **options)
 
 
 _GGUF_CODE = "mlx_packs.bases.gguf.checkpoint:checkpoint_folder"
-READERS = (Reader("GGUF", is_gguf, _GGUF_CODE, (".gguf",)),)
+_GGUF = Reader("GGUF", is_gguf, _GGUF_CODE, (".gguf",))
+READERS = (_GGUF,)
 
 
 def reader_of(path: Path) -> Reader | None:
@@ -79,21 +78,37 @@ def _readers() -> Iterator[Reader]:
 
 
 def is_local_model(name: str) -> bool:
-    """Whether a name is a model of Ollama on this machine."""
-    return name.startswith((_OLLAMA, *_REMOVED))
+    """Whether a name is a model of Ollama on this machine, or a GGUF file with dense K-quants."""
+    return name.startswith((_OLLAMA, DENSE, _LM_STUDIO))
 
 
 def local_model(name: str) -> Path:
-    """The GGUF file of ``ollama:NAME``.
+    """The GGUF file of ``ollama:NAME``, or the folder of ``dense:FILE.gguf``."""
+    if name.startswith(DENSE):
+        return _dense(name.removeprefix(DENSE))
+    if name.startswith(_LM_STUDIO):
+        raise PackError(
+            f"--model {name}: 'lmstudio:' is not read any more. Name the GGUF file itself, below "
+            "~/.lmstudio/models.",
+            "unknown",
+        )
+    return _ollama(name.removeprefix(_OLLAMA))
 
-    A manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the file.
-    """
-    flag = f"--model {name}"
-    for prefix, instead in _REMOVED.items():
-        if name.startswith(prefix):
-            raise PackError(f"{flag}: {prefix!r} is not read any more. {instead}", "unknown")
 
-    name = name.removeprefix(_OLLAMA)
+def _dense(name: str) -> Path:
+    path = Path(name).expanduser()
+    if is_local_model(name) and not os.path.exists(path):
+        path = local_model(name)
+    if not is_gguf(path):
+        raise PackError(
+            f"--model {DENSE}{name}: is not a GGUF file. Name it without {DENSE!r}.", "unsupported"
+        )
+    return _GGUF.folder(path, dense_k=True)
+
+
+# A manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the GGUF.
+def _ollama(name: str) -> Path:
+    flag = f"--model {_OLLAMA}{name}"
     model, _, tag = name.partition(":")
     parts = model.split("/")
     if not all(_PART.fullmatch(part) for part in (*parts, tag or "latest")) or len(parts) > 3:

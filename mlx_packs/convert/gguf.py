@@ -14,6 +14,7 @@ import numpy as np
 from ..adapters.lora import read_factors
 from ..adapters.spec import ModuleSpec
 from ..bases.families import FAMILIES, Family, facts_of
+from ..bases.readers import DENSE
 from ..errors import PackError
 from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
@@ -45,7 +46,8 @@ def _commands(base: str, family: Family, adapter: Path) -> list[str]:
     """Return the command that starts llama.cpp with an adapter, and what its BASE.gguf is."""
     lora = shlex.quote(str(adapter))
     if base.lower().endswith(".gguf"):  # it was trained on this file
-        return [f"llama-server -m {shlex.quote(base)} --lora {lora}"]
+        file = base.removeprefix(DENSE)
+        return [f"llama-server -m {shlex.quote(file)} --lora {lora}"]
 
     return [
         f"llama-server -m BASE.gguf --lora {lora}",

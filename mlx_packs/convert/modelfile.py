@@ -14,7 +14,7 @@ from typing import Any
 
 from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint
-from ..bases.readers import is_local_model, local_model
+from ..bases.readers import DENSE, is_local_model, local_model
 from ..bases.tokenizer import adds_bos, load_tokenizer, with_template
 from ..bases.turns import answer_end, given_variables, render_conversation
 from ..config.chat_templates import PLAIN
@@ -45,7 +45,7 @@ def modelfile(pack: Pack, adapter: str, start: str | None) -> tuple[str, str, li
     if start is None:
         lines.append("# Put its GGUF here as base.gguf, or name the model that you pulled.")
     else:
-        start = start.removeprefix("ollama:")
+        start = start.removeprefix(DENSE).removeprefix("ollama:")
         file = _file_of(start)
 
     notes = []
@@ -91,7 +91,8 @@ def _checked_base(pack: Pack, file: Path) -> tuple[Path, dict]:
     base = pack.manifest["base"]
     with errors_of("from"):
         if base["id"].lower().endswith(".gguf") or is_local_model(base["id"]):
-            return check_checkpoint(pack, str(file))
+            prefix = DENSE if base["id"].startswith(DENSE) else ""
+            return check_checkpoint(pack, f"{prefix}{file}")
         # it was trained on other weights of the same model
         folder = resolve_checkpoint(file)
         config = check_files(folder)

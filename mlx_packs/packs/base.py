@@ -446,9 +446,9 @@ def load_base(
     bfloat16 30 times slower than float32 there. On a GPU, they keep their dtype.
 
     Args:
-        name: ``"tiny"``, a checkpoint folder, a GGUF file (or ``ollama:NAME``)
-            or a Hub id. Every checkpoint that mlx-lm loads is supported, and NF4 as `packs
-            quantize` and bitsandbytes write it.
+        name: ``"tiny"``, a checkpoint folder, a GGUF file (or ``ollama:NAME``; with
+            ``dense:`` before it K-quants become dense) or a Hub id. Every checkpoint that mlx-lm
+            loads is supported, and NF4 as `packs quantize` and bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"``, ``"nf4"``, ``"mxfp4"`` or ``"nvfp4"`` quantizes a
             dense checkpoint while it is read.
         trust_remote_code: Whether to allow executing Python code shipped with the checkpoint.

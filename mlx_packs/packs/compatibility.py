@@ -17,7 +17,7 @@ from ..bases.files import (
     stored_quantization,
 )
 from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_fingerprint
-from ..bases.readers import is_local_model, reader_of
+from ..bases.readers import DENSE, is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
 from ..config.data import COLUMN_SETTINGS
@@ -218,7 +218,7 @@ def find_base(pack: Pack | None) -> str:
         return TINY
 
     name = pack.manifest["base"]["id"]
-    if name == TINY or is_hub_id(name) or is_local_model(name):
+    if name == TINY or is_hub_id(name) or (is_local_model(name) and DENSE not in name):
         return name
 
     folders = _bases_of_runs(pack)

@@ -55,10 +55,11 @@ def test_exact_types_have_the_very_weights_of_the_file(tmp_path, monkeypatch, ki
     monkeypatch.setattr("mlx_packs.bases.gguf.blocks._ROWS_BYTES", 1000)  # several slices
     blocks = random_blocks(kind, columns=512 if kind.endswith("K") else 96)
     file = file_of(tmp_path, blocks, kind)
-    weight, *numbers = read_affine(file, file.tensors["w"])
+    (block_format,) = FORMATS[kind]
+    weight, *numbers = read_affine(file, file.tensors["w"], block_format)
 
     parts = [mx.array(values).astype(mx.float32) for values in numbers]
-    actual = mx.dequantize(mx.array(weight), *parts, 32, FORMATS[kind].bits)
+    actual = mx.dequantize(mx.array(weight), *parts, 32, block_format.bits)
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(np.array(actual), expected)
     assert numbers[0].dtype == (np.float32 if kind.endswith("K") else np.float16)
@@ -86,7 +87,7 @@ def test_a_bias_that_overflows_float16_is_an_error_or_exact(tmp_path):
     blocks.reshape(-1, 34)[:, :2] = scales.view(np.uint8).reshape(-1, 2)
     file = file_of(tmp_path, blocks, "Q8_0")
 
-    _, scales, biases = read_affine(file, file.tensors["w"])
+    _, scales, biases = read_affine(file, file.tensors["w"], FORMATS["Q8_0"][0])
 
     assert scales.dtype == biases.dtype == np.float32
     assert (biases == -128 * 600).all()

@@ -6,6 +6,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack
+from mlx_packs.bases.files import public_name
+from mlx_packs.bases.gguf.formats import choose_formats
 from mlx_packs.bases.gguf.header import read_gguf
 from mlx_packs.bases.loading import lazy_base
 from mlx_packs.bases.precision import with_rounded_scales
@@ -45,12 +47,11 @@ def weights_of(base) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_4_and_5_bits_are_exact_and_6_bits_near(tmp_path, caplog, architecture):
+def test_4_and_5_bits_are_exact_and_6_bits_near(tmp_path, architecture):
     file = tmp_path / "m.gguf"
     stored = write_tiny(file, architecture, "Q4_K", MIXED | HALF, times=8)
 
     base = load_base(file)
-    assert "weights in MXFP4 become dense" in caplog.text
 
     bits = {path: m.bits for path, m in base.model.named_modules() if "scales" in m}
     assert bits["model.layers.0.self_attn.v_proj"] == bits["model.embed_tokens"] == 8
@@ -66,11 +67,13 @@ def test_4_and_5_bits_are_exact_and_6_bits_near(tmp_path, caplog, architecture):
     assert np.array_equal(weights["model.layers.0.self_attn.q_proj"], q) == (
         architecture != "llama"  # whose rows are in another order
     )
-    assert "affine 4-bit g32" in base.summary()
+
+    line = base.summary()
+    assert "affine 4-bit g32 (Q4_K and Q5_K and Q8_0 exact, MXFP4 dense, Q6_K 0." in line
 
 
-@pytest.mark.parametrize("kind", ["Q3_K", "Q2_K"])
-def test_fewer_bits_are_8_bits_within_1_percent(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "least"), [("Q3_K", 0.0042), ("Q2_K", 0.0025)])
+def test_fewer_bits_take_the_smallest_format_within_1_percent(tmp_path, monkeypatch, kind, least):
     file = tmp_path / "m.gguf"
     stored = write_tiny(file, kind=kind, times=8)
 
@@ -82,6 +85,37 @@ def test_fewer_bits_are_8_bits_within_1_percent(tmp_path, kind):
     difference = weights_of(base)["model.layers.1.mlp.down_proj"] - expected
     assert np.sqrt(np.square(difference).mean() / np.square(expected).mean()) < 0.01
 
+    names = {"w.weight": "blk.1.ffn_down.weight"}
+    for most, group_size in ((least, 32), (1e-4, None)):
+        monkeypatch.setattr("mlx_packs.bases.gguf.formats._MOST_ERROR", most)
+        formats, errors = choose_formats(read_gguf(file), names, mx.float16, dense_k=False)
+        chosen = formats.get("w.weight")
+        assert (chosen and chosen.group_size) == group_size
+        assert (errors[kind] is None) == (chosen is None)
+
+
+def test_a_name_leads_to_the_dense_weights(file):
+    exact = file.with_name("exact.gguf")
+    write_tiny(exact, "qwen2", "Q4_K", times=8)
+
+    dense = load_base(f"dense:{exact}")
+    base = load_base(exact)
+
+    assert not dense.quantization and dense.public_name == "dense:exact.gguf"
+    assert dense.fingerprint != base.fingerprint
+    # the dense copy is in float16
+    np.testing.assert_allclose(base.model(TOKENS), dense.model(TOKENS), rtol=0.02, atol=0.02)
+
+    assert public_name("dense:gone/m.gguf") == "dense:gone/m.gguf"
+    assert load_base(f"dense:{file}", "affine4").model.layers[0].mlp.up_proj.group_size == 64
+    with pytest.raises(PackError, match=r"dense:FILE\.gguf"):
+        load_base(file, "affine4")
+    for name in ("dense:tiny", f"dense:{file.parent}"):
+        with pytest.raises(PackError, match="not a GGUF file"):
+            load_base(name)
+    with pytest.raises(PackError, match="cannot be read"):
+        load_base("dense:gone.gguf")
+
 
 def test_scales_are_rounded_where_a_device_computes_in_float16(file):
     loaded = load_base(file)
@@ -91,6 +125,8 @@ def test_scales_are_rounded_where_a_device_computes_in_float16(file):
     base = lazy_base(file)
     half = base.model.layers[0].mlp.down_proj.scales
     assert half.dtype == mx.float16 and mx.array_equal(half, scales.astype(mx.float16))
+    base.compute_dtype = "float16"
+    assert "Q4_K 0.0" in base.summary() and "exact" not in base.summary()
 
     weights = {"w.scales": scales}
     assert with_rounded_scales(weights, {}, mx.float16)["w.scales"].dtype == mx.float32
@@ -121,6 +157,7 @@ def test_a_pack_is_exported_and_merged(file, tmp_path):
         expected = np.array(base.model(TOKENS))
     merge_pack(pack, file, tmp_path / "merged", requantize="same", rows=2, max_drift=9.0)
     merged = load_base(tmp_path / "merged")
+    assert "exact" not in merged.summary()
     stored = mx.load(str(tmp_path / "merged" / "model.safetensors"))
     assert {tensor.dtype for tensor in stored.values()} <= {mx.float16, mx.uint32}
     assert np.corrcoef(np.array(merged.model(TOKENS)).ravel(), expected.ravel())[0, 1] > 0.99

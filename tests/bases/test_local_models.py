@@ -36,9 +36,7 @@ def test_a_blob_that_is_gone(ollama):
     assert str(ollama) in raised.value.message and "\n" not in raised.value.message
 
 
-@pytest.mark.parametrize(
-    "name", ["ollama:none", "ollama:../../x:4b", "lmstudio:a/b", "dense:m.gguf"]
-)
+@pytest.mark.parametrize("name", ["ollama:none", "ollama:../../x:4b", "lmstudio:a/b"])
 def test_names_of_nothing(ollama, name):
     with pytest.raises(PackError) as raised:
         resolve_checkpoint(name)

@@ -15,8 +15,7 @@ groups are integers times these, so they need float32. Groups of 32 are MLX's fo
 
     Q4_K, Q5_K: w = d s q - m t  scale d s, bias -m t
 
-Groups of 16 (Q6_K, Q3_K, Q2_K) have no exact form. Their weights are rounded to affine 8-bit, which
-changes them by less than 1 %.
+Groups of 16 (Q6_K, Q3_K, Q2_K) have no exact form. Their weights are rounded to affine 8-bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from ...cache import release
 from ...errors import PackError
 from .header import GgufFile, TensorInfo
 
+DENSE = ("F32", "F16", "BF16")
 _LARGEST_CODE = np.float32(255)  # of 8 bits
 _ROWS_BYTES = 2 << 20  # of blocks that are read at a time
 
@@ -124,7 +124,7 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _rounded(kind: str, group_size: int, blocks: np.ndarray) -> Codes:
     """Weights that are rounded to 8 bits, from the least to the largest of a group."""
-    weights = _dequantized(blocks, kind).reshape(-1, group_size)
+    weights = dequantized(blocks, kind).reshape(-1, group_size)
     biases = weights.min(axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         scales = (weights.max(axis=1) - biases) / _LARGEST_CODE
@@ -133,41 +133,52 @@ def _rounded(kind: str, group_size: int, blocks: np.ndarray) -> Codes:
     return codes, scales, biases
 
 
-def _to_8_bits(kind: str, group_size: int) -> BlockFormat:
-    return BlockFormat(8, partial(_rounded, kind, group_size), group_size, is_k=True)
+def _to_8_bits(kind: str, *group_sizes: int) -> tuple[BlockFormat, ...]:
+    return tuple(
+        BlockFormat(8, partial(_rounded, kind, size), size, is_k=True) for size in group_sizes
+    )
 
 
-FORMATS: dict[str, BlockFormat] = {  # by type
-    "Q4_0": BlockFormat(4, _q4_0),
-    "Q4_1": BlockFormat(4, _q4_1),
-    "Q5_0": BlockFormat(5, _q5_0),
-    "Q5_1": BlockFormat(5, _q5_1),
-    "Q8_0": BlockFormat(8, _q8_0),
-    "Q4_K": BlockFormat(4, _q4_k, is_k=True),
-    "Q5_K": BlockFormat(5, _q5_k, is_k=True),
+# Formats of a type; of several the first one that is near enough is taken, the smallest first.
+FORMATS: dict[str, tuple[BlockFormat, ...]] = {
+    "Q4_0": (BlockFormat(4, _q4_0),),
+    "Q4_1": (BlockFormat(4, _q4_1),),
+    "Q5_0": (BlockFormat(5, _q5_0),),
+    "Q5_1": (BlockFormat(5, _q5_1),),
+    "Q8_0": (BlockFormat(8, _q8_0),),
+    "Q4_K": (BlockFormat(4, _q4_k, is_k=True),),
+    "Q5_K": (BlockFormat(5, _q5_k, is_k=True),),
     "Q6_K": _to_8_bits("Q6_K", 32),
-    "Q3_K": _to_8_bits("Q3_K", 128),
-    "Q2_K": _to_8_bits("Q2_K", 128),
+    "Q3_K": _to_8_bits("Q3_K", 128, 64, 32),
+    "Q2_K": _to_8_bits("Q2_K", 128, 64, 32),
 }
 
 
-def read_affine(file: GgufFile, tensor: TensorInfo) -> list[np.ndarray]:
-    """A matrix in MLX's affine format, read in slices of rows.
+def block_rows(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
+    """The bytes of a tensor, which are mapped, by rows of the last axis."""
+    return file.data(tensor).reshape(prod(tensor.shape[:-1]), -1)
+
+
+def blocks_of(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks [N, bytes] of rows of bytes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return rows.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
+
+
+def read_affine(file: GgufFile, tensor: TensorInfo, block_format: BlockFormat) -> list[np.ndarray]:
+    """A matrix in a format of its type, read in slices of rows.
 
     Returns packed codes, uint32 [rows, columns x bits / 32], and scales and biases in float16 or
     float32, [rows, columns / group size].
     """
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
     rows, columns = tensor.shape
-    block_format = FORMATS[tensor.type]
     bits = block_format.bits
-    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
 
     weight = np.empty((rows, columns * bits // 32), np.uint32)
     numbers: tuple[list[np.ndarray], ...] = ([], [])
     for part, stored in _slices(file, tensor):
-        codes, *parts = block_format.read(stored.reshape(-1, block_bytes))
+        codes, *parts = block_format.read(blocks_of(stored, tensor.type))
         if not all(np.isfinite(values).all() for values in parts):
             raise _not_finite(file, tensor)
 
@@ -181,7 +192,7 @@ def read_affine(file: GgufFile, tensor: TensorInfo) -> list[np.ndarray]:
 
 def _slices(file: GgufFile, tensor: TensorInfo) -> Iterator[tuple[slice, np.ndarray]]:
     """Slices of the rows of a tensor, with their bytes; mapped pages do not stay in memory."""
-    rows = file.data(tensor).reshape(prod(tensor.shape[:-1]), -1)
+    rows = block_rows(file, tensor)
     step = max(1, _ROWS_BYTES // rows.shape[1])
     for start in range(0, len(rows), step):
         yield slice(start, start + step), rows[start : start + step]
@@ -208,7 +219,7 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
     result = np.empty((prod(tensor.shape) // columns, columns), np.float32)
     try:
         for part, stored in _slices(file, tensor):
-            result[part] = _dequantized(stored, tensor.type)
+            result[part] = dequantized(stored, tensor.type)
     except NotImplementedError:
         raise file.fault(
             f"{tensor.name} is {tensor.type}, which the package gguf cannot dequantize. Get the "
@@ -221,7 +232,7 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
     return result.reshape(tensor.shape)
 
 
-def _dequantized(stored: np.ndarray, kind: str) -> np.ndarray:
+def dequantized(stored: np.ndarray, kind: str) -> np.ndarray:
     """The weights of bytes of any type; a NotImplementedError if gguf has no formula for it."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -4,7 +4,6 @@ It stays there while the file stays as it is.
 """
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,19 +20,22 @@ from ...runtime import mx
 from ...tensors import write_tensors
 from .architectures import Architecture, architecture_of, config_of, names_of
 from .blocks import FORMATS, BlockFormat, read_affine, read_dense
+from .formats import choose_formats
 from .header import K_QUANTS, GgufFile, TensorInfo, read_gguf
 from .tokenizer import tokenizer_files
 
 _CACHE = Cache("gguf", days=30, is_needed=True)
-_FORMAT = "mlx_packs gguf 4"
+_FORMAT = "mlx_packs gguf 5"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _STORED = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 _FREE_BYTES = 256 << 20  # that stay free on the disk
-_log = logging.getLogger("mlx_packs")
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """Write the folder of a file if it is missing; PackError for an unusable file."""
+def checkpoint_folder(path: Path, *, dense_k: bool = False) -> Path:
+    """Write the folder of a file if it is missing, with ``dense_k`` another one.
+
+    Raises: PackError for an unusable file.
+    """
     path = path.resolve()
     with file_errors(path, code="not-found", flag="model"):
         check_regular(path)
@@ -41,14 +43,17 @@ def checkpoint_folder(path: Path) -> Path:
     state = _state(path)
 
     def write(folder: Path) -> None:
-        Conversion.of(path).write(folder)
+        Conversion.of(path, dense_k=dense_k).write(folder)
         if _state(path) != state:
             raise PackError(
                 f"{path}: changed while it was read. Wait until it is written.", "unreadable"
             )
 
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return _CACHE.folder(f"{path.stem[:80]}-{digest[:12]}", key_of(state), write)
+    name = f"{path.stem[:80]}-{digest[:12]}"
+    if dense_k:
+        name += "-dense"
+    return _CACHE.folder(name, key_of(state), write)
 
 
 def _state(path: Path) -> list:
@@ -71,7 +76,7 @@ class Conversion:
     tokenizer: tuple[str, dict[str, Any]]  # tokenizer.json and tokenizer_config.json
 
     @classmethod
-    def of(cls, path: Path) -> "Conversion":
+    def of(cls, path: Path, *, dense_k: bool = False) -> "Conversion":
         """Read and check everything of a file but most of its weights."""
         file = read_gguf(path)
         architecture = architecture_of(file)
@@ -87,11 +92,11 @@ class Conversion:
         if isinstance(bos, int):
             config["bos_token_id"] = bos
 
-        formats = _formats(file, names)
+        formats, errors = choose_formats(file, names, dtype, dense_k=dense_k)
         if quantization := _quantization(file, names, formats):
             config |= {"quantization": quantization, "quantization_config": quantization}
         if any(block_format.is_k for block_format in formats.values()):
-            config[K_QUANTS] = True
+            config[K_QUANTS] = errors
         return cls(file, architecture, config, names, dtype, formats, (text, tokenizer_config))
 
     def write(self, folder: Path) -> None:
@@ -146,7 +151,7 @@ class Conversion:
         for name, info in self._infos():
             order = self._order(name, info)
             if block_format := self.formats.get(name):
-                arrays = read_affine(self.file, info)
+                arrays = read_affine(self.file, info, block_format)
                 if order is not None:
                     arrays = [array[order] for array in arrays]
                 yield from self._affine(name, arrays, block_format)
@@ -236,9 +241,9 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         kind = "quantized"
-        block_format = FORMATS.get(tensor.type)
+        formats = FORMATS.get(tensor.type, ())
         # such a matrix stays as it is with scales in float16
-        if len(tensor.shape) == 2 and block_format and not block_format.is_k:
+        if len(tensor.shape) == 2 and any(not block_format.is_k for block_format in formats):
             kind = "exact"
         elif tensor.type in _STORED:
             kind = tensor.type
@@ -250,25 +255,6 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
         return mx.float32 if is_exact else mx.bfloat16
 
     return _STORED.get(most, mx.float16)
-
-
-def _formats(file: GgufFile, names: Mapping[str, str]) -> dict[str, BlockFormat]:
-    """The format of each matrix that stays quantized; others become dense, which is logged."""
-    formats = {}
-    dense = set()
-    for name, tensor in names.items():
-        info = file.tensors[tensor]
-        if len(info.shape) != 2 or info.type in _STORED:
-            continue
-        if info.type in FORMATS:
-            formats[name] = FORMATS[info.type]
-        else:
-            dense.add(info.type)
-
-    if dense:
-        kinds = " and ".join(sorted(dense))
-        _log.warning("%s: weights in %s become dense, which needs more memory.", file.path, kinds)
-    return formats
 
 
 def _quantization(

@@ -17,7 +17,8 @@ from ...errors import Code, PackError, file_errors
 from ...reading import open_regular
 
 MAGIC = b"GGUF"
-K_QUANTS = "gguf_k_quants"  # in the config.json of a file whose K-quants stay quantized
+# in the config.json of a file whose K-quants stay quantized: errors of its types
+K_QUANTS = "gguf_k_quants"
 _MISSING = object()
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 1 << 17
