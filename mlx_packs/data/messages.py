@@ -53,7 +53,6 @@ _OTHER_KEYS = ("id", "type", "index", "parsed_arguments")
 _CALL_KEYS = {"function", "name", *_ARGUMENTS, *_OTHER_KEYS}
 _NO_CALL = "a call of a tool must be an object with a 'name' and 'arguments'."
 _WRITTEN_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-_MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ def _turn(message: Any, folder: Path | None) -> Turn:
         raise ValueError("a message has both 'tool_calls' and 'function_call'.")
     calls = calls or older_calls
 
-    if speaker in _CALLS and content is not None:
-        content, written = calls_in_text(content)
-        calls += written
-    if speaker in _CALLS and not calls:
-        raise ValueError(f"a message of {speaker} must have the JSON of a call.")
+    if speaker in _CALLS:
+        calls += normal_calls(content)
+        content = None
+        if not calls:
+            raise ValueError(f"a message of {speaker} must have the JSON of a call.")
 
     is_thoughts = role == "assistant" and any(given.get(key) for key in THOUGHTS)
     if content is None and not calls and not is_thoughts:
@@ -206,42 +205,30 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 def _normal_call(call: Any) -> dict[str, Any]:
     """Return ``{id, type, function: {name, arguments}}``, without an id if the call has none."""
-    if isinstance(call, str):
-        call = _parsed(call, "a call of a tool is")
-    if not isinstance(call, Mapping):
-        raise ValueError(_NO_CALL)
-
-    function = call.get("function") or {}
-    if isinstance(function, str):
-        function = _parsed(function, "the 'function' of a call is")
+    function = (call.get("function") or {}) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(_NO_CALL)
 
-    parts = [{k: v for k, v in part.items() if v is not None} for part in (function, call)]
-    if unknown := [key for part in parts for key in part if key not in _CALL_KEYS]:
+    given = {key: value for key, value in {**call, **function}.items() if value is not None}
+    if unknown := [key for key in given if key not in _CALL_KEYS]:
         raise ValueError(
             f"a call of a tool has the unknown key {shown(unknown[0])}. Write its arguments under "
             "'arguments', and remove other keys."
         )
 
-    name = _only([part["name"] for part in parts if "name" in part], "names")
+    name = given.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(_NO_CALL)
 
-    given = [_arguments(part[key]) for part in parts for key in _ARGUMENTS if key in part]
-    arguments = _only([each for each in given if each], "arguments") or {}
+    arguments = [each for key in _ARGUMENTS if (each := _arguments(given.get(key)))]
+    if any(each != arguments[0] for each in arguments[1:]):
+        raise ValueError("a call of a tool has different arguments under several keys.")
 
-    normal = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": name, "arguments": next(iter(arguments), {})}
+    normal = {"type": "function", "function": function}
     if call.get("id") is not None:
         normal = {"id": call["id"], **normal}
     return normal
-
-
-def _only(values: Sequence[Any], what: str) -> Any:
-    """Return the value that a call has, perhaps under several keys; None without."""
-    if any(value != values[0] for value in values[1:]):
-        raise ValueError(f"a call of a tool has different {what} under several keys.")
-    return next(iter(values), None)
 
 
 def normal_calls(calls: Any) -> list[dict[str, Any]]:
@@ -251,32 +238,6 @@ def normal_calls(calls: Any) -> list[dict[str, Any]]:
     """
     calls = _listed(calls, "the calls of tools are", "'tool_calls' must be a list of calls.")
     return [_normal_call(call) for call in calls if is_given(call)]
-
-
-def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return what stands before the calls in a text of nothing else, and the calls.
-
-    It is the JSON of one call or of several, or each is between ``<tool_call>`` tags; thoughts
-    between ``<think>`` tags may come first.
-    """
-    thoughts = _WRITTEN_THOUGHTS.match(text)
-    before = ""
-    rest = text
-    if thoughts:
-        before = thoughts[0]
-        rest = text[thoughts.end() :]
-
-    first, *pieces = _MARKED.split(rest)  # the texts around calls, and the calls
-    if not pieces:
-        return before.strip(), normal_calls(rest)
-
-    if others := [other for piece in pieces[1::2] if (other := piece.strip())]:
-        raise ValueError(
-            f"a text follows a call of a tool: {shown(others[0])}. Write it before the calls, or "
-            "into a message of its own."
-        )
-
-    return (before + first).strip(), [_normal_call(call) for call in pieces[::2]]
 
 
 def normal_tools(tools: Any) -> list[Any] | None:
@@ -297,8 +258,6 @@ def _normal_tool(tool: Any) -> dict[str, Any]:
 
     function = tool.get("function")
     is_bare = isinstance(tool.get("name"), str)
-    if isinstance(function, str) and not is_bare:
-        function = _parsed(function, "the 'function' of a tool is")
     if not isinstance(function, Mapping):
         if not is_bare:
             return json_value(tool, "a tool has")  # of a kind that the template may know

@@ -95,7 +95,7 @@ def _check_scores(runs: list) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"neftune_noise_alpha": 5.0}, {"matmul_path": "quantized", "batch_size": 1}],
+    [{}, {"neftune_noise_alpha": 5.0}],
     ids=lambda settings: next(iter(settings), "default"),
 )
 def test_training_leaves_the_scores_of_the_base(many_rows, tmp_path, scored_first, settings):

@@ -6,7 +6,6 @@ from datetime import date, datetime, time, timezone
 import pytest
 
 from mlx_packs.data.messages import (
-    calls_in_text,
     normal_arguments,
     normal_calls,
     normal_tools,
@@ -64,7 +63,6 @@ def test_a_text_that_is_nested_too_deeply_is_a_fault(levels):
         (normal_tools, [tool]),
         (normal_tools, [{"name": "f", "parameters": deep}]),
         (normal_calls, call),
-        (calls_in_text, call),
     ):
         with pytest.raises(ValueError, match="nested more than 100 deep|not valid JSON"):
             read(value)
@@ -83,7 +81,6 @@ def test_a_missing_date_of_pandas_is_a_fault():
     [
         [CALL],
         CALL,
-        [json.dumps(CALL)],
         [{"name": "weather", "arguments": '{"city": "Bonn"}'}],
         [{"function": CALL["function"], "id": None, "index": 0}],
         [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
@@ -112,7 +109,6 @@ def test_what_is_no_call_is_a_fault(calls):
     [
         ({"function": {"name": "f", "values": {"a": 1}}}, "unknown key 'values'"),
         ({"name": "f", "arguments": {"a": 1}, "input": {"a": 2}}, "different arguments"),
-        ({"name": "f", "function": {"name": "g"}}, "different names"),
     ],
 )
 def test_what_a_call_says_elsewhere_is_named(call, fault):
@@ -129,36 +125,9 @@ def test_a_null_in_the_text_of_calls_stays():
     call = {"name": "weather", "arguments": {"city": "Bonn", "unit": None}}
     expected = [{"type": "function", "function": call}]
     text = json.dumps(call)
-    for calls in (f"[{text}]", [text], text, [{"function": text}]):
+    for calls in (f"[{text}]", text):
         assert normal_calls(calls) == expected
-    for written in (text, f"<tool_call>\n{text}\n</tool_call>"):
-        assert calls_in_text(written) == ("", expected)
     assert normal_calls([call]) == [CALL]
-
-
-@pytest.mark.parametrize(
-    ("text", "before", "count"),
-    [
-        (TEXT, "", 1),
-        (f"[{TEXT}, {TEXT}]", "", 2),
-        (f"<tool_call>\n{TEXT}\n</tool_call>\n<tool_call>{TEXT}</tool_call>", "", 2),
-        (f"<think>\nAsk.\n</think>\n\n{TEXT}", "<think>\nAsk.\n</think>", 1),
-    ],
-)
-def test_a_text_of_calls_is_read(text, before, count):
-    assert calls_in_text(text) == (before, [CALL] * count)
-
-
-MARKED = f"<tool_call>{TEXT}</tool_call>"
-
-
-@pytest.mark.parametrize(
-    "text", [f"{MARKED} Please wait.", f"{MARKED} Please wait. {MARKED}", f"{MARKED} <tool_call>"]
-)
-def test_a_text_after_a_call_is_a_fault(text):
-    with pytest.raises(ValueError, match="a text follows a call of a tool: '(Please|<tool)"):
-        calls_in_text(text)
-    assert calls_in_text(f"Wait. {MARKED}") == ("Wait.", [CALL])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +140,6 @@ def test_a_text_after_a_call_is_a_fault(text):
         [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
         [{**TOOL, "function": {**TOOL["function"], "strict": None}, "x": None}],
         [{**TOOL, "function": {**TOOL["function"], "strict": True}}],
-        [{"type": "function", "function": json.dumps(TOOL["function"])}],
         [TOOL, {}, None, {"type": None, "function": {"name": None}}],
     ],
 )
