@@ -9,7 +9,7 @@ from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, PlainText
 from .images import IMAGE_COLUMNS, with_column_images
-from .messages import Turn, json_value, normal_tools, turns_of, without_padding
+from .messages import Turn, json_value, normal_tools, turn_after, without_padding
 from .row_format import Row, RowFormat, messages_of, optional, text_of, unpacked, wrong_type
 
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -167,21 +167,13 @@ class Alpaca(ConversationFormat):
 
 
 def _turns(row: Row, messages: list) -> list[Turn]:
-    """An error shows the first message that cannot be read."""
-    try:
-        return turns_of(messages, row.folder)
-    except ValueError as error:
-        raise _fault(row, str(error), _first_faulty(messages)) from None
-
-
-def _first_faulty(messages: list) -> Any:
-    """Return the first message that cannot be read, or all if each one can."""
+    turns: list[Turn] = []
     for message in messages:
         try:
-            turns_of([message])
-        except ValueError:
-            return message
-    return messages
+            turns.append(turn_after(turns, message, row.folder))
+        except ValueError as error:
+            raise _fault(row, str(error), message) from None
+    return turns
 
 
 def about_conversation(row: Row) -> dict[str, Any]:
@@ -252,18 +244,22 @@ def _begins_with(completion: str, prompt: str) -> bool:
     return is_repeated and len(prompt.split()) >= _LEAST_WORDS
 
 
+def _filled(row: Row, values: Mapping[str, Any]) -> str | None:
+    """Return the column that has a value, None without one; several are a RowError."""
+    given = [column for column, value in values.items() if value is not None]
+    if len(given) > 1:
+        raise row.error(f"has {' and '.join(given)}. Remove one of them.", "wrong type")
+    return next(iter(given), None)
+
+
 def _with_system_prompt(row: Row, turns: list[Turn], columns: Mapping[str, Any]) -> list[Turn]:
     """Return turns that begin with the system prompt of a column; two that differ are an error."""
-    prompts = {column: value for column, value in columns.items() if value is not None}
-    for column, value in prompts.items():
-        if not isinstance(value, str):
-            raise wrong_type(row, column, "a text")
-    if len(set(prompts.values())) > 1:
-        raise row.error(f"{' and '.join(prompts)} differ. Remove one of them.", "wrong type")
-    if not prompts:
+    column = _filled(row, columns)
+    if column is None:
         return turns
+    if not isinstance(system := columns[column], str):
+        raise wrong_type(row, column, "a text")
 
-    system = next(iter(prompts.values()))
     first = turns[0].message
     if first["role"] != "system":
         return [Turn({"role": "system", "content": system}), *turns]
@@ -277,11 +273,7 @@ def _tools(row: Row, columns: Mapping[str, Any]) -> list | None:
     """The tools may be a JSON text, or in OpenAI's older column."""
     with row.faults():
         tools = {column: normal_tools(value) for column, value in columns.items()}
-
-    given = [each for each in tools.values() if each is not None]
-    if any(each != given[0] for each in given[1:]):
-        raise row.error(f"{' and '.join(columns)} differ. Remove one of them.", "wrong type")
-    return next(iter(given), None)
+    return tools.get(_filled(row, tools) or "")
 
 
 def _variables(row: Row, value: Any) -> Mapping[str, Any]:

@@ -70,16 +70,20 @@ def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
     """
     turns: list[Turn] = []
     for message in messages:
-        turn = _turn(message, folder)
-        is_call = (message.get("role") or message.get("from")) in _CALLS
-        if is_call and turns and turns[-1].message["role"] == "assistant":
-            raise ValueError(
-                "a call follows an answer or another call. Write them as one answer: its text, and "
-                "a list of 'tool_calls'."
-            )
-        turns.append(turn)
-
+        turns.append(turn_after(turns, message, folder))
     return turns
+
+
+def turn_after(turns: Sequence[Turn], message: Any, folder: Path | None) -> Turn:
+    """Return the message that follows others, as `turns_of`."""
+    turn = _turn(message, folder)
+    is_call = (message.get("role") or message.get("from")) in _CALLS
+    if is_call and turns and turns[-1].message["role"] == "assistant":
+        raise ValueError(
+            "a call follows an answer or another call. Write them as one answer: its text, and a "
+            "list of 'tool_calls'."
+        )
+    return turn
 
 
 def _turn(message: Any, folder: Path | None) -> Turn:

@@ -149,7 +149,7 @@ def test_one_system_message_is_rendered_once_and_two_are_rejected(tokenizer):
     assert rendered(tokenizer, same) == rendered(tokenizer, row)
     with raises("data", None, "f:1: has a system message, and another one in a column"):
         rendered(tokenizer, {"system": "Be brief.", "messages": messages})
-    with raises("data", None, "system and system_prompt differ"):
+    with raises("data", None, "has system and system_prompt. Remove"):
         rendered(tokenizer, {"system": "a", "system_prompt": "b", "messages": [USER, ANSWER]})
 
 
@@ -160,8 +160,7 @@ def test_tools_are_in_one_column(tokenizer):
     assert '"name": "one"' in text
     for columns in ({"functions": one}, {"tools": "[]", "functions": json.dumps(one)}):
         assert rendered(tokenizer, {**row, **columns})[0] == text
-    assert rendered(tokenizer, {**row, "tools": one, "functions": one})[0] == text
-    with raises("data", None, "f:1: tools and functions differ. Remove one of them."):
+    with raises("data", None, "f:1: has tools and functions. Remove one of them."):
         rendered(tokenizer, {**row, "tools": one, "functions": two})
 
 
