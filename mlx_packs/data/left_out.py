@@ -1,7 +1,7 @@
 """What rows say that no token shows: unused columns, and parts the chat template leaves out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bases.chat_template import unread_variables
@@ -35,12 +35,8 @@ def template_notes(
     """
     tokenizer = with_template(tokenizer, names.chat_template)
     unused: dict[str, None] = {}
-    variables: dict[str, str] = {}  # and the first row that has it
     tasks: list[str] = []  # that train on columns which are not used
-    kept: set[tuple] = set()  # shapes of parts that the chat template renders
-    lost: dict[str, str] = {}  # kinds of parts that it leaves out, and the first place of each
-    without_thoughts = ""  # the first answer that lacks thoughts which its prompt opens
-    answers = 0
+    rendered = _Rendered()
 
     for _, row in compared(as_rows(rows), _LOOKED_AT):
         try:
@@ -51,30 +47,13 @@ def template_notes(
 
         used = row_format.used(row, names)
         columns = [c for c in row.value if c not in used and optional(row, c) is not None]
-        if new := [column for column in columns if column not in unused]:
-            unused |= dict.fromkeys(new)
+        if any(column not in unused for column in columns):
+            unused |= dict.fromkeys(columns)
             tasks = tasks or suggested_tasks(row, names, columns)
-
         for conversation in _conversations(row, row_format, names, tokenizer):
-            for part in lost_parts(conversation, kept, lambda kind: kind not in lost):
-                lost.setdefault(part.kind, f"{conversation.where}{part.place}")
-            if not without_thoughts and answers < _MOST_ANSWERS:
-                answers += 1
-                if _lacks_opened_thoughts(conversation):
-                    without_thoughts = conversation.where
-            variables = dict.fromkeys(conversation.variables, conversation.where) | variables
+            rendered.add(conversation)
 
-    unread = {name: variables[name] for name in unread_variables(tokenizer, variables)}
-    notes = _unread_note(unread)
-    for kind, place in lost.items():
-        notes.append(f"the chat template leaves out {kind}, the first in {place}. {remedy(kind)}")
-    if without_thoughts:
-        notes.append(
-            "the chat template opens thoughts at the end of a prompt, but the answer in "
-            f"{without_thoughts} has none: in use it would count as thoughts. Write thoughts into "
-            "the answers, or set a variable of the template that turns thoughts off, as in "
-            "--template-kwargs '{\"enable_thinking\": false}'"
-        )
+    notes = rendered.notes(tokenizer)
     if unused:
         note = f"columns that are not used: {_listed(list(unused))}"
         if tasks:
@@ -85,19 +64,58 @@ def template_notes(
     return notes
 
 
+@dataclass
+class _Rendered:
+    """What the chat template does with conversations, and the first place of each fault.
+
+    Attributes:
+        variables: variables of the template.
+        kept: shapes of parts that the template renders.
+        lost: kinds of parts that it leaves out.
+        bare_answer: an answer that lacks the thoughts which its prompt opens.
+    """
+
+    variables: dict[str, str] = field(default_factory=dict)
+    kept: set[tuple] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    bare_answer: str = ""
+    answers: int = 0
+
+    def add(self, conversation: Conversation) -> None:
+        self.variables = dict.fromkeys(conversation.variables, conversation.where) | self.variables
+        for part in lost_parts(conversation, self.kept, lambda kind: kind not in self.lost):
+            self.lost.setdefault(part.kind, f"{conversation.where}{part.place}")
+
+        if not self.bare_answer and self.answers < _MOST_ANSWERS:
+            self.answers += 1
+            if _lacks_opened_thoughts(conversation):
+                self.bare_answer = conversation.where
+
+    def notes(self, tokenizer: Any) -> list[str]:
+        notes = []
+        if unread := unread_variables(tokenizer, self.variables):
+            notes.append(
+                f"the chat template does not read {_listed(unread)}, the first in "
+                f"{self.variables[unread[0]]}. Check the names in --template-kwargs and in the "
+                "column chat_template_kwargs"
+            )
+
+        for kind, place in self.lost.items():
+            notes.append(
+                f"the chat template leaves out {kind}, the first in {place}. {remedy(kind)}"
+            )
+        if self.bare_answer:
+            notes.append(
+                "the chat template opens thoughts at the end of a prompt, but the answer in "
+                f"{self.bare_answer} has none: in use it would count as thoughts. Write thoughts "
+                "into the answers, or set a variable of the template that turns thoughts off, as "
+                "in --template-kwargs '{\"enable_thinking\": false}'"
+            )
+        return notes
+
+
 def _is_rendered(row_format: RowFormat) -> bool:
     return isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
-
-
-def _unread_note(variables: dict[str, str]) -> list[str]:
-    """``variables`` has the first row of each variable."""
-    if not variables:
-        return []
-    return [
-        f"the chat template does not read {_listed(list(variables))}, the first in "
-        f"{next(iter(variables.values()))}. Check the names in --template-kwargs and in the column "
-        "chat_template_kwargs"
-    ]
 
 
 def _listed(names: list[str]) -> str:
