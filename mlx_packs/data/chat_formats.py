@@ -57,10 +57,12 @@ class ConversationFormat(TokenFormat):
         about = {column: optional(row, column) for column in CONVERSATION_COLUMNS}
         systems = {c: about[c] for c in SYSTEM_COLUMNS if c not in self.columns(names)}
         turns = _with_system_prompt(row, turns, systems)
+        image_columns = {column: about[column] or None for column in IMAGE_COLUMNS}
+        column = _filled(row, image_columns)
+        images = image_columns.get(column or "")
         with row.faults("image"):
-            messages = with_column_images(
-                [turn.message for turn in turns], {c: about[c] for c in IMAGE_COLUMNS}, row.folder
-            )
+            messages = [turn.message for turn in turns]
+            messages = with_column_images(messages, column, images, row.folder)
 
         conversation = Conversation(
             row.where,

@@ -113,29 +113,20 @@ def with_own_images(message: dict[str, Any], images: Images) -> dict[str, Any]:
 
 
 def with_column_images(
-    messages: list[dict[str, Any]], columns: Mapping[str, Any], folder: Path | None
+    messages: list[dict[str, Any]], column: str | None, images: Any, folder: Path | None
 ) -> list[dict[str, Any]]:
-    """Return messages with the images of a row's columns.
+    """Return messages with the images of a row's column; without one ``column`` is None.
 
     A fault is a ValueError. Paths are relative to ``folder``.
     """
-    given = {column: value for column, value in columns.items() if value not in (None, [])}
-    if len(given) > 1:
-        first, second = given
-        raise ValueError(f"has both '{first}' and '{second}'. Remove one of them.")
-    if not given and not any("images" in message for message in messages):
-        return messages
+    if column is None:
+        has_images = any("images" in message for message in messages)
+        return placed(messages, [], "columns") if has_images else messages
 
-    sources: list[ImageSource] = []
-    where = "columns"
-    for column, value in given.items():
-        where = f"'{column}'"
-        values = value if isinstance(value, list) else [value]
-        if any(each is None for each in values):
-            raise ValueError(f"{where} has a null. Leave it out.")
-        sources = [ImageSource(each, folder) for each in values]
-
-    return placed(messages, sources, where)
+    values = images if isinstance(images, list) else [images]
+    if any(each is None for each in values):
+        raise ValueError(f"'{column}' has a null. Leave it out.")
+    return placed(messages, [ImageSource(each, folder) for each in values], f"'{column}'")
 
 
 def placed(

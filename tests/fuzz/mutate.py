@@ -104,10 +104,10 @@ class Mutator:
         value = dict(value)
         return rng.choice([list(value), list(value.values()), [value], {**value, "more": 1}])
 
-    def tree(self, tree: Any, changes: int | None = None) -> Any:
+    def tree(self, tree: Any) -> Any:
         """Return a tree with one to three changes: values, keys, types, depth, duplicates."""
         tree = copy.deepcopy(tree)
-        for _ in range(changes or self.rng.choice((1, 1, 1, 2, 3))):
+        for _ in range(self.rng.choice((1, 1, 1, 2, 3))):
             all_places = places(tree)
             if not all_places or self.rng.random() < 0.01:
                 self.note("the whole becomes another value")
