@@ -17,7 +17,6 @@ from ..bases.supported import is_batchable
 from ..errors import PackError
 from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx
-from ..vision.images import rounds_of_numbers
 from .output import Output
 from .registry import PackRegistry, Served
 from .request import Finished, Limits, Logprob, Processor, Progress, Started, TextRequest
@@ -241,7 +240,7 @@ class TextWorker(Worker):
         if reads_at_once(self.base, prompt):
             return self._model.new_cache(), 0
 
-        cache, rest = self._prompts.fetch_nearest_cache(_key(entry), prompt)
+        cache, rest = self._prompts.fetch_nearest_cache(entry.key, prompt)
         if cache is not None and not rest:  # at least one token is left to be computed
             rest = prompt[-1:]
             if not (can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)):
@@ -292,7 +291,7 @@ class TextWorker(Worker):
         del self._running[response.uid]
         if response.prompt_cache is not None and not reads_at_once(self.base, request.prompt):
             *cache, _ = response.prompt_cache
-            self._prompts.insert_cache(_key(running.entry), list(response.all_tokens), cache)
+            self._prompts.insert_cache(running.entry.key, list(response.all_tokens), cache)
         self.registry.release(running.entry)
         request.on_event(Finished(ended, running.tokens))
 
@@ -323,11 +322,6 @@ class TextWorker(Worker):
         self.on_failure(reason)
         self._generator.close()
         self.registry.close()
-
-
-def _key(entry: Served) -> tuple[int, int]:
-    """Return what a cached prompt must have in common with another, besides its tokens."""
-    return entry.key, rounds_of_numbers()
 
 
 def _isolated(process: Processor, faults: list[Exception]) -> Processor:

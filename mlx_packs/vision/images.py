@@ -76,30 +76,24 @@ class Image:
 
 
 class _Table:
-    """The images of this process that still exist, by their features.
-
-    Numbers of features are given again after 2 billion others; ``rounds`` counts how often.
-    """
+    """The images of this process that still exist, by their features."""
 
     def __init__(self) -> None:
         self._images: WeakValueDictionary[int, Image] = WeakValueDictionary()
         self._starts: list[int] = []  # in order; those of images that are gone among them
         self._lock = threading.Lock()
         self._end = 0
-        self.rounds = 0
 
     def reserve(self, count: int) -> int:
-        """Return the first of so many numbers that no image has."""
+        """Return the first of N numbers that no image has had."""
         with self._lock:
             start = self._end
             if start + count > _NUMBERS:
-                start = 0
-                self.rounds += 1
-
-            if self.rounds:
-                for image in self._in_order():
-                    if image.start < start + count and start < image.start + image.count:
-                        start = image.start + image.count
+                raise PackError(
+                    "this process has encoded images with 2 billion features, and has no numbers "
+                    "for more. Start it again.",
+                    "conflict",
+                )
             self._end = start + count
             return start
 
@@ -428,11 +422,6 @@ def image_rules(config: Mapping[str, Any]) -> ImageRules:
     levels = config["vision_config"].get("deepstack_visual_indexes") or ()
     sections = mrope_sections(config)
     return ImageRules(scale, sections, family.interleaved, len(levels), sees)
-
-
-def rounds_of_numbers() -> int:
-    """Return how often the numbers of features have been given anew: tokens differ by it."""
-    return _TABLE.rounds
 
 
 def images_in(tokens: np.ndarray) -> list[Image]:
