@@ -42,18 +42,6 @@ class NF4Format(CustomFormat):
             return count // 2 + 4 * blocks
         return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
 
-    def outline(self, name: str, w: mx.array) -> Tensors:
-        codes = mx.zeros((w.shape[0], w.shape[1] // 2), mx.uint8)
-        blocks = -(-w.size // self.group_size)
-
-        absmax = [mx.zeros(blocks)]
-        if self.double_quant:
-            nested = mx.zeros(-(-blocks // NESTED_BLOCK_SIZE))
-            absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
-
-        weight = NF4Weight(codes, *absmax, block_size=self.group_size)
-        return weight.tensors(name.removesuffix(".weight"))
-
     def quantize(self, name: str, w: mx.array) -> Tensors:
         def codes_and_absmax(rows: mx.array) -> tuple[mx.array, mx.array]:
             part = nf4.quantize(rows, self.group_size, double_quant=False)

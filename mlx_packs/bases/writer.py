@@ -26,7 +26,7 @@ from ..files import (
     write_errors,
 )
 from ..reading import read_json, sha256
-from ..runtime import dtype_name, mx
+from ..runtime import mx
 from ..tensors import write_tensors
 from . import files as base_files
 from .families import has_vision_tower
@@ -44,7 +44,6 @@ class Item:
 
     name: str
     size: int
-    dtype: str
     weight_format: WeightFormat | None
     outline: dict[str, mx.array]
 
@@ -60,9 +59,7 @@ class Item:
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
             outline = weight_format.outline(name, w)
-        if size is None:
-            size = w.size
-        return cls(name, size, dtype_name(w.dtype), weight_format, outline)
+        return cls(name, w.size if size is None else size, weight_format, outline)
 
     @property
     def nbytes(self) -> int:
@@ -174,32 +171,32 @@ def write(
     """Carry a plan out; return its record, and the shards that an earlier run had finished."""
     out = output_folder(str(folder), source, overwrite)
     make_folder(out.parent)
+    partial = out.with_name(f".{out.name}.partial")
     with exclusive_writer(out):
         output_folder(str(folder), source, overwrite)  # another run may have ended since
-        return _write(out, source, plan, display)
+        try:
+            with write_errors(out, "out"):
+                finished = _begin(partial, plan)
+                _write_shards(partial, plan, finished, display)
+                record = _write_rest(partial, source, plan)
+                replace_folder(partial, out)
+            return record, finished
+        except KeyboardInterrupt:
+            raise _interrupted(partial, out, plan) from None
+        except PackError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
-def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[dict, list[str]]:
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with write_errors(out, "out"):
-            finished = _begin(partial, plan)
-            _write_shards(partial, plan, finished, display)
-            record = _write_rest(partial, source, plan)
-            replace_folder(partial, out)
-        return record, finished
-    except KeyboardInterrupt:
-        if not partial.exists() and _begins_with(out / RECORD, plan.request()):
-            raise Interrupted(f"interrupted, but {out} was complete.") from None
+def _interrupted(partial: Path, out: Path, plan: WritePlan) -> Interrupted:
+    if not partial.exists() and _begins_with(out / RECORD, plan.request()):
+        return Interrupted(f"interrupted, but {out} was complete.")
 
-        done = len(_finished(partial, plan))
-        raise Interrupted(
-            f"interrupted. {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
-            "command continues from there."
-        ) from None
-    except PackError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    done = len(_finished(partial, plan))
+    return Interrupted(
+        f"interrupted. {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
+        "command continues from there."
+    )
 
 
 def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
@@ -292,11 +289,8 @@ def _new_config(
         quantization |= {path: False for path in dense}
     quantization |= {path: f.to_config() for path, f in formats.items() if f != weight_format}
 
-    return dict(
-        sorted(
-            {**config, "quantization": quantization, "quantization_config": quantization}.items()
-        )
-    )
+    new = config | {"quantization": quantization, "quantization_config": quantization}
+    return dict(sorted(new.items()))
 
 
 def _begin(partial: Path, plan: WritePlan) -> list[str]:
