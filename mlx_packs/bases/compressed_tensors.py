@@ -115,33 +115,30 @@ def _check_scheme(path: Path, stored: Mapping) -> None:
 
     if stored.get("transform_config"):
         raise _unsupported(path, "its transforms (transform_config) are not computed here")
-    sparsity = stored.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise _unsupported(path, f"its weights are sparse ({sparsity['format']})")
+    sparsity = (stored.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _unsupported(path, f"its weights are sparse ({sparsity})")
 
     if any(group.get("input_activations") for group in groups.values()):
-        warn_once(
-            "%s: asks for quantized activations, which are not computed here: only weights are "
-            "4-bit.",
-            path,
-        )
+        text = "%s: asks for quantized activations, which are not computed here: only weights are "
+        warn_once(text + "4-bit.", path)
 
 
 def _fault_of(group: Mapping, kind: str) -> str:
     """Return what of a group of modules cannot be computed, or nothing."""
-    if group.get("format", kind) not in (kind, None):
-        return f"its format is {group['format']} beside {kind}"
-
     weights = group.get("weights") or {}
-    expected = {"num_bits": 4, "type": "float", "group_size": _FORMATS[kind]}
-    for key, value in expected.items():
-        if weights.get(key) != value:
-            return f"weights.{key} is {weights.get(key)}, but {kind} has {value}"
-    if not weights.get("symmetric", True):
-        return "its weights have zero points"
+    needed = {
+        "format": (group.get("format") or kind, kind),
+        "weights.num_bits": (weights.get("num_bits"), 4),
+        "weights.type": (weights.get("type"), "float"),
+        "weights.group_size": (weights.get("group_size"), _FORMATS[kind]),
+        "weights.symmetric": (weights.get("symmetric", True), True),
+        "output_activations": (group.get("output_activations") or None, None),
+    }
+    for key, (value, expected) in needed.items():
+        if value != expected:
+            return f"{key} is {value}, but must be {expected}"
 
-    if group.get("output_activations"):
-        return "it quantizes outputs (output_activations), which is not computed here"
     activations = group.get("input_activations") or {}
     if activations.get("type", "float") != "float" or activations.get("dynamic") is False:
         return "its activations are integers or have fixed scales, which is not computed here"

@@ -90,6 +90,7 @@ def test_quantizing_dequantized_weights_again_changes_nothing(tmp_path, mode, ru
     assert np.array_equal(logits(on_loading), logits(again))
 
 
+@pytest.mark.slow
 def test_experts_of_gpt_oss_are_trained_and_merged_in_mxfp4(tmp_path):
     folder = tmp_path / "gpt-oss"
     write_gpt_oss(folder, tmp_path / "dense")

@@ -74,18 +74,7 @@ class Vocabulary:
     scores: list[float]  # of SentencePiece; empty for byte-level BPE
     merges: list[str]  # of byte-level BPE
     ends: list[int]  # numbers of tokens that end an answer, the first one is EOS
-    special: dict[
-        str, int
-    ]  # numbers of ``bos``, ``eos``, ``unk`` and ``pad``, if the file has them
-
-    def added(self) -> list[tuple[str, bool]]:
-        """Tokens that are never split, in their order, and whether they are special."""
-        kinds = (_CONTROL, _UNKNOWN, _USER_DEFINED)
-        return [
-            (token, kind in (_CONTROL, _UNKNOWN))
-            for token, kind in zip(self.tokens, self.types, strict=True)
-            if kind in kinds and token
-        ]
+    special: dict[str, int]  # numbers of bos, eos, unk and pad, if the file has them
 
 
 def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any], list[int]]:
@@ -140,8 +129,8 @@ def _vocabulary(file: GgufFile, kind: str, vocab_size: int) -> Vocabulary:
     if len(set(tokens)) != len(tokens):
         raise file.fault("has two tokens of the same text. Copy or download it again.")
 
-    types = _numbers(file, "tokenizer.ggml.token_type", len(tokens), 1)
-    scores = _numbers(file, "tokenizer.ggml.scores", len(tokens), None)
+    types = _numbers(file, "tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
+    scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
     merges = _texts(file, "tokenizer.ggml.merges") if kind == "gpt2" else []
 
     if kind == "llama" and scores is None:
@@ -164,8 +153,7 @@ def _vocabulary(file: GgufFile, kind: str, vocab_size: int) -> Vocabulary:
         types[number] = _CONTROL
 
     ends = _ends(file, tokens, types, special["eos"])
-    values = [] if scores is None else [float(score) for score in scores]
-    return Vocabulary(tokens, types, values, merges, ends, special)
+    return Vocabulary(tokens, types, list(map(float, scores or ())), merges, ends, special)
 
 
 def _ends(file: GgufFile, tokens: list[str], types: list[int], eos: int) -> list[int]:
@@ -188,10 +176,10 @@ def _texts(file: GgufFile, key: str) -> list[str]:
     return value
 
 
-def _numbers(file: GgufFile, key: str, count: int, default: int | None) -> Any:
+def _numbers(file: GgufFile, key: str, count: int) -> Any:
     value = file.metadata.get(key)
     if value is None:
-        return None if default is None else [default] * count
+        return None
     if not isinstance(value, np.ndarray) or len(value) != count or not np.isfinite(value).all():
         raise file.fault(f"{key} must be {count:,} numbers, one for each token.")
     return value.tolist()
@@ -276,12 +264,15 @@ def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[tuple[str, st
 
 
 def _add_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    """Add the tokens that are never split, in their order."""
     from tokenizers import AddedToken
 
+    kinds = (_CONTROL, _UNKNOWN, _USER_DEFINED)
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=special, normalized=False)
-            for token, special in vocabulary.added()
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if kind in kinds and token
         ]
     )
 
