@@ -21,7 +21,6 @@ from tests.helpers.fp4 import GROUP_SIZES, dequantized, scheme_of, write_compres
 from tests.helpers.models import model_of
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import largest_difference, lora_loss_and_gradients
-from tests.helpers.variants import slow_except
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -116,7 +115,8 @@ def test_a_plan_counts_its_tensors(tmp_path, mode):
     assert estimate(read_headers(folder), LoRAConfig(), train).base == nbytes
 
 
-@pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "nvfp4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", GROUP_SIZES)
 def test_merges_are_dense_or_in_formats_of_mlx(tmp_path, mode):
     folder = write_compressed(tmp_path / "base", mode)
     pack = random_pack(load_base(folder)).save(tmp_path / "pack")
