@@ -52,16 +52,16 @@ def write_seeds_page(folder: Path, file: Path) -> Path:
 
 
 def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
-    """Return the facts of the runs that are the same but for their seed.
+    """Return the facts of the runs that are as the first one but for their seed."""
+    runs = [run for run in seed_runs(folder) if (run / CONFIG).is_file()]
+    if not runs:
+        raise PackError(f"{folder}: no run of a seed has started.", "not-found")
 
-    These are the runs that ``seeds.json`` names; without it, those that are as the first one.
-    """
-    runs, notes = _runs_of(folder)
     identities = {run: RunFolder(run).read_identity() for run in runs}
     first = identities[runs[0]]
     alike = [run for run in runs if _common_identity(identities[run]) == _common_identity(first)]
-    others = [_seed_name(run) for run in runs if run not in alike]
-    if others:
+    notes = []
+    if others := [_seed_name(run) for run in runs if run not in alike]:
         notes.append(f"{_listed(others)}: other settings or examples, left out")
 
     seeds = [_seed(run, identities[run], has_links) for run in alike]
@@ -75,32 +75,6 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
         unit=unit,
         recipe=recipe_sections(recipe),
     )
-
-
-def _runs_of(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the run folders of the seeds in ``seeds.json``, or all, and a note on missing ones."""
-    runs = [run for run in seed_runs(folder) if (run / CONFIG).is_file()]
-    if not runs:
-        raise PackError(f"{folder}: no run of a seed has started.", "not-found")
-
-    file = folder / SUMMARY
-    if not file.is_file():
-        return runs, []
-
-    seeds = read_json(file).get("seeds")
-    if not isinstance(seeds, list):
-        raise PackError(f"{file}: has no list of seeds. Remove it.", "unreadable")
-
-    names = [f"seed-{seed}" for seed in seeds]
-    named = [run for run in runs if _seed_name(run) in names]
-    if not named:
-        raise PackError(f"{file}: no run of its seeds is in {folder}. Remove it.", "not-found")
-
-    missing = [name for name in names if name not in map(_seed_name, named)]
-    notes = []
-    if missing:
-        notes.append(f"{_listed(missing)}: the run folder is not here")
-    return named, notes
 
 
 def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:

@@ -1,6 +1,5 @@
 """The loop over batches: what a GPU is given before what is read, and that nothing else changes."""
 
-import json
 import math
 import time
 from dataclasses import replace
@@ -29,7 +28,7 @@ from tests.helpers.observers import observe
 from tests.helpers.runs import LORA, TRAIN
 from tests.helpers.steps import weighted, with_weight
 from tests.helpers.variants import slow_except
-from tests.training.conftest import interrupt_at, untimed_metrics
+from tests.training.conftest import untimed_metrics
 
 DROPOUT = replace(LORA, dropout=0.1)
 
@@ -276,19 +275,3 @@ def test_a_loss_that_is_not_finite_has_its_number(train, monkeypatch, device, ba
     assert (folder.name if folder else "") == kept
     for file in Path("p-run").rglob("*.safetensors"):
         assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())
-
-
-@pytest.mark.slow
-def test_a_run_on_a_gpu_that_is_interrupted_goes_on(train, on_gpu, monkeypatch):
-    settings = {"lora": DROPOUT, "iters": 6, "save_every": 100, "steps_per_report": 4}
-    whole = train("whole", **settings).run
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 2)
-        with raises("interrupted", None, "step-000003"):  # which was started by then
-            train(**settings)
-    state = json.loads(Path("p-run/step-000003/state.json").read_text())
-    assert state["batches"] == state["window"]["batches"] == 3
-    run = train(resume=True, **settings).run
-    last = "step-000006/adapters.safetensors"
-    assert files_of(run)[last] == files_of(whole)[last]
-    assert untimed_metrics(run) == untimed_metrics(whole)

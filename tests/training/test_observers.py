@@ -198,21 +198,3 @@ def test_a_tracker_that_is_absent_is_named_with_its_command(name, monkeypatch):
     monkeypatch.setattr(trackers, "_is_installed", lambda asked: asked != name)
     with raises("dependency", "report_to", f"`pip install {trackers.PACKAGES[name]}`"):
         check_report_to(",".join(trackers.PACKAGES), None)
-
-
-@pytest.mark.interop
-def test_tensorboard_reads_what_a_run_wrote(train):
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
-    run = train(iters=4, report_to="tensorboard", **EVERY_SECOND).run
-    (file,) = (run / "tensorboard").iterdir()
-    content, values = file.read_bytes(), {}
-    while content:  # length, its checksum, an event, its checksum
-        size = int.from_bytes(content[:8], "little")
-        event = Event.FromString(content[12 : 12 + size])
-        values |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-        content = content[16 + size :]
-    lines = RunFolder(run).metrics()
-    assert values["train/train_loss", 4] == pytest.approx(lines[2]["loss"])
-    assert values["valid/val_loss", 2] == pytest.approx(lines[1]["valid_loss"])
