@@ -221,10 +221,9 @@ def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens
     if len(set(batch_sizes)) < len(batch_sizes):
         raise PackError(f"--batch-size {shown}: has a number twice.")
     check_limit(limit)
-    if rounds < 1:
-        raise PackError(f"--rounds {rounds}: must be 1 or more.")
-    if max_tokens < 2:
-        raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
+    for flag, value, least in (("--rounds", rounds, 1), ("--max-tokens", max_tokens, 2)):
+        if value < least:
+            raise PackError(f"{flag} {value}: must be {least} or more.")
 
 
 def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]) -> None:

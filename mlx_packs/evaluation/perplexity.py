@@ -24,9 +24,8 @@ from ..packs.base import Base
 from ..packs.facts import answer_line
 from ..report.facts import format_number
 from ..runtime import is_traced, mx
-from .answers import AnswerReport, Exam, questions_of
+from .answers import AnswerReport, Exam, metric_of, questions_of
 from .images import encode_shown
-from .metrics import metric_of
 from .rows import EvalSettings
 from .scores import over_batches, scoring_path
 

@@ -22,7 +22,7 @@ from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.facts import format_commonest
 from ..terminal import with_error
-from .metrics import NO_METRIC
+from .answers import NO_METRIC
 from .rows import EvalSettings
 
 Metrics = Mapping[str, float | None]

@@ -70,11 +70,8 @@ def check_base(pack: Pack, base: "BaseModel") -> None:
 
     for name, value in settings.items():
         if trained.get(name, value) != value:
-            raise PackError(
-                f"{pack.name}: was trained with {name} {trained[name]}, but "
-                f"{base.name} has {name} {value} (its modules.json).",
-                "mismatch",
-            )
+            trained_with = f"with {name} {trained[name]}"
+            raise _mismatch(pack, trained_with, f"{base.name} has {name} {value} (modules.json).")
 
 
 def _check_base(
@@ -82,37 +79,33 @@ def _check_base(
 ) -> None:
     """Compare model type, folder and fingerprint, quantization; without one the base is dense."""
     ours = pack.manifest["base"]
-    where = pack.name
     if ours["model_type"] != config["model_type"]:
-        raise PackError(
-            f"{where}: was trained on a {ours['model_type']} ({ours['id']}), but "
-            f"{name} is a {config['model_type']}.",
-            "mismatch",
-        )
+        trained = f"on a {ours['model_type']} ({ours['id']})"
+        raise _mismatch(pack, trained, f"{name} is a {config['model_type']}.")
 
     path, value = current
     if ours["fingerprint"] != value:
-        raise PackError(
-            f"{where}: was trained on {ours['id']} (fingerprint "
-            f"{short_fingerprint(ours['fingerprint'])}), but {name} is another base "
-            f"(fingerprint {short_fingerprint(value)}).",
-            "mismatch",
-        )
+        trained = f"on {ours['id']} (fingerprint {short_fingerprint(ours['fingerprint'])})"
+        other = f"{name} is another base (fingerprint {short_fingerprint(value)})."
+        raise _mismatch(pack, trained, other)
 
     was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
     if was != now:
         mode = format_name(ours["quantization"])
         how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
-        raise PackError(
-            f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Packs of "
-            f"different quantization take a command each; from Python, load the base {how}.",
-            "mismatch",
-            "quantize",
+        actual = (
+            f"{name} is {now}. Packs of different quantization take a command each; from Python, "
+            f"load the base {how}."
         )
+        raise _mismatch(pack, f"on {ours['id']} as {was}", actual, "quantize")
 
     recorded = ours.get("text_files")
     if recorded and (names := changed_texts(path, recorded)):
-        say_changed(where, path, names)
+        say_changed(pack.name, path, names)
+
+
+def _mismatch(pack: Pack, trained: str, actual: str, flag: str | None = None) -> PackError:
+    return PackError(f"{pack.name}: was trained {trained}, but {actual}", "mismatch", flag)
 
 
 def check_checkpoint(pack: Pack, model: str | Path) -> tuple[Path, dict]:
@@ -197,15 +190,12 @@ def unsuited(pack: Pack, task: str) -> PackError:
     own = task_of(pack.manifest)
     wanted = TASKS[task].pack.described
 
-    if own not in TASKS or own == task:
-        text = f"{pack.name}: is not {wanted}. Train one with --task {task}."
-        return PackError(text, "unsupported")
-
-    facts = TASKS[own].pack
-    described = facts.described or "a pack that generates text"
-    return PackError(
-        f"{pack.name}: is {described} (--task {own}), not {wanted}. {facts.instead}", "unsupported"
-    )
+    text = f"is not {wanted}. Train one with --task {task}."
+    if own in TASKS and own != task:
+        facts = TASKS[own].pack
+        described = facts.described or "a pack that generates text"
+        text = f"is {described} (--task {own}), not {wanted}. {facts.instead}"
+    return PackError(f"{pack.name}: {text}", "unsupported")
 
 
 def find_base(pack: Pack | None) -> str:

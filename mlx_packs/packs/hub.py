@@ -361,20 +361,20 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
     """Raise errors between here and the Hub as a PackError of one line."""
     from huggingface_hub import constants, errors
 
+    known = {
+        errors.GatedRepoError: ("is gated. Ask for access on its page.", "network"),
+        errors.RepositoryNotFoundError: (
+            "the Hub has no such pack, or it is private (`hf auth login`).",
+            "not-found",
+        ),
+        errors.RevisionNotFoundError: ("the Hub has the pack, but no such revision.", "not-found"),
+        errors.OfflineModeIsEnabled: (f"{what}: HF_HUB_OFFLINE is set.", "network"),
+    }
     try:
         yield
-    except errors.GatedRepoError:
-        raise PackError(f"{name}: is gated. Ask for access on its page.", "network") from None
-    except errors.RepositoryNotFoundError:
-        raise PackError(
-            f"{name}: the Hub has no such pack, or it is private (`hf auth login`).", "not-found"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise PackError(
-            f"{name}: the Hub has the pack, but no such revision.", "not-found"
-        ) from None
-    except errors.OfflineModeIsEnabled:
-        raise PackError(f"{name}: {what}: HF_HUB_OFFLINE is set.", "network") from None
+    except tuple(known) as error:
+        text, code = next(known[kind] for kind in known if isinstance(error, kind))
+        raise PackError(f"{name}: {text}", code) from None
     except http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))

@@ -1,10 +1,8 @@
-"""The leaderboard of a sweep as files: JSON, and from it a table, a CSV file and a page.
+"""The leaderboard of a sweep as files: JSON, and from it a table and a page.
 
 Plots of the page are the geometry that the template of charts draws.
 """
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from typing import Any
 from ..display import clock
 from ..errors import PackError
 from ..files import atomic_write, to_json
-from ..gates import MEANING
 from ..reading import read_json
 from ..report.chart import Chart, drawn, shown, ticks
 from ..report.page import environment
@@ -104,10 +101,9 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write_leaderboard(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the leaderboard of `Sweep.leaderboard` as JSON, CSV and a page."""
+    """Write the leaderboard of `Sweep.leaderboard` as JSON and a page."""
     file = folder / FILE
     atomic_write(file, to_json(content))
-    atomic_write(file.with_suffix(".csv"), csv_text(content))
     atomic_write(file.with_suffix(".html"), page(content))
 
 
@@ -146,21 +142,6 @@ def text_table(content: Mapping) -> list[str]:
     lines = table(content)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-
-
-def csv_text(content: Mapping) -> str:
-    """Return a leaderboard as CSV, with numbers in full."""
-    results = (content["metric"], "batches", "pack_mb", "train_s", "peak_gb", *MEANING)
-    columns = ["place", "trial", *_axes(content), *results, "status", "pack"]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-
-    for row in content["rows"]:
-        gates = {name: gate["value"] for name, gate in (row["gates"] or {}).items()}
-        writer.writerow({**row["values"], **gates, **row})
-
-    return file.getvalue()
 
 
 def page(content: Mapping) -> str:

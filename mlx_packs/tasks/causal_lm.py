@@ -21,8 +21,7 @@ from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
-from ..evaluation.answers import Exam, answer_of, expected_answer, questions_of
-from ..evaluation.metrics import metric_of
+from ..evaluation.answers import Exam, answer_of, expected_answer, metric_of, questions_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, measure_throughput
 from ..inference.generate import complete

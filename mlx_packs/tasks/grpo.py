@@ -32,9 +32,8 @@ from ..data.sampler import Sampler
 from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..errors import Code, PackError, reason_of
-from ..evaluation.answers import answer_of
+from ..evaluation.answers import METRICS, answer_of
 from ..evaluation.images import advance_of
-from ..evaluation.metrics import METRICS
 from ..inference.generate import text_of
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head

@@ -12,12 +12,13 @@ from mlx_packs.data.formats import TOKEN_FORMATS, format_of
 from mlx_packs.data.rows import read_rows
 from mlx_packs.evaluation import answers
 from mlx_packs.evaluation.answers import (
+    METRICS,
     Exam,
     Question,
     answer_of,
+    metric_of,
     questions_of,
 )
-from mlx_packs.evaluation.metrics import METRICS, metric_of
 from mlx_packs.packs.facts import all_changes, answer_line
 from mlx_packs.tasks.causal_lm import CausalLMTask
 from tests.helpers.errors import check, raises

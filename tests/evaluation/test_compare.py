@@ -219,14 +219,6 @@ def test_prompts_are_cut_from_the_rows_one_behind_the_other():
     assert speed.cut_prompts(with_image, 3, 2) == [[1, 2], [3, 4], [5, 1]]
 
 
-def test_named_packs_are_called_after_their_folders(packs_here):
-    shutil.copytree("a", "more/a")
-    half = weighted_sum([(comparison.as_pack("a"), 0.5)])
-    named = comparison.named_packs(["a", "more/a", "c", half])
-    assert [name for name, _ in named] == ["a", "more/a", "c", "0.5 a"]
-    assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
-
-
 def test_packs_have_names_of_the_hub_and_never_the_bases(packs_here):
     for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
         shutil.copytree("a", folder)
@@ -243,13 +235,6 @@ def test_packs_have_names_of_the_hub_and_never_the_bases(packs_here):
         comparison.named_packs({"base": "a"})
 
 
-def test_a_pack_called_base_is_held_to_the_gates(packs_here, base):
-    shutil.copytree("a", "base")
-    compared = evaluate_batch(base, ["base"], "rows", batch_sizes=(1,), **SHORT, max_pack_mb=0.001)
-    assert [one.name for one in compared] == ["base", "base (2)"]
-    assert len(comparison.failed(compared)) == 1
-
-
 def test_evaluate_gates_compares_with_limits_and_fails_nan():
     limits = gate_limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
     assert set(limits) == {"max_ppl_ratio", "min_tps_ratio"}
@@ -260,12 +245,6 @@ def test_evaluate_gates_compares_with_limits_and_fails_nan():
         "gate --max-ppl-ratio failed (x): nan > 1",
         "gate --min-tps-ratio failed (x): 0.8999 < 0.9",
     ]
-
-
-@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
-def test_limits_must_be_positive_numbers(limit):
-    with raises("invalid", "max_pack_mb", str(limit)):
-        gate_limits(max_pack_mb=limit)
 
 
 @pytest.mark.parametrize(

@@ -279,10 +279,6 @@ def test_applied_takes_packs_with_weights(base, packs, tmp_path):
         assert same(probe_logits(base), both)
 
 
-def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
-    assert weighted_sum([(packs["a"], 1.0)]) is packs["a"]
-
-
 def test_what_a_pack_brings_whole_goes_with_it(base, packs):
     plain, whole = packs["a"], with_full_norm(base, packs["a"])
     alone = probe_logits(base)

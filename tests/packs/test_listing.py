@@ -67,28 +67,18 @@ DEEP = "[" * 200_000 + "]" * 200_000
 
 HARMS = {
     "no manifest": lambda p: (p / "pack.json").write_text("{"),
-    "newer": lambda p: (p / "pack.json").write_text('{"format_version": 9}'),
     "no adapters": lambda p: (p / "adapters.safetensors").unlink(),
-    "other size": lambda p: (p / "README.md").write_text("x"),
     "no UTF-8": lambda p: (p / "pack.json").write_bytes(b"\xff\xfe"),
     "deep": lambda p: (p / "pack.json").write_text(DEEP),
-    "digits": lambda p: (p / "pack.json").write_text('{"format_version": ' + "9" * 5000 + "}"),
     "loop": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to(file)),
     "pipe": lambda p: replaced(p / "pack.json", os.mkfifo),
-    "device": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("/dev/zero")),
     "huge": lambda p: replaced(p / "pack.json", lambda file: write_sparse(file, 1 << 36)),
-    "nowhere": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("nowhere")),
-    "pipe of adapters": lambda p: replaced(p / "adapters.safetensors", os.mkfifo),
     "loop of card": lambda p: replaced(p / "README.md", lambda file: file.symlink_to(file)),
     "long name": lambda p: edit_manifest(p, lambda m: m["files"].update({"x" * 3000: ONE})),
-    "name with 0": lambda p: edit_manifest(p, lambda m: m["files"].update({"a\0b": ONE})),
-    "half a pair": lambda p: edit_manifest(p, lambda m: m["files"].update({"\ud800": ONE})),
 }
 REASONS = {
     "no manifest": "pack.json: is not a manifest",
-    "newer": "format 9 is newer",
     "no adapters": "adapters.safetensors: is named in pack.json but is not a file here",
-    "other size": "README.md: has 1 bytes, but",
     "no UTF-8": "pack.json: is not UTF-8",
 }
 

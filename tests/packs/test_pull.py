@@ -233,12 +233,6 @@ def test_pickles_and_code_beside_a_pack_are_never_fetched(pushed, hub, here, run
     assert hub.fetched() == NAMES and set(contents(here / "q")) == NAMES | {"hub.json"}
 
 
-def test_a_symlink_in_a_repository_never_becomes_one_here(pushed, hub, here, rejected):
-    """The Hub serves a link of git as a file with the target in it."""
-    serve(hub, here / "p", **{"README.md": b"../../.ssh/id"})
-    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "README.md", "13 bytes")
-
-
 def test_symlinks_here_are_not_written_through(pushed, hub, here, rejected):
     target = here / "target.txt"
     target.write_text("mine")
@@ -248,12 +242,6 @@ def test_symlinks_here_are_not_written_through(pushed, hub, here, rejected):
     (partial / "adapters.safetensors").symlink_to(target)
     check(rejected("pull", "me/p", "--out", "r"), "exists", None, "adapters.safetensors")
     assert target.read_text() == "mine"
-
-
-def test_a_manifest_of_a_newer_format_is_refused(pushed, hub, here, rejected):
-    serve(hub, here / "p", lambda m: m.update(format_version=99))
-    check(rejected("pull", "me/evil", "--out", "q"), "unsupported", None, "pack.json", "99")
-    assert hub.fetched() == {"pack.json"}
 
 
 def test_safetensors_that_are_none_are_refused(pushed, hub, here, rejected):

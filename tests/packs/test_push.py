@@ -117,13 +117,6 @@ def test_a_pack_is_pushed_by_its_own_method(hub, here):
     assert on_hub(hub, "me/p")["pack.json"] == (here / "p" / "pack.json").read_bytes()
 
 
-def test_a_pack_in_memory_is_whole_after_a_push_that_rewrote_its_folder(hub, here):
-    write_pack(here / "p", license=None)
-    pack = Pack.open(here / "p")
-    assert pack.push("me/p", license="mit", progress=False)["changed"]
-    pack.verify()
-
-
 def test_nothing_is_written_through_the_links_of_a_snapshot(local_pack, hub, here):
     snapshot = snapshot_of(local_pack, here / "other")
     prepare(Pack.open(snapshot), "mit")

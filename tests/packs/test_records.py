@@ -88,12 +88,6 @@ def test_packs_of_different_tasks_are_rejected_in_any_order():
             check_same_use([packs[a], packs[b]])
 
 
-def test_labels_must_agree():
-    pair = [_pack("classifier", labels=[label], head="score") for label in "xy"]
-    with raises("mismatch", None, "classifier is"):
-        check_same_use(pair)
-
-
 def test_a_sum_has_the_smaller_length_and_no_variable_that_differs(caplog):
     a = _pack(max_seq_length=512, template_kwargs={"enable_thinking": False}, max_pixels=100)
     b = _pack(max_seq_length=256, template_kwargs={})

@@ -1,8 +1,6 @@
 """The page of several seeds: numbers with their errors, curves with their mean, escaped text."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -88,10 +86,3 @@ def test_no_text_becomes_markup_or_steers():
     assert not {"script", "img", "iframe", "object", "link"} & shown.names
     assert not [name for name, _ in shown.attributes if name.startswith("on") or name == "src"]
     assert printable_text(page) == page and "<script>" in shown.words
-
-
-def test_every_file_of_the_template_is_in_the_package():
-    templates = Path(report.__file__).parent / "templates"
-    text = (templates / "seeds.html.jinja").read_text()
-    named = re.findall(r"(?:import|include) \"([^\"]+)\"", text)
-    assert named and all((templates / name).is_file() for name in named)
