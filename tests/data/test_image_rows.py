@@ -200,18 +200,11 @@ def test_a_wrong_row_is_one_line_with_its_place(tmp_path, tokenizer, name):
     with raises("data", None, f"{file}:2: ") as caught:
         encode(read_rows(file), tokenizer, COLUMNS)
     assert "\n" not in caught.value.message and caught.value.reason in ("image", "wrong type")
+    if "places than images" in name:
+        assert ": 1, places" in caught.value.message or ": 2, places" in caught.value.message
 
     examples = encode(read_rows(file), tokenizer, SKIP)
     assert [i for i, _ in examples.bad.errors] == [1] and len(examples) == 2
-
-
-def test_counts_are_in_one_line(tokenizer):
-    for name, images, places in [
-        ("more places than images", 1, 2),
-        ("fewer places than images", 2, 1),
-    ]:
-        with raises("data", None, f": {images}, places for them in the messages: {places} "):
-            encode([Row("f:1", BAD[name])], tokenizer, COLUMNS)
 
 
 def test_a_base_without_a_vision_tower_rejects_images(tokenizer):
