@@ -19,7 +19,6 @@ from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_pa
 from tests.helpers.errors import check, raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
-from tests.helpers.tasks import interrupted
 
 LORA = LoRAConfig(rank=4)
 
@@ -80,16 +79,6 @@ def test_evaluation_is_that_of_the_run(run, run_of_pairs, embedder, pair_data):
     pack = run_of_pairs.pack.path
     code, out, _ = run("eval", pack, "--model", embedder, "--data", pair_data, "--json")
     assert code == 0 and json.loads(out)["pack"] == report.pack
-
-
-@pytest.mark.slow
-def test_resumed_run_equals_an_unbroken_one(embedder, pair_data, tmp_path):
-    train = settings(iters=4, save_every=2, loss="cached-mnrl", mini_batch_size=3)
-    whole = train_pack(embedder, str(pair_data), LORA, train, tmp_path / "whole")
-    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
-    again = train_pack(embedder, str(pair_data), LORA, train, cut, resume=True)
-    for name, tensor in again.pack.load_tensors().items():
-        assert mx.array_equal(tensor, whole.pack.load_tensors()[name])
 
 
 def test_plain_decoder_gets_an_end_token_and_learns_quantized(tmp_path, pair_data):

@@ -126,6 +126,7 @@ def adapters(out: Path) -> str:
     return sha256(out / "adapters.safetensors")
 
 
+@pytest.mark.slow  # three runs
 def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(encoder, pair_data, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.1)
     train = settings(save_every=2, loss="cached-mnrl", mini_batch_size=6)

@@ -87,25 +87,6 @@ def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task, loss):
     assert report["tokens_per_s"] > 0 and report["trained_tokens"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "changes"),
-    [
-        ("kto", {}),
-        ("dpo", {}),
-        ("dpo", {"recompute": "block", "grad_accumulation_steps": 2}),
-        ("dpo", {"micro_batches": 2, "method": "dora"}),
-    ],
-)
-def test_a_resumed_run_is_bit_identical(tmp_path, data, rated_data, task, changes):
-    chosen = rated_data if task == "kto" else data
-    train = settings(task=task, **changes)  # 6 batches: the second epoch begins within them
-    train_pack(small_base(), chosen, LORA, train, tmp_path / "whole")
-    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
-    train_pack(small_base(), chosen, LORA, train, cut, resume=True)
-    assert same(tmp_path / "whole", cut)
-
-
 PHASES = [{"name": "sft", "task": "lm", "iters": 3}, {"name": "dpo", "task": "dpo", "iters": 4}]
 
 
@@ -193,29 +174,6 @@ def test_all_weights_learn_preferences_too(tmp_path, data):
     train = settings(method="full", iters=3, learning_rate=1e-3)
     run = train_pack(small_base(), data, None, train, tmp_path / "p")
     assert run.report["reward_margin_before"] == 0 < run.report["reward_margin_after"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "flag", "text"),
-    [
-        ({"beta": 0.0}, "invalid", "beta", "must be above 0 with --task dpo"),
-        ({"task": "lm", "beta": 0.2}, "conflict", "beta", "dpo, orpo, simpo, cpo, kto or grpo"),
-        ({"loss": "mnrl"}, "conflict", "loss", "sigmoid, robust, hinge or ipo"),
-        ({"task": "orpo", "loss": "ipo"}, "conflict", "loss", "needs --task"),
-        ({"label_smoothing": 0.5}, "invalid", "label_smoothing", "below 0.5"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "conflict", "label_smoothing", "--loss ipo"),
-        ({"loss": "robust"}, "conflict", "loss", "--label-smoothing above 0"),
-        ({"cache_frozen": "on"}, "conflict", "cache_frozen", "--task lm"),
-        ({"ce_last_k": 3}, "conflict", "ce_last_k", "--task lm"),
-        ({"task": "kto"}, "data", None, "must have the columns {prompt, completion, label}"),
-        ({"packing": True}, "conflict", "packing", "needs --task lm or distill."),
-    ],
-    ids=str,
-)
-def test_what_means_nothing_for_preferences_is_one_line(tmp_path, data, changes, code, flag, text):
-    with raises(code, flag, text) as error:
-        train_pack(small_base(), data, LORA, settings(**changes), tmp_path / "p")
-    assert "\n" not in error.value.message and not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
-from tests.helpers.tasks import interrupted
 
 SETTINGS = {
     "task": "reward",
@@ -71,24 +70,6 @@ def test_a_run_learns_what_is_preferred(tmp_path, data):
     assert dict(base.model.named_modules()) == modules  # the head was never one of them
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"center_rewards_coefficient": 0.1},
-        {"recompute": "block", "grad_accumulation_steps": 2, "method": "dora"},
-    ],
-)
-def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
-    train = settings(**changes)  # 6 batches: the second epoch begins within them
-    train_pack(small_base(), data, LORA, train, tmp_path / "whole")
-    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
-    train_pack(small_base(), data, LORA, train, cut, resume=True)
-    ours, theirs = tensors_of(tmp_path / "whole"), tensors_of(cut)
-    assert set(ours) == set(theirs) and "score.weight" in ours
-    assert all(np.array_equal(ours[n], theirs[n]) for n in ours)
-
-
 def phases_of(data, tmp_path) -> list[dict]:
     rows = [preference(i) for i in range(12)]
     completions = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in rows]
@@ -111,31 +92,6 @@ def test_rewards_follow_completions(tmp_path, data):
     assert reward["before"] == sft["after"] != sft["before"]
     before = mx.load(str(tmp_path / "p-run" / "step-000002" / "adapters.safetensors"))
     assert "score.weight" in before and "score.weight" in tensors_of(tmp_path / "p")
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "flag"),
-    [
-        ({"method": "full"}, "conflict", "method"),
-        ({"beta": 0.2}, "conflict", "beta"),
-        ({"center_rewards_coefficient": -1}, "invalid", "center_rewards_coefficient"),
-        ({"loss": "ipo"}, "conflict", "loss"),
-        ({"packing": True}, "conflict", "packing"),
-        ({"share_prefix": "on"}, "conflict", "task"),
-        ({"max_seq_length": 12}, "data", "max_seq_length"),
-    ],
-    ids=str,
-)
-def test_what_means_nothing_for_rewards_is_one_line(tmp_path, data, changes, code, flag):
-    with raises(code, flag) as error:
-        train_pack(small_base(), data, LORA, settings(**changes), tmp_path / "p")
-    assert "\n" not in error.value.message and not (tmp_path / "p").exists()
-
-
-def test_the_score_has_no_adapters(tmp_path, data):
-    with raises("conflict", "modules_to_save"):
-        lora = LoRAConfig(rank=2, target_modules=("score",))
-        train_pack(small_base(), data, lora, settings(), tmp_path / "p")
 
 
 @pytest.mark.parametrize("changed", [{"chosen": " "}, {"rejected": "red."}])

@@ -1,0 +1,131 @@
+"""What holds for every task: a resumed run is bit-identical; a setting without a meaning is a line."""
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.runtime import mx
+from tests.helpers.bases import small_base
+from tests.helpers.decoder_embedders import write_embedder
+from tests.helpers.encoders import all_pairs, write_pairs
+from tests.helpers.errors import raises
+from tests.helpers.preferences import preference, rated
+from tests.helpers.rows import labelled, splits_of, write_rows
+from tests.helpers.tasks import interrupted
+from tests.tasks.test_distill import LORA, cache_of, chats, settings
+from tests.tasks.test_grpo import SETTINGS as GRPO
+from tests.tasks.test_grpo import shorter
+
+ACCUMULATED = {"recompute": "block", "grad_accumulation_steps": 2}
+# By task and what is special: rows, and settings; six batches begin a second epoch.
+RESUMED = {
+    "classify": ("labels", {"class_weights": "balanced"}),
+    "reward": ("preferences", {"center_rewards_coefficient": 0.1}),
+    "reward in pieces": ("preferences", {"method": "dora", **ACCUMULATED}),
+    "kto": ("rated", {}),
+    "dpo": ("preferences", {}),
+    "dpo accumulated": ("preferences", ACCUMULATED),
+    "dpo in pieces": ("preferences", {"micro_batches": 2, "method": "dora"}),
+    "grpo": ("prompts", {**GRPO, "iters": 4}),
+    "grpo accumulated": ("prompts", {**GRPO, "iters": 4, "beta": 0.1, **ACCUMULATED}),
+    "embedding": ("pairs", {"loss": "cached-mnrl", "mini_batch_size": 3}),
+    "distill packed": ("chats", {"packing": True}),
+    "distill accumulated": ("chats", {"grad_accumulation_steps": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rows = {
+        "preferences": [preference(i) for i in range(24)],
+        "rated": [rated(i) for i in range(24)],
+        "prompts": [{"prompt": preference(i)["prompt"]} for i in range(24)],
+        "chats": chats(),
+    }
+    made = {
+        name: write_rows(folder / name, train=each[:16], valid=each[16:])
+        for name, each in rows.items()
+    }
+    made["labels"] = write_rows(folder / "labels", **splits_of(labelled))
+    made["pairs"] = write_pairs(folder / "pairs", all_pairs())
+    made["embedder"] = write_embedder(folder / "embedder")
+    cache_of(folder / "cache", made["chats"])
+    return made
+
+
+@pytest.mark.slow  # three runs each
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_bit_identical(folders, tmp_path, name):
+    task = name.split()[0]
+    rows, changes = RESUMED[name]
+    if task == "distill":
+        changes = {**changes, "teacher_cache": str(folders["chats"].parent / "cache")}
+    length = 48 if task == "distill" else 96
+    train = settings(**{"task": task, "max_seq_length": length, **changes})
+    options = {"reward": shorter} if task == "grpo" else {}
+
+    def run(folder, **more):
+        base = folders["embedder"] if task == "embedding" else small_base()
+        return train_pack(base, folders[rows], LORA, train, folder, **options, **more)
+
+    whole = run(tmp_path / "whole").pack.tensors
+    again = run(interrupted(tmp_path / "whole", tmp_path / "cut"), resume=True).pack.tensors
+    assert set(whole) == set(again)
+    assert all(mx.array_equal(whole[name], again[name]) for name in whole)
+
+
+MEANINGLESS = [
+    ("classify", {"method": "full"}, "conflict", "method", ""),
+    ("classify", {"share_prefix": "on"}, "conflict", "task", "--share-prefix on"),
+    ("classify", {"packing": True}, "conflict", "packing", "needs --task lm or distill."),
+    ("classify", {"loss_on": "all"}, "conflict", "loss_on", ""),
+    ("classify", {"head": "lm"}, "conflict", "head", ""),
+    ("reward", {"method": "full"}, "conflict", "method", ""),
+    ("reward", {"beta": 0.2}, "conflict", "beta", ""),
+    ("reward", {"center_rewards_coefficient": -1}, "invalid", "center_rewards_coefficient", ""),
+    ("reward", {"loss": "ipo"}, "conflict", "loss", ""),
+    ("reward", {"packing": True}, "conflict", "packing", ""),
+    ("reward", {"share_prefix": "on"}, "conflict", "task", "--share-prefix on"),
+    ("rerank", {"head": "score", "method": "full"}, "conflict", "method", "full"),
+    ("lm", {"head": "score"}, "conflict", "head", "--task classify or rerank"),
+    ("dpo", {"beta": 0.0}, "invalid", "beta", "must be above 0 with --task dpo"),
+    ("lm", {"beta": 0.2}, "conflict", "beta", "dpo, orpo, simpo, cpo, kto or grpo"),
+    ("dpo", {"loss": "mnrl"}, "conflict", "loss", "sigmoid, robust, hinge or ipo"),
+    ("orpo", {"loss": "ipo"}, "conflict", "loss", "needs --task"),
+    ("dpo", {"label_smoothing": 0.5}, "invalid", "label_smoothing", "below 0.5"),
+    ("dpo", {"loss": "ipo", "label_smoothing": 0.1}, "conflict", "label_smoothing", "--loss ipo"),
+    ("dpo", {"loss": "robust"}, "conflict", "loss", "--label-smoothing above 0"),
+    ("dpo", {"cache_frozen": "on"}, "conflict", "cache_frozen", "--task lm"),
+    ("dpo", {"ce_last_k": 3}, "conflict", "ce_last_k", "--task lm"),
+    ("dpo", {"packing": True}, "conflict", "packing", "needs --task lm or distill."),
+    ("distill", {"share_prefix": "on"}, "conflict", "share_prefix", ""),
+    ("distill", {"jsd_beta": 0.2}, "conflict", "jsd_beta", ""),
+    ("distill", {"z_loss": 0.1}, "conflict", "z_loss", ""),
+    ("distill", {"loss": "hinge"}, "conflict", "loss", ""),
+    ("lm", {"teacher_cache": "c"}, "conflict", "teacher_cache", ""),
+    ("distill", {"on_policy": 0.5}, "conflict", "on_policy", ""),
+    ("distill", {"teacher_top_k": 8}, "conflict", "teacher_top_k", ""),
+    (
+        *("distill", {"teacher": "t", "teacher_cache": "c", "on_policy": 0.5}),
+        *("conflict", "on_policy", ""),
+    ),
+    ("distill", {"teacher": "t", "packing": True}, "conflict", "packing", ""),
+    ("distill", {"teacher": "t", "temperature": 0.5}, "conflict", "temperature", ""),
+    ("distill", {"teacher": "t", "on_policy": 0.5, "ce_weight": 0.5}, "conflict", "ce_weight", ""),
+    ("distill", {"teacher": "t", "on_policy": 0.5, "loss_on": "all"}, "conflict", "loss_on", ""),
+    ("distill", {"teacher": "t", "on_policy": 1.5}, "invalid", "on_policy", ""),
+]
+
+
+@pytest.mark.parametrize(("task", "changes", "code", "flag", "text"), MEANINGLESS, ids=str)
+def test_a_setting_without_a_meaning_is_one_line(task, changes, code, flag, text):
+    with raises(code, flag, text) as error:
+        TrainConfig(task=task, **changes)
+    assert "\n" not in error.value.message
+
+
+def test_the_score_has_no_adapters(folders, tmp_path):
+    with raises("conflict", "modules_to_save"):
+        lora = LoRAConfig(rank=2, target_modules=("score",))
+        train = TrainConfig(task="reward", iters=1)
+        train_pack(small_base(), folders["preferences"], lora, train, tmp_path / "p")
