@@ -19,7 +19,7 @@ from .formats import COMPLETION, TEXT, Row
 from .labels import CHAT, COLUMNS, Classes, Label, check_input, read_label
 from .row_format import BadRows
 from .sources import ConvertedRows, Rows, as_rows
-from .texts import Shortened, TextGroups
+from .texts import Selected, TextGroups
 from .token_cache import encode_cached
 
 NO_LIMIT = 1 << 30  # of the tokens of an example
@@ -131,7 +131,7 @@ def _fitted(
         )
 
     examples = replace(examples, cut=cut, dropped=len(prompts) - len(kept))
-    texts = Shortened(examples, kept, prompts[kept])
+    texts = Selected(examples, kept, prompts[kept])
     row_format = CHAT if classes.chat else TEXT
     return TextGroups.of_examples(row_format, examples, texts, labels[kept])
 

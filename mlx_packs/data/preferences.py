@@ -27,7 +27,7 @@ from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import RATED
-from .texts import Shortened, TextGroups
+from .texts import Selected, TextGroups
 from .token_cache import encode_cached
 from .trees import TreeCollate, TreePlan, felled
 
@@ -185,22 +185,6 @@ def _completion_rows(row: Row, names: DataConfig) -> Iterator[Row]:
         yield row.with_value({**about_conversation(row), **value})
 
 
-class Selected(Sequence):
-    """Some examples of others."""
-
-    def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
-        self._items = examples.items
-        self._numbers = numbers
-        self.lengths = examples.lengths[numbers]
-        self.target_counts = examples.target_counts[numbers]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, i: int) -> Example:
-        return self._items[int(self._numbers[i])]
-
-
 class Mismatched(Sequence):
     """Each of N examples, and after it its prompt with the completion of the one before it.
 
@@ -273,7 +257,7 @@ def encode_scored(
         )
 
     numbers = np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1)
-    texts = Shortened(examples, numbers, examples.lengths[numbers])
+    texts = Selected(examples, numbers)
     labels = np.tile(np.float32([1, 0]), (len(kept), 1))
     examples = replace(examples, cut=0, dropped=examples.dropped + len(longest) - len(kept))
     return TextGroups.of_examples(PREFERENCE, examples, texts, labels)

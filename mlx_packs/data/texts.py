@@ -49,7 +49,7 @@ class TextGroups(ExampleSet):
 
     @classmethod
     def of_examples(
-        cls, row_format: RowFormat, examples: Examples, texts: "Shortened", labels: np.ndarray
+        cls, row_format: RowFormat, examples: Examples, texts: "Selected", labels: np.ndarray
     ) -> "TextGroups":
         """Return encoded rows, of which ``texts`` are read: as many of each row, in their order."""
         groups = np.arange(len(texts)).reshape(len(labels), -1)
@@ -216,13 +216,18 @@ class _TextStore:
         self._waiting = []
 
 
-class Shortened(Sequence):
-    """Some texts of encoded rows, by their ``numbers``, each up to so many tokens (``lengths``)."""
+class Selected(Sequence):
+    """Some examples of others, by their ``numbers``; ``lengths`` are the tokens read of each."""
 
-    def __init__(self, examples: Examples, numbers: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self, examples: Examples, numbers: np.ndarray, lengths: np.ndarray | None = None
+    ) -> None:
         self._items = examples.items
         self._numbers = numbers
-        self.lengths = lengths
+        self.lengths = examples.lengths[numbers]
+        if lengths is not None:
+            self.lengths = lengths
+        self.target_counts = examples.target_counts[numbers]
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -83,8 +83,9 @@ def ranking_reader(base: BaseModel, head: nn.Module | None) -> Reader:
 
 def label_reader(base: BaseModel, head: nn.Module, problem: str) -> Reader:
     """Return what reads the logits of labels by a head, [M, classes]."""
-    of_head = scale_logits if problem == ORDINAL else lambda logits: logits
-    return head_reader(base, head, "classify", of_head)
+    if problem == ORDINAL:
+        return head_reader(base, head, "classify", scale_logits)
+    return head_reader(base, head, "classify", lambda logits: logits)
 
 
 def scale_logits(steps: mx.array) -> mx.array:

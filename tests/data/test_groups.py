@@ -264,3 +264,30 @@ def test_held_out_examples_are_evaluated_once_each():
     batches = plan.held_out(examples, LIMIT + 1, chosen).once()
     assert sorted(i for batch in batches for i in batch.examples) == chosen.tolist()
     assert any(batch.layout for batch in batches)
+
+
+def random_examples(seed: int, count: int = 60) -> Examples:
+    """Many begin alike, some begin others, some are equal: of two tokens each, or of long runs."""
+    random = np.random.default_rng(seed)
+    stems = [random.integers(0, 2, 50) for _ in range(3)]
+    items = []
+    for _ in range(count):
+        stem = stems[random.integers(3)][: random.integers(0, 51)]
+        tokens = np.concatenate([stem, random.integers(0, 2, random.integers(2, 4))])
+        items.append(Example(tokens.astype(np.int32), tokens > 0, "x"))
+    return Examples(items, "chat", "assistant")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_examples_are_sorted_by_their_tokens(seed):
+    examples = random_examples(seed)
+    order = token_order(examples, np.arange(len(examples)))
+    tokens = [e.tokens.tolist() for e in examples.items]
+    assert order.indices.tolist() == sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    for before, after, common in zip(
+        order.indices, order.indices[1:], order.common[1:], strict=False
+    ):
+        pairs = zip(tokens[before], tokens[after], strict=False)
+        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
+        shortest = min(len(tokens[before]), len(tokens[after]))
+        assert common == (differing[0] if differing else shortest)

@@ -307,10 +307,6 @@ def test_too_large_states_are_rejected_or_left(monkeypatch):
     assert not any(isinstance(m, FrozenBlock) for m in opened.model.modules())
 
 
-def test_off_never_caches():
-    assert CachedModel(train=changed(TRAIN, cache_frozen="off")).cache is None
-
-
 @pytest.mark.parametrize(
     ("changes", "num_layers", "reason"),
     [

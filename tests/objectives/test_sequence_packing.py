@@ -3,7 +3,6 @@
 import re
 import shutil
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ from tests.helpers.steps import (
     loss_and_gradients,
     make_batch,
 )
-from tests.helpers.tasks import EncodedTask, interrupted
+from tests.helpers.tasks import EncodedTask
 from tests.helpers.variants import slow_except
 
 # Our attention, learned positions, soft capping, sliding windows.
@@ -194,20 +193,6 @@ PACKED = TrainConfig(
 def ragged_chats(tmp_path):
     turns = [chat(f"Say {i}.", "yes " * (i % 7 + 1)) for i in range(40)]
     return write_rows(tmp_path / "rows", train=turns, valid=turns[:4])
-
-
-@pytest.mark.slow
-def test_resumed_packed_run_equals_an_unbroken_one(ragged_chats, tmp_path):
-    lora = LoRAConfig(rank=4, dropout=0.2)
-    whole = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "whole")
-    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
-    unpacked = replace(PACKED, packing=False)
-    with raises("mismatch", "packing", "True", "False"):
-        train_pack(small_base(), ragged_chats, lora, unpacked, cut, resume=True)
-    resumed = train_pack(small_base(), ragged_chats, lora, PACKED, cut, resume=True)
-    for name, tensor in whole.pack.tensors.items():
-        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-    assert whole.report["batch_shapes"] <= 4
 
 
 def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(ragged_chats):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.bases.encoder import pooled
 from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.errors import PackError
@@ -67,18 +67,6 @@ def test_prompt_goes_before_anchors_alone_and_into_the_pack(run_of_pairs, embedd
     ranks = (anchors @ positives.T > np.diag(anchors @ positives.T)[:, None]).sum(axis=1)
     reciprocal = np.where(ranks < 10, 1 / (ranks + 1), 0).mean()
     assert reciprocal == pytest.approx(run_of_pairs.report["mrr_at_10_after"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_evaluation_is_that_of_the_run(run, run_of_pairs, embedder, pair_data):
-    report = evaluate(load_base(embedder), run_of_pairs.pack, str(pair_data))
-    for when, metrics in (("before", report.base), ("after", report.pack)):
-        for name, value in metrics.items():
-            assert value == pytest.approx(run_of_pairs.report[f"{name}_{when}"], abs=1e-6)
-
-    pack = run_of_pairs.pack.path
-    code, out, _ = run("eval", pack, "--model", embedder, "--data", pair_data, "--json")
-    assert code == 0 and json.loads(out)["pack"] == report.pack
 
 
 def test_plain_decoder_gets_an_end_token_and_learns_quantized(tmp_path, pair_data):

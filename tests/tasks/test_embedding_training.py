@@ -280,15 +280,6 @@ def test_full_fine_tuning_of_an_encoder_is_scored_by_eval(full_encoder_run, enco
     assert np.array_equal(base.encode(TEXTS), plain)
 
 
-def test_full_fine_tuning_of_an_encoder_resumes_to_the_bit(
-    full_encoder_run, encoder, pair_data, tmp_path
-):
-    out = interrupted(full_encoder_run.pack.path, tmp_path / "pack")
-    resumed = train_pack(encoder, str(pair_data["pairs"]), train=FULL, out=out, resume=True)
-    assert adapters(out) == adapters(full_encoder_run.pack.path)
-    assert resumed.report["mrr_at_10_after"] == full_encoder_run.report["mrr_at_10_after"]
-
-
 def test_full_fine_tuning_of_an_encoder_is_merged_and_not_exported(
     full_encoder_run, encoder, pair_data, tmp_path
 ):

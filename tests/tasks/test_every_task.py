@@ -14,10 +14,13 @@ from tests.helpers.tasks import interrupted
 from tests.tasks.test_distill import LORA, cache_of, chats, settings
 from tests.tasks.test_grpo import SETTINGS as GRPO
 from tests.tasks.test_grpo import shorter
+from tests.tasks.test_share_prefix import chat
 
 ACCUMULATED = {"recompute": "block", "grad_accumulation_steps": 2}
 # By task and what is special: rows, and settings; six batches begin a second epoch.
 RESUMED = {
+    "lm packed": ("chats", {"packing": True, "share_prefix": "off"}),
+    "lm on trees": ("system", {"share_prefix": "on"}),
     "classify": ("labels", {"class_weights": "balanced"}),
     "reward": ("preferences", {"center_rewards_coefficient": 0.1}),
     "reward in pieces": ("preferences", {"method": "dora", **ACCUMULATED}),
@@ -41,6 +44,7 @@ def folders(tmp_path_factory):
         "rated": [rated(i) for i in range(24)],
         "prompts": [{"prompt": preference(i)["prompt"]} for i in range(24)],
         "chats": chats(),
+        "system": [chat(i) for i in range(24)],
     }
     made = {
         name: write_rows(folder / name, train=each[:16], valid=each[16:])
@@ -68,7 +72,9 @@ def test_a_resumed_run_is_bit_identical(folders, tmp_path, name):
         base = folders["embedder"] if task == "embedding" else small_base()
         return train_pack(base, folders[rows], LORA, train, folder, **options, **more)
 
-    whole = run(tmp_path / "whole").pack.tensors
+    first = run(tmp_path / "whole")
+    assert bool(first.report.get("shared_prefix")) or "trees" not in name
+    whole = first.pack.tensors
     again = run(interrupted(tmp_path / "whole", tmp_path / "cut"), resume=True).pack.tensors
     assert set(whole) == set(again)
     assert all(mx.array_equal(whole[name], again[name]) for name in whole)

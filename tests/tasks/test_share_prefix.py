@@ -26,7 +26,7 @@ from tests.helpers.models import base_of
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
 from tests.helpers.steps import assert_same
-from tests.helpers.tasks import EncodedTask, interrupted
+from tests.helpers.tasks import EncodedTask
 from tests.helpers.variants import slow_except
 
 SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
@@ -44,7 +44,6 @@ SETTINGS = {
 }
 LORA = LoRAConfig(rank=4)
 DROPS = LoRAConfig(rank=4, dropout=0.1)
-UNSCORED = {"val_batches": 0, "test_batches": 1}
 
 
 def chat(number: int) -> dict:
@@ -333,23 +332,8 @@ def trained(data, folder, lora=LORA, **changes):
     return train_pack(small_base(), data, lora, train, folder, progress=False)
 
 
-def resumed(run, data, folder, **changes):
-    """The run again, from the checkpoint before its last one."""
-    train = TrainConfig(**SETTINGS | changes)
-    return train_pack(
-        small_base(), data, LORA, train, interrupted(run.pack.path, folder), resume=True
-    )
-
-
 def curve_of(run, name: str = "loss") -> list[float]:
     return [line[name] for line in run.curve if "loss" in line]
-
-
-def check_same(one, other) -> None:
-    """Two packs have the same bits."""
-    assert set(one.pack.tensors) == set(other.pack.tensors)
-    for name, tensor in one.pack.tensors.items():
-        assert mx.array_equal(tensor, other.pack.tensors[name]).item(), name
 
 
 PIECES = {"micro_batches": 2, "grad_accumulation_steps": 2}
@@ -376,18 +360,3 @@ def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
         assert off.item() < 2e-3 * mx.linalg.norm(tensor).item(), name
     assert trees.report["shared_prefix"]["tokens"] >= 24
     assert rows.report["shared_prefix"] is None
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("system", {}),
-        pytest.param("documents", {"batch_size": 8, "iters": 6}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path, name, changes):
-    """Six batches of groups are two epochs."""
-    changes = {"share_prefix": "on", **UNSCORED, **changes}
-    whole = trained(data[name], tmp_path / "a", **changes)
-    assert whole.report["shared_prefix"]
-    check_same(whole, resumed(whole, data[name], tmp_path / "b", **changes))
