@@ -5,14 +5,18 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mlx_packs import runtime
 from mlx_packs.adapters.full_tensors import fresh_score_head
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.encoding import EncodingOptions
-from mlx_packs.data.formats import Row
+from mlx_packs.data.dataset import Dataset
+from mlx_packs.data.encoding import EncodingOptions, Example, Examples
+from mlx_packs.data.formats import TEXT, Row
 from mlx_packs.data.labelled import encode_labelled
 from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preferences import encode_scored
-from mlx_packs.data.texts import TextCollate, TextGroups
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import MOST_SHAPES
+from mlx_packs.data.texts import Selected, TextCollate, TextGroups, doubling_widths, joined_widths
 from mlx_packs.evaluation.preferences import score_pairs
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reader import (
@@ -94,6 +98,25 @@ def test_phases_are_joined_with_their_rows_and_texts(base):
     for one, other in zip(joined.tokens(6), second.tokens(1), strict=True):
         assert np.array_equal(one, other)
     assert joined.lengths.tolist() == [*first.lengths, *second.lengths]
+
+
+def test_compiled_batches_of_texts_have_few_widths(monkeypatch):
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    lengths = np.random.default_rng(0).integers(4, 300, 400)
+    items = [Example(np.ones(n, np.int32), np.arange(n) > 0, "x") for n in lengths]
+    examples = Examples(items, "text", "all")
+    rows = Selected(examples, np.arange(400))
+    texts = TextGroups.of_examples(TEXT, examples, rows, np.zeros((200, 2), np.float32))
+    sampler = Sampler(texts.lengths, 8, 320)
+    collate = TextCollate(8, 320, joined_widths(texts, sampler))
+    data = Dataset(texts, collate, sampler)
+    widths = {
+        batch.inputs["tokens"].shape[-1]
+        for _, batch in zip(range(75), data.batches(), strict=False)
+    }
+    assert widths <= set(collate.widths) and len(collate.widths) <= MOST_SHAPES
+    assert {width for width, _ in data.shapes(75)} == widths
+    assert doubling_widths(100) == (32, 64, 100)
 
 
 def test_losses_are_those_of_their_formulas():

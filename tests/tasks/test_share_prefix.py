@@ -7,7 +7,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 import mlx_packs as mp
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import check_bare
 from mlx_packs.data import sharing
 from mlx_packs.data import trees as trees_of
@@ -325,38 +325,3 @@ def test_what_does_not_go_with_trees_is_named(name, value, others):
     with raises("conflict", name, "--share-prefix on"):
         TrainConfig(share_prefix="on", **{name: value}, **others)
     TrainConfig(share_prefix="auto", **{name: value}, **others)
-
-
-def trained(data, folder, lora=LORA, **changes):
-    train = TrainConfig(**SETTINGS | changes)
-    return train_pack(small_base(), data, lora, train, folder, progress=False)
-
-
-def curve_of(run, name: str = "loss") -> list[float]:
-    return [line[name] for line in run.curve if "loss" in line]
-
-
-PIECES = {"micro_batches": 2, "grad_accumulation_steps": 2}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        PIECES,
-        pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
-    lora = None if "method" in changes else LORA
-    rows = trained(data["system"], tmp_path / "rows", lora, **changes)
-    trees = trained(data["system"], tmp_path / "trees", lora, share_prefix="on", **changes)
-    np.testing.assert_allclose(curve_of(trees), curve_of(rows), rtol=2e-5)
-    assert trees.report["ppl_before"] == pytest.approx(rows.report["ppl_before"], rel=1e-5)
-    assert trees.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
-    for name, tensor in rows.pack.tensors.items():
-        # AdamW turns rounding of the smallest gradients into whole steps of a few entries
-        off = mx.linalg.norm(trees.pack.tensors[name] - tensor)
-        assert off.item() < 2e-3 * mx.linalg.norm(tensor).item(), name
-    assert trees.report["shared_prefix"]["tokens"] >= 24
-    assert rows.report["shared_prefix"] is None
