@@ -44,8 +44,7 @@ def exchange(one: Path, other: Path) -> bool:
     Raises:
         OSError: it could, but one of the names does not exist or may not be changed.
     """
-    call = _exchange_on_macos if sys.platform == "darwin" else _exchange_on_linux
-    code = call(os.fsencode(one), os.fsencode(other))
+    code = _exchange(os.fsencode(one), os.fsencode(other))
     if code in _CANNOT_EXCHANGE:
         return False
     if code:
@@ -53,22 +52,18 @@ def exchange(one: Path, other: Path) -> bool:
     return True
 
 
-def _exchange_on_linux(one: bytes, other: bytes) -> int:
-    """Return the errno of ``renameat2(RENAME_EXCHANGE)``; 0 if it worked."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc has it since 2.28
+def _exchange(one: bytes, other: bytes) -> int:
+    """Return the errno of ``renameat2`` (Linux) or ``renamex_np`` (macOS); 0 if it worked."""
+    folder = () if sys.platform == "darwin" else (_AT_FDCWD,)
+    name = "renameat2" if folder else "renamex_np"
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)  # glibc has it since 2.28
     if call is None:
         return errno.ENOSYS
-    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return ctypes.get_errno() if call(_AT_FDCWD, one, _AT_FDCWD, other, _EXCHANGE) else 0
 
-
-def _exchange_on_macos(one: bytes, other: bytes) -> int:
-    """Return the errno of ``renamex_np(RENAME_SWAP)``, which APFS has; 0 if it worked."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renamex_np", None)
-    if call is None:
-        return errno.ENOSYS
-    call.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
-    return ctypes.get_errno() if call(one, other, _EXCHANGE) else 0
+    arguments = (*folder, one, *folder, other, _EXCHANGE)
+    kinds = {int: ctypes.c_int, bytes: ctypes.c_char_p}
+    call.argtypes = [kinds[type(each)] for each in arguments]
+    return ctypes.get_errno() if call(*arguments) else 0
 
 
 def sync(path: Path, through_drive: bool = True) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from . import fork, late
+from . import late
 
 _CPU_CACHE_BYTES = 128 << 20
 _GPU_CACHE_SHARE = 1 / 8  # of the memory: less than `memory.plan.verdict` leaves free
@@ -26,8 +26,8 @@ _MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 ]
 
+_PROCESS = os.getpid()  # that loaded MLX, whose threads a fork of it lacks
 BLAS = late.load("cpu.blas:bind")()
-fork.guard()
 
 
 @atexit.register
@@ -36,7 +36,7 @@ def _finish() -> None:
 
     Otherwise the process would unload the BLAS while MLX's thread uses it, which then crashes.
     """
-    if fork.in_fork():  # its streams are the parent's
+    if os.getpid() != _PROCESS:  # the streams of a fork are the parent's
         return
     with suppress(RuntimeError):  # a stream of a thread that has ended, where there is nothing
         mx.synchronize()

@@ -1,6 +1,5 @@
-"""Measurements of a device: found again by what they depend on, and never in the way."""
+"""Measurements of a device: found again by what they depend on. Files: tests/test_cache.py."""
 
-import multiprocessing
 import os
 
 import pytest
@@ -48,56 +47,3 @@ def test_another_machine_or_version_has_none(folder, monkeypatch):
             assert recall("speed", OF) is None, name
             remember("speed", OF, {"dense": 9.0})
         assert recall("speed", OF) == RESULT, name
-
-
-def test_a_damaged_file_is_ignored_and_replaced(folder):
-    remember("speed", OF, RESULT)
-    (file,) = folder.iterdir()
-    content = file.read_bytes()
-    for damaged in (b"", content[: len(content) // 2], b"[1, 2]", b'{"format": 1, "result": {}}'):
-        file.unlink()
-        file.write_bytes(damaged)
-        assert recall("speed", OF) is None, damaged
-        remember("speed", OF, RESULT)
-        assert recall("speed", OF) == RESULT and list(folder.iterdir()) == [file]
-
-
-def test_without_a_cache_nothing_is_kept(folder, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, "off")
-    remember("speed", OF, RESULT)
-    assert recall("speed", OF) is None and not folder.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(folder):
-    folder.parent.mkdir()
-    folder.write_text("a file")
-    remember("speed", OF, RESULT)
-    assert recall("speed", OF) is None and folder.read_text() == "a file"
-
-
-def _remember_often(number: int) -> None:
-    for _ in range(50):
-        remember("speed", OF, {"dense": float(number), "quantized": float(number)})
-
-
-def test_processes_that_write_at_once_leave_one_whole_file(folder, monkeypatch):
-    known = measurements.device()
-    monkeypatch.setattr(measurements, "device", lambda: known)  # forks must not ask a GPU
-    fork = multiprocessing.get_context("fork")
-    writers = [fork.Process(target=_remember_often, args=(number,)) for number in range(3)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        result = recall("speed", OF)
-        assert result is None or result["dense"] == result["quantized"]
-    assert [writer.exitcode for writer in writers] == [0, 0, 0]
-    assert recall("speed", OF)["dense"] in (0.0, 1.0, 2.0)
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_what_no_run_has_used_for_months_is_removed(folder):
-    remember("speed", OF, RESULT)
-    (old,) = folder.iterdir()
-    os.utime(old, (1e9, 1e9))
-    remember("speed", OF | {"rows": 5}, RESULT)
-    assert recall("speed", OF) is None and recall("speed", OF | {"rows": 5}) == RESULT

@@ -7,7 +7,6 @@ import pytest
 
 from mlx_packs import display
 from mlx_packs.display import NORMAL, QUIET, Display, NotebookBar, display_of
-from mlx_packs.evaluation.evaluate import evaluate
 
 
 class ZMQInteractiveShell:
@@ -47,20 +46,9 @@ def test_a_notebook_shows_one_bar_that_moves(shown, capsys):
 
 
 def test_a_quiet_display_shows_no_bar(shown):
-    with Display(QUIET).task("train", 2) as task:
+    with display_of(False).task("train", 2) as task:
         task.advance()
     assert shown == []
-
-
-def test_a_call_from_python_shows_bars_unless_told_otherwise(shown, shared_tiny):
-    rows = [
-        {"prompt": "Say one.", "completion": "One."},
-        {"prompt": "Say two.", "completion": "2."},
-    ]
-    evaluate(shared_tiny, None, rows, progress=False)
-    assert shown == []
-    evaluate(shared_tiny, None, rows)
-    assert shown[-1] == f"score   {'━' * 30} 1/1 batches"
 
 
 def test_progress_is_a_switch_or_a_display_of_ones_own():

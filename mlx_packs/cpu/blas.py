@@ -17,7 +17,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .. import fork
 from ..terminal import echo
 from . import elf
 from .elf import ElfError
@@ -149,8 +148,8 @@ def _proven(slots: dict[str, ctypes.c_uint64], addresses: dict[str, int]) -> lis
 
 
 def _in_a_thread(compute: Callable[[], list[str]]) -> list[str]:
-    """Return what a thread that ends computes, so that this one may still fork (`fork`)."""
-    unused = not fork.was_used()
+    """Return what a thread that ends computes, so that this one may still fork."""
+    unused = not mx.get_peak_memory()
 
     def compute_and_end() -> list[str]:
         with mx.stream(mx.new_stream(mx.cpu)):

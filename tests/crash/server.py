@@ -83,7 +83,6 @@ class Server:
 def _import_everything() -> None:
     """Import what the commands import while they run."""
     import mlx_packs
-    from mlx_packs import fork
     from mlx_packs.bases.files import TINY, check_files, resolve_checkpoint
     from mlx_packs.bases.tokenizer import load_tokenizer
     from mlx_packs.tasks.causal_lm import SamplePrompt
@@ -93,7 +92,6 @@ def _import_everything() -> None:
             import_module(module.name)
     for name in ("mlx_lm.models.qwen3", "transformers.models.bert.tokenization_bert"):
         import_module(name)
-    fork.was_used = lambda: False  # modules hold arrays, but nothing was computed: no threads
     folder = resolve_checkpoint(TINY)
     load_tokenizer(folder, check_files(folder), False)
     SamplePrompt.complete = lambda *_: ""
