@@ -263,6 +263,7 @@ def test_from_must_be_the_model_of_the_pack(pack_of_gguf, llama, tmp_path, monke
     assert "not compared" in export_pack(pack_of_gguf, "ollama", out, "that")["notes"][1]
 
 
+@pytest.mark.slow
 def test_lm_studio_gets_a_merged_model_and_needs_no_out(pack, llama, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(pack.path)

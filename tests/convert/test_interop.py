@@ -227,6 +227,7 @@ def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
         check_comes_back(pack, to, tmp_path / to, bases["qwen3"])
 
 
+@pytest.mark.slow
 def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp_path):
     folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
     import_adapter(folder, tmp_path / "peft", bases["tied"])
@@ -263,6 +264,7 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     assert np.abs(stock_logits(bases["tied"], tmp_path / "again") - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_modules_to_save_are_applied_and_merged_but_not_exported(bases, tmp_path):
     head = 0.1 * mx.random.normal((4096, 64), key=mx.random.key(5))
     whole = {"lm_head.weight": head, "model.norm.weight": mx.full((64,), 1.5)}

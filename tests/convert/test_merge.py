@@ -120,6 +120,7 @@ def test_a_quantized_base_takes_more_bits_where_it_changes(with_pack, tmp_path):
     assert report["changed"] == 4  # the others keep their four bits
 
 
+@pytest.mark.slow
 def test_merge_quantizes_a_dense_base_and_shrinks_an_8_bit_one(with_pack, tmp_path):
     dense, pack = with_pack("dense")
     merged(pack, dense, tmp_path / "nf4", requantize="nf4")
@@ -159,6 +160,7 @@ def test_a_bitsandbytes_base_is_merged(requantize, limit, with_pack, tmp_path):
         assert config["quantization"]["mode"] == "nf4"
 
 
+@pytest.mark.slow
 def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "d", "qwen3_moe"), 8)
     pack = random_pack(load_base(base), targets=TARGETS["qwen3_moe"]).save(tmp_path / "pack")
