@@ -59,16 +59,26 @@ class ExternalAdapter:
     head: bool = True
 
 
+def unsupported(where: object, fault: str) -> PackError:
+    """Return the error of an adapter or pack that cannot be converted."""
+    return PackError(fault, "unsupported", where=where)
+
+
+def unreadable(where: object, fault: str) -> PackError:
+    """Return the error of a damaged or malformed file."""
+    return PackError(fault, "unreadable", where=where)
+
+
 def check_no_pickle(path: Path) -> None:
     """Raise a PackError where there is no adapter besides pickles, which are never opened."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [file for file in files if file.suffix in _PICKLES]
 
     if pickles and not any(file.suffix == ".safetensors" for file in files):
-        raise PackError(
-            f"{pickles[0]}: is a pickle, which can run any code when it is read. It was not "
+        raise unsupported(
+            pickles[0],
+            "is a pickle, which can run any code when it is read. It was not "
             "opened. Save the adapter as safetensors with the tool that made it.",
-            "unsupported",
         )
 
 
@@ -76,9 +86,9 @@ def plain_file(folder: Path, name: str) -> Path:
     """Return a regular file of a folder: no symbolic link, nothing outside; else a PackError."""
     file = folder / name
     if Path(name).name != name:
-        raise PackError(f"{folder}: names a file outside: {name!r}.", "unreadable")
+        raise unreadable(folder, f"names a file outside: {name!r}.")
     if file.is_symlink():
-        raise PackError(f"{file}: is a symbolic link. Copy the file itself here.", "unreadable")
+        raise unreadable(file, "is a symbolic link. Copy the file itself here.")
     if not file.is_file():
         raise PackError(f"{folder}: has no {name}.", "not-found")
     return file
@@ -91,7 +101,7 @@ def is_positive(value: object) -> bool:
 def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None:
     """Raise a PackError unless all modules have both factors, and magnitudes if it is DoRA."""
     if not adapter.scales:
-        raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
+        raise unreadable(where, "has no adapter (no lora_a).")
 
     needed = {"lora_a": "lora_a", "lora_b": "lora_b"}
     if is_dora or any(name.endswith(".m") for name in adapter.tensors):
@@ -100,10 +110,10 @@ def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None
     for path in {name.rpartition(".")[0]: None for name in adapter.tensors}:
         for part, described in needed.items():
             if f"{path}.{part}" not in adapter.tensors:
-                raise PackError(
-                    f"{where}: {path}: has no {described}. Save the adapter again with the tool "
+                raise unreadable(
+                    where,
+                    f"{path}: has no {described}. Save the adapter again with the tool "
                     "that made it.",
-                    "unreadable",
                 )
 
 
@@ -122,10 +132,10 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
 
         if isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             if kind == "dora":
-                raise PackError(
-                    f"{where}: {path}: is DoRA on an embedding, whose norm PEFT takes over another "
+                raise unsupported(
+                    where,
+                    f"{path}: is DoRA on an embedding, whose norm PEFT takes over another "
                     "axis than mlx-lm. It cannot be converted.",
-                    "unsupported",
                 )
             kind = "embedding"
             if tied:
@@ -138,9 +148,8 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
 
         if is_switch_linear(module):
             if kind == "dora":
-                raise PackError(
-                    f"{where}: {path}: is DoRA on a stack of experts, which is not supported.",
-                    "unsupported",
+                raise unsupported(
+                    where, f"{path}: is DoRA on a stack of experts, which is not supported."
                 )
             experts = module.weight.shape[0]
         in_features, width, rank = _sizes_of(path, adapter, experts, where)

@@ -29,6 +29,7 @@ from .external import (
     ExternalAdapter,
     StoredAdapter,
     save_folder,
+    unsupported,
     verify_numerically,
 )
 from .gguf import write_gguf
@@ -88,7 +89,7 @@ def format_of(config: dict, where: Path) -> str:
     for name, form in FORMATS.items():
         if form.recognises(config):
             return name
-    raise PackError(f"{where}: is not the {CONFIG} of any of {', '.join(FORMATS)}.", "unsupported")
+    raise unsupported(where, f"is not the {CONFIG} of any of {', '.join(FORMATS)}.")
 
 
 def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
@@ -111,11 +112,11 @@ def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
 
     if not report["passed"]:
         tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
-        raise PackError(
-            f"{out}: not written: merged, the model would differ too much from the base with "
+        raise unsupported(
+            out,
+            f"not written: merged, the model would differ too much from the base with "
             f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
             "choices.",
-            "unsupported",
         )
 
     notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
@@ -147,19 +148,17 @@ def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
     form = MlxLm()
     for path, spec in pack.specs.items():
         if spec.kind == "embedding" or spec.experts is not None:
-            raise PackError(
-                f"{pack.name}: {path}: is no linear, and mlx-swift-lm adapts linears alone. "
-                "Merge the pack.",
-                "unsupported",
+            raise unsupported(
+                pack.name,
+                f"{path}: is no linear, and mlx-swift-lm adapts linears alone. Merge the pack.",
             )
 
     stored = form.convert(pack, out / form.tensor_file)
     keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
     if not pack.specs or keys & set(pack.specs):
-        raise PackError(
-            f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
-            "adapt. Merge the pack.",
-            "unsupported",
+        raise unsupported(
+            pack.name,
+            "has weights outside of the blocks, which mlx-swift-lm does not adapt. Merge the pack.",
         )
 
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])

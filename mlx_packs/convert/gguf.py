@@ -15,12 +15,11 @@ from ..adapters.lora import read_factors
 from ..adapters.spec import ModuleSpec
 from ..bases.families import FAMILIES, Family, facts_of
 from ..bases.readers import DENSE
-from ..errors import PackError
 from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .external import Delta, Tensors, folded, low_rank_delta, verify_numerically
+from .external import Delta, Tensors, folded, low_rank_delta, unsupported, verify_numerically
 from .modelfile import modelfile
 
 ALPHA = "adapter.lora.alpha"
@@ -62,17 +61,17 @@ def family_of(pack: Pack) -> Family:
     family = facts_of(name)
     if not (architecture_facts(pack.manifest).in_mlx_lm and family.gguf):
         known = ", ".join(name for name, facts in FAMILIES.items() if facts.gguf)
-        raise PackError(
-            f"{where}: GGUF adapters of {name} are not known here. Known are {known}. "
+        raise unsupported(
+            where,
+            f"GGUF adapters of {name} are not known here. Known are {known}. "
             "Merge the pack and convert the whole model.",
-            "unsupported",
         )
 
     if names := list(replaced_of(pack.manifest))[:3]:
-        raise PackError(
-            f"{where}: stores {', '.join(names)} in full, and a GGUF adapter has low-rank factors "
+        raise unsupported(
+            where,
+            f"stores {', '.join(names)} in full, and a GGUF adapter has low-rank factors "
             "alone. Merge the pack and convert the whole model.",
-            "unsupported",
         )
 
     for path, spec in pack.specs.items():
@@ -92,10 +91,10 @@ def _tensor_name(path: str, spec: ModuleSpec, family: Family, where: str) -> str
         reason = "has no name there"
 
     if reason or match is None:
-        raise PackError(
-            f"{where}: {path}: {reason}, so it cannot go into a GGUF adapter. Merge the pack and "
+        raise unsupported(
+            where,
+            f"{path}: {reason}, so it cannot go into a GGUF adapter. Merge the pack and "
             "convert the whole model.",
-            "unsupported",
         )
 
     return f"blk.{match[1]}.{family.gguf_names[match[2]]}"
@@ -127,10 +126,10 @@ def _permuted_heads(path: str, pack: Pack, family: Family) -> int:
 
     heads = pack.manifest["base"].get(key)
     if not heads:
-        raise PackError(
-            f"{pack.name}: its manifest has no {key}, which the order of rows in GGUF depends on. "
+        raise unsupported(
+            pack.name,
+            f"its manifest has no {key}, which the order of rows in GGUF depends on. "
             "Merge the pack and convert the whole model.",
-            "unsupported",
         )
     return heads
 

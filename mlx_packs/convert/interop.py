@@ -43,6 +43,8 @@ from .external import (
     plain_file,
     save_folder,
     specs_for,
+    unreadable,
+    unsupported,
     verify_numerically,
 )
 from .formats import DESTINATIONS, FORMATS, format_of
@@ -281,10 +283,9 @@ def _exported_manifest(folder: Path) -> dict:
     sidecar = read_json(file)
     version = sidecar.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise PackError(
-            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}). "
-            "Upgrade mlx-packs.",
-            "unsupported",
+        raise unsupported(
+            file,
+            f"format {version} is newer than this program's ({FORMAT_VERSION}). Upgrade mlx-packs.",
         )
 
     manifest = sidecar.get("pack")
@@ -292,8 +293,8 @@ def _exported_manifest(folder: Path) -> dict:
         check_kind("pack", manifest, "a mapping")
         check_manifest(manifest, with_files=False)
     except ValueError as error:
-        raise PackError(
-            f"{file}: is not a manifest ({error}). Remove it to import by {CONFIG}.", "unreadable"
+        raise unreadable(
+            file, f"is not a manifest ({error}). Remove it to import by {CONFIG}."
         ) from None
     return manifest
 

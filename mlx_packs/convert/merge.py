@@ -30,6 +30,7 @@ from ..packs.manifest import (
     task_code,
 )
 from ..packs.pack import Pack
+from .external import unsupported
 from .fidelity import ROWS, Outcome, check_max_drift, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 
@@ -132,10 +133,10 @@ def _check(request: MergeRequest) -> None:
     check_max_drift(request.max_drift)
 
     if has_score_head(request.pack.manifest):
-        raise PackError(
-            f"{request.pack.name}: has a score head, and a merged checkpoint has no place for it. "
+        raise unsupported(
+            request.pack.name,
+            "has a score head, and a merged checkpoint has no place for it. "
             "Use packs export --to peft.",
-            "unsupported",
         )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..bases.families import VISION_FAMILIES, path_from, path_in
 from ..bases.model import BaseModel
-from ..errors import PackError
 from ..packs.adapter_config import adapter_config, config_with, padded
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
@@ -24,6 +23,8 @@ from .external import (
     folded,
     is_positive,
     low_rank_delta,
+    unreadable,
+    unsupported,
 )
 
 _LEAVES = ("lora_a", "lora_b", "m")
@@ -39,23 +40,19 @@ class MlxLm:
     def check_config(self, config: dict, where: Path) -> None:
         kind = config.get("fine_tune_type", "lora")
         if kind == "full":
-            raise PackError(
-                f"{where}: fine_tune_type is 'full': these are weights of the base itself, "
+            raise unsupported(
+                where,
+                "fine_tune_type is 'full': these are weights of the base itself, "
                 "not an adapter. mlx_lm.fuse makes a checkpoint of them.",
-                "unsupported",
             )
         if kind not in ("lora", "dora"):
-            raise PackError(
-                f"{where}: fine_tune_type must be lora or dora, but is {kind!r}.",
-                "unsupported",
-            )
+            raise unsupported(where, f"fine_tune_type must be lora or dora, but is {kind!r}.")
 
         parameters = config.get("lora_parameters")
         scale = parameters.get("scale") if isinstance(parameters, dict) else None
         if not is_positive(scale):
-            raise PackError(
-                f"{where}: lora_parameters.scale must be a number above 0, but is {scale!r}.",
-                "unreadable",
+            raise unreadable(
+                where, f"lora_parameters.scale must be a number above 0, but is {scale!r}."
             )
 
     def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
@@ -64,10 +61,10 @@ class MlxLm:
         for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
             if leaf not in _LEAVES:
-                raise PackError(
-                    f"{stored.file}: {name}: is of a kind that cannot be converted. mlx-lm's "
+                raise unsupported(
+                    stored.file,
+                    f"{name}: is of a kind that cannot be converted. mlx-lm's "
                     "adapters have lora_a, lora_b and m.",
-                    "unsupported",
                 )
             adapter.scales[path] = float(stored.config["lora_parameters"]["scale"])
 
@@ -80,10 +77,9 @@ class MlxLm:
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
         specs = pack.specs
         if not (facts := architecture_facts(pack.manifest)).in_mlx_lm:
-            raise PackError(
-                f"{pack.name}: is of {facts.described}, and mlx-lm has none. Export it to peft, or "
-                "merge it.",
-                "unsupported",
+            raise unsupported(
+                pack.name,
+                f"is of {facts.described}, and mlx-lm has none. Export it to peft, or merge it.",
             )
 
         if not specs and (config := adapter_config(pack.manifest)):
@@ -140,16 +136,16 @@ def _check_pack(pack: Pack) -> None:
     where = pack.name
     if names := list(replaced_of(pack.manifest))[:3]:
         other = "Export it to peft, or merge it" if specs else "Merge it"
-        raise PackError(
-            f"{where}: stores {', '.join(names)} in full, and mlx-lm loads adapters "
+        raise unsupported(
+            where,
+            f"stores {', '.join(names)} in full, and mlx-lm loads adapters "
             f"alone, or dense weights over a dense base. {other}.",
-            "unsupported",
         )
 
     for path, spec in specs.items():
         if spec.head is False:
-            raise PackError(
-                f"{where}: {path}: does not act on the tied head, and mlx-lm's adapter of "
+            raise unsupported(
+                where,
+                f"{path}: does not act on the tied head, and mlx-lm's adapter of "
                 "an embedding does. Export it to peft.",
-                "unsupported",
             )

@@ -21,7 +21,6 @@ from ..bases.model import BaseModel
 from ..bases.readers import is_local_model
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..data.labels import ORDINAL, Classes
-from ..errors import PackError
 from ..packs.manifest import has_score_head, head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -36,6 +35,8 @@ from .external import (
     folded,
     is_positive,
     low_rank_delta,
+    unreadable,
+    unsupported,
 )
 
 _PREFIX = "base_model.model."
@@ -92,41 +93,36 @@ class Peft:
     def check_config(self, config: dict, where: Path) -> None:
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise PackError(
-                f"{where}: peft_type is {kind!r}, whose tensors are no low-rank factors of a "
+            raise unsupported(
+                where,
+                f"peft_type is {kind!r}, whose tensors are no low-rank factors of a "
                 "weight. Only LORA (with rsLoRA and DoRA) can be converted.",
-                "unsupported",
             )
 
         for key, reason in _UNSUPPORTED.items():
             if config.get(key):
-                raise PackError(
-                    f"{where}: {key}: the adapter {reason}. A pack cannot store that.",
-                    "unsupported",
-                )
+                raise unsupported(where, f"{key}: the adapter {reason}. A pack cannot store that.")
 
         if config.get("bias", "none") != "none":
-            raise PackError(
-                f"{where}: bias is {config['bias']!r}: the adapter trains biases of the "
+            raise unsupported(
+                where,
+                f"bias is {config['bias']!r}: the adapter trains biases of the "
                 "base. A pack cannot store that.",
-                "unsupported",
             )
 
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.startswith(_CHANGED_BASE):
-            raise PackError(
-                f"{where}: init_lora_weights is {start!r}: the adapter belongs to weights that "
+            raise unsupported(
+                where,
+                f"init_lora_weights is {start!r}: the adapter belongs to weights that "
                 "PEFT changed when it started. Save it with "
                 "path_initial_model_for_weight_conversion.",
-                "unsupported",
             )
 
         for key in ("lora_alpha", "r"):
             value = config.get(key)
             if not is_positive(value):
-                raise PackError(
-                    f"{where}: {key} must be a number above 0, but is {value!r}.", "unreadable"
-                )
+                raise unreadable(where, f"{key} must be a number above 0, but is {value!r}.")
         for key in ("rank_pattern", "alpha_pattern"):
             _check_pattern(config.get(key) or {}, key, where)
 
@@ -138,10 +134,10 @@ class Peft:
             if match := _PART.fullmatch(bare):
                 _read_part(adapter, stored, name, match, model_type)
             elif re.search(r"\.(lora|ia3|hada|lokr|oft|boft|vera|token_adapter|trainable)_?", bare):
-                raise PackError(
-                    f"{where}: {name}: is of a kind that cannot be converted. A LORA "
+                raise unsupported(
+                    where,
+                    f"{name}: is of a kind that cannot be converted. A LORA "
                     "adapter has lora_A and lora_B.",
-                    "unsupported",
                 )
             else:
                 bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
@@ -164,20 +160,18 @@ class Peft:
 
         table = _table_of(adapter.full_tensors)
         if is_tied and (table or "lm_head.weight" in adapter.full_tensors):
-            raise PackError(
-                f"{where}: {base.name} ties its head to the embedding, and the adapter stores "
+            raise unsupported(
+                where,
+                f"{base.name} ties its head to the embedding, and the adapter stores "
                 f"{table or 'lm_head.weight'} in full. That cannot be converted.",
-                "unsupported",
             )
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
         model_type = pack.manifest["base"]["model_type"]
         specs = pack.specs
         if not specs:
-            raise PackError(
-                f"{pack.name}: is of a full fine-tuning, and PEFT stores adapters. Merge it "
-                "instead.",
-                "unsupported",
+            raise unsupported(
+                pack.name, "is of a full fine-tuning, and PEFT stores adapters. Merge it instead."
             )
         _check_specs(pack, model_type, specs)
 
@@ -236,21 +230,19 @@ class Peft:
 def _check_pattern(pattern: object, key: str, where: Path) -> None:
     """Raise a PackError unless a pattern maps regular expressions to positive numbers."""
     if not isinstance(pattern, dict):
-        raise PackError(f"{where}: {key} must be a mapping, but is {pattern!r}.", "unreadable")
+        raise unreadable(where, f"{key} must be a mapping, but is {pattern!r}.")
 
     for expression, value in pattern.items():
         try:
             re.compile(expression)
         except (re.error, RecursionError, OverflowError) as error:
-            raise PackError(
-                f"{where}: {key}: {expression!r} is not a regular expression: {error}.",
-                "unreadable",
+            raise unreadable(
+                where, f"{key}: {expression!r} is not a regular expression: {error}."
             ) from None
 
         if not is_positive(value):
-            raise PackError(
-                f"{where}: {key}: {expression!r} must be a number above 0, but is {value!r}.",
-                "unreadable",
+            raise unreadable(
+                where, f"{key}: {expression!r} must be a number above 0, but is {value!r}."
             )
 
 
@@ -270,10 +262,10 @@ def _read_part(
     path = path_here(match["path"], model_type)
     part = match["part"]
     if ".experts." in f"{path}.":
-        raise PackError(
-            f"{stored.file}: {name}: adapts one expert, and mlx-lm stacks the experts of a layer. "
+        raise unsupported(
+            stored.file,
+            f"{name}: adapts one expert, and mlx-lm stacks the experts of a layer. "
             "Expert adapters of PEFT cannot be converted.",
-            "unsupported",
         )
 
     if part == "magnitude_vector":
@@ -281,10 +273,8 @@ def _read_part(
         return
 
     if tensor.ndim != 2:
-        raise PackError(
-            f"{stored.file}: {name} has {tensor.ndim} axes, but must have 2 (an adapter of a "
-            "linear).",
-            "unsupported",
+        raise unsupported(
+            stored.file, f"{name} has {tensor.ndim} axes, but must have 2 (an adapter of a linear)."
         )
 
     if part == "A":
@@ -308,33 +298,33 @@ def _transposed(name: str, tensor: mx.array, model_type: str) -> mx.array:
 
 def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
     """Raise a PackError for what PEFT has no place for."""
-
-    def unsupported(reason: str) -> PackError:
-        return PackError(f"{pack.name}: {reason}", "unsupported")
-
     if model_type not in (*_SAME_NAMES, *VISION_FAMILIES):
         raise unsupported(
+            pack.name,
             f"what transformers calls the modules of {model_type} is not known here. PEFT export "
-            f"knows {', '.join((*_SAME_NAMES, *VISION_FAMILIES))}."
+            f"knows {', '.join((*_SAME_NAMES, *VISION_FAMILIES))}.",
         )
 
     if head_tables_of(pack.manifest) or any(spec.head for spec in specs.values()):
         raise unsupported(
+            pack.name,
             "changes an embedding that is also the head, and PEFT's adapters act on the input "
-            "only. Merge it, or train it without embed_tokens."
+            "only. Merge it, or train it without embed_tokens.",
         )
 
     for path, spec in specs.items():
         if spec.experts is not None:
             raise unsupported(
+                pack.name,
                 f"{path}: adapts the experts of a mixture, which transformers keeps as one "
                 "parameter of another layout and PEFT adapts by target_parameters. Export it to "
-                "mlx-lm, or merge it."
+                "mlx-lm, or merge it.",
             )
         if is_router(path):
             raise unsupported(
+                pack.name,
                 f"{path}: adapts a router, which is not a linear in transformers. Export it to "
-                "mlx-lm, or merge it."
+                "mlx-lm, or merge it.",
             )
 
 
