@@ -1,4 +1,4 @@
-"""Files for people who come to the repository: issue forms, citation, badges."""
+"""Files for people who come to the repository: issue forms, citation."""
 
 import re
 import subprocess
@@ -61,18 +61,3 @@ def test_citation_has_version_licence_and_title_of_the_package():
     assert f'license = "{citation["license"]}"' in PROJECT
     assert citation["authors"] == [{"name": "mlx-packs contributors"}]
     assert citation["repository-code"] == REPOSITORY
-
-
-def test_badges_are_true_before_any_workflow_has_run():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    badges = re.findall(r"img\.shields\.io/badge/(\S+?)-\w+\)", readme)
-    python = re.search(r'requires-python = ">=(.+)"', PROJECT).group(1)
-    licence = re.search(r'^license = "(.+)"', PROJECT, re.M).group(1)
-    status = re.search(r"Development Status :: \d - (\w+)", PROJECT).group(1)
-
-    assert badges == [
-        f"python-{python}%2B",
-        f"licence-{licence.replace('-', '--')}",
-        f"status-{status.lower()}",
-    ]
-    assert "badge.svg" not in readme and readme.count("img.shields.io") == len(badges)
