@@ -114,9 +114,8 @@ def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
         tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
         raise unsupported(
             out,
-            f"not written: merged, the model would differ too much from the base with "
-            f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
-            "choices.",
+            "not written: merged, the model would differ too much from the base with the pack "
+            f"({tried}; at most {report['max_drift']:.2g}). `packs merge` has more choices.",
         )
 
     notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]

@@ -114,9 +114,8 @@ class Peft:
         if isinstance(start, str) and start.startswith(_CHANGED_BASE):
             raise unsupported(
                 where,
-                f"init_lora_weights is {start!r}: the adapter belongs to weights that "
-                "PEFT changed when it started. Save it with "
-                "path_initial_model_for_weight_conversion.",
+                f"init_lora_weights is {start!r}: the adapter belongs to weights that PEFT changed "
+                "when it started. Save it with path_initial_model_for_weight_conversion.",
             )
 
         for key in ("lora_alpha", "r"):
