@@ -329,7 +329,7 @@ def merged_modules(base: BaseModel, request: MergeRequest) -> Modules:
     """Return modules that compute what the written ones will, for a base that is loaded."""
     changes = plan_changes(request).changes
     formats = {change.path: change.weight_format for change in changes}
-    merged = modules_on_call(base, formats, _FreshWeights(request).take)
+    merged = modules_on_call(base, formats, _fresh_weights(request))
     names = [n for n in replaced_of(request.pack.manifest) if n.rpartition(".")[0] not in formats]
     if names:
         tensors = request.pack.load_tensors()
@@ -346,21 +346,19 @@ def modules_on_call(base: BaseModel, formats: Formats, weight_of: WeightOf) -> M
     ]
 
 
-class _FreshWeights:
-    """The new weights of a merge, each planned from the files again before it is used again.
+def _fresh_weights(request: MergeRequest) -> WeightOf:
+    """Return a function that plans the new weights from the files again before one is used again.
 
     An array that was computed would stay in memory for as long as somebody holds it.
     """
+    weights: dict[str, mx.array] = {}
 
-    def __init__(self, request: MergeRequest) -> None:
-        self._request = request
-        self._weights: dict[str, mx.array] = {}
+    def take(path: str) -> mx.array:
+        if path not in weights:
+            weights.update((c.path, c.weight) for c in plan_changes(request).changes)
+        return weights.pop(path)
 
-    def take(self, path: str) -> mx.array:
-        if path not in self._weights:
-            changes = plan_changes(self._request).changes
-            self._weights = {change.path: change.weight for change in changes}
-        return self._weights.pop(path)
+    return take
 
 
 class _ModuleOnCall(nn.Module):
