@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import late
-from ..config.chat_templates import CHAT_TEMPLATES, MARKS, PLAIN
+from ..config.data import CHAT_TEMPLATES, MARKS, PLAIN
 from ..errors import PackError, library_errors
 from ..reading import read_json
 from ..sandbox.process import IMAGES

@@ -70,7 +70,7 @@ COMMANDS = {
 HIDDEN = {
     "apply": "inspect:apply",
     "completion": "main:completion",
-    "logits": "logits:logits",
+    "logits": "data:logits",
 }
 
 # Commands of other tools, and what to type for them.

@@ -17,7 +17,7 @@ from ..bases.files import check_files, resolve_checkpoint
 from ..bases.readers import DENSE, is_local_model, local_model
 from ..bases.tokenizer import adds_bos, load_tokenizer, with_template
 from ..bases.turns import answer_end, given_variables, render_conversation
-from ..config.chat_templates import PLAIN
+from ..config.data import PLAIN
 from ..errors import PackError, errors_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.manifest import chat_template_of, template_kwargs_of

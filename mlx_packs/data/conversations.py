@@ -24,7 +24,7 @@ from ..bases.turns import (
     render_prefixes,
     turn_style,
 )
-from ..config.chat_templates import CHAT_TEMPLATES, PLAIN
+from ..config.data import CHAT_TEMPLATES, PLAIN
 from ..errors import PackError
 from .images import without_marks
 from .messages import THOUGHTS

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs import DataConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.bases.tokenizer import with_template
-from mlx_packs.config.chat_templates import CHAT_TEMPLATES
+from mlx_packs.config.data import CHAT_TEMPLATES
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.row_format import Row
 from mlx_packs.evaluation.rows import columns_of

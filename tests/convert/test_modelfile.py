@@ -7,7 +7,7 @@ import pytest
 from mlx_packs.bases import tokenizer as tokenizers
 from mlx_packs.bases.tokenizer import with_template
 from mlx_packs.bases.turns import render_conversation
-from mlx_packs.config.chat_templates import CHAT_TEMPLATES
+from mlx_packs.config.data import CHAT_TEMPLATES
 from mlx_packs.convert.modelfile import _prompts
 
 DEFAULT = """\
