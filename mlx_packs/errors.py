@@ -63,7 +63,9 @@ class PackError(click.ClickException):
     def __init__(
         self, text: str, code: Code = "invalid", flag: str | None = None, where: object = ""
     ) -> None:
-        message = f"{where}: {text}" if where else text
+        message = text
+        if where:
+            message = f"{where}: {text}"
         super().__init__(message)
         self.code: Code = code
         self.text = text

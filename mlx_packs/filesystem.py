@@ -54,8 +54,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 def _exchange(one: bytes, other: bytes) -> int:
     """Return the errno of ``renameat2`` (Linux) or ``renamex_np`` (macOS); 0 if it worked."""
-    folder = () if sys.platform == "darwin" else (_AT_FDCWD,)
-    name = "renameat2" if folder else "renamex_np"
+    name, folder = "renameat2", (_AT_FDCWD,)
+    if sys.platform == "darwin":
+        name, folder = "renamex_np", ()
     call = getattr(ctypes.CDLL(None, use_errno=True), name, None)  # glibc has it since 2.28
     if call is None:
         return errno.ENOSYS
