@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mlx_packs import runtime
-from mlx_packs.cpu import elf
-from mlx_packs.cpu.blas import gemm_slots
+from mlx_packs.cpu.blas import gemm_slots, library_segments, own_maps
 from mlx_packs.runtime import mx
 
 REFERENCE_BLAS = "reference (MLX wheel)"
@@ -53,7 +52,7 @@ def _reference_blas() -> Iterator[None]:
 
 def _libmlx_file() -> str:
     """The path that libmlx.so was loaded from."""
-    return elf.library_segments("libmlx.so", elf.own_maps())[0].path
+    return library_segments("libmlx.so", own_maps())[0].path
 
 
 @contextmanager

@@ -140,7 +140,7 @@ OWN_READERS = {
     "sandbox/child.py": "/proc",
     "sandbox/process.py": "/proc, and results of processes that it starts",
     "tensors.py": "mx.load, of a file whose header was checked",
-    "cpu/elf.py": "libraries of this process",
+    "cpu/blas.py": "libraries of this process",
     "__init__.py": "the program's own stub",
     "convert/gguf.py": "mx.load, of the file that it wrote",
     "convert/merge_plan.py": "mx.load, of files that were checked",

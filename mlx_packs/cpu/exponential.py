@@ -7,12 +7,13 @@ products are vectorized. All is float32, and `exp` and `exp2` have no gradient: 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
-from .streams import rounds
-
+# Maps pieces to groups of them, each with its stream.
+Rounds = Callable[[Iterable[int]], Iterator[list[tuple[AbstractContextManager, int]]]]
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
@@ -64,7 +65,7 @@ def _by_rows(
     count: int,
     arrays: Sequence[mx.array],
     elements: int,
-    streams: int,
+    rounds: Rounds,
 ) -> list[mx.array]:
     """Return the ``count`` results of a function of single elements, computed by rows of [N, D].
 
@@ -77,7 +78,7 @@ def _by_rows(
 
     results = [mx.zeros(arrays[0].shape) for _ in range(count)]
     inputs = list(arrays)
-    for group in rounds(range(0, rows, step), streams):
+    for group in rounds(range(0, rows, step)):
         parts = []
         for stream, start in group:
             with stream:
@@ -99,18 +100,21 @@ def _gated_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[
     return [cotangent * up * (sigmoid + silu * (1 - sigmoid)), cotangent * silu]
 
 
-def swiglu(gate: mx.array, up: mx.array, elements: int, streams: int) -> mx.array:
-    """Return gate * sigmoid(gate) * up, of any shape, by rows of `elements` on streams."""
+def swiglu(gate: mx.array, up: mx.array, elements: int, rounds: Rounds) -> mx.array:
+    """Return gate * sigmoid(gate) * up, of any shape, by rows of `elements` on streams.
+
+    ``rounds`` is that of the profile.
+    """
 
     @mx.custom_function
     def unit(gate: mx.array, up: mx.array) -> mx.array:
-        return _by_rows(_gated, 1, (gate, up), elements, streams)[0]
+        return _by_rows(_gated, 1, (gate, up), elements, rounds)[0]
 
     @unit.vjp
     def unit_vjp(
         primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
     ) -> tuple[mx.array, ...]:
-        return tuple(_by_rows(_gated_gradients, 2, (*primals, cotangent), elements, streams))
+        return tuple(_by_rows(_gated_gradients, 2, (*primals, cotangent), elements, rounds))
 
     flat = (-1, gate.shape[-1])
     return unit(gate.reshape(flat), up.reshape(flat)).reshape(gate.shape)

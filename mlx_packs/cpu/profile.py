@@ -1,17 +1,45 @@
-"""The profile of a CPU: pieces that stay in its cache, two streams, and functions of its own."""
+"""The profile of a CPU: pieces that stay in its cache, two streams, and functions of its own.
 
+Pieces of one large operation are computed at the same time, on parallel streams. MLX computes the
+operations of a stream one by one, and the threads of a BLAS wait for each other by spinning, so
+that another busy program makes both slow. Streams block instead. Pieces are assigned in rounds,
+each of which waits for the one before: MLX hands out no more work while some hundred operations of
+all streams together wait, and a stream far ahead would leave the others none.
+"""
+
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from .. import runtime
 from ..ops.attention import Arrays, Block, BlockAttention, PerHead, joined
 from ..ops.profile import Piece, Profile
 from . import exponential
 from .exponential import exp2
-from .streams import rounds, stream_count
+
+
+def stream_count() -> int:
+    """Return how many pieces are computed at once: two where a product leaves a core idle."""
+    if runtime.COMPILES or not core_is_idle():
+        return 1
+    return 2
+
+
+def core_is_idle() -> bool:
+    # several threads of a BLAS take the cores themselves, and its products then queue for them
+    blas = runtime.BLAS
+    return (blas.threads == 1 or blas.name == "reference") and len(os.sched_getaffinity(0)) > 1
+
+
+@cache
+def second_stream() -> mx.ThreadLocalStream:
+    """Return the stream beside the current one, of each thread its own."""
+    return mx.new_thread_local_stream(mx.cpu)
 
 
 class _Partial(NamedTuple):
@@ -128,7 +156,17 @@ class CPUProfile(Profile):
     def rounds(
         self, pieces: Iterable[Piece]
     ) -> Iterator[list[tuple[AbstractContextManager, Piece]]]:
-        return rounds(pieces, self.streams)
+        """Yield pieces with their streams, as many at a time; the first is the current one."""
+        group: list[tuple[AbstractContextManager, Piece]] = []
+        for piece in pieces:
+            stream = mx.stream(second_stream()) if group else nullcontext()
+            group.append((stream, piece))
+            if len(group) == self.streams:
+                yield group
+                group = []
+
+        if group:
+            yield group
 
     def slice_size(self, shape: tuple[int, int], rows: int) -> int:
         """Return the rows of a slice; of a large product there is at least one for each stream."""
@@ -160,7 +198,7 @@ class CPUProfile(Profile):
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         if gate.dtype != mx.float32:
             return super().swiglu(gate, up)
-        return exponential.swiglu(gate, up, self.elements, self.streams)
+        return exponential.swiglu(gate, up, self.elements, self.rounds)
 
     def gelu(self, x: mx.array) -> mx.array:
         if x.dtype != mx.float32:

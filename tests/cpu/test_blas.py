@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.cpu import blas, elf
-from mlx_packs.cpu.elf import ElfError, Segment
+from mlx_packs.cpu import blas
+from mlx_packs.cpu.blas import ElfError, Segment
 from mlx_packs.ops import diagnostics
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX has Accelerate here")
@@ -79,19 +79,19 @@ EXPECTED = {name: BASE + SLOTS_AT + 8 * (i + 2) for i, name in enumerate(NAMES)}
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_slots_are_found_by_name(machine, relocated):
     data = image(machine, relocated)
-    assert elf.jump_slots(reader(data), BASE, machine, NAMES) == EXPECTED
+    assert blas.jump_slots(reader(data), BASE, machine, NAMES) == EXPECTED
     with pytest.raises(ElfError):
-        elf.jump_slots(reader(data), BASE, "ppc64le", NAMES)
+        blas.jump_slots(reader(data), BASE, "ppc64le", NAMES)
     other = "aarch64" if machine == "x86_64" else "x86_64"
     with pytest.raises(ElfError):
-        elf.jump_slots(reader(data), BASE, other, NAMES)
+        blas.jump_slots(reader(data), BASE, other, NAMES)
 
 
 @pytest.mark.parametrize("size", [*range(0, SIZE, 61), SIZE - 1])
 def test_an_image_that_ends_early_is_an_error_or_has_all_slots(size):
     # tables are whole before the slots, which only a writer touches
     try:
-        assert elf.jump_slots(reader(image()[:size]), BASE, "x86_64", NAMES) == EXPECTED
+        assert blas.jump_slots(reader(image()[:size]), BASE, "x86_64", NAMES) == EXPECTED
     except ElfError:
         assert size < SLOTS_AT
 
@@ -112,7 +112,7 @@ def test_mutated_images_are_errors_or_name_slots_and_never_read_outside():
                 struct.pack_into("<Q", data, at & ~7, draw.choice(words))
 
         try:
-            slots = elf.jump_slots(reader(data), BASE, "x86_64", NAMES)
+            slots = blas.jump_slots(reader(data), BASE, "x86_64", NAMES)
             assert set(slots) <= set(NAMES)
             assert all(address % 8 == 0 for address in slots.values())
         except ElfError:
@@ -132,27 +132,27 @@ MAPS = """\
 
 @pytest.mark.parametrize("deleted", ["", " (deleted)"])
 def test_a_library_that_an_upgrade_replaced_is_still_found(deleted):
-    maps = elf.parse_maps(MAPS.format(deleted=deleted))
-    library = elf.library_segments("libmlx.so", maps)
+    maps = blas.parse_maps(MAPS.format(deleted=deleted))
+    library = blas.library_segments("libmlx.so", maps)
     assert [s.offset for s in library] == [0, 0x100000, 0x200000]
     assert {s.path for s in library} == {"/a b/lib/libmlx.so"}
-    assert elf.covers(library, 0x7F0000200FF8, 8, "w")
-    assert not elf.covers(library, 0x7F0000200FF9, 8, "w")
-    assert not elf.covers(library, 0x7F0000100000, 8, "w")
+    assert blas.covers(library, 0x7F0000200FF8, 8, "w")
+    assert not blas.covers(library, 0x7F0000200FF9, 8, "w")
+    assert not blas.covers(library, 0x7F0000100000, 8, "w")
 
 
 def test_a_library_that_is_loaded_twice_or_not_at_all_is_an_error():
     twice = MAPS.format(deleted=" (deleted)") + MAPS.format(deleted="").replace(" 77 ", " 78 ")
     for text in (twice, ""):
         with pytest.raises(ElfError):
-            elf.library_segments("libmlx.so", elf.parse_maps(text))
+            blas.library_segments("libmlx.so", blas.parse_maps(text))
 
 
 def test_memory_is_read_within_ranges_alone():
     buffer = ctypes.create_string_buffer(b"0123456789abcdef", 16)
     start = ctypes.addressof(buffer)
     file = ("fd:01", "1", "/x")
-    read = elf.memory_reader(
+    read = blas.memory_reader(
         [
             Segment(start, start + 8, "r--p", 0, file),
             Segment(start + 8, start + 16, "rw-p", 8, file),
@@ -164,7 +164,7 @@ def test_memory_is_read_within_ranges_alone():
         with pytest.raises(ElfError):
             read(address, size)
     with pytest.raises(ElfError):
-        elf.memory_reader([Segment(start, start + 8, "---p", 0, file)])(start, 1)
+        blas.memory_reader([Segment(start, start + 8, "---p", 0, file)])(start, 1)
 
 
 @pytest.fixture
@@ -205,14 +205,14 @@ def test_a_wrong_product_is_undone_for_its_function_alone(unbound, monkeypatch, 
 @pytest.mark.parametrize("fault", ["unreadable", "read-only", "no code"])
 def test_what_cannot_be_bound_safely_is_left_and_said(unbound, monkeypatch, fault):
     before = {name: slot.value for name, slot in unbound.items()}
-    maps = elf.own_maps()
+    maps = blas.own_maps()
     if fault == "unreadable":
         maps = [s._replace(permissions="---p") if "libmlx" in s.path else s for s in maps]
     elif fault == "read-only":
         maps = [s._replace(permissions="r--p") if "libmlx" in s.path else s for s in maps]
     else:
         maps = [s for s in maps if "x" not in s.permissions or "libmlx" in s.path]
-    monkeypatch.setattr(elf, "own_maps", lambda: maps)
+    monkeypatch.setattr(blas, "own_maps", lambda: maps)
     bound = blas.bind()
     assert not bound.bound and "40 times" in bound.note
     assert {name: slot.value for name, slot in unbound.items()} == before

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.cpu import streams
+from mlx_packs.cpu import profile as cpu_profile
 from mlx_packs.cpu.blas import Blas
 from mlx_packs.cpu.profile import CPUProfile
 from mlx_packs.nn.frozen_weight import frozen_weight
@@ -82,9 +82,9 @@ def operations() -> dict:
 def computed(name: str, count: int, monkeypatch) -> tuple[list[mx.array], int]:
     """Results and gradients of an operation on so many streams; how often the second was used."""
     used = []
-    second_stream = streams.second_stream
+    second_stream = cpu_profile.second_stream
     with forced_profile(replace(MANY_PIECES, streams=count)), monkeypatch.context() as patch:
-        patch.setattr(streams, "second_stream", lambda: used.append(1) or second_stream())
+        patch.setattr(cpu_profile, "second_stream", lambda: used.append(1) or second_stream())
         function, inputs = operations()[name]
         outputs = function(*inputs)
         results = mx.vjp(lambda *a: [function(*a)], inputs, [noise(*outputs.shape)])
@@ -122,9 +122,9 @@ def test_linear_cross_entropy_on_two_streams_ranks_the_first_best_token():
 def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(
     idle, compiles, count, monkeypatch
 ):
-    monkeypatch.setattr(streams, "core_is_idle", lambda: idle)
+    monkeypatch.setattr(cpu_profile, "core_is_idle", lambda: idle)
     monkeypatch.setattr(runtime, "COMPILES", compiles)
-    assert streams.stream_count() == count
+    assert cpu_profile.stream_count() == count
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(
 def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, monkeypatch):
     monkeypatch.setattr(runtime, "BLAS", Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert streams.core_is_idle() == idle
+    assert cpu_profile.core_is_idle() == idle
 
 
 def test_another_thread_has_a_second_stream_of_its_own():
