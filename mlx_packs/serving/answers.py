@@ -13,9 +13,8 @@ import numpy as np
 
 from ..bases.tokenizer import token_bytes
 from .generation import TextWorker
-from .output import Piece
 from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls
-from .request import Event, Finished, Logprob, MakeRequest, Progress, Started
+from .request import Event, Finished, Logprob, MakeRequest, Piece, Progress, Started
 
 
 @dataclass

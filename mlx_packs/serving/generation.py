@@ -17,9 +17,8 @@ from ..bases.supported import is_batchable
 from ..errors import PackError
 from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx
-from .output import Output
 from .registry import PackRegistry, Served
-from .request import Finished, Limits, Logprob, Processor, Progress, Started, TextRequest
+from .request import Finished, Limits, Logprob, Output, Processor, Progress, Started, TextRequest
 from .slots import BatchedModel, PackOfSequence, PackSlots, cache_bytes, reserved_tokens
 from .worker import Worker, exception_of
 

@@ -27,9 +27,8 @@ from ..inference.generate import (
 from ..vision.pictures import open_picture
 from .generation import TextWorker
 from .grammar import Grammars, has_tool_grammar
-from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
-from .request import Event, MakeRequest, Processor, TextRequest, sampler_of
+from .request import Event, MakeRequest, Processor, TextRequest, first_state, sampler_of
 
 _NO_LAYOUT: Mapping[str, Any] = {}
 MOST_IMAGES = 64  # of one request

@@ -7,9 +7,16 @@ import pytest
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_packs.serving.answers import ChatAnswer, Texts
-from mlx_packs.serving.output import Output, first_state
 from mlx_packs.serving.protocol import Tool, tool_calls
-from mlx_packs.serving.request import Finished, Logprob, Progress, Started, TextRequest
+from mlx_packs.serving.request import (
+    Finished,
+    Logprob,
+    Output,
+    Progress,
+    Started,
+    TextRequest,
+    first_state,
+)
 
 WEATHER = Tool.model_validate_json(
     '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs.bases.tokenizer import opens_thoughts
 from mlx_packs.inference.generate import chat_prompt
-from mlx_packs.serving.output import Output, first_state
+from mlx_packs.serving.request import Output, first_state
 
 ENDS = {  # of the prompt, after the mark of the assistant
     "": False,
