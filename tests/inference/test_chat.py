@@ -15,7 +15,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
 
-SHORT = Sampling(max_tokens=8)
+SHORT = Sampling(max_tokens=4)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch):
         asked = [*conversation.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(small_tiny, asked)
         answer = "".join(conversation.reply(text))
-        assert answer == complete(small_tiny, prompt, 8)
+        assert answer == complete(small_tiny, prompt, 4)
         assert conversation.messages == [*asked, {"role": "assistant", "content": answer}]
     assert computed[0] > computed[1] and len(prompt) > 2 * computed[2]
     conversation.clear()
@@ -64,12 +64,12 @@ def test_thoughts_that_the_prompt_opens_are_no_content(small_tiny, monkeypatch, 
 
 
 def test_a_penalty_looks_back_on_earlier_turns(small_tiny):
-    sampling = Sampling(max_tokens=12, repetition_penalty=1.5)
+    sampling = Sampling(max_tokens=6, repetition_penalty=1.5)
     conversation = ChatSession(small_tiny, sampling=sampling)
     for text in ("Who was it?", "And then, what was it that they did to him?", "Why?"):
         asked = [*conversation.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(small_tiny, asked)
-        expected = complete(small_tiny, prompt, 12, repetition_penalty=1.5)
+        expected = complete(small_tiny, prompt, 6, repetition_penalty=1.5)
         assert "".join(conversation.reply(text)) == expected
 
 
@@ -80,7 +80,7 @@ def test_an_answer_that_is_not_taken_to_its_end_counts_as_far(small_tiny):
     pieces.close()
     assert conversation.messages[-1] == {"role": "assistant", "content": first}
     asked = [*conversation.messages, {"role": "user", "content": "Go on."}]
-    expected = complete(small_tiny, chat_prompt(small_tiny, asked), 8)
+    expected = complete(small_tiny, chat_prompt(small_tiny, asked), 4)
     assert "".join(conversation.reply("Go on.")) == expected
 
 
@@ -117,18 +117,18 @@ def test_text_from_python(shared_tiny, packs):
 
 def test_tokens_are_chosen_as_asked(small_tiny):
     """Of one token that is left, the likeliest; penalized ones do not come again at once."""
-    greedy = small_tiny.generate("Who was it?", max_tokens=6)
+    greedy = small_tiny.generate("Who was it?", max_tokens=4)
     for one in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}):
-        assert small_tiny.generate("Who was it?", max_tokens=6, temperature=3.0, **one) == greedy
+        assert small_tiny.generate("Who was it?", max_tokens=4, temperature=3.0, **one) == greedy
 
     drawn = {
-        small_tiny.generate("Who was it?", max_tokens=6, temperature=3.0, top_k=10**9, seed=seed)
+        small_tiny.generate("Who was it?", max_tokens=4, temperature=3.0, top_k=10**9, seed=seed)
         for seed in (1, 1, 2)
     }
     assert len(drawn) == 2 and greedy not in drawn
 
     loop = [5] * 8
-    assert complete(small_tiny, loop, 24) != complete(small_tiny, loop, 24, repetition_penalty=1.5)
+    assert complete(small_tiny, loop, 8) != complete(small_tiny, loop, 8, repetition_penalty=1.5)
 
     logits = small_tiny.model(mx.array([loop]))[0, -1]
     likeliest = int(mx.argmax(logits))

@@ -25,7 +25,7 @@ PROMPTS = (
 def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny, batch_size):
     """Five ragged prompts, completions of four lengths; two at a time, each slot is used again."""
     prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS]
-    lengths = [12, 5, 9, 12, 3]
+    lengths = [6, 3, 5, 6, 2]
     plain = complete_batch(small_tiny, prompts, lengths, batch_size)
     with small_tiny.applied(random_pack(small_tiny, 5, 4, ())):
         alone = [complete(small_tiny, p, n) for p, n in zip(prompts, lengths, strict=True)]
@@ -35,7 +35,7 @@ def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny, batch_si
 
 def test_stream_batch_admits_the_next_prompt_when_one_has_ended(small_tiny):
     prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
-    order = [i for i, *_ in stream_batch(small_tiny, prompts, [2, 10, 2], 2, stop=False)]
+    order = [i for i, *_ in stream_batch(small_tiny, prompts, [2, 6, 2], 2, stop=False)]
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
