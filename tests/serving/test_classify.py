@@ -14,7 +14,8 @@ TEXTS = ["the red car number 3 is here", "blue", "a green car " * 9]
 PATH = "/v1/classify"
 SETTINGS = {
     "task": "classify",
-    "iters": 2,
+    "iters": 1,
+    "val_batches": 0,
     "learning_rate": 1e-2,
     "max_seq_length": 64,
     "matmul_path": "dense",

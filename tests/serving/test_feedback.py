@@ -157,15 +157,15 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
 
 def test_remembered_answers_are_bounded_in_bytes(server, folder, monkeypatch):
     """A character of the prompts takes three bytes, so that two of them do not fit."""
-    monkeypatch.setattr(feedback, "_BYTES", 2000)
-    long = [server.chat("notes", "字" * 300) for _ in range(3)]
+    monkeypatch.setattr(feedback, "_BYTES", 700)
+    long = [server.chat("notes", "字" * 100, max_tokens=2) for _ in range(3)]
     sizes = [each.size for each in server.learning._choices.values()]
-    assert 900 < sum(sizes) == server.learning._bytes <= 2000 and len(sizes) == 1
+    assert 350 < sum(sizes) == server.learning._bytes <= 700 and len(sizes) == 1
 
     assert rejected(server, long[1], rating="down")[0] == 404
     assert rate(server, long[2], rating="down")[0] == 200
     (row,) = rows_in(folder)["kto.jsonl"]
-    assert row["prompt"] == [{"role": "user", "content": "字" * 300}]
+    assert row["prompt"] == [{"role": "user", "content": "字" * 100}]
 
 
 def test_a_full_disk_leaves_the_rows_as_they_were(server, folder, monkeypatch):
@@ -236,11 +236,11 @@ def test_versions_are_swapped_and_put_back_while_requests_run(
     slots = generator.registry.slots
 
     with Running(generator, learning=base_folder) as server:
-        before = server.chat("learned", QUESTION, max_tokens=40)
-        assert content(before) == content(server.chat("base", QUESTION, max_tokens=40))
+        before = server.chat("learned", QUESTION, max_tokens=20)
+        assert content(before) == content(server.chat("base", QUESTION, max_tokens=20))
         answers = []
         thread = threading.Thread(
-            target=lambda: answers.append(server.chat("learned", QUESTION, max_tokens=40))
+            target=lambda: answers.append(server.chat("learned", QUESTION, max_tokens=20))
         )
         thread.start()
         until(lambda: generator.counts[0] == 1)
@@ -249,7 +249,7 @@ def test_versions_are_swapped_and_put_back_while_requests_run(
         thread.join()
         assert content(answers[0]) == content(before)  # it ended with the version it began with
 
-        after = server.chat("learned", QUESTION, max_tokens=40)
+        after = server.chat("learned", QUESTION, max_tokens=20)
         assert content(after) != content(before)
         assert rate(server, after, rating="down")[0] == 200
         assert rows_in(base_folder)["kto.jsonl"][0]["version"] == number
@@ -257,7 +257,7 @@ def test_versions_are_swapped_and_put_back_while_requests_run(
 
         base_folder.serve(0)
         until(lambda: server.learning.version == 0)
-        assert content(server.chat("learned", QUESTION, max_tokens=40)) == content(before)
+        assert content(server.chat("learned", QUESTION, max_tokens=20)) == content(before)
         assert slots.nbytes == 0
 
 

@@ -29,7 +29,7 @@ def packs(folder, tmp_path_factory) -> dict[str, Pack]:
     out = tmp_path_factory.mktemp("packs")
     rankings = str(write_pairs(out / "rankings", all_rankings(1)[:24], 8))
     pairs = str(write_pairs(out / "pairs", all_pairs()[:24], 8))
-    plain = {"iters": 2, "batch_size": 2, "learning_rate": 1e-2, "val_batches": 0}
+    plain = {"iters": 1, "batch_size": 2, "learning_rate": 1e-2, "val_batches": 0}
     lora = LoRAConfig(rank=2)
 
     runs = {}
