@@ -36,7 +36,7 @@ _VECTORS = "embedding"
 _SERVED = tuple(name for name, facts in TASKS.items() if facts.pack.worker)
 _TINKER_KEY = "tml-"
 _LEARNED = "learned"  # what versions of the base are served as
-_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+_NEEDED = ("starlette", "uvicorn", "pydantic", "llguidance")
 
 
 _server = partial(option, section="Server")
@@ -375,7 +375,7 @@ def _run(
 ) -> None:
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
-    from ..serving.app import Metrics, Server, ServerSettings, make_app
+    from ..serving.app import Server, ServerSettings, make_app
     from ..serving.feedback import Learning
     from ..serving.generation import TextWorker
     from ..serving.library import Library
@@ -427,7 +427,7 @@ def _run(
             )
         training = _training(worker, given["train"], settings)
 
-        app = make_app(Server(worker, library, settings, Metrics(), training, learning))
+        app = make_app(Server(worker, library, settings, training, learning))
         run(app, worker, training, given["grace"], listening)
 
 

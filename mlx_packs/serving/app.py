@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's, packs beside it, health, metrics and a page to try them."""
+"""The HTTP interface: OpenAI's, packs beside it, health, load and a page to try them."""
 
 import asyncio
 import functools
@@ -26,6 +26,7 @@ from ..objectives.reader import rerank_prompt
 from ..packs.compatibility import text_limit
 from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
 from ..packs.scored import Prediction, input_row
+from ..runtime import mx
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
@@ -36,7 +37,6 @@ from .http import (
     AccessGuard,
     EventStream,
     Handler,
-    Metrics,
     ServerSettings,
     answering,
     error_response,
@@ -65,14 +65,12 @@ class Server:
         worker: TextWorker | EmbeddingWorker,
         library: Library,
         settings: ServerSettings,
-        metrics: Metrics,
         training: "TrainingService | None" = None,
         learning: Learning | None = None,
     ) -> None:
         self.worker = worker
         self.library = library
         self.settings = settings
-        self.metrics = metrics
         self.training = training
         self.learning = learning
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
@@ -152,10 +150,8 @@ class Server:
 
         ``ended`` is called with an answer that is complete.
         """
-        began = time.monotonic()
         try:
             await unless_gone(request, texts.start())
-            self.metrics.first.observe(time.monotonic() - began)
             answer = make()
             if body.stream:
                 events = self._events(answer, body.wants_usage, ended)
@@ -372,10 +368,25 @@ class Server:
             facts["training"] = self.training.load
         return JSONResponse(facts, 200 if alive else 503)
 
-    async def read_metrics(self, _: Request) -> Response:
-        passes = self.training.load["passes"] if self.training is not None else 0
-        text = self.metrics.text(self.worker, passes)
-        return Response(text, media_type=self.metrics.media_type)
+    async def metrics(self, _: Request) -> Response:
+        """Answer with the load, and tokens and bytes so far, in Prometheus's text format."""
+        worker = self.worker
+        running, waiting = worker.counts
+        numbers = {
+            "running": running,
+            "waiting": waiting,
+            "packs": len(worker.registry.packs),
+            "steps": worker.steps,
+            "training_passes": self.training.load["passes"] if self.training is not None else 0,
+            'tokens{kind="generated"}': worker.generated,
+            'tokens{kind="prompt"}': worker.prefilled,
+            'tokens{kind="prompt_cached"}': worker.reused,
+            'memory_bytes{kind="mlx_active"}': mx.get_active_memory(),
+            'memory_bytes{kind="adapters"}': worker.registry.slots.nbytes,
+            'memory_bytes{kind="cached_prompts"}': worker.cached_bytes,
+        }
+        text = "".join(f"mlx_packs_{name} {number}\n" for name, number in numbers.items())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
@@ -459,9 +470,7 @@ def make_app(server: Server) -> Starlette:
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
             return no_route(request.url.path, post, server.worker.route)
-        running, waiting = server.worker.counts
-        pace = server.metrics.seconds_per_request()
-        return error_response(error, pace * waiting / max(1, running))
+        return error_response(error)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
@@ -473,7 +482,7 @@ def make_app(server: Server) -> Starlette:
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/"): server.page,
         ("GET", "/health"): server.health,
-        ("GET", "/metrics"): server.read_metrics,
+        ("GET", "/metrics"): server.metrics,
         ("GET", "/v1/models"): server.models,
         ("GET", "/v1/models/{name:path}"): server.model,
         ("GET", "/v1/packs"): server.packs,
@@ -502,5 +511,5 @@ def make_app(server: Server) -> Starlette:
     }
 
     app = Starlette(routes=routes, exception_handlers=on, lifespan=lifespan)
-    app.add_middleware(AccessGuard, settings=server.settings, metrics=server.metrics)
+    app.add_middleware(AccessGuard, settings=server.settings)
     return app

@@ -1,20 +1,16 @@
-"""What every route has in common: access, time, bodies, errors, and what a server counts."""
+"""What every route has in common: who is let in, in what time, how bodies are read, errors."""
 
 import asyncio
 import hmac
 import ipaddress
 import logging
-import math
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
 
 import anyio
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,7 +20,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from ..runtime import mx
 from .fields import Object, parsed
 
 T = TypeVar("T")
@@ -59,18 +54,7 @@ _COMPUTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 _COMPUTED += ("/v1/classify",)
 _BODY_SECONDS = 60.0
 BODY_BYTES = 10_000_000
-_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds
-_NOW = {
-    "running": "Requests that are computed.",
-    "waiting": "Requests that wait for a place.",
-    "packs": "Packs that are served.",
-    "training_passes": "Forward passes of models in training so far.",
-    "steps": "Forward passes so far.",
-}
-_KINDS_OF = {
-    "tokens": "Tokens so far: generated, of prompts, of prompts in memory.",
-    "memory_bytes": "Bytes in memory.",
-}
+_RETRY_SECONDS = "5"
 
 
 @dataclass(frozen=True)
@@ -99,104 +83,19 @@ class ServerSettings:
     allow_urls: bool = False
 
 
-class Metrics:
-    """What a server counts, as Prometheus reads it."""
-
-    media_type = CONTENT_TYPE_LATEST
-
-    def __init__(self) -> None:
-        self._all = CollectorRegistry()
-        self._requests = self._new(
-            Counter, "requests", "Requests by route and status.", labelnames=("route", "status")
-        )
-        self._took = self._new(
-            Histogram, "request_seconds", "Seconds of a request.", buckets=_BUCKETS
-        )
-        self.first = self._new(
-            Histogram, "place_seconds", "Seconds until a request has its place.", buckets=_BUCKETS
-        )
-
-        self._by_kind = {
-            name: self._new(Gauge, name, text, labelnames=("kind",))
-            for name, text in _KINDS_OF.items()
-        }
-        self._now = {name: self._new(Gauge, name, text) for name, text in _NOW.items()}
-
-        self._answered = 0
-        self._seconds = 0.0
-
-    def _new(self, kind: Any, name: str, text: str, **more: Any) -> Any:
-        return kind(f"mlx_packs_{name}", text, registry=self._all, **more)
-
-    def count(self, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(route, status).inc()
-        self._took.observe(seconds)
-        if route.endswith("completions") and status == 200:
-            self._answered += 1
-            self._seconds += seconds
-
-    def seconds_per_request(self) -> float:
-        """Return how long an answered request took on average; 1 before the first."""
-        if not self._answered:
-            return 1.0
-        return self._seconds / self._answered
-
-    def text(self, worker: Any, passes: int) -> bytes:
-        """Return all numbers in Prometheus's text format.
-
-        ``worker`` gives those of now; ``passes`` are of training.
-        """
-        running, waiting = worker.counts
-        packs = len(worker.registry.packs)
-        numbers = (running, waiting, packs, passes, worker.steps)
-        for gauge, number in zip(self._now.values(), numbers, strict=True):
-            gauge.set(number)
-
-        tokens = {
-            "generated": worker.generated,
-            "prompt": worker.prefilled,
-            "prompt_cached": worker.reused,
-        }
-        memory = {
-            "mlx_active": mx.get_active_memory(),
-            "adapters": worker.registry.slots.nbytes,
-            "cached_prompts": worker.cached_bytes,
-        }
-        for gauge, values in zip(self._by_kind.values(), (tokens, memory), strict=True):
-            for kind, value in values.items():
-                gauge.labels(kind).set(value)
-        return generate_latest(self._all)
-
-
 class AccessGuard:
-    """Lets a request through if it names this server and has the key, and counts it."""
+    """Lets a request through if it names this server and has the key."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        began = time.monotonic()
-        status = 500
-
-        async def send_counted(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        rejection = self._rejection(scope["method"], scope["path"], Headers(scope=scope))
-        try:
-            await (rejection or self._app)(scope, receive, send_counted)
-        finally:
-            route = scope.get("route")
-            path = route.path if route else "other"
-            self._metrics.count(path, status, time.monotonic() - began)
+        rejection = None
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            rejection = self._rejection(scope["method"], scope["path"], headers)
+        await (rejection or self._app)(scope, receive, send)
 
     def _rejection(self, method: str, path: str, headers: Headers) -> Response | None:
         size = len(path) + sum(len(name) + len(value) for name, value in headers.raw)
@@ -254,7 +153,7 @@ def failure(
     return JSONResponse({"error": error}, status)
 
 
-def error_response(error: BaseException, retry_after: float = 1.0) -> JSONResponse:
+def error_response(error: BaseException) -> JSONResponse:
     if isinstance(error, HTTPException):
         response = failure(error.status_code, error.detail)
         response.headers.update(error.headers or {})  # Allow, of a wrong method
@@ -267,7 +166,7 @@ def error_response(error: BaseException, retry_after: float = 1.0) -> JSONRespon
     status = _STATUS.get(error.code, 400)
     response = failure(status, public_message(error), error.code, error.flag)
     if status in (429, 503):
-        response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+        response.headers["Retry-After"] = _RETRY_SECONDS
     return response
 
 

@@ -17,7 +17,7 @@ from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.feedback import Learning
 from mlx_packs.serving.generation import TextWorker
-from mlx_packs.serving.http import Metrics, ServerSettings
+from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
 from mlx_packs.serving.request import Finished, Progress, TextRequest
 from mlx_packs.serving.running import config_of
@@ -60,9 +60,7 @@ class Running:
         self.library = Library(worker, folder)
         self.training = training and training(self.settings)
         self.learning = learning and Learning(learning, self.library)
-        self.server = Server(
-            worker, self.library, self.settings, Metrics(), self.training, self.learning
-        )
+        self.server = Server(worker, self.library, self.settings, self.training, self.learning)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self._uvicorn = PromptServer(config_of(make_app(self.server), log_level="error"))

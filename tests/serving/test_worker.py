@@ -11,7 +11,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
-from mlx_packs.serving.http import Metrics, ServerSettings
+from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
 from tests.helpers.serving import SECONDS, Running, texts_of, until
 
@@ -119,7 +119,7 @@ def test_closing_tells_those_who_wait_for_embeddings(encoder):
 
 def test_a_stream_whose_client_goes_before_the_first_event_ends(generator):
     """The disconnect comes with the body: nothing of the stream was asked for yet."""
-    server = Server(generator, Library(generator, None), ServerSettings(), Metrics())
+    server = Server(generator, Library(generator, None), ServerSettings())
     body = b'{"model": "base", "prompt": "The list", "max_tokens": 1900, "stream": true}'
     gone = False
     messages = [{"type": "http.request", "body": body, "more_body": False}]
