@@ -379,7 +379,7 @@ def _run(
     from ..serving.feedback import Learning
     from ..serving.generation import TextWorker
     from ..serving.library import Library
-    from ..serving.running import run, started
+    from ..serving.running import run
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
@@ -409,7 +409,9 @@ def _run(
         host=given["host"],
     )
 
-    with memory_limits(), started(worker), ExitStack() as stack:
+    with memory_limits(), ExitStack() as stack:
+        worker.start()
+        stack.callback(worker.close, 0.0)
         for name, pack in packs.items():
             library.load(name, pack.path)
         if folder is not None:

@@ -4,8 +4,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,6 @@ from .worker import Worker
 
 if TYPE_CHECKING:
     from .train.service import TrainingService
-
-
-@contextmanager
-def started(worker: Worker) -> Iterator[None]:
-    worker.start()
-    try:
-        yield
-    finally:
-        worker.close(0.0)
 
 
 def config_of(app: Starlette, **options: Any) -> uvicorn.Config:

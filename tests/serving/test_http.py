@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from mlx_packs.runtime import mx
+from mlx_packs.serving.request import sampler_of
 from tests.helpers.serving import Running
 from tests.serving.conftest import NAMES
 
@@ -96,6 +98,40 @@ def test_logprobs_are_of_the_tokens_that_were_chosen(shared_server):
         assert bytes(entry["bytes"]).decode() == entry["token"]
     (plain,) = shared_server.chat("notes", TEXT, logprobs=True, max_tokens=1)["choices"]
     assert [entry["top_logprobs"] for entry in plain["logprobs"]["content"]] == [[]]
+
+
+def biased(tokens: list[int]) -> dict:
+    """Fields that make the answer be the first of ``tokens``, with the others behind."""
+    bias = {str(token): 100 - 20 * i for i, token in enumerate(tokens)}
+    return {"model": "notes", "temperature": 0, "logit_bias": bias}
+
+
+@pytest.fixture
+def tokens(shared_server) -> list[int]:
+    tokenizer = shared_server.worker.base.tokenizer
+    return tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)
+
+
+def choice_of(server, path: str, body: dict, streams: bool) -> dict:
+    """The choice of an answer of one token, with its log-probabilities."""
+    if not streams:
+        return server.json("POST", path, body)[1]["choices"][0]
+    choices = [event["choices"][0] for event in server.events(path, body)]
+    return next(choice for choice in choices if choice["logprobs"])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_bytes_of_a_part_of_a_character(shared_server, tokens, streams):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "logprobs": True}
+    body |= biased(tokens) | {"top_logprobs": 4}
+    (entry,) = choice_of(shared_server, CHAT, body, streams)["logprobs"]["content"]
+    assert (
+        entry["bytes"] == list("\N{GRINNING FACE}".encode())[:1] and entry["token"] == r"bytes:\xf0"
+    )
+    assert [each["bytes"] for each in entry["top_logprobs"]] == [
+        [byte] for byte in "\N{GRINNING FACE}".encode()
+    ]
+    assert len({each["token"] for each in entry["top_logprobs"]}) == 4
 
 
 def test_text_completions_of_several_prompts_and_choices(shared_server):
@@ -294,3 +330,42 @@ def test_only_a_server_of_this_machine_asks_for_its_name(shared_server, host, st
     with Running(shared_server.worker, host=host) as server:
         assert server.request("GET", "/health", headers={"Host": host})[0] == 200
         assert server.request("GET", "/health", headers={"Host": "example.org"})[0] == status
+
+
+SCORES = mx.log(mx.array([[0.1, 0.2, 0.4, 0.3]]))
+LEAST = 5e-324
+
+
+@pytest.mark.parametrize("temperature", [0, LEAST, 1e-40, 1e-7])
+def test_a_temperature_of_almost_nothing_takes_the_likeliest(temperature):
+    assert sampler_of(temperature, 1.0, 0, 0.0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p"),
+    [(LEAST, 0, 0.0), (1e-40, 0, 0.0), (1.0, 1, 0.0), (1.0, 0, 1 - 1e-9), (LEAST, 1, 1 - 1e-9)],
+)
+def test_filters_leave_the_likeliest(top_p, top_k, min_p):
+    sampler = sampler_of(2.0, top_p, top_k, min_p, 1)
+    assert {sampler(SCORES).item() for _ in range(20)} == {2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"repetition_penalty": 1e-40},
+        {"logit_bias": {"5": 100, "6": -100}},
+        {"temperature": 1, "top_p": LEAST},
+    ],
+    ids=str,
+)
+def test_logprobs_of_tokens_that_cannot_be_are_numbers(shared_server, options):
+    """Answers and events are read as strict JSON."""
+    more = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4, "temperature": 0, **options}
+    answer = shared_server.chat("notes", "The list", **more)
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert all(-9999 <= top["logprob"] <= 1e-3 for top in [entry, *entry["top_logprobs"]])
+    messages = [{"role": "user", "content": "The list"}]
+    body = {"model": "notes", "messages": messages, **more}
+    assert list(shared_server.events("/v1/chat/completions", body))
