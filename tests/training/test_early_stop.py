@@ -54,6 +54,7 @@ def test_the_pack_is_the_best_step_and_patience_ends_it(train):
 
 
 @pytest.mark.usefixtures("measured")
+@pytest.mark.slow
 def test_a_better_earlier_batch_is_said_and_a_finished_run_can_take_it(train):
     plain = train(iters=5, keep_last=-1, **EACH)
     (note,) = [line for line in train.lines if line.startswith("note") and "--load-best" in line]

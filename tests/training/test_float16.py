@@ -272,6 +272,7 @@ def test_a_base_that_overflows_is_trained_in_bfloat16(checkpoint, here, held_out
     assert RunFolder(Path("o-run")).checkpoints()[0].name == "step-000002"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(bfloat16_base, here, monkeypatch):
     monkeypatch.setattr(update, "GROWTH", 3)
     data = small_rows(here)

@@ -162,10 +162,6 @@ def test_the_example_trains_resumes_and_needs_its_package(
     with_it = packs(*longer, site=focal)
     assert with_it.returncode == 0, with_it.stderr
 
-    (tmp_path / "other.yaml").write_text("task: focal\ntask_config: {gamma: 1}\n")
-    other = packs(*longer, "--iters", 4, "-c", tmp_path / "other.yaml", site=focal)
-    assert other.returncode == 2 and "task_config" in other.stderr.splitlines()[-1]
-
 
 def test_the_page_shows_the_example_as_it_is():
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")

@@ -25,7 +25,6 @@ from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import Lines
-from tests.helpers.variants import slow_except
 
 WORDS = "one two six ten red sun".split()
 CHATS = [chat(f"Say {w}{' again' * n}.", f"Yes, I say {w} to you.") for n, w in enumerate(WORDS)]
@@ -139,7 +138,8 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
     )
 
 
-@pytest.mark.parametrize("seed", slow_except([0, 1], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, seed):
     train_with_seeds(request_of("whole"))
     steps = []
