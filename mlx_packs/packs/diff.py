@@ -62,8 +62,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
         sums = _compare(*factors)
 
-        rank_a, rank_b = (s.rank if s else 0 for s in spec)
-        ranks = {"rank_a": rank_a, "rank_b": rank_b}
+        ranks = {f"rank_{x}": s.rank if s else 0 for x, s in zip("ab", spec, strict=True)}
         modules.append({"path": path, **ranks, **_distances(sums)})
         layers[layer_of(path)] = layers.get(layer_of(path), 0) + sums
 

@@ -135,7 +135,9 @@ def graph_lines(objective: Mapping) -> list[str]:
 def format_change(result: Mapping) -> str:
     """The numbers that lead a result, before and after; empty without any."""
     changes = changes_of(result)
-    names = ["ppl"] if "ppl" in changes else [name for name in METRICS if name in changes]
+    names = [name for name in ("ppl", *METRICS) if name in changes]
+    if "ppl" in names:
+        names = ["ppl"]
     shown = [f"{changes[n].number.label} {' → '.join(changes[n].texts)}" for n in names]
     return ", ".join(shown) + (format_commonest(result) if shown else "")
 
@@ -223,8 +225,7 @@ def card_command(manifest: dict) -> str:
 
 
 def _has_images(manifest: Mapping) -> bool:
-    data = manifest.get("data") or {}
-    return bool(data.get("images"))
+    return bool((manifest.get("data") or {}).get("images"))
 
 
 def model_card(manifest: dict, name: str) -> str:

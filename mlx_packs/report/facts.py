@@ -173,7 +173,9 @@ def number(value: object, most: float = 1e30) -> float | None:
         value = float(value)
     except OverflowError:
         return None
-    return value if abs(value) < most else None
+    if abs(value) < most:
+        return value
+    return None
 
 
 def text(value: object, most: int = 200) -> str:
@@ -291,10 +293,7 @@ def short_curve(lines: Iterable[Mapping], most: int = 60) -> dict[str, list]:
 
 def stored_curve(manifest: Mapping) -> dict[str, Points]:
     """Return the losses or rewards that a manifest keeps (`short_curve`)."""
-    measured = manifest.get("measured")
-    if not isinstance(measured, Mapping):
-        return {}
-    stored = measured.get("curve")
+    stored = (manifest.get("measured") or {}).get("curve")
     if not isinstance(stored, Mapping):
         return {}
 
@@ -348,15 +347,11 @@ def confusions_of(stored: object) -> Confusions | None:
     counts = stored.get("counts")
     if not isinstance(labels, list) or not isinstance(counts, list):
         return None
-    if not 1 < len(labels) <= MOST_LABELS or len(counts) != len(labels):
+    is_square = all(isinstance(row, list) and len(row) == len(labels) for row in (counts, *counts))
+    if not is_square or not 1 < len(labels) <= MOST_LABELS:
         return None
 
-    rows = []
-    for row in counts:
-        if not isinstance(row, list) or len(row) != len(labels):
-            return None
-        numbers = [number(value) for value in row]
-        rows.append([int(max(value or 0, 0)) for value in numbers])
+    rows = [[int(max(number(value) or 0, 0)) for value in row] for row in counts]
     return Confusions([text(label, 60) for label in labels], rows)
 
 

@@ -2,16 +2,21 @@
 
 Every text is escaped by the template engine; the page also forbids browsers to load or run
 anything, should a text ever pass for more than text.
+
+Charts are geometry, in coordinates of their viewBox, which a template draws as SVG. A chart is
+drawn twice, wide and narrow, and the page shows the one that fits: text keeps its size on a phone.
 """
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..display import size
 from ..terminal import printable_text
-from .chart import Chart, chart, shown
-from .facts import Page, progress_series, rate_name
+from .facts import Page, Points, progress_series, rate_name, thinned
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -19,6 +24,42 @@ if TYPE_CHECKING:
 _WIDE = (1040, 330)
 _NARROW = (360, 260)
 _SMALL = (340, 150)
+_LABEL = 7.2  # width of a character of a label
+_MOST_DOTS = 40  # of a line
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series of a chart.
+
+    Attributes:
+        kind: classes of the style sheet: train, valid, other.
+        path: points of a polyline.
+        dots: where each of a few points is, and what it is in words.
+    """
+
+    name: str
+    kind: str
+    path: str
+    dots: Sequence[tuple[float, float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over batches: its box, grid and series."""
+
+    width: int
+    height: int
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x_ticks: Sequence[tuple[float, str]]
+    y_ticks: Sequence[tuple[float, str]]
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    mark: tuple[float, str] | None = None  # a vertical line and its label
 
 
 @cache
@@ -81,3 +122,136 @@ def _progress(facts: Page, size: tuple[int, int], mark: tuple[float, str] | None
     }
     label = facts.loss_name if training == "loss" else training
     return chart(series, label, size, mark)
+
+
+def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
+    """Return about so many round numbers (1, 2 or 5 times a power of ten) from low to high.
+
+    They are at least ``least`` apart.
+    """
+    if not high > low:
+        return [low]
+
+    step = 10 ** math.floor(math.log10((high - low) / count))
+    step *= min((1, 2, 5, 10), key=lambda factor: abs((high - low) / (step * factor) - count))
+    step = max(step, least)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def shown(value: float) -> str:
+    """Return a number of three or four digits that count: 4.25, 1,250, 2e-05."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e6 or size < 1e-3:
+        return _scientific(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _scientific(value: float) -> str:
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def _labels(values: Sequence[float]) -> list[str]:
+    """Return ticks as text, all with the same decimals."""
+    steps = [b - a for a, b in zip(values, values[1:], strict=False)] or [abs(values[0]) or 1]
+    step = min(steps)
+    most = max(map(abs, values))
+
+    if most >= 1e6 or 0 < most < 1e-2:
+        return [_scientific(value) if value else "0" for value in values]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def _around(series: Sequence[Points]) -> tuple[float, float]:
+    """Return bounds of the values with a margin, at 0 where that is near.
+
+    They are at least 2 % apart: a flat curve then looks flat.
+    """
+    values = [y for points in series for _, y in points]
+    low = min(values)
+    high = max(values)
+    margin = max(0.06 * (high - low), 0.01 * abs(high)) or 1.0
+    if 0 <= low < 0.25 * high:
+        return 0.0, high + margin
+    return low - margin, high + margin
+
+
+def chart(
+    series: Mapping[tuple[str, str], Points],
+    y_label: str,
+    size: tuple[int, int],
+    mark: tuple[float, str] | None = None,
+) -> Chart | None:
+    """Return a chart of series by (name, kind); None without a line to draw.
+
+    ``size`` is width and height of the viewBox. ``mark`` is a batch, at which there is a vertical
+    line, and its label.
+    """
+    usable = {key: thinned(points) for key, points in series.items() if points}
+    if not any(len(points) > 1 for points in usable.values()):
+        return None
+
+    batches = [batch for points in usable.values() for batch, _ in points]
+    first = min(batches)
+    last = max(batches)
+    bounds = _around(list(usable.values()))
+    y_values = ticks(*bounds, 5 if size[1] > 180 else 3)
+
+    def x_ticks(width: float) -> list[tuple[float, str]]:
+        values = ticks(first, last, max(2, round(width / 90)), least=1)
+        return list(zip(values, _labels(values), strict=True))
+
+    dots = {}
+    for key, points in usable.items():
+        described = len(points) <= _MOST_DOTS
+        words = [f"batch {b:,.0f}: {key[0]} {shown(v)}" if described else "" for b, v in points]
+        dots[key] = [(b, v, text) for (b, v), text in zip(points, words, strict=True)]
+    labels = ("batch", y_label)
+    y_ticks = list(zip(y_values, _labels(y_values), strict=True))
+    return drawn(dots, size, labels, ((first, last), bounds), x_ticks, y_ticks, mark)
+
+
+def drawn(
+    series: Mapping[tuple[str, str], Sequence[tuple[float, float, str]]],
+    size: tuple[int, int],
+    labels: tuple[str, str],
+    bounds: tuple[tuple[float, float], tuple[float, float]],
+    x_ticks: Callable[[float], Sequence[tuple[float, str]]],
+    y_ticks: Sequence[tuple[float, str]],
+    mark: tuple[float, str] | None = None,
+) -> Chart:
+    """Return a chart of points, those with a description as dots; ``x_ticks`` are for a width."""
+    width, height = size
+    left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
+    right = width - 14
+    top = 34 if labels[1] or mark else 8
+    bottom = height - 40
+    (first, last), (low, high) = bounds
+
+    def x(value: float) -> float:
+        return round(left + (value - first) / ((last - first) or 1) * (right - left), 1)
+
+    def y(value: float) -> float:
+        return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
+
+    lines = []
+    for (name, kind), points in series.items():
+        path = " ".join(f"{x(at)},{y(value)}" for at, value, _ in points)
+        dots = [(x(at), y(value), words) for at, value, words in points if words]
+        lines.append(Line(name, kind, path, dots))
+
+    return Chart(
+        *size,
+        *(left, right, top, bottom),
+        [(x(at), label) for at, label in x_ticks(right - left)],
+        [(y(at), label) for at, label in y_ticks],
+        lines,
+        *labels,
+        (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
+    )

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from .chart import Chart, chart
 from .facts import MetricChange, Points, number, progress_series, rate_name
-from .page import environment
+from .page import Chart, chart, environment
 
 _WIDE = (1040, 360)
 _NARROW = (360, 280)
@@ -184,4 +183,6 @@ def _mean(curves: Sequence[Points]) -> Points:
 
 def _text(value: float) -> str:
     """Return a whole or a large number without decimals, others with four digits."""
-    return f"{value:,.0f}" if value.is_integer() or abs(value) >= 1e3 else f"{value:.4g}"
+    if value.is_integer() or abs(value) >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -13,8 +13,7 @@ from ..display import clock
 from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..reading import read_json
-from ..report.chart import Chart, drawn, shown, ticks
-from ..report.page import environment
+from ..report.page import Chart, drawn, environment, shown, ticks
 from ..training.run_page import page_file
 
 _MOST_LABEL = 14  # characters of the name of a value

@@ -13,7 +13,6 @@ from mlx_packs.config.recipe import Recipe
 from mlx_packs.packs.diff import delta_norms
 from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
-from mlx_packs.report.chart import chart, ticks
 from mlx_packs.report.facts import (
     Confusions,
     Masked,
@@ -31,7 +30,7 @@ from mlx_packs.report.facts import (
     short_curve,
     thinned,
 )
-from mlx_packs.report.page import render, render_fragment
+from mlx_packs.report.page import chart, render, render_fragment, ticks
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, EVAL, write_pack
 
@@ -141,7 +140,7 @@ def test_ticks_are_round_and_of_batches_whole():
     ):
         assert ticks(low, high, 5) == pytest.approx(expected)
     drawn = chart({("loss", "train"): [(2, 4.0), (6, 2.0)]}, "loss", (1000, 200))
-    assert [tick.label for tick in drawn.x_ticks] == ["2", "3", "4", "5", "6"]
+    assert [label for _, label in drawn.x_ticks] == ["2", "3", "4", "5", "6"]
 
 
 def test_a_chart_maps_values_to_its_box():
@@ -149,7 +148,7 @@ def test_a_chart_maps_values_to_its_box():
     (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in drawn.lines[0].path.split())
     assert (x0, x1) == (drawn.left, drawn.right)
     assert drawn.top < y0 < y1 < drawn.bottom
-    values = {float(tick.label): tick.at for tick in drawn.y_ticks}
+    values = {float(label): at for at, label in drawn.y_ticks}
     low, high = sorted(values)[0], sorted(values)[-1]
     scale = (values[low] - values[high]) / (high - low)
     assert y1 - y0 == pytest.approx(2 * scale, abs=0.5)
