@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -169,33 +169,26 @@ class _RotaryAttention(nn.Module):
         return self.Wo(attended.swapaxes(1, 2).reshape(rows, length, dims))
 
 
-class _FeedForward(nn.Module):
-    def __init__(self, config: Mapping) -> None:
-        super().__init__()
-        dims = config["hidden_size"]
-        ffn = config["intermediate_size"]
-        bias = config.get("mlp_bias", False)
-        self.Wi = nn.Linear(dims, 2 * ffn, bias)
-        self.Wo = nn.Linear(ffn, dims, bias)
-        self._activation = ACTIVATIONS[config.get("hidden_activation", "gelu")]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[B, T, D] to [B, T, D]. Semantics: Wo(activation(a) * b) of the halves of Wi(x)."""
-        inputs, gate = mx.split(self.Wi(x), 2, axis=-1)
-        return self.Wo(self._activation(inputs) * gate)
-
-
 class _RotaryLayer(nn.Module):
     def __init__(self, config: Mapping, number: int, kind: str) -> None:
         super().__init__()
         self.attn_norm = _norm(config) if number else nn.Identity()
         self.attn = _RotaryAttention(config, _theta(config, kind))
         self.mlp_norm = _norm(config)
-        self.mlp = _FeedForward(config)
+
+        dims = config["hidden_size"]
+        ffn = config["intermediate_size"]
+        bias = config.get("mlp_bias", False)
+        self.mlp = nn.Module()  # for the tensors' names
+        self.mlp.Wi = nn.Linear(dims, 2 * ffn, bias)
+        self.mlp.Wo = nn.Linear(ffn, dims, bias)
+        self._activation = ACTIVATIONS[config.get("hidden_activation", "gelu")]
 
     def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+        """[B, T, D] to [B, T, D]; the MLP is Wo(activation(a) * b) of the halves of Wi(x)."""
         x = x + self.attn(self.attn_norm(x), mask)
-        return x + self.mlp(self.mlp_norm(x))
+        inputs, gate = mx.split(self.mlp.Wi(self.mlp_norm(x)), 2, axis=-1)
+        return x + self.mlp.Wo(self._activation(inputs) * gate)
 
 
 class ModernBert(nn.Module):
@@ -388,14 +381,9 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder | Mode
     return model
 
 
-class Vectors(Protocol):
-    """What computes one vector per text, as `Encoder`."""
-
-    sentence_config: SentenceConfig
-    dims: int
-    longest: int
-
-    def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array: ...
+# A module that maps tokens to vectors, with ``sentence_config``, ``dims`` and ``longest``, as
+# `Encoder` and `objectives.embedding.DecoderVectors`.
+Vectors = Any
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from ..cache import Cache, key_of
 from ..errors import PackError, printable, warn_once
@@ -32,14 +31,6 @@ _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with
 _NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
 
 FileState = tuple[str, int, int, int, int]  # path, size, mtime_ns, ctime_ns, inode
-
-
-class _Piece(NamedTuple):
-    """Consecutive bytes of a tensor in a file."""
-
-    file: Path
-    offset: int
-    size: int
 
 
 def fingerprint(path: Path) -> str:
@@ -119,7 +110,7 @@ def _state(file: Path) -> FileState:
 
 def _hash_tensors(files: list[Path]) -> str:
     tensors: list[list] = []
-    pieces: list[_Piece] = []
+    pieces: list[tuple[Path, int, int]] = []
     owners: list[int] = []
 
     for file in files:
@@ -127,7 +118,7 @@ def _hash_tensors(files: list[Path]) -> str:
         for name, tensor in header.items():
             begin, end = tensor["data_offsets"]
             for offset in range(begin, end, _PIECE_BYTES):
-                pieces.append(_Piece(file, start + offset, min(_PIECE_BYTES, end - offset)))
+                pieces.append((file, start + offset, min(_PIECE_BYTES, end - offset)))
                 owners.append(len(tensors))
             tensors.append([name, tensor["dtype"], tensor["shape"], []])
 
@@ -141,20 +132,20 @@ def _hash_tensors(files: list[Path]) -> str:
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _hash_piece(piece: _Piece) -> str:
-    """The SHA-256 of a piece.
+def _hash_piece(piece: tuple[Path, int, int]) -> str:
+    """The SHA-256 of N bytes from an offset in a file.
 
-    It is read rather than mapped: mapped pages count in the peak of a process, and a mapped file
+    They are read rather than mapped: mapped pages count in the peak of a process, and a mapped file
     that is cut short kills the process.
     """
+    file, offset, left = piece
     digest = hashlib.sha256()
-    left = piece.size
-    with piece.file.open("rb", buffering=0) as f:
-        f.seek(piece.offset)
+    with file.open("rb", buffering=0) as f:
+        f.seek(offset)
         while left:
             content = f.read(min(left, _BUFFER_BYTES))
             if not content:
-                raise PackError(f"{piece.file}: was cut short while it was read.", "unreadable")
+                raise PackError(f"{file}: was cut short while it was read.", "unreadable")
             digest.update(content)
             left -= len(content)
     return digest.hexdigest()
