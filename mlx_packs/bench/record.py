@@ -105,21 +105,20 @@ def notes(result: BenchResult) -> list[str]:
     return notes
 
 
-def differing(result: BenchResult) -> list[str]:
-    return [
-        f"{of.name} {c.shape[0]} x {c.shape[1]}: {c.fault}. Please report it."
+def failures(result: BenchResult) -> list[str]:
+    """Return what should be reported: losses that differ, kernels that are wrong."""
+    differing = [
+        f"{of.name} {c.shape[0]} x {c.shape[1]}: {c.fault}"
         for of, comparisons in result.comparisons
         for c in comparisons
         if c.differs
     ]
-
-
-def wrong_kernels(result: BenchResult) -> list[str]:
-    return [
-        f"the kernel {kernel['op']} ({kernel['instance']}) is wrong. Please report it."
+    wrong = [
+        f"the kernel {kernel['op']} ({kernel['instance']}) is wrong"
         for kernel in result.kernels
         if not kernel["ok"]
     ]
+    return [f"{fault}. Please report it." for fault in (*differing, *wrong)]
 
 
 def table(record: dict) -> list[str]:

@@ -63,7 +63,7 @@ def bench(
     equal. Kernels are checked as by `packs doctor`. Afterwards, `packs plan` and the choice of the
     matmul path use these measurements. The exit code is 1 if losses differ or a kernel is wrong.
     """
-    from ..bench.record import differing, file_name, pull_request, table, to_record, wrong_kernels
+    from ..bench.record import failures, file_name, pull_request, table, to_record
     from ..bench.run import BenchSettings, disturbances, read_conditions, run_bench
     from ..files import atomic_write, to_json
 
@@ -90,7 +90,7 @@ def bench(
 
     record = to_record(result)
     file = Path(out).expanduser() if out else Path(f"packs-bench-{file_name(record)}")
-    failures = differing(result) + wrong_kernels(result)
+    faults = failures(result)
 
     calibration = (
         f"packs plan now predicts seconds per step from {result.calibrated} steps measured here"
@@ -102,13 +102,13 @@ def bench(
     atomic_write(file, to_json(record))
     lines.append(f"record  {file}")
 
-    if contribute and not failures:
+    if contribute and not faults:
         text = file.with_suffix(".md")
         atomic_write(text, pull_request(record, file.name))
         lines.append(f"        {text}: the text of a pull request; nothing was sent")
 
     print_report(record, lines)
-    exit_if_failed(failures)
+    exit_if_failed(faults)
 
 
 def _instances(model: str, rank: int) -> list["Instance"]:

@@ -255,12 +255,6 @@ def _fall_back(op: str, reason: str) -> None:
     _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
 
 
-def forget() -> None:
-    """Clear all verdicts, as in a new process."""
-    for known in (_checked, _fallbacks, _decided, _calls):
-        known.clear()
-
-
 @functools.cache
 def _text_hash(name: str) -> str:
     files = sorted(_kernels_folder().glob(f"*/*.{_SUFFIX[name]}"))

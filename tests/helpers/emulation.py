@@ -136,8 +136,14 @@ def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_
     _forget_kernels()
 
 
+def forget_verdicts() -> None:
+    """Decide on kernels again, as in a new process."""
+    for known in (_backend._checked, _backend._fallbacks, _backend._decided, _backend._calls):
+        known.clear()
+
+
 def _forget_kernels() -> None:
-    _backend.forget()
+    forget_verdicts()
     _backend._built.cache_clear()
 
 

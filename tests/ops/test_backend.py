@@ -12,7 +12,7 @@ from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.ops import _backend, _cost, diagnostics, dispatch, grouped_lora, grouped_lora_kernel
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
-from tests.helpers.emulation import emulation, failing_maker
+from tests.helpers.emulation import emulation, failing_maker, forget_verdicts
 from tests.helpers.errors import check, raises
 from tests.ops.cases import with_workload
 
@@ -114,7 +114,7 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
 
         slow = _cost.Launch("kernel", bytes=1e9)
         expect(monkeypatch, [], [slow])
-        _backend.forget()
+        forget_verdicts()
         call()
         assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
 
@@ -139,7 +139,7 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
         (key,) = _backend._calls
 
         _backend.keep_measured("metal", key, 9.0, 8.0)
-        _backend.forget()  # as in a new process
+        forget_verdicts()  # as in a new process
         call()
         (reason,) = _backend.record()["plain_mlx"].values()
         assert reason == "6 rows: 8 us, kernel 9 us (measured)"

@@ -11,6 +11,7 @@ from mlx_packs.chips import chip
 from mlx_packs.ops import _backend, _cost, dispatch, gated_delta, gated_delta_kernel
 from mlx_packs.ops._check import first_fault, normal
 from mlx_packs.runtime import mx
+from tests.helpers.emulation import forget_verdicts
 
 SHAPES = {  # rows, tokens, key heads, value heads, key width, value width
     "part_of_a_chunk": (2, 37, 1, 2, 8, 16),
@@ -139,9 +140,9 @@ def on_metal(monkeypatch):
     monkeypatch.setattr(runtime, "_assumed", "gpu")
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(gated_delta_kernel, "has_fused_gradient", lambda *_: True)
-    _backend.forget()
+    forget_verdicts()
     yield monkeypatch
-    _backend.forget()
+    forget_verdicts()
 
 
 def on_chip(monkeypatch, name: str) -> None:
@@ -168,7 +169,7 @@ def test_chosen_kernels_are_called_and_checked_first(on_metal):
         assert any(key[1] == "gated_delta" for key in _backend._checked)
     wrong = mock.patch.object(gated_delta_kernel, "fused", lambda *a: [x * 1.01 for x in loop(*a)])
     loop = gated_delta.reference
-    _backend.forget()
+    forget_verdicts()
     with wrong, dispatch.backend("metal"):
         check_against_loop(gated_delta.gated_delta, inputs)
         assert "off by" in _backend.record()["fallbacks"]["gated_delta"]
