@@ -144,24 +144,26 @@ def _differentiable(
 
     @op.vjp
     def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
-        def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-            a, b = _with_empty(layout, x.shape[-1], rest[m : m + s], rest[m + s :])
-            return reference(x, rest[:m], a, b, layout.scales)
-
+        plain = _of_adapted(reference, layout)
         return tuple(mx.vjp(plain, list(primals), list(cotangents))[1])
 
     return op
 
 
-def _with_empty(layout: Layout, depth: int, a: Arrays, b: Arrays) -> tuple[Arrays, Arrays]:
-    """Return A and B of every slice, from those of adapted ones; the others are empty."""
-    all_a = [mx.zeros((depth, 0)) for _ in layout.ranks]
-    all_b = [mx.zeros((0, width)) for width in layout.widths]
+def _of_adapted(op: Callable[..., list[mx.array]], layout: Layout) -> Callable[..., list[mx.array]]:
+    """Return an op as a function of x, outputs, and A's and B's of adapted slices alone."""
+    m = len(layout.strides)
+    s = len(layout.adapted)
 
-    for at, i in enumerate(layout.adapted):
-        all_a[i] = a[at]
-        all_b[i] = b[at]
-    return all_a, all_b
+    def call(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        a = [mx.zeros((x.shape[-1], 0)) for _ in layout.ranks]
+        b = [mx.zeros((0, width)) for width in layout.widths]
+        for at, i in enumerate(layout.adapted, m):
+            a[i] = rest[at]
+            b[i] = rest[at + s]
+        return op(x, rest[:m], a, b, layout.scales)
+
+    return call
 
 
 def rank_template(ranks: Sequence[int]) -> dict[str, int]:
@@ -303,22 +305,14 @@ def check_of(
         strides[m] += width
 
     layout = Layout(ranks, widths, output_of, (), scales, tuple(strides))
-    m = len(strides)
-    s = len(layout.adapted)
-
-    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        a, b = _with_empty(layout, depth, rest[m : m + s], rest[m + s :])
-        return by_kernel(backend, x, rest[:m], a, b, scales, chunk)
-
-    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        a, b = _with_empty(layout, depth, rest[m : m + s], rest[m + s :])
-        return reference(x, rest[:m], a, b, scales)
+    kernel = _of_adapted(functools.partial(by_kernel, backend, chunk=chunk), layout)
+    plain = _of_adapted(reference, layout)
 
     shapes = [(rows, depth), *((rows, stride) for stride in strides)]
     shapes += [(depth, ranks[i]) for i in layout.adapted]
     shapes += [(ranks[i], widths[i]) for i in layout.adapted]
     drawn = seeded(shapes, exact)
-    drawn = [v.astype(dtype if i <= m else factors) for i, v in enumerate(drawn)]
+    drawn = [v.astype(dtype if i <= len(strides) else factors) for i, v in enumerate(drawn)]
 
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
     return Check(name, kernel, plain, drawn, exact)
