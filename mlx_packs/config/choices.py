@@ -352,7 +352,7 @@ TASKS = Table(
                 hub="sentence-similarity",
                 evaluator="mlx_packs.evaluation.embeddings:EmbeddingEvaluator",
                 worker="mlx_packs.serving.embedding:EmbeddingWorker",
-                merged_files="mlx_packs.convert.sentence_transformers:embedder_files",
+                merged_files="mlx_packs.convert.task_fidelity:embedder_files",
                 compare_merged="mlx_packs.convert.task_fidelity:compare_vectors",
                 base_settings="mlx_packs.bases.sentence_config:base_settings",
                 objective=dict.fromkeys(("pooling", "query_prompt"), "text?")
@@ -421,7 +421,7 @@ TASKS = Table(
                 hub="text-ranking",
                 evaluator="mlx_packs.evaluation.rankings:RerankEvaluator",
                 worker="mlx_packs.serving.embedding:Reranker",
-                merged_files="mlx_packs.convert.sentence_transformers:reranker_files",
+                merged_files="mlx_packs.convert.task_fidelity:reranker_files",
                 compare_merged="mlx_packs.convert.task_fidelity:compare_scores",
                 objective={"instruction": "text?", "head": "text?"},
             ),

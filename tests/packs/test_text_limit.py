@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_packs.convert.sentence_transformers import embedder_files
+from mlx_packs.convert.task_fidelity import embedder_files
 from mlx_packs.packs.compatibility import text_limit
 from mlx_packs.packs.pack import Pack
 from tests.helpers.packs import random_pack
