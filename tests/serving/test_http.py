@@ -80,7 +80,11 @@ def test_a_stream_is_the_whole_answer_in_pieces(shared_server, options):
         reasons = [part["finish_reason"] for part in parts]
         assert [reason for reason in reasons if reason] == [expected["finish_reason"]]
         entries = [entry for part in parts for entry in (part["logprobs"] or {}).get("content", [])]
-        assert entries == (expected["logprobs"] or {"content": []})["content"]
+        others = (expected["logprobs"] or {"content": []})["content"]
+        # when requests came decides which share a batch, and so the last digits
+        for entry, other in zip(entries, others, strict=True):
+            assert entry["token"] == other["token"]
+            assert entry["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
 
     assert "usage" not in list(shared_server.events(CHAT, body))[-1]
 
