@@ -140,15 +140,19 @@ class BaseChanged(PackError):
         super().__init__(message, "unreadable", "model")
 
 
+class ReadFailed(BaseChanged):
+    """A read failed while MLX computed, whose results are lost."""
+
+
 @contextmanager
 def read_errors() -> Iterator[None]:
-    """Turn a failed read of MLX into a `BaseChanged`."""
+    """Turn a failed read of MLX into a `ReadFailed`."""
     try:
         yield
     except RuntimeError as error:
         if "[read]" not in str(error):
             raise
-        raise BaseChanged(
+        raise ReadFailed(
             "--model: the weights of the base cannot be read any more. Put the base back."
         ) from None
 

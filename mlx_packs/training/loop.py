@@ -3,16 +3,17 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.dataset import Batch, Dataset
-from ..errors import read_errors
+from ..errors import BaseChanged, ReadFailed, read_errors
 from ..objectives.score import Score
 from ..run_clock import RunClock
-from ..runtime import mx
+from ..runtime import mx, set_random_state
 from .observer import Observer
 from .on_nan import UpdateGuard
 from .state import TrainingState, Window
@@ -180,6 +181,7 @@ class Loop:
     reports: Reports
     _in_flight: deque[_StartedBatch] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
+    _random: mx.array | None = field(default=None, init=False)  # state before the next step
 
     def train(self, batches: Iterator[Batch]) -> Ending | None:
         """Train to the end of the phase; return why it ended before, saved.
@@ -196,7 +198,7 @@ class Loop:
         done = self.state.batches - self.phase.first_batch
         self.reports.phase_starts(train.iters, done)
         try:
-            with self.watch.deferring_signals(), read_errors():
+            with self.watch.deferring_signals(), self._saved_if_base_changes(), read_errors():
                 ending = self.watch.ended_before()
                 while done < train.iters and not ending:
                     drawn = list(islice(batches, self._at_once(done)))
@@ -226,7 +228,7 @@ class Loop:
         """Start the step on batches; return the last, prepared."""
         start = time.perf_counter()
         # a run that leaves float16 goes back to the state before an update
-        random = mx.random.state[0]
+        random = self._random = mx.random.state[0]
         several = self.phase.train.grad_accumulation_steps
         updates = numbers[-1] % several == 0 or numbers[-1] == self.phase.train.iters
 
@@ -239,7 +241,23 @@ class Loop:
         for number, batch, step in zip(numbers, prepared, steps, strict=True):
             is_last = updates and number == numbers[-1]
             self._in_flight.append(_StartedBatch(batch, number, is_last, random, step, start))
+        self._random = mx.random.state[0]
         return prepared[-1]
+
+    @contextmanager
+    def _saved_if_base_changes(self) -> Iterator[None]:
+        """Save the last update if the files of the base change, whose blocks are on disk."""
+        try:
+            yield
+        except ReadFailed:  # the update at work is lost, and its weights with it
+            raise
+        except BaseChanged:
+            if self._random is not None and not self.step.stepper.waiting:
+                with read_errors():
+                    self._read(leaving=0)
+                set_random_state(self._random)
+                self.guard.save_unscored()
+            raise
 
     def _between_batches(self, due: Due, batch: Batch) -> Ending | None:
         """Report, validate and save what is due; return why the phase ends now."""

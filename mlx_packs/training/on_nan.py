@@ -232,6 +232,10 @@ class UpdateGuard:
                 self._on_nan.end(self._state.batches, fault, [scored])
         self._save(self._state)
 
+    def save_unscored(self) -> None:
+        """Write a checkpoint where the model cannot be computed."""
+        self._save(self._state)
+
     def _check_update(self, norm: float, number: int) -> str | None:
         """Return what is not finite in the current update, which is then skipped."""
         batches = [batch for batch, fault in self._of_update if fault]

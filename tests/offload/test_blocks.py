@@ -10,7 +10,7 @@ from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRA
 from mlx_packs.adapters.saved_modules import attach_method
-from mlx_packs.errors import BaseChanged, read_errors
+from mlx_packs.errors import BaseChanged, ReadFailed, read_errors
 from mlx_packs.nn.tables_on_disk import TableOnDisk
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.offload.blocks import OffloadedBlocks, StoredBlock, state_of
@@ -211,5 +211,5 @@ def test_a_read_that_fails_while_mlx_computes_is_an_error_of_one_line(tmp_path):
     offloaded(model, tmp_path)
     logits = model(mx.array([[1]]))
     os.truncate(tmp_path / "1.safetensors", 1000)
-    with pytest.raises(BaseChanged), read_errors():
+    with pytest.raises(ReadFailed), read_errors():
         mx.eval(logits)
