@@ -131,6 +131,8 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
         info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
         commit = info.sha
         listed = [file.rfilename for file in info.siblings or []]
+        if not all(isinstance(name, str) for name in listed):
+            raise TypeError("a file's name is no text")
     except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
         reason = reason_of(error)
         commit = listed = None
