@@ -235,13 +235,15 @@ def model_card(manifest: dict, name: str) -> str:
     if manifest["adapters"]["modules"]:
         kind = f"LoRA {kind}"
 
+    # without the time: two runs that are alike write the same card
+    rows = pack_rows(manifest | {"measured": {}})
     lines = [
         "",
         f"# {name}",
         "",
         f"A {kind} for `{manifest['base']['id']}`.",
         "",
-        *(f"- {label}: {value}" for label, value in pack_rows(manifest)),
+        *(f"- {label}: {value}" for label, value in rows),
         *("", "```", card_command(manifest), "```", ""),
     ]
     samples = len(lines)
