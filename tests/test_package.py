@@ -317,7 +317,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(built, tmp_pa
     assert (tmp_path / report["run"] / "report.html").is_file()
 
 
-@pytest.mark.slow  # a minute or two: the run that the README shows
+@pytest.mark.nightly  # a minute or two: the run that the README shows
 def test_default_run_answers_nine_of_ten_held_out_reminders(tmp_path):
     report = train_in_process("", tmp_path)
     answers = report["answers"]
