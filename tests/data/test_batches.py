@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.data.batches import evaluation_set, few_shapes, token_collate, training_set
-from mlx_packs.data.dataset import Batch, Dataset, prefetched
+from mlx_packs.data.batches import few_shapes, token_collate, training_set
+from mlx_packs.data.dataset import Batch, Dataset, by_length, first_examples, prefetched
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.sampler import Sampler, packing_fill
-from mlx_packs.data.shapes import MOST_SHAPES, TILE, padded_length, padded_suffix
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import MOST_SHAPES
+from tests.data.test_trees import inputs_of
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,6 @@ def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
     return [next(stream) for _ in range(count)]
 
 
-def test_training_batches_take_every_example_once_an_epoch(ragged_examples):
-    rows = [r for batch in epoch_of(ragged_examples, 4) for r in batch.examples]
-    assert sorted(rows) == list(range(203))
-
-
 def test_batches_begin_late_without_the_epochs_before(ragged_examples, monkeypatch):
     epochs, epoch = [], Sampler.epoch
     monkeypatch.setattr(
@@ -56,10 +52,11 @@ def test_batches_begin_late_without_the_epochs_before(ragged_examples, monkeypat
 
 
 def test_training_batches_differ_by_epoch_and_seed_alone(ragged_examples):
-    first, again = epoch_of(ragged_examples, 0), epoch_of(ragged_examples, 0)
-    assert [b.examples for b in first] == [b.examples for b in again]
-    assert [b.examples for b in first] != [b.examples for b in epoch_of(ragged_examples, 1)]
-    assert [b.examples for b in first] != [b.examples for b in epoch_of(ragged_examples, 0, seed=4)]
+    first, again, second, other = (
+        [batch.examples for batch in epoch_of(ragged_examples, epoch, seed)]
+        for epoch, seed in ((0, 3), (0, 3), (1, 3), (0, 4))
+    )
+    assert first == again and first != second and first != other
 
 
 @pytest.mark.parametrize("start", [25, 60])
@@ -83,15 +80,6 @@ def test_batches_have_little_padding(ragged_examples, monkeypatch, compiles, pad
     assert sum(b.inputs["targets"].size for b in batches) <= 1.1 * sum(b.targets for b in batches)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 6, 12])
-def test_suffixes_that_are_compiled_are_whole_tiles_together(compiled, rows):
-    widths = [padded_suffix(longest, 1000, rows) for longest in range(1, 200)]
-    assert all(width % 8 == 0 and rows * width % TILE == 0 for width in widths)
-    assert all(0 <= width - longest < TILE for longest, width in enumerate(widths, 1))
-    if rows % 4 == 0:
-        assert set(widths) == set(range(8, 201, 8))
-
-
 def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, compiled):
     pairs = sampler_of(ragged_examples, 2)
     free = Dataset(ragged_examples, token_collate(pairs), pairs)
@@ -106,113 +94,46 @@ def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, comp
 
     for batch, plain in zip(batches[:100], free.batches(), strict=False):
         assert batch.examples == plain.examples and batch.targets == plain.targets
-        own = batch.inputs
-        theirs = plain.inputs
-        count = batch.targets
-        width = own["tokens"].shape[1]
-        least = theirs["tokens"].shape[1]
-        assert width >= least and np.array_equal(own["tokens"][:, :least], theirs["tokens"])
-        assert np.array_equal(
-            own["tokens"].reshape(-1)[own["positions"][:count]],
-            theirs["tokens"].reshape(-1)[theirs["positions"][:count]],
-        )
-        assert np.array_equal(own["targets"][:count], theirs["targets"][:count])
+        assert inputs_of(batch) == inputs_of(plain)
 
 
-def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(ragged_examples, compiled):
-    chosen = np.arange(len(ragged_examples))
-    many, few = (
-        evaluation_set(ragged_examples, 2, 150, chosen, few).once() for few in (False, True)
-    )
-    assert [batch.examples for batch in many] == [batch.examples for batch in few]
-    assert [batch.targets for batch in many] == [batch.targets for batch in few]
-    shapes = [
-        {(*b.inputs["tokens"].shape, len(b.inputs["targets"])) for b in batches}
-        for batches in (many, few)
-    ]
-    assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
+@pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "aligned": True}])
+def test_an_epoch_rebuilds_every_example_once(ragged_examples, options):
+    sampler = sampler_of(ragged_examples, 4, 400, **options)
+    batches = [token_collate(sampler)(ragged_examples, order) for order in sampler.epoch(0)]
+    assert sorted(row for batch in batches for row in batch.examples) == list(range(203))
+    other = token_collate(sampler)(ragged_examples, sampler.epoch(1)[0])
+    assert other.examples != batches[0].examples
 
+    for batch in batches:
+        owners, segments = batch.inputs["owners"], batch.inputs.get("segments")
+        flat = batch.inputs["tokens"].ravel()
+        left = np.ones(flat.size, bool)
+        assert batch.targets == batch.denominator == (owners >= 0).sum()
 
-def test_positions_and_targets_rebuild_the_examples(ragged_examples):
-    batch = epoch_of(ragged_examples, 0)[3]
-    width = batch.inputs["tokens"].shape[1]
-    for b, row in enumerate(batch.examples):
-        example = ragged_examples.items[row]
-        at = batch.inputs["owners"] == b
-        inputs = batch.inputs["tokens"][b, : len(example.tokens) - 1]
-        assert inputs.tolist() == example.tokens[:-1].tolist()
-        assert not batch.inputs["tokens"][b, len(example.tokens) - 1 :].any()
-        columns = batch.inputs["positions"][at] - b * width
-        assert (columns + 1).tolist() == np.flatnonzero(example.target).tolist()
-        assert batch.inputs["targets"][at].tolist() == example.tokens[example.target].tolist()
+        for owner, (row, start) in enumerate(zip(batch.examples, batch.starts, strict=True)):
+            example, at = ragged_examples.items[row], owners == owner
+            stop = start + len(example.tokens) - 1
+            assert flat[start:stop].tolist() == example.tokens[:-1].tolist()
+            predicted = batch.inputs["positions"][at] - start + 1
+            assert predicted.tolist() == np.flatnonzero(example.target).tolist()
+            assert batch.inputs["targets"][at].tolist() == example.tokens[predicted].tolist()
 
-
-@pytest.mark.parametrize("longest", [1, 32, 33, 5000])
-def test_padded_length_is_enough_and_at_most_the_limit(longest):
-    assert longest <= padded_length(longest, 10**6) <= longest * 1.5 + 32
-    assert padded_length(longest, longest) == longest
-
-
-def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[Batch]:
-    sampler = sampler_of(examples, 4, 400, seed, packing=True)
-    stream = training_set(examples, sampler).batches(start)
-    return [next(stream) for _ in range(count)]
-
-
-def test_packed_batches_take_every_example_once_an_epoch(ragged_examples):
-    sampler = sampler_of(ragged_examples, 4, 400, packing=True)
-    sizes = [len(sampler.epoch(number)) for number in range(3)]
-    batches = packed_epochs(ragged_examples, sum(sizes))
-    for epoch, size in enumerate(sizes):
-        own = batches[sum(sizes[:epoch]) :][:size]
-        assert sorted(r for b in own for r in b.examples) == list(range(203))
-    first, second = batches[0].examples, batches[sizes[0]].examples
-    assert first != second and first != packed_epochs(ragged_examples, 1, seed=4)[0].examples
+            if segments is not None:
+                line, first = divmod(start, 400)
+                same = np.flatnonzero(segments[line] == segments[line][first])
+                assert same.tolist() == list(range(first, first + stop - start))
+            left[start:stop] = False
+        assert not flat[left].any()
+        assert segments is None or set(np.diff(segments).ravel()) <= {0, 1}
 
 
 def test_compiled_packed_batches_have_one_width_and_few_sizes_of_targets(ragged_examples, compiled):
-    batches = packed_epochs(ragged_examples, 40)
+    data = training_set(ragged_examples, sampler_of(ragged_examples, 4, 400, packing=True))
+    batches = list(islice(data.batches(), 40))
     shapes = {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches}
     assert {b.inputs["tokens"].shape for b in batches} == {(4, 400)} and len(shapes) <= 12
-    sampler = sampler_of(ragged_examples, 4, 400, packing=True)
-    assert shapes == training_set(ragged_examples, sampler).shapes(40)
-
-
-def test_packed_batch_rebuilds_the_examples(ragged_examples):
-    for batch in packed_epochs(ragged_examples, 11):
-        flat, segments = batch.inputs["tokens"].ravel(), batch.inputs["segments"].ravel()
-        left = np.ones(flat.size, bool)
-        assert batch.targets == batch.denominator == (batch.inputs["owners"] >= 0).sum()
-
-        for owner, row in enumerate(batch.examples):
-            example = ragged_examples.items[row]
-            at = batch.inputs["owners"] == owner
-            begin = batch.inputs["positions"][at][0] + 1 - np.flatnonzero(example.target)[0]
-            inputs = slice(begin, begin + len(example.tokens) - 1)
-            assert flat[inputs].tolist() == example.tokens[:-1].tolist()
-
-            places = batch.inputs["positions"][at] - begin + 1
-            assert places.tolist() == np.flatnonzero(example.target).tolist()
-            assert batch.inputs["targets"][at].tolist() == example.tokens[example.target].tolist()
-
-            mine = begin // 400, segments[begin]
-            same = (np.arange(flat.size) // 400 == mine[0]) & (segments == mine[1])
-            assert np.flatnonzero(same).tolist() == list(range(inputs.start, inputs.stop))
-            left[inputs] = False
-
-        assert not flat[left].any()
-        for b, row in enumerate(batch.inputs["segments"]):
-            assert set(np.diff(row)) <= {0, 1}
-            assert len(set(row[left.reshape(4, 400)[b]])) <= 1
-
-
-def test_packed_rows_are_97_percent_full_on_lognormal_lengths():
-    random = np.random.default_rng(0)
-    lengths = random.lognormal(np.log(200), 0.8, 2000).astype(int).clip(2, 2048)
-    sampler = Sampler(lengths, 4, 2047, seed=0, packing=True)
-    count, fill = packing_fill(sampler)
-    assert fill >= 0.97
-    assert count == sum(len(batch.sequences) for batch in sampler.epoch(0))
+    assert shapes == data.shapes(40)
 
 
 def test_row_of_the_maximal_length_fills_a_packed_row():
@@ -263,13 +184,7 @@ def test_error_of_a_batch_is_raised_where_it_was_due():
     assert not batch_threads()
 
 
-def test_shapes_that_spare_less_than_a_compilation_are_joined(compiled):
-    """Examples of 33 and 34 tokens alone need two lengths; of few, one is cheaper."""
-
-    def shapes_of(count: int) -> set[int]:
-        tokens = [np.ones(n, np.int32) for n in [33] * count + [34] * count]
-        items = [Example(t, np.arange(len(t)) > 0, "x") for t in tokens]
-        examples = Examples(items, "text", "all tokens")
-        return {length for length, _ in few_shapes(examples, sampler_of(examples, 4, 64))}
-
-    assert shapes_of(4) == {64} and shapes_of(400) == {32, 64}
+def test_chosen_examples_come_by_length():
+    order = by_length(np.array([5, 1, 3, 2]), 2, np.array([3, 0, 2]))
+    assert [own.tolist() for own in order.epoch(0)] == [[3, 2], [0]]
+    assert [len(first_examples(5, 2, batches)) for batches in (-1, 1, 9)] == [5, 2, 5]

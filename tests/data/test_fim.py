@@ -13,7 +13,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.conversations import continued
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, sentinels
+from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, sentinels
 from mlx_packs.data.formats import Chat, Row, Text
 from mlx_packs.tasks.tokens import encoding_options
 from tests.helpers.errors import check, raises
@@ -32,17 +32,13 @@ NAMED = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 @pytest.fixture(scope="module")
 def bare():
-    return fresh()
-
-
-def fresh():
-    path = tiny_checkpoint()
-    return load_tokenizer(path, json.loads((path / "config.json").read_text()), False)
+    return knowing(())
 
 
 def knowing(names):
     """The tiny tokenizer with more tokens."""
-    tokenizer = fresh()
+    path = tiny_checkpoint()
+    tokenizer = load_tokenizer(path, json.loads((path / "config.json").read_text()), False)
     tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
     return tokenizer
 
@@ -84,27 +80,23 @@ def test_rearranged_rows_have_the_same_text_all_of_it_trained(fim_tokenizer):
     assert kinds == {False, True}
 
 
-def test_cuts_lie_between_any_two_characters(fim_tokenizer):
+def test_cuts_lie_between_any_two_characters():
     cuts = [FillInTheMiddle(1.0, 0.0, seed).parts("abcd", 0, 0)[1:] for seed in range(200)]
     assert {"".join(parts) for parts in cuts} == {"abcd"}
     assert len(set(cuts)) == 15  # 5 places for two cuts, in order
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
-    parts = [FillInTheMiddle(rate, 0.25, 5).parts("some text", i, 0) for i in range(2000)]
+def test_rates_are_shares_of_rows_and_of_those_rearranged():
+    parts = [FillInTheMiddle(0.3, 0.25, 5).parts("some text", i, 0) for i in range(2000)]
     chosen = [p for p in parts if p]
-    assert len(chosen) / 2000 == pytest.approx(rate, abs=0.03)
-    if chosen:
-        assert sum(p[0] for p in chosen) / len(chosen) == pytest.approx(0.25, abs=0.05)
+    assert len(chosen) / 2000 == pytest.approx(0.3, abs=0.03)
+    assert sum(p[0] for p in chosen) / len(chosen) == pytest.approx(0.25, abs=0.05)
 
 
 def test_which_rows_and_where_depends_on_seed_and_row_alone(fim_tokenizer):
     def tokens(rows, seed):
-        examples = encode(
-            rows, fim_tokenizer, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
-        )
-        return [e.tokens.tolist() for e in examples.items]
+        options = EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
+        return [e.tokens.tolist() for e in encode(rows, fim_tokenizer, CONFIG, options).items]
 
     assert tokens(ROWS, 1) == tokens(ROWS, 1)
     assert tokens(ROWS, 1)[:20] == tokens(ROWS[:20], 1)
@@ -148,17 +140,16 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, leng
     examples = encode([LONG], fim_tokenizer, CONFIG, options)
 
     text = LONG.value["text"]
-    kinds = []
+    kinds = set()
     at = 0  # how much of the text the pieces have covered
     for example in examples.items:
         assert len(example.tokens) <= length
         parts = texts_of(fim_tokenizer, example.tokens)
-        kinds.append(parts is not None)
+        kinds.add(parts is not None)
 
         if parts is None:
-            piece = fim_tokenizer.decode(
-                [t for t in example.tokens if t != fim_tokenizer.eos_token_id]
-            )
+            own = [t for t in example.tokens if t != fim_tokenizer.eos_token_id]
+            piece = fim_tokenizer.decode(own)
         elif parts[0]:  # where the middle follows its prefix, both are before the suffix
             piece = parts[3] + parts[2]
         else:
@@ -168,7 +159,7 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, leng
         assert 0 <= start <= at
         at = max(at, start + len(piece))
 
-    assert at == len(text) and set(kinds) == {False, True}
+    assert at == len(text) and kinds == {False, True}
 
 
 def test_cut_rows_that_are_rearranged_keep_their_beginning(fim_tokenizer):
@@ -178,15 +169,6 @@ def test_cut_rows_that_are_rearranged_keep_their_beginning(fim_tokenizer):
     _, prefix, suffix, middle = texts_of(fim_tokenizer, example.tokens)
     assert LONG.value["text"].startswith(prefix + middle + suffix)
     assert examples.cut == 1 and 50 < len(example.tokens) <= 64
-
-
-def test_what_is_too_much_goes_from_the_far_ends():
-    parts = [1, 2, 3], [4, 5], [6, 7, 8]  # prefix, middle, suffix
-    ids = (90, 91, 92, 93)
-    assert arranged(ids, False, parts, 99) == [90, 1, 2, 3, 91, 6, 7, 8, 92, 4, 5, 93]
-    assert arranged(ids, True, parts, 10) == [90, 91, 6, 7, 8, 92, 3, 4, 5, 93]
-    assert arranged(ids, False, parts, 8) == [90, 91, 6, 7, 92, 4, 5, 93]
-    assert arranged(ids, False, parts, 5) == [90, 91, 92, 5, 93]
 
 
 def test_part_of_a_text_has_no_space_of_the_tokenizer():

@@ -48,19 +48,37 @@ def many_rows(tmp_path, monkeypatch):
 
 def _run(data, out, *, resume=False, **settings):
     train = {"iters": 1, "batch_size": 2, "matmul_path": "dense", "val_batches": 0}
-    train |= {"warmup_steps": 0, "test_batches": None, **settings}  # not the bundled recipe's
-    return train_pack("tiny", str(data), LORA, train, out, resume=resume)
+    train |= {"warmup_steps": 0, "test_batches": None, "learning_rate": 1e-2}  # not the recipe's
+    return train_pack("tiny", str(data), LORA, train | settings, out, resume=resume)
 
 
+@pytest.fixture
+def scored_first(monkeypatch):
+    """Runs score the base before their training too; the base must have these scores after it."""
+    fits, train = [], Fit.train
+
+    def train_after_scoring(fit: Fit) -> None:
+        with fit.trainable.disabled():
+            fits.append((fit.score(), fit))
+        train(fit)
+
+    monkeypatch.setattr(Fit, "train", train_after_scoring)
+    yield
+    before, fit = fits[0]
+    assert fit.scores[0] == before != fit.scores[-1]
+
+
+@pytest.mark.usefixtures("scored_first")
 def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_path):
     """Before and after are of the same examples, whose number and that of all are recorded."""
-    run = _run(many_rows, tmp_path / "p")
+    noisy = {"neftune_noise_alpha": 5.0}
+    run = _run(many_rows, tmp_path / "p", **noisy)
     result = run.pack.manifest["eval"]
     for counts in (run.report["held_out"], result):
         assert (counts["rows"], counts["available"]) == (4, 6)
     assert result["ppl_before_se"] > 0 < result["ppl_after_se"]
 
-    again = _run(many_rows, tmp_path / "p", resume=True).pack.manifest["eval"]
+    again = _run(many_rows, tmp_path / "p", **noisy, resume=True).pack.manifest["eval"]
     assert [again[key] == result[key] for key in ("rows", "ppl_before", "ppl_after")] == [True] * 3
 
 
@@ -72,41 +90,9 @@ def test_all_rows_are_evaluated_on_request(many_rows, tmp_path):
     assert run.report["ppl_before"] == pytest.approx(report.base.ppl, rel=1e-5)
 
 
-@pytest.fixture
-def scored_first(monkeypatch):
-    """Runs score the base before their training too; each gives these scores and itself."""
-    runs, train = [], Fit.train
-
-    def train_after_scoring(fit: Fit) -> None:
-        with fit.trainable.disabled():
-            runs.append((fit.score(), fit))
-        train(fit)
-
-    monkeypatch.setattr(Fit, "train", train_after_scoring)
-    return runs
-
-
-def _check_scores(runs: list) -> None:
-    """Check that the base has the same scores before and after its training, and the pack others."""
-    ((before, fit),) = runs
-    assert fit.scores[0] == before
-    assert fit.scores[-1] != before
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"neftune_noise_alpha": 5.0}],
-    ids=lambda settings: next(iter(settings), "default"),
-)
-def test_training_leaves_the_scores_of_the_base(many_rows, tmp_path, scored_first, settings):
-    """Of the methods that a trainable is of: tests/adapters/test_method.py."""
-    _run(many_rows, tmp_path / "p", learning_rate=1e-2, test_batches=1, **settings)
-    _check_scores(scored_first)
-
-
+@pytest.mark.usefixtures("scored_first")
 @pytest.mark.parametrize("task", slow_except(["dpo", "reward"], "reward"))
-def test_training_on_preferences_leaves_the_scores_of_the_base(tmp_path, scored_first, task):
+def test_training_on_preferences_leaves_the_scores_of_the_base(tmp_path, task):
     rows = [preference(i) for i in range(8)]
     data = write_rows(tmp_path / "d", train=rows[:6], valid=rows[6:])
-    _run(data, tmp_path / "p", task=task, learning_rate=1e-2)
-    _check_scores(scored_first)
+    _run(data, tmp_path / "p", task=task)

@@ -1,5 +1,6 @@
 """Rows in memory: what is taken, where messages say a row is, training, resuming, evaluating."""
 
+from collections import UserList
 from dataclasses import replace
 
 import numpy as np
@@ -35,23 +36,14 @@ class Polars(Frame):
         return self.rows
 
 
-class Dataset:
+class Dataset(UserList):
     """What `datasets.Dataset` has of this."""
 
-    def __init__(self, rows: list):
-        self.rows, self.column_names = rows, list(rows[0])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict:
-        return self.rows[i]
+    column_names = property(lambda self: list(self[0]))
 
 
 FORMS = {
     "list": list,
-    "tuple": tuple,
-    "iterator": iter,
     "generator": lambda rows: (row for row in rows),
     "pandas": Frame,
     "polars": Polars,

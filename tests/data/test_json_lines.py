@@ -18,7 +18,7 @@ def file(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-@pytest.mark.parametrize("block", [1, 3, 16, 1 << 20])
+@pytest.mark.parametrize("block", [1, 16, 1 << 20])
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n\r\n"], ids=["none", "one", "two"])
 def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
     file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(LINES) + ending)
@@ -37,7 +37,6 @@ def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
         (b'{"text": "a\x00b"}', "not JSON", ["control character"]),
         (b'\xef\xbb\xbf{"text": "a"}', "not JSON", ["BOM"]),
         (b'{"text": "\xff"}', "not UTF-8", ["byte 11"]),
-        ('{"text": "a"}'.encode("utf-16"), "not UTF-8", []),
         (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "too deep", ["100"]),
         (b"[" * 10**5 + b"]" * 10**5, "too deep", ["100"]),
         (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "integer too long", ["4300"]),

@@ -4,13 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from mlx_lm.utils import load_tokenizer
 
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.tokenizer import with_template as templated
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import left_out
-from mlx_packs.data.formats import PREFERENCE, PROMPT, TOKEN_FORMATS, Row, first_format, format_of
+from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
 from mlx_packs.data.left_out import template_notes
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.serving.fields import parsed
@@ -47,16 +45,9 @@ KEEPS_LAST = """{%- set ns = namespace(last=0) %}{% for m in messages %}
 
 
 @pytest.fixture(scope="module")
-def with_template():
+def with_template(tokenizer):
     """A tokenizer of the tiny base with another chat template."""
-    tokenizer = load_tokenizer(tiny_checkpoint())
-    own = tokenizer._tokenizer.chat_template
-
-    def make(template: str | None = None):
-        tokenizer._tokenizer.chat_template = template or own
-        return tokenizer
-
-    return make
+    return lambda template=None: templated(tokenizer, template)
 
 
 def notes_of(tokenizer, *values, row_format=None, columns=COLUMNS) -> list[str]:
@@ -76,8 +67,6 @@ PROMPTED = [*chat("1+1?", THOUGHT)["messages"], {"role": "user", "content": "?"}
     ("plain", "row", "row_format"),
     [
         (chat("Hello", "Hi."), chat("2+3?", THOUGHT), None),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "2+3?", "completion": THOUGHT}, None),
-        ({"instruction": "a", "output": "b"}, {"instruction": "2+3?", "output": THOUGHT}, None),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             {"prompt": "2+3?", "chosen": THOUGHT, "rejected": "6"},
@@ -122,11 +111,8 @@ def test_messages_calls_tools_and_keys_that_are_lost_are_named(with_template):
     for kind, first in expected.items():
         assert any(noted(kind, first) in note for note in notes), kind
 
-    kinds = [
-        note.split(",")[0].removeprefix("the chat template leaves out ")
-        for note in notes_of(with_template(), row)
-    ]
-    assert kinds == ["'name' of messages"]
+    (note,) = notes_of(with_template(), row)
+    assert "leaves out 'name' of messages," in note
 
 
 @pytest.mark.parametrize(
@@ -157,22 +143,15 @@ def test_each_tool_and_call_is_checked(with_template):
     row = chat("Look.", "")
     row["messages"][1] |= {"tool_calls": [CALL, CALL]}
     row |= {"tools": [TOOL, {"name": "g"}]}
-    notes = notes_of(with_template(FIRST), row)
-    assert len(notes) == 2
-    places = {"tools": "f:1", "calls of tools": "f:1, answer 1"}
-    for kind, first in places.items():
-        assert any(noted(kind, first) in note for note in notes), kind
+    notes = sorted(notes_of(with_template(FIRST), row))
+    places = [noted("calls of tools", "f:1, answer 1"), noted("tools", "f:1")]
+    assert all(place in note for place, note in zip(places, notes, strict=True))
 
 
 @pytest.mark.parametrize(
     ("row", "row_format", "unused"),
     [
         (chat("a", "b") | {"id": 7, "source": "web", "system": "c"}, None, "id, source"),
-        (
-            {"prompt": "a", "completion": "b", "label": True},
-            None,
-            "label; train on them with --task kto",
-        ),
         ({"text": "a", "label": "b"}, None, "label; train on them with --task classify"),
         (
             {"text": "a", "query": "b", "documents": ["c", "d"], "labels": [0, 1], "id": 1},
@@ -180,7 +159,6 @@ def test_each_tool_and_call_is_checked(with_template):
             "query, documents, labels, id; train on them with --task rerank",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, PREFERENCE, "score"),
-        ({"anchor": "a", "positive": "b", "id": 1}, None, "id"),
         ({"prompt": "a", "answer": "b"}, PROMPT, None),
     ],
 )  # a reward function sees every column of prompts
@@ -201,10 +179,7 @@ def test_columns_without_a_use_are_named_once(with_template, row, row_format, un
 def test_an_unusual_end_is_named_where_a_template_renders_rows(
     with_template, row, row_format, count
 ):
-    tokenizer = with_template(OPEN_END)
-    rows = [Row("f:1", row)]
-    row_format = row_format or first_format(rows, COLUMNS)[1]
-    notes = template_notes(rows, row_format, COLUMNS, tokenizer)
+    notes = notes_of(with_template(OPEN_END), row, row_format=row_format)
     assert len(notes) == count
     assert all("does not end the last answer: <|im_end|> is put behind it" in n for n in notes)
 
@@ -238,14 +213,11 @@ def test_answers_without_the_thoughts_that_a_prompt_opens_are_named(
 
 
 def test_a_large_split_costs_a_limited_number_of_renderings(with_template, monkeypatch):
-    counted = []
-    render = left_out.Conversation.render
+    counted, render = [], left_out.Conversation.render
     monkeypatch.setattr(
         left_out.Conversation, "render", lambda *args: counted.append(1) or render(*args)
     )
-    rows = [chat("2+3?", THOUGHT)] * 500
-    (note,) = notes_of(with_template(DROPS), *rows)
-    assert noted("thoughts", "f:1, answer 1") in note
+    assert len(notes_of(with_template(DROPS), *[chat("2+3?", THOUGHT)] * 500)) == 1
     assert len(counted) <= 300 + 10
 
 
@@ -260,11 +232,8 @@ PARTIAL = """\
 {%- for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
 
 SYSTEM = {"role": "system", "content": "Answer in one word, please."}
-
 USER = {"role": "user", "content": "Weather in Bonn?"}
-
 ANSWER = {"role": "assistant", "content": "It is clear in Bonn today."}
-
 RESULT = {"role": "tool", "content": "It is clear in Bonn today.", "tool_call_id": "a"}
 
 
@@ -293,9 +262,7 @@ def test_a_prompt_that_is_rendered_whole(shared_tiny, partial, monkeypatch):
     thoughts = {**ANSWER, "reasoning_content": "Hm."}  # of earlier answers, left out on purpose
     for _ in range(2):
         chat_prompt(shared_tiny, [SYSTEM, USER, thoughts, USER], None, partial)
-    monkeypatch.setattr(
-        left_out.Conversation, "render", None
-    )  # what was checked is not rendered again
+    monkeypatch.setattr(left_out.Conversation, "render", None)  # not rendered again
     other = [SYSTEM, {**USER, "content": "And tomorrow?"}, ANSWER, {**USER, "content": "?"}]
     chat_prompt(shared_tiny, other, None, partial)
 
@@ -310,16 +277,14 @@ def test_a_served_request_names_what_is_lost(shared_tiny, partial):
         prompts.of_chat(parsed(ChatBody, json.dumps(fields).encode()), tokenizer=partial)
 
 
-def test_rows_after_the_first_are_checked_if_they_have_another_shape(partial):
-    values = [[SYSTEM, USER, ANSWER]] * 4 + [[USER, ANSWER, SYSTEM, USER, ANSWER]]
-    rows = [Row(f"rows:{i}", {"messages": turns}) for i, turns in enumerate(values)]
-    row_format = format_of(rows[0], DataConfig(), TOKEN_FORMATS)
-    note, _ = template_notes(rows, row_format, DataConfig(), partial)
-    assert "messages of system, the first in rows:4, message 3" in note
-
-
-def test_a_text_that_another_message_repeats_is_not_taken_for_the_lost_one(partial):
-    row = Row("rows:0", {"messages": [USER, RESULT, ANSWER]})
-    row_format = format_of(row, DataConfig(), TOKEN_FORMATS)
-    note, _ = template_notes([row], row_format, DataConfig(), partial)
-    assert "messages of tool, the first in rows:0" in note
+@pytest.mark.parametrize(
+    ("conversations", "lost"),
+    [
+        ([[SYSTEM, USER, ANSWER]] * 4 + [[USER, ANSWER, SYSTEM, USER, ANSWER]], "system|f:5, m"),
+        ([[USER, RESULT, ANSWER]], "tool|f:1"),
+    ],
+    ids=["of another shape than the first", "repeated by another message"],
+)
+def test_a_message_that_is_lost_is_found(partial, conversations, lost):
+    note, _ = notes_of(partial, *({"messages": turns} for turns in conversations))
+    assert "messages of {}, the first in {}".format(*lost.split("|")) in note

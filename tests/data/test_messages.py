@@ -42,28 +42,19 @@ def marked(**marks) -> dict:
 
 
 @pytest.mark.parametrize(
-    "marks",
-    [
-        {"weight": 0.0},
-        {"train": False},
-        {"masked": True},
-        {"weight": 0, "train": False, "loss": None},
-    ],
+    "marks", [{"weight": 0.0}, {"train": False, "loss": None}, {"masked": True}]
 )
 def test_a_marked_answer_is_context(tokenizer, marks):
     text, targets = rendered(tokenizer, marked(**marks))
-    assert text == rendered(tokenizer, marked())[0] and targets == ["Paris.<|im_end|>"]
+    same = rendered(tokenizer, marked(weight=1, masked=False, loss=None))
+    assert same == rendered(tokenizer, marked())
+    assert text == same[0] and targets == ["Paris.<|im_end|>"]
     turns = [{"from": m["role"], "value": m["content"]} for m in marked()["messages"]]
     turns[1] |= marks
     assert rendered(tokenizer, {"conversations": turns}) == (text, targets)
     row_format, row = Chat(), Row("f:1", marked(**marks))
     assert row_format.read(row, COLUMNS).answer == "Paris."
     assert "Really?" in row_format.read(row, COLUMNS, tokenizer).prompt()[0]
-
-
-@pytest.mark.parametrize("marks", [{"weight": 1}, {"masked": False}, {"loss": None}])
-def test_an_answer_that_is_marked_as_a_target_is_one(tokenizer, marks):
-    assert rendered(tokenizer, marked(**marks)) == rendered(tokenizer, marked())
 
 
 @pytest.mark.parametrize(
@@ -84,12 +75,13 @@ def test_marks_that_leave_no_target_are_rejected(tokenizer):
     row = chat("Capital?", "Rome.")
     row["messages"][1]["weight"] = 0
 
-    with raises("data", None, "f:1", "every answer is marked"):
-        rendered(tokenizer, row)
-    with raises("data", None, "f:1", "the completion is marked"):
-        rendered(tokenizer, row, loss_on="completion")
-    with raises("data", None, "f:1", "--loss-on assistant"):
-        rendered(tokenizer, row, loss_on="all")
+    for loss_on, fault in (
+        ("assistant", "every answer is marked"),
+        ("completion", "the completion is marked"),
+        ("all", "--loss-on assistant"),
+    ):
+        with raises("data", None, "f:1", fault):
+            rendered(tokenizer, row, loss_on=loss_on)
 
     rated = {"prompt": "a", "completion": [row["messages"][1]], "label": True}
     with raises("data", None, "the completion is marked"):
@@ -105,7 +97,6 @@ TURNS = [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]
 ROWS = {
     "chat": ({"messages": [USER, ANSWER]}, "lm"),
     "completion": ({"prompt": Q, "completion": A}, "lm"),
-    "alpaca": ({"instruction": Q, "output": A}, "lm"),
     "sharegpt": ({"conversations": TURNS}, "lm"),
     "dpo": ({"prompt": Q, "chosen": A, "rejected": "A lime."}, "dpo"),
     "implicit": ({"chosen": [USER, ANSWER], "rejected": [USER, LIME]}, "dpo"),
@@ -135,12 +126,6 @@ def test_a_system_prompt_is_in_prompts_and_with_other_column_names(tokenizer):
     row = {"system": SYSTEM, "question": "Hello?", "chosen": "Ahoy!", "rejected": "Good day."}
     text, _ = rendered(tokenizer, row, "dpo", columns)
     assert text == expected + "Ahoy!<|im_end|>\n"
-
-
-def test_a_column_that_is_named_as_another_is_no_system_prompt(tokenizer):
-    columns = DataConfig(prompt_feature="system")
-    text, _ = rendered(tokenizer, {"system": "Hi.", "completion": "Ho."}, columns=columns)
-    assert text == SHOWN("user", "Hi.") + SHOWN("assistant", "Ho.")
 
 
 def test_one_system_message_is_rendered_once_and_two_are_rejected(tokenizer):
@@ -183,9 +168,7 @@ FIRST = {"role": "system", "content": SYSTEM}
     ("prompt", "before", "expected"),
     [
         (USER["content"], [USER], ONCE),
-        ([USER], [USER], ONCE),
         ([USER], [{"role": "user", "content": USER["content"] + "\n"}], ONCE),
-        ([FIRST, USER], [USER], SHOWN("system", SYSTEM) + ONCE),
         ([FIRST, USER], [FIRST, USER], SHOWN("system", SYSTEM) + ONCE),
         (USER["content"], [FIRST, USER], SHOWN("system", SYSTEM) + ONCE),
         ([USER, LIME, USER], [USER], SHOWN("user", Q) + SHOWN("assistant", "A lime.") + ONCE),
@@ -214,11 +197,9 @@ def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):
             rendered(tokenizer, row, task)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion"), [("He go home", "He go home"), ("It rains a lot", "It rains a lot.")]
-)
-def test_an_answer_may_begin_as_its_prompt_does(tokenizer, prompt, completion):
-    _, targets = rendered(tokenizer, {"prompt": prompt, "completion": completion})
+@pytest.mark.parametrize("completion", ["It rains a lot", "It rains a lot."])
+def test_an_answer_may_begin_as_its_prompt_does(tokenizer, completion):
+    _, targets = rendered(tokenizer, {"prompt": "It rains a lot", "completion": completion})
     assert targets == [completion + "<|im_end|>"]
 
 
@@ -229,14 +210,6 @@ def test_an_empty_answer_before_the_last_one_is_named(tokenizer):
     row = chat("Hello", "", "There?", "Yes.")
     row["messages"][1]["weight"] = 0
     assert rendered(tokenizer, row)[1] == ["Yes.<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [("human", "user"), ("gpt", "assistant"), ("observation", "tool"), ("developer", "system")],
-)
-def test_roles_have_one_name(name, role):
-    assert turns_of([{"role": name, "content": "a"}])[0].message == {"role": role, "content": "a"}
 
 
 def test_thoughts_have_every_name_that_templates_know():

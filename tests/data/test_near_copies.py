@@ -7,7 +7,6 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import near_copies
 from mlx_packs.data import rows as rows_module
-from mlx_packs.data.chat_formats import Chat
 from mlx_packs.data.formats import FORMATS
 from mlx_packs.data.near_copies import NearCopies, row_notes, words_of
 from mlx_packs.data.rows import load_rows
@@ -15,6 +14,7 @@ from mlx_packs.data.sources import Row, as_rows
 from tests.helpers.rows import chat, write_rows
 
 COLUMNS = DataConfig()
+TEXT = next(f for f in FORMATS if f.name == "text")
 SYSTEM = "You are a helpful assistant who answers each question with one short and friendly line."
 
 
@@ -99,22 +99,20 @@ def test_a_common_system_prompt_is_no_leak(tmp_path):
 
 
 def test_scripts_without_spaces_are_compared_by_letters():
-    rows = [Row("a", {"text": "東京は日本の首都であり世界最大の都市です"})]
-    format_of_text = next(f for f in FORMATS if f.name == "text")
-    copies = NearCopies({0: rows[0]}, format_of_text, COLUMNS)
+    row = Row("a", {"text": "東京は日本の首都であり世界最大の都市です"})
+    copies = NearCopies({0: row}, TEXT, COLUMNS)
     for text, expected in (
         ("東京は日本の首都であり世界最大の都会です。", {0}),
         ("大阪は西日本の中心となる商業の街です", set()),
     ):
-        words = words_of(Row("b", {"text": text}), format_of_text, COLUMNS)
+        words = words_of(Row("b", {"text": text}), TEXT, COLUMNS)
         assert copies.repeated_by(words, "") == expected
 
 
-@pytest.mark.parametrize("value", [{}, {"text": 5}, {"text": ""}, [], 5, None])
+@pytest.mark.parametrize("value", [{}, {"text": 5}, {"text": ""}, None])
 def test_rows_that_cannot_be_used_are_no_copies(value):
-    format_of_text = next(f for f in FORMATS if f.name == "text")
-    copies = NearCopies({0: Row("a", value)}, format_of_text, COLUMNS)
-    assert copies.repeated_by(words_of(Row("b", value), format_of_text, COLUMNS), "") == set()
+    copies = NearCopies({0: Row("a", value)}, TEXT, COLUMNS)
+    assert copies.repeated_by(words_of(Row("b", value), TEXT, COLUMNS), "") == set()
 
 
 def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):
@@ -125,22 +123,15 @@ def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):
 
 
 def test_empty_answers_are_said(tmp_path):
-    rows = [
-        {"prompt": sentence(i, 4), "completion": "" if i in (3, 5) else "yes"} for i in range(9)
-    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    answers = ["yes"] * 3 + ["", "yes", "", called, "yes"]
+    rows = [{"prompt": sentence(i, 4), "completion": a} for i, a in enumerate(answers)]
     write_rows(tmp_path, train=rows, test=[{"prompt": "new", "completion": ""}])
     splits = load_rows(DataConfig(data=str(tmp_path)))
     (note,) = row_notes(splits.rows, splits.format, COLUMNS)
     assert note.startswith("2 training examples have an empty answer (")
     assert "train.jsonl:4)" in note
-
-
-def test_an_answer_that_calls_a_tool_is_not_empty():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    rows = as_rows([Row("d:1", {"messages": [{"role": "user", "content": "Hi"}, answer]})])
-    assert row_notes({"train": rows}, Chat(), DataConfig()) == []
-    assert Chat().read(rows[0], DataConfig()).answer is None
 
 
 @pytest.mark.parametrize("column", ["image", "images", "part", "bytes"])
@@ -153,20 +144,12 @@ def test_the_same_question_on_another_image_is_no_copy(tmp_path, column):
             url = {"type": "image_url", "image_url": {"url": image}}
             about["messages"][0]["content"] = [url, {"type": "text", "text": question}]
         else:
-            about[column.replace("bytes", "image")] = {
-                "image": image,
-                "images": [image],
-                "bytes": {"bytes": image.encode()},
-            }[column]
+            forms = {"image": image, "images": [image], "bytes": {"bytes": image.encode()}}
+            about[column.replace("bytes", "image")] = forms[column]
         return about
 
-    rows = [
-        row("a.png"),
-        row("b.png"),
-        row("a.png"),
-        row("a.png", sentence(1)),
-        chat(SYSTEM, "It is a seven."),
-    ]
+    rows = [*map(row, ("a.png", "b.png", "a.png")), row("a.png", sentence(1))]
+    rows.append(chat(SYSTEM, "It is a seven."))
     numbered = {i: Row(f"a:{i}", each) for i, each in enumerate(rows)}
     copies = NearCopies(numbered, FORMATS[1], COLUMNS)
     found = [

@@ -34,14 +34,8 @@ def test_rows_are_those_of_one_source_after_another(sources):
     assert numbers(rows) == list(range(1000)) and len(rows) == 1000
 
     edges = [rows.where(i).rpartition("/")[2] for i in (0, 399, 400, 639, 640, 999)]
-    assert edges == [
-        "rows.jsonl:1",
-        "rows.jsonl:400",
-        "list:400",
-        "list:639",
-        "values[0]",
-        "values[359]",
-    ]
+    assert edges[:3] == ["rows.jsonl:1", "rows.jsonl:400", "list:400"]
+    assert edges[3:] == ["list:639", "values[0]", "values[359]"]
 
     assert [rows[i].where for i in range(1000)] == [rows.where(i) for i in range(1000)]
     assert rows[-1].value == {"text": "999"} and numbers(rows[398:402]) == [398, 399, 400, 401]
@@ -76,21 +70,15 @@ def test_selections_of_selections_and_parts(sources):
 
 def test_key_is_that_of_the_content_and_the_selection(sources):
     rows = Rows(sources)
-    parts = [rows, rows[:5], rows[1:], rows.select(np.array([1, 5])), rows.select(np.array([1, 6]))]
-    parts.append(Rows(sources[:2]))
+    parts = [rows, rows[:5], rows[1:], rows.select(np.array([1, 5])), Rows(sources[:2])]
     keys = [part.content_key() for part in parts]
     assert None not in keys and len(set(keys)) == len(keys)
     assert keys[3] == rows.select(np.array([1, 5], np.int32)).content_key()
     assert as_rows([Row("x", {"text": object()})]).content_key() is None
 
 
-def test_rows_are_in_files_if_all_of_their_sources_are(sources):
-    assert Rows(sources[:1])[5:9].is_in_files()
-    assert not Rows(sources).is_in_files()
-
-
 def test_fingerprint_follows_content_and_not_place():
     rows = [Row("a:1", {"text": "x"}), Row("a:2", {"text": "y"})]
     moved = [Row("b:9", {"text": "x"}), Row("c:1", {"text": "y"})]
-    assert as_rows(rows).fingerprint() == as_rows(moved).fingerprint()
-    assert as_rows(rows).fingerprint() != as_rows(rows[::-1]).fingerprint()
+    own, same, other = (as_rows(each).fingerprint() for each in (rows, moved, rows[::-1]))
+    assert own == same != other

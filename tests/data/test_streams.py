@@ -1,8 +1,8 @@
 """Rows of a stream: on disk as they come, in memory one at a time."""
 
 import sys
-import types
 from datetime import date, datetime
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -47,15 +47,13 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(monkeypatch):
     """A data set of the Hub, by a substitute for its libraries."""
-    module = types.ModuleType("datasets")
-    module.splits = {"train": IterableDataset(ROWS), "validation": IterableDataset(ROWS[:9])}
-    module.sha = "a" * 40
 
     def load_dataset(name, revision, streaming):
         assert name == "some/set" and revision == module.sha and streaming
         return module.splits
 
-    module.load_dataset = load_dataset
+    splits = {"train": IterableDataset(ROWS), "validation": IterableDataset(ROWS[:9])}
+    module = SimpleNamespace(splits=splits, sha="a" * 40, load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: module)  # its sha
     return module

@@ -1,22 +1,18 @@
 """Formats of rows that single tasks train on: which task each is of, and rows as other libraries have them."""
 
-import numpy as np
 import pytest
-from mlx_lm.utils import load_tokenizer
 
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.data.dataset import Batch
-from mlx_packs.data.formats import FORMATS, PREFERENCE, formats_of, tasks_of
+from mlx_packs.data.formats import formats_of
 from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.left_out import template_notes
 from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.data.rankings import RerankPrompt, encode_rankings
 from mlx_packs.data.row_format import Row, RowFormat
 from mlx_packs.data.rows import load_rows
-from mlx_packs.data.task_formats import PAIR_FORMATS, RANKING_FORMATS
 from mlx_packs.data.texts import TextGroups
 from mlx_packs.tasks.phases import resolve_phases
 from tests.helpers.errors import raises
@@ -44,18 +40,6 @@ def sum_task(monkeypatch) -> str:
     return "sum"
 
 
-def test_a_format_of_a_task_tells_which():
-    assert {tuple(tasks_of(each)) for each in PAIR_FORMATS} == {("embedding",)}
-    assert {tuple(tasks_of(each)) for each in RANKING_FORMATS} == {("rerank",)}
-    assert tasks_of(FORMATS[0]) == [] and "dpo" in tasks_of(PREFERENCE)
-
-
-def test_a_task_looks_for_its_own_formats_first():
-    assert formats_of("lm") == FORMATS
-    assert formats_of("rerank")[: len(RANKING_FORMATS)] == RANKING_FORMATS
-    assert set(formats_of("rerank")) == set(FORMATS)
-
-
 def test_rows_of_a_task_of_a_package_have_its_format_first(sum_task, tmp_path):
     folder = write_rows(tmp_path, train=[{"text": "1", "other": "2"}] * 4)
     columns = DataConfig(data=str(folder))
@@ -66,11 +50,6 @@ def test_rows_of_a_task_of_a_package_have_its_format_first(sum_task, tmp_path):
 
 
 COLUMNS = DataConfig()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(tiny_checkpoint())
 
 
 def rows_of(values: list[dict]) -> list[Row]:
@@ -97,28 +76,25 @@ def rankings_of(tokenizer):
     return read
 
 
-ONE = ["a", "p", "n", "m"]
-
 FORMS = {
     "numbered columns": {"anchor": "a", "positive": "p", "negative_1": "n", "negative_2": "m"},
     "a list": {"anchor": "a", "positive": "p", "negative": ["n", "m"]},
     "a list as JSON": {"anchor": "a", "positive": "p", "negatives": '["n", "m"]'},
     "FlagEmbedding": {"query": "a", "pos": ["p"], "neg": ["n", "m"]},
-    "a query": {"query": "a", "positive": "p", "negative_1": "n", "negative_2": "m"},
 }
 
 
 @pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
 def test_all_negatives_of_an_anchor_are_read(pairs_of, rankings_of, tokenizer, row):
     pairs, texts = pairs_of(row)
-    assert texts == [ONE] and pairs.format.name == "triplets"
+    assert texts == [["a", "p", "n", "m"]] and pairs.format.name == "triplets"
     assert template_notes(rows_of([row]), pairs.format, COLUMNS, tokenizer) == []
 
     rankings = rankings_of(row)
     assert rankings.labels[0].tolist() == [1, 0, 0] and len(rankings.tokens(0)) == 3
 
 
-@pytest.mark.parametrize("name", ["document", "documents", "passage", "pos", "positive"])
+@pytest.mark.parametrize("name", ["document", "documents", "pos", "positive"])
 def test_a_query_and_what_answers_it_are_a_pair(pairs_of, name):
     pairs, texts = pairs_of({"query": "a", name: ["p"]}, {"query": "b", name: ["q", "r"]})
     assert pairs.format.name == "pairs"
@@ -152,8 +128,9 @@ FLAT = [
 ]
 
 
-@pytest.mark.parametrize("label", ["label", "score", "relevance"])
-@pytest.mark.parametrize("document", ["document", "passage"])
+@pytest.mark.parametrize(
+    ("document", "label"), [("document", "label"), ("passage", "score"), ("document", "relevance")]
+)
 def test_documents_of_a_query_are_one_example(rankings_of, document, label):
     rows = [{"query": r["query"], document: r["document"], label: r["label"]} for r in FLAT]
     rankings = rankings_of(*rows)
@@ -172,10 +149,7 @@ def test_queries_are_joined_before_rows_are_held_out(tmp_path):
     ("row", "fault"),
     [
         ({"anchor": "a", "positive": "p", "negative": []}, "'negative' is empty"),
-        (
-            {"anchor": "a", "positive": "p", "negative_1": 3},
-            "'negative_1' must be a text or a list",
-        ),
+        ({"anchor": "a", "positive": "p", "negative_1": 3}, "'negative_1' must be a text or"),
         ({"anchor": "a", "positive": "p", "negative": ["n"] * 40}, "has 40 negatives"),
         ({"anchor": ["a"], "positive": "p"}, "'anchor' must be a text"),
         ({"query": "a", "document": "p", "label": 1}, "--task rerank"),
@@ -186,22 +160,6 @@ def test_what_is_no_pair_is_named(pairs_of, row, fault):
         pairs_of(row)
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        (
-            {"query": "a", "document": "x", "label": "good"},
-            "'label' must be numbers of 0 or more, but is 'good'",
-        ),
-        ({"query": "a", "document": 3, "label": 1}, "'document' must be a text"),
-        ({"query": "a", "document": "x", "label": 1}, "all labels are equal"),
-    ],
-)
-def test_what_is_no_ranking_is_named(rankings_of, row, fault):
-    with raises("data", None, "f:1", fault):
-        rankings_of(row)
-
-
 def test_scored_sentences_may_have_a_label(pairs_of):
     pairs, _ = pairs_of({"sentence1": "a", "sentence2": "b", "label": "1"})
-    assert pairs.labels.tolist() == [1] and np.issubdtype(pairs.labels.dtype, np.floating)
+    assert pairs.labels.tolist() == [1] and pairs.labels.dtype.kind == "f"

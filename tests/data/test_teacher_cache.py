@@ -1,6 +1,7 @@
 """The files of a teacher's log-probabilities: found by the tokens of examples, checked, continued."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,19 +10,18 @@ from mlx_packs.data import teacher_cache
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Packed
-from mlx_packs.data.teacher_cache import (
-    FACTS,
-    CacheFacts,
-    TeacherCache,
-    split_facts,
-    without_teacher,
-)
+from mlx_packs.data.teacher_cache import FACTS, CacheFacts, TeacherCache, split_facts
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.steps import examples_of
 
 TOP_K = 3
 LENGTHS = (9, 4, 12, 7, 5)
+DAMAGES = {
+    "missing": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
+    "flipped": lambda file: flip_bit(file, 4 * file.stat().st_size),
+}
 
 
 def examples(lengths=LENGTHS) -> Examples:
@@ -53,12 +53,6 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(teacher_cache, "_SHARD_BYTES", 10 * teacher_cache.target_bytes(TOP_K, 128))
 
 
-def numbers_in(own: Examples, batch) -> list[int]:
-    """The numbers of a batch's targets among those of all examples."""
-    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
-    return [n for i in batch.examples for n in range(starts[i], starts[i + 1])]
-
-
 @pytest.mark.usefixtures("small_shards")
 def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path):
     own = examples()
@@ -66,26 +60,24 @@ def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path)
     assert len(cache.facts.splits["train"]["edges"]) == 4
     targets = TeacherCache.at(tmp_path).of(own, 128)
 
-    padded = TokenCollate(4, 16)
-    packed = PackedCollate(2, 32)
-    batches = [
-        (padded, padded(own, np.array([3, 0, 4]))),
-        (packed, packed(own, Packed([[2, 1], [4, 0, 3]]))),
-    ]
-    for collate, batch in batches:
+    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
+    for collate, order in (
+        (TokenCollate(4, 16), np.array([3, 0, 4])),
+        (PackedCollate(2, 32), Packed([[2, 1], [4, 0, 3]])),
+    ):
+        batch = collate(own, order)
         whole = targets.having(batch)
-        assert without_teacher(whole).inputs.keys() == batch.inputs.keys()
+        assert teacher_cache.without_teacher(whole).inputs.keys() == batch.inputs.keys()
         pieces = [targets.having(piece) for piece in collate.split(batch, 2)]
         for piece in (whole, *pieces):
-            numbers = numbers_in(own, piece)
+            numbers = [n for i in piece.examples for n in range(starts[i], starts[i + 1])]
             assert len(numbers) == piece.targets
             logprobs = piece.inputs["teacher_logprobs"]
             assert logprobs.shape == (len(piece.inputs["targets"]), TOP_K)
             assert (logprobs[: piece.targets, 1] == -np.array(numbers)).all()
             assert not logprobs[piece.targets :].any()
-            assert (
-                piece.inputs["teacher_rest"][: piece.targets] == logprobs[: len(numbers), 0]
-            ).all()
+            rest = piece.inputs["teacher_rest"][: piece.targets]
+            assert (rest == logprobs[: len(numbers), 0]).all()
             assert piece.inputs["teacher_tokens"].dtype == np.int32
 
 
@@ -102,18 +94,13 @@ def test_other_examples_are_rejected(tmp_path):
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
-def test_a_cache_cut_short_is_rejected_and_can_be_continued(tmp_path, damage):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_is_rejected_and_can_be_continued(tmp_path, damage):
     own = examples()
     cache = written(tmp_path, own)
     file = tmp_path / "train-00001.npy"
     content = file.read_bytes()
-    if damage == "missing":
-        file.unlink()
-    elif damage == "cut":
-        file.write_bytes(content[:-40])
-    else:
-        flip_bit(file, 4 * len(content))
+    damage(file)
 
     with raises("unreadable", "teacher_cache", file.name):
         cache.of(own, 128)
@@ -124,35 +111,16 @@ def test_a_cache_cut_short_is_rejected_and_can_be_continued(tmp_path, damage):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("top_k", 0), ("temperature", -1), ("splits", {}), ("format", 2), ("teacher", None)],
+    [("top_k", 0), ("splits", {}), ("format", 2), ("teacher", None), ("temperature", 2.0)],
 )
 def test_a_wrong_cache_json_is_rejected(tmp_path, key, value):
-    written(tmp_path, examples())
-    content = json.loads((tmp_path / FACTS).read_text())
-    (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
-    with raises("unreadable", "teacher_cache", FACTS):
-        TeacherCache.at(tmp_path)
-
-
-def test_shards_belong_to_their_cache_json(tmp_path):
-    """Another temperature there would be that of other log-probabilities."""
+    """Another temperature would be that of other log-probabilities: the hashes differ."""
     own = examples()
     written(tmp_path, own)
     content = json.loads((tmp_path / FACTS).read_text())
-    (tmp_path / FACTS).write_text(json.dumps(content | {"temperature": 2.0}))
-    with raises("unreadable", "teacher_cache", "train-00000.npy"):
+    (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
+    with raises("unreadable", "teacher_cache", "train-00000" if key == "temperature" else FACTS):
         TeacherCache.at(tmp_path).of(own, 128)
-
-
-def test_arrays_of_other_lengths_are_rejected(tmp_path):
-    """Of a shard whose hash is right."""
-    own = examples()
-    cache = written(tmp_path, own)
-    count = int(own.target_counts.sum())
-    several = np.zeros(count * TOP_K - 1)
-    cache.write("train", 0, {"logprobs": several, "rest": np.zeros(count), "tokens": several})
-    with raises("unreadable", "teacher_cache", "train-00000.npy"):
-        cache.of(own, 128)
 
 
 def test_tokens_beyond_the_vocabulary_of_the_student_are_rejected(tmp_path):

@@ -1,5 +1,6 @@
 """Longer hunts: ``python -m tests.fuzz --kind pack --cases 5000 --seed 7``."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.fuzz.runner import fuzz, supervise
 @click.option("--journal", type=click.Path(path_type=Path), hidden=True)  # a line for each mutant
 def main(kinds, cases, seed, first, only, journal):
     """Run mutants of some kinds, or of each, and print the first failure at each place."""
+    gc.freeze()  # as tests are
     if journal is not None:
         fuzz(kinds[0], range(first, first + cases), seed, journal)
         return

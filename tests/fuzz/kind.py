@@ -20,19 +20,12 @@ _PLACES = ("missing", "empty", "folder", "fifo", "link out", "link to itself", "
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a mutant.
+    """One use of a mutant."""
 
-    Attributes:
-        name: for reports.
-        args: of `packs`, which runs in this process through click.
-        function: of the library, instead of ``args``.
-        gated: whether a gate may fail (exit code 1).
-    """
-
-    name: str
-    args: tuple[str, ...] = ()
-    function: Callable[[], object] | None = None
-    gated: bool = False
+    name: str  # for reports
+    args: tuple[str, ...] = ()  # of `packs`, which runs in this process through click
+    function: Callable[[], object] | None = None  # of the library, instead of ``args``
+    gated: bool = False  # whether a gate may fail (exit code 1)
 
 
 def command(*args: str, gated: bool = False) -> Call:
@@ -47,16 +40,10 @@ def library(function: Callable[[], object], name: str) -> Call:
 
 @dataclass
 class Case:
-    """One mutant of a subject.
+    """One mutant of a subject."""
 
-    Attributes:
-        files: the valid subject, by relative path.
-        rng: of this case, from kind, seed and number alone.
-        mutator: draws the changes.
-    """
-
-    files: dict[str, bytes]
-    rng: random.Random
+    files: dict[str, bytes]  # the valid subject, by relative path
+    rng: random.Random  # of this case, from kind, seed and number alone
     mutator: Mutator
     changed: set[str] = field(default_factory=set)
 
@@ -121,21 +108,13 @@ class Case:
 
 
 class Kind:
-    """A kind of input.
-
-    Attributes:
-        name: of the kind.
-        words: names that mean something to the reader, which a mutant may put elsewhere.
-        parts: the files that are changed, and how often each is drawn.
-        share: of the mutants that go through a whole command, which takes longer.
-        in_place: whether calls write into the subject.
-    """
+    """A kind of input."""
 
     name = ""
-    words: Sequence[str] = ()
-    parts: Mapping[str, float] = {}
-    share = 0.02
-    in_place = False
+    words: Sequence[str] = ()  # that mean something to the reader; a mutant may put them elsewhere
+    parts: Mapping[str, float] = {}  # the files that are changed, and how often each is drawn
+    share = 0.02  # of the mutants that go through a whole command, which takes longer
+    in_place = False  # whether calls write into the subject
 
     def make(self, folder: Path) -> None:
         """Write the valid subject into a folder that does not exist, and load what calls need."""

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -326,17 +327,14 @@ _SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 def snapshot(root: Path, without: set[str]) -> dict[str, tuple]:
     """Return every file below a folder but for some, by what changes when it is written."""
-    files, todo = {}, [str(root)]
-    while todo:
-        with os.scandir(todo.pop()) as entries:
-            for entry in entries:
-                facts = entry.stat(follow_symlinks=False)
-                if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in without or os.path.dirname(entry.path) != str(root):
-                        todo.append(entry.path)
-                        files[entry.path] = (facts.st_ino,)
-                else:
-                    files[entry.path] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    files = {}
+    for folder, folders, names in os.walk(root):
+        if folder == str(root):
+            folders[:] = [name for name in folders if name not in without]
+        for path in (os.path.join(folder, name) for name in (*folders, *names)):
+            facts = os.lstat(path)
+            is_folder = stat.S_ISDIR(facts.st_mode)
+            files[path] = facts.st_ino, *(() if is_folder else (facts.st_size, facts.st_mtime_ns))
     return files
 
 
@@ -378,15 +376,10 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
     """Run mutants of a kind in this process; with a ``journal``, a line after each."""
     report = Report(name)
     kind = KINDS[name]()
-    is_frozen = gc.get_freeze_count() > 0
-
     with sandbox() as root:
         try:
             fuzzer = Fuzzer(kind, seed, root)
             gc.collect()
-            if not is_frozen:  # as tests are
-                gc.freeze()
-
             for number in cases:
                 one = Report(name)
                 fuzzer.run(number, one)
@@ -395,8 +388,6 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
                     with journal.open("a") as file:
                         file.write(json.dumps(asdict(one)) + "\n")
         finally:
-            if not is_frozen:
-                gc.unfreeze()
             kind.close()
             mx.clear_cache()
 

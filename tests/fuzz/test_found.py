@@ -36,14 +36,7 @@ def test_setting_of_mlx_lm_with_a_wrong_value(key, value):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"siblings": [1.5]},
-        {"siblings": 5},
-        {"siblings": [{"name": "pack.json"}]},
-        {"siblings": [{"rfilename": ["pack.json"]}]},
-        {"sha": 4294967296},
-        {"sha": {"a": 1}},
-    ],
+    [{"siblings": [1.5]}, {"siblings": [{"rfilename": ["pack.json"]}]}, {"sha": 4294967296}],
     ids=str,
 )
 def test_answer_of_the_hub_with_a_wrong_type(hub, tmp_path, change):
@@ -103,17 +96,14 @@ def test_scales_of_another_shape_than_their_weight(quantized, tmp_path):
     """mlx-lm divides by the scales of a row, and MLX then by zero: the process ended."""
     base = changed(quantized("affine"), tmp_path / "q")
     file = base / "model.safetensors"
-    tensors = mx.load(str(file))
-    name = "model.embed_tokens.scales"
+    tensors, name = mx.load(str(file)), "model.embed_tokens.scales"
     tensors[name] = tensors[name].T
     mx.save_safetensors(str(file), tensors)
     with raises("unreadable", None, name):
         load_base(base)
 
 
-@pytest.mark.parametrize(
-    ("mode", "size"), [("affine", 1), ("affine", 3), ("mxfp4", 1), ("mxfp8", 1)]
-)
+@pytest.mark.parametrize(("mode", "size"), [("affine", 1), ("affine", 3), ("mxfp8", 1)])
 def test_config_with_fewer_columns_than_scales(quantized, tmp_path, mode, size):
     """MLX divides by a group size of 0, and the process ended."""
     base = changed(quantized(mode), tmp_path / "q", intermediate_size=size)
@@ -123,7 +113,7 @@ def test_config_with_fewer_columns_than_scales(quantized, tmp_path, mode, size):
 
 
 @pytest.mark.parametrize("key", ["group_size", "bits"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "4", [4]], ids=str)
+@pytest.mark.parametrize("value", [0, 1.5, "4"], ids=str)
 def test_config_with_a_group_size_or_bits_of_a_module(quantized, tmp_path, key, value):
     path = "model.layers.0.mlp.up_proj"
     settings = {"group_size": 32, "bits": 4, path: {"group_size": 32, "bits": 4} | {key: value}}

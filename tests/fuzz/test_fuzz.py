@@ -63,13 +63,6 @@ class Misbehaving(Kind):
         return [command("list", SUBJECT) if self.deed is None else library(self.deed, "deed")]
 
 
-def _error(text):
-    def deed():
-        raise PackError(text)
-
-    return deed
-
-
 def _half_written():
     Path(OUT, "pack").mkdir()
     raise PackError("no")
@@ -102,11 +95,8 @@ def test_a_misbehaving_call_is_noticed(fault, monkeypatch):
 def test_a_mutant_is_a_function_of_kind_seed_and_number():
     with sandbox() as root:
         fuzzer = Fuzzer(Misbehaving(), SEED, root)
-        mutants = [_mutant(fuzzer, number) for number in (0, 1, 0)]
+        mutants = []
+        for case in map(fuzzer._case, (0, 1, 0)):
+            fuzzer.kind.mutate(case)
+            mutants.append(Path(SUBJECT, "a.txt").read_bytes())
     assert mutants[0] == mutants[2] != mutants[1]
-
-
-def _mutant(fuzzer: Fuzzer, number: int) -> bytes:
-    case = fuzzer._case(number)
-    fuzzer.kind.mutate(case)
-    return Path(SUBJECT, "a.txt").read_bytes()

@@ -32,7 +32,6 @@ class CkptKind(Kind):
         self.trainable = find_method("lora").attach(base, LORA, TRAIN, "dense")
 
     def mutate(self, case):
-        """Change a file of the newest checkpoint, or one of the run."""
         rng = case.rng
         name = rng.choice([name for name in case.files if rng.random() < 0.9 or NEWEST in name])
         if rng.random() < 0.03:

@@ -22,7 +22,6 @@ class ImageKind(Kind):
     file = "a.png"
 
     def make(self, folder):
-        """Write the pictures, and import what reads them."""
         folder.mkdir()
         picture = Image.linear_gradient("L").resize((24, 16)).convert("RGB")
         exif = Image.Exif()

@@ -40,14 +40,12 @@ class JsonlKind(Kind):
     data = f"{SUBJECT}/chat"
 
     def make(self, folder):
-        """Write a folder for each format, and a base with its tokenizer."""
         base = write_base(folder.with_name("base"))
         for name, rows in ROWS.items():
             write_rows(folder / name, train=rows, valid=rows[:2])
         self.tokenizer = load_tokenizer(base, {"eos_token_id": ORDINARY + 2}, False)
 
     def mutate(self, case):
-        """Change rows, or bytes of the file."""
         rng = case.rng
         format_name = rng.choice(list(ROWS))
         self.data = f"{SUBJECT}/{format_name}"

@@ -29,7 +29,6 @@ class PackKind(Kind):
     words += [ADAPTERS]
 
     def make(self, folder):
-        """Write a pack, another one to compare it with, and their base."""
         base = write_base(folder.with_name("base"))
         write_chats(folder.with_name("data"))
         write_pack_on(base, folder.with_name("other"), seed=2)

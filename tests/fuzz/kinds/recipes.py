@@ -70,7 +70,6 @@ class YamlKind(Kind):
         write_chats(folder.with_name("data"))
 
     def mutate(self, case):
-        """Write a mutant as YAML or JSON."""
         rng = case.rng
         tree = rng.choices((OURS, MLX_LM, PEFT, PHASES), (5, 3, 2, 2))[0]
         name = rng.choice(("ours.yaml", "ours.yaml", "ours.json"))

@@ -35,7 +35,6 @@ class TableKind(JsonlKind):
         self.tokenizer = load_tokenizer(base, {"eos_token_id": ORDINARY + 2}, False)
 
     def mutate(self, case):
-        """Change bytes of a file, or of what is packed in it."""
         rng = case.rng
         name = rng.choice(list(FILES))
         path = f"{name}/{name}"
