@@ -26,8 +26,9 @@ def packs(shared_tiny, tmp_path, monkeypatch):
         random_pack(shared_tiny, seed, 4, ()).save(name)
 
 
-def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch):
-    """Keys and values of earlier turns are used again, and change nothing."""
+@pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.5}], ids=str)
+def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch, penalty):
+    """Keys and values of earlier turns are used again, and change nothing; a penalty sees them."""
     computed = []
 
     def counted(base, prompt, *rest):
@@ -35,14 +36,14 @@ def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch):
         return generate.responses(base, prompt, *rest)
 
     monkeypatch.setattr(chat, "responses", counted)
-    conversation = ChatSession(small_tiny, "Be short.", SHORT)
-    for text in ("Who was it?", "And then?", "Why?"):
+    conversation = ChatSession(small_tiny, "Be short.", Sampling(max_tokens=6, **penalty))
+    for text in ("Who was it?", "And then, what was it that they did to him?", "Why?"):
         asked = [*conversation.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(small_tiny, asked)
         answer = "".join(conversation.reply(text))
-        assert answer == complete(small_tiny, prompt, 4)
+        assert answer == complete(small_tiny, prompt, 6, **penalty)
         assert conversation.messages == [*asked, {"role": "assistant", "content": answer}]
-    assert computed[0] > computed[1] and len(prompt) > 2 * computed[2]
+    assert penalty or computed[0] > computed[2] and len(prompt) > 2 * computed[2]
     conversation.clear()
     assert conversation.messages == [{"role": "system", "content": "Be short."}]
 
@@ -61,16 +62,6 @@ def test_thoughts_that_the_prompt_opens_are_no_content(small_tiny, monkeypatch, 
     assert "".join(conversation.reply("?")) == f"<think>\n{text}"
     answer = conversation.messages[-1]
     assert (answer["content"], answer["reasoning_content"]) == (content, "A colour.")
-
-
-def test_a_penalty_looks_back_on_earlier_turns(small_tiny):
-    sampling = Sampling(max_tokens=6, repetition_penalty=1.5)
-    conversation = ChatSession(small_tiny, sampling=sampling)
-    for text in ("Who was it?", "And then, what was it that they did to him?", "Why?"):
-        asked = [*conversation.messages, {"role": "user", "content": text}]
-        prompt = chat_prompt(small_tiny, asked)
-        expected = complete(small_tiny, prompt, 6, repetition_penalty=1.5)
-        assert "".join(conversation.reply(text)) == expected
 
 
 def test_an_answer_that_is_not_taken_to_its_end_counts_as_far(small_tiny):

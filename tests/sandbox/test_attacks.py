@@ -3,8 +3,10 @@
 import io
 import json
 import struct
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mlx_packs.bases.sandboxed_tokenizer import SandboxedTokenizer, with_offsets
 from mlx_packs.bases.tokenizer import load_tokenizer, tokenizer_errors
@@ -15,20 +17,14 @@ from tests.helpers.bases import copy_tiny
 
 GROWS = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 9
 LATER = [{"type": "Replace", "pattern": {"String": "z"}, "content": "a"}, *GROWS]  # no probe has it
+ENDLESS = {"pattern": {"Regex": r"(\p{L}+|\p{L}\p{L})+\d"}, "behavior": "Isolated", "invert": False}
 TEXT = "an apple a day, in a basket"
 CHANGES = {
     "a normalizer that grows": {"normalizer": {"type": "Sequence", "normalizers": GROWS}},
     "a decoder that grows": {"decoder": {"type": "Sequence", "decoders": GROWS}},
     "a decoder that grows later": {"decoder": {"type": "Sequence", "decoders": LATER}},
     "a normalizer that grows later": {"normalizer": {"type": "Sequence", "normalizers": LATER}},
-    "a pattern without end": {
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"(\p{L}+|\p{L}\p{L})+\d"},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    },
+    "a pattern without end": {"pre_tokenizer": {"type": "Split", **ENDLESS}},
 }
 
 
@@ -44,9 +40,8 @@ def progressive_jpeg(side: int, scans: int) -> bytes:
     def segment(mark: int, content: bytes) -> bytes:
         return bytes([0xFF, mark]) + struct.pack(">H", len(content) + 2) + content
 
-    blocks = -((-side // 8) ** 2)
-    runs = "0" + "1" * 14
-    bits = runs * -(-abs(blocks) // 32767)
+    blocks = (side // 8) ** 2
+    bits = ("0" + "1" * 14) * -(-blocks // 32767)
     bits += "1" * (-len(bits) % 8)
     coded = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\x00")
     scan = segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) + coded
@@ -55,7 +50,7 @@ def progressive_jpeg(side: int, scans: int) -> bytes:
         segment(0xC2, struct.pack(">BHHB", 8, side, side, 1) + bytes([1, 0x11, 0])),
         segment(0xC4, b"\x00" + bytes([1] + [0] * 15) + b"\x00"),
         segment(0xC4, b"\x10" + bytes([1] + [0] * 15) + b"\xe0"),
-        segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(abs(blocks) // 8 + 1),
+        segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(blocks // 8 + 1),
     ]
     return b"\xff\xd8" + b"".join(start) + scan * scans + b"\xff\xd9"
 
@@ -68,8 +63,6 @@ def test_an_image_is_bounded(small_limits):
 
 
 def test_an_image_is_read_at_the_limit_of_pixels_and_no_larger():
-    from PIL import Image
-
     file = io.BytesIO()
     Image.new("RGB", (6000, 4000)).save(file, "JPEG")
     assert open_picture(ImageSource(file.getvalue())).image.width == 3000
@@ -80,15 +73,18 @@ def test_an_image_is_read_at_the_limit_of_pixels_and_no_larger():
         open_picture(ImageSource(file.getvalue()))
 
 
+def hostile_tokenizer(tmp_path, name: str) -> tuple[Path, dict]:
+    """A folder whose tokenizer is changed, and its config."""
+    file = copy_tiny(tmp_path / "b") / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | CHANGES[name]))
+    return file.parent, json.loads(file.with_name("config.json").read_text())
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tokenizer_is_bounded(tmp_path, small_limits, name):
-    copy_tiny(tmp_path / "b")
-    file = tmp_path / "b" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | CHANGES[name]))
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-
+    folder, config = hostile_tokenizer(tmp_path, name)
     with pytest.raises(PackError) as caught:
-        tokenizer = load_tokenizer(tmp_path / "b", config, False)
+        tokenizer = load_tokenizer(folder, config, False)
         with tokenizer_errors(tokenizer):
             tokens = tokenizer.encode("z" * 90 + "ya" * 200)
             tokenizer.decode(tokens * 9)
@@ -100,12 +96,10 @@ def test_a_tokenizer_is_bounded(tmp_path, small_limits, name):
 def test_a_tokenizer_file_that_takes_too_much_is_not_read_in_this_process(
     tmp_path, small_limits, monkeypatch
 ):
-    copy_tiny(tmp_path / "b")
-    file = tmp_path / "b" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | CHANGES["a normalizer that grows"]))
+    folder, _ = hostile_tokenizer(tmp_path, "a normalizer that grows")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     with pytest.raises(PackError, match="the tokenizer cannot be loaded: it (takes|needs) more"):
-        load_tokenizer(tmp_path / "b", {}, False)
+        load_tokenizer(folder, {}, False)
 
 
 def test_a_confined_tokenizer_is_equal_to_the_plain_one(tokenizer):
@@ -116,11 +110,8 @@ def test_a_confined_tokenizer_is_equal_to_the_plain_one(tokenizer):
     texts = [TEXT, "", "Grüße, 世界 🙂\n\n  x", "<|im_start|>user\nHi<|im_end|>"]
 
     for options in ({}, {"add_special_tokens": False}):
-        for ours, theirs in zip(
-            backend.encode_batch(texts, **options),
-            plain.encode_batch(texts, **options),
-            strict=True,
-        ):
+        batches = backend.encode_batch(texts, **options), plain.encode_batch(texts, **options)
+        for ours, theirs in zip(*batches, strict=True):
             for name in ("ids", "offsets", "type_ids", "attention_mask", "special_tokens_mask"):
                 assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -139,9 +130,8 @@ def test_settings_of_a_call_reach_the_sandbox(tokenizer):
 
 
 def test_a_change_of_the_tokenizer_reaches_the_sandbox(tmp_path):
-    copy_tiny(tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    tokenizer = load_tokenizer(tmp_path / "b", config, False)
+    folder = copy_tiny(tmp_path / "b")
+    tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()), False)
     assert len(tokenizer.encode("xyzzyplugh")) > 1
     tokenizer._tokenizer.add_tokens(["xyzzyplugh"])
     assert len(tokenizer.encode("xyzzyplugh")) == 1

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_packs.errors import PackError
 from mlx_packs.sandbox import process
-from mlx_packs.sandbox.process import Fault, LimitExceeded, Sandbox, deadline, usage_of
+from mlx_packs.sandbox.process import LimitExceeded, Sandbox, deadline, usage_of
+from tests.helpers.errors import raises
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -47,12 +47,7 @@ def test_a_call_without_end_is_stopped_and_the_next_one_works(sandbox):
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 3000000000 }}",
-        "{{ ('a'.encode() * 3000000000) | length }}",
-        "{{ (1).to_bytes(3000000000, 'big') | length }}",
-    ],
+    "template", ["{{ 'a' * 3000000000 }}", "{{ (1).to_bytes(3000000000, 'big') | length }}"]
 )
 def test_memory_is_bounded(sandbox, template):
     with pytest.raises(LimitExceeded, match="needs more than 64 MB of memory"):
@@ -67,41 +62,23 @@ def test_a_process_that_is_killed_is_replaced(sandbox):
     assert rendered(sandbox, "b") == ["text", "b"]
 
 
-def test_an_unknown_function_is_a_fault(sandbox):
-    with pytest.raises(Fault) as caught:
-        sandbox.call("nothing")
-    assert caught.value.kind == "AttributeError"
-
-
 def test_a_deadline_ends_a_call_and_the_wait_for_others(sandbox, monkeypatch):
     monkeypatch.setattr(process, "CPU_S", 0.5)
-    other = threading.Thread(
-        target=lambda: pytest.raises(LimitExceeded, rendered, sandbox, ENDLESS)
-    )
-    other.start()
-    time.sleep(0.2)
-    with deadline(time.monotonic() + 0.1), pytest.raises(PackError) as caught:
-        rendered(sandbox, "a")
-    assert caught.value.code == "timeout"
-    other.join()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(rendered, sandbox, ENDLESS)
+        time.sleep(0.2)
+        with deadline(time.monotonic() + 0.1), raises("timeout"):
+            rendered(sandbox, "a")
+    assert isinstance(other.exception(), LimitExceeded)
 
-    with deadline(time.monotonic() + 0.1), pytest.raises(PackError) as caught:
+    with deadline(time.monotonic() + 0.1), raises("timeout"):
         rendered(sandbox, ENDLESS)
-    assert caught.value.code == "timeout"
 
 
 def test_threads_get_their_own_results(sandbox):
-    results = {}
-
-    def ask(i):
-        results[i] = rendered(sandbox, "{{ i }}", i=i)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {i: ["text", str(i)] for i in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda i: rendered(sandbox, "{{ i }}", i=i), range(8)))
+    assert results == [["text", str(i)] for i in range(8)]
 
 
 def test_a_process_sees_no_token_and_no_module_of_the_current_folder(

@@ -1,5 +1,8 @@
 """Packs on two blocks of the bundled base, what computes with them, and a server around it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from mlx_packs.serving import generation
@@ -11,7 +14,25 @@ from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
 NAMES = ("notes", "law", "med")
+LIMITS = Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
 LAW = {"json_layout": {"item_separator": " , ", "key_separator": " : ", "keys": ["b", "a"]}}
+
+
+@contextmanager
+def started(worker) -> Iterator:
+    """A worker that computes, ended on leaving; its base is then as it was."""
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.close(0.0)
+
+
+@contextmanager
+def serving(worker, folder=None, **settings) -> Iterator[Running]:
+    """A server over a worker that ends with it."""
+    with started(worker), Running(worker, folder, **settings) as running:
+        yield running
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,26 +66,21 @@ def shelf(small_tiny, tmp_path_factory):
 @pytest.fixture
 def limits():
     """Room for eight requests at once."""
-    return Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
+    return LIMITS
 
 
 @pytest.fixture
 def generator(small_tiny, limits):
-    """What computes texts, ended after the test; the base is then as it was."""
-    worker = TextWorker(small_tiny, limits)
-    worker.start()
-    yield worker
-    worker.close(0.0)
+    """What computes texts."""
+    with started(TextWorker(small_tiny, limits)) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="package")
 def shared_server(shelf):
     """A server with a base of its own for all tests that leave its packs as they are."""
-    worker = TextWorker(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
-    worker.start()
-    with Running(worker, shelf) as running:
+    with serving(TextWorker(first_blocks(2), LIMITS), shelf) as running:
         yield running
-    worker.close(0.0)
 
 
 @pytest.fixture

@@ -4,22 +4,15 @@ import pytest
 
 from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.serving.generation import TextWorker
-from mlx_packs.serving.request import Limits
 from tests.helpers.bases import first_blocks
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import labelled, labelled_chat, splits_of
-from tests.helpers.serving import Running
+from tests.serving.conftest import LIMITS, serving
 
 TEXTS = ["the red car number 3 is here", "blue", "a green car " * 9]
 PATH = "/v1/classify"
-SETTINGS = {
-    "task": "classify",
-    "iters": 1,
-    "val_batches": 0,
-    "learning_rate": 1e-2,
-    "max_seq_length": 64,
-    "matmul_path": "dense",
-}
+SETTINGS = {"task": "classify", "iters": 1, "val_batches": 0, "learning_rate": 1e-2}
+SETTINGS |= {"max_seq_length": 64, "matmul_path": "dense"}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +29,8 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(shelf):
-    worker = TextWorker(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
-    worker.start()
-    with Running(worker, shelf) as running:
+    with serving(TextWorker(first_blocks(2), LIMITS), shelf) as running:
         yield running
-    worker.close(0.0)
 
 
 @pytest.mark.parametrize("model", ["texts", "chats"])
@@ -73,7 +63,6 @@ def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
         ({"model": "base"}, 400),
         ({"model": "notes"}, 400),
         ({"input": []}, 400),
-        ({"input": ["a", " "]}, 400),
         ({"input": [3]}, 400),
         ({"input": ["a"] * 2049}, 400),
         ({"top": 0}, 400),

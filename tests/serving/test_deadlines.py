@@ -13,11 +13,11 @@ from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.serving import app
 from mlx_packs.serving.embedding import _TOKENS, EmbeddingWorker, rows_within
 from tests.helpers.errors import raises
-from tests.helpers.serving import Running, until
+from tests.helpers.serving import until
+from tests.serving.conftest import serving
 
 PATH = "/v1/embeddings"
 SLOW = {"model": "base", "input": ["slow"] * 640}  # ten parts, of which each takes 0.1 s
-HEADERS = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -38,23 +38,20 @@ def tokenized(monkeypatch) -> list[int]:
 @pytest.fixture(scope="module")
 def server(encoder):
     worker = EmbeddingWorker(load_base(encoder), 5, 1000)
-    worker.start()
-    with Running(worker, request_seconds=0.5) as running:
+    with serving(worker, request_seconds=0.5) as running:
         yield running
-    worker.close(0.0)
 
 
-def sent(server, body: dict) -> http.client.HTTPConnection:
-    """Return a connection on which a request was sent, whose answer nobody has read."""
+@pytest.fixture
+def slow(server, tokenized) -> http.client.HTTPConnection:
+    """A connection whose request is being tokenized."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request("POST", PATH, json.dumps(body), HEADERS)
+    connection.request("POST", PATH, json.dumps(SLOW), {"Content-Type": "application/json"})
+    until(lambda: bool(tokenized))
     return connection
 
 
-def test_the_deadline_covers_tokenizing_and_others_have_their_turn(server, tokenized):
-    slow = sent(server, SLOW)
-    until(lambda: bool(tokenized))
-
+def test_the_deadline_covers_tokenizing_and_others_have_their_turn(server, tokenized, slow):
     status, _ = server.json("POST", PATH, {"model": "base", "input": ["a"]})
     assert status == 200 and 1 in tokenized[:6]  # between two parts of the other
 
@@ -63,9 +60,7 @@ def test_the_deadline_covers_tokenizing_and_others_have_their_turn(server, token
     assert len(tokenized) < 9
 
 
-def test_a_client_that_leaves_ends_its_tokenizing(server, tokenized):
-    slow = sent(server, SLOW)
-    until(lambda: bool(tokenized))
+def test_a_client_that_leaves_ends_its_tokenizing(tokenized, slow):
     slow.close()
     time.sleep(0.25)
     assert len(tokenized) <= 3
@@ -98,9 +93,6 @@ def test_a_short_request_does_not_wait_for_a_long_one(server):
     assert len(long.result(60)) == 400
 
 
-@pytest.mark.parametrize(
-    ("lengths", "count"),
-    [([10] * 32, 32), ([_TOKENS], 1), ([2 * _TOKENS, 5], 1), ([5, _TOKENS // 2, 5, 5], 2)],
-)
-def test_a_batch_of_texts_is_bounded_in_tokens(lengths, count):
-    assert rows_within(lengths, _TOKENS) == count
+def test_a_batch_of_texts_is_bounded_in_tokens():
+    counts = {(10,) * 32: 32, (2 * _TOKENS, 5): 1, (5, _TOKENS // 2, 5, 5): 2}
+    assert {lengths: rows_within(lengths, _TOKENS) for lengths in counts} == counts

@@ -1,17 +1,21 @@
 """Decoders that embed and rerank over HTTP, each text with its own pack."""
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_packs import Pack, load_base
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.cli.serve import _served_task
-from mlx_packs.errors import PackError
+from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.serving.embedding import EmbeddingWorker, Reranker
 from tests.helpers.decoder_embedders import PROMPT, write_embedder, write_reranker
+from tests.helpers.encoders import all_rankings, write_pairs
+from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
-from tests.helpers.serving import Running
+from tests.serving.conftest import serving, started
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "paint " * 60, "a"]
 QUERY = "how do i fix a car?"
@@ -35,44 +39,34 @@ def embedder(tmp_path_factory):
         vectors["queries"] = base.encode(TEXTS, prompt_name="query")
     assert np.abs(vectors["embedding"] - vectors["base"]).max() > 0.01
 
-    worker = EmbeddingWorker(base, 3, 100)
-    worker.start()
-    with Running(worker, folder / "packs") as running:
+    with serving(EmbeddingWorker(base, 3, 100), folder / "packs") as running:
         yield running, vectors
-    worker.close(0.0)
+
+
+def embedded(server, texts=TEXTS, **fields) -> np.ndarray:
+    status, answer = server.json("POST", "/v1/embeddings", {"input": texts, **fields})
+    assert status == 200 and [each["index"] for each in answer["data"]] == [0, 1, 2, 3]
+    return np.array([entry["embedding"] for entry in answer["data"]])
 
 
 def test_vectors_are_those_of_python(embedder):
     server, vectors = embedder
     for model in ("base", "embedding"):
-        status, answer = server.json("POST", "/v1/embeddings", {"model": model, "input": TEXTS})
-        assert status == 200
-        own = np.array([entry["embedding"] for entry in answer["data"]])
-        np.testing.assert_allclose(own, vectors[model], atol=2e-5)
-
-    body = {"model": "embedding", "input": TEXTS, "prompt_name": "query"}
-    answer = server.json("POST", "/v1/embeddings", body)[1]
-    own = np.array([entry["embedding"] for entry in answer["data"]])
+        np.testing.assert_allclose(embedded(server, model=model), vectors[model], atol=2e-5)
+    own = embedded(server, model="embedding", prompt_name="query")
     np.testing.assert_allclose(own, vectors["queries"], atol=2e-5)
 
     # how many texts share a batch depends on the time that earlier ones took
-    body = {"model": "base", "input": TEXTS, "prompt_name": "query"}
-    prompted = server.json("POST", "/v1/embeddings", body)[1]["data"]
-    body = {"model": "base", "input": [PROMPT + text for text in TEXTS]}
-    written = server.json("POST", "/v1/embeddings", body)[1]["data"]
-    assert [each["index"] for each in prompted] == [each["index"] for each in written]
-    prompted, written = ([each["embedding"] for each in data] for data in (prompted, written))
+    prompted = embedded(server, model="base", prompt_name="query")
+    written = embedded(server, [PROMPT + text for text in TEXTS], model="base")
     np.testing.assert_allclose(prompted, written, atol=2e-5)
 
 
 def test_other_routes_say_what_is_served(embedder):
-    server, _ = embedder
-    body = {"model": "base", "query": "a", "documents": ["b"]}
-    status, answer = server.json("POST", "/v1/rerank", body)
-    assert status == 400 and "/v1/embeddings" in answer["error"]["message"]
-    body = {"model": "base", "prompt": "a"}
-    status, answer = server.json("POST", "/v1/completions", body)
-    assert status == 400 and "/v1/embeddings" in answer["error"]["message"]
+    rerank, complete = {"query": "a", "documents": ["b"]}, {"prompt": "a"}
+    for path, body in (("rerank", rerank), ("completions", complete)):
+        status, answer = embedder[0].json("POST", f"/v1/{path}", {"model": "base", **body})
+        assert status == 400 and "/v1/embeddings" in answer["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +78,8 @@ def reranker(tmp_path_factory):
     with base.applied(pack):
         scores["rerank"] = base.rerank(QUERY, TEXTS)
 
-    worker = Reranker(base, 3, 100)
-    worker.start()
-    with Running(worker, folder / "packs") as running:
+    with serving(Reranker(base, 3, 100), folder / "packs") as running:
         yield running, scores
-    worker.close(0.0)
 
 
 @pytest.mark.parametrize("model", ["base", "rerank"])
@@ -113,7 +104,6 @@ def test_ranks_are_those_of_python(reranker, model):
     [
         ({"model": "other"}, 404, "model"),
         ({"documents": []}, 400, "documents"),
-        ({"documents": ["a", " "]}, 400, "documents"),
         ({"documents": "a"}, 400, "documents"),
         ({"query": " "}, 400, "query"),
         ({"top_n": 0}, 400, "top_n"),
@@ -132,5 +122,47 @@ def test_server_does_what_its_packs_and_base_are_made_for(embedder, reranker, ti
     assert _served_task("auto", tiny, {}) == "lm" and _served_task("rerank", tiny, {}) == "rerank"
     ranks = dict(reranker[0].worker.registry.packs)
     assert _served_task("auto", reranker[0].worker.base, ranks) == "rerank"
-    with pytest.raises(PackError, match="Serve them apart"):
+    with raises("conflict", None, "Serve them apart"):
         _served_task("auto", tiny, packs | ranks)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> tuple[Path, dict[str, Pack]]:
+    """A base, two packs with heads of their own, one of the LM head, and an embedder."""
+    out = tmp_path_factory.mktemp("heads")
+    folder = write_reranker(out / "base")
+    base = load_base(folder)
+    packs = {"lm": pack_for(base, out, "rerank"), "vectors": pack_for(base, out, "embedding")}
+
+    rankings = str(write_pairs(out / "rankings", all_rankings(1)[:24], 8))
+    settings = {"task": "rerank", "head": "score", "iters": 1, "batch_size": 2, "val_batches": 0}
+    for seed, name in enumerate(("one", "other"), 1):
+        train = TrainConfig(**settings, learning_rate=1e-2, seed=seed)
+        packs[name] = train_pack(folder, rankings, LoRAConfig(rank=2), train, out / name).pack
+    return folder, packs
+
+
+def test_each_document_is_scored_by_the_head_of_its_pack(heads):
+    folder, packs = heads
+    base = load_base(folder)
+    rows = rerank_rows(base, QUERY, TEXTS, None, base.text_limit)
+    names = ["one", "base", "other", "lm"]
+
+    with started(Reranker(load_base(folder), 16, 64)) as worker:
+        for name in ("one", "other", "lm"):
+            worker.call(partial(worker.registry.add, name, packs[name])).result()
+        ready = worker.call(lambda: [worker.submit(name, rows) for name in names])  # of one batch
+        scores = [future.result(60) for future in ready.result()]
+
+        with raises("unsupported", None, "embedder", "packs eval"):
+            worker.call(lambda: worker.registry.add("v", packs["vectors"])).result()
+
+    for name, own in zip(names, scores, strict=True):
+        with nullcontext() if name == "base" else base.applied(packs[name]):
+            expected = base.rerank(QUERY, TEXTS)
+        assert np.abs(1 / (1 + np.exp(-own)) - expected).max() < 2e-5
+    assert len({own.tobytes() for own in scores}) == len(names)
+
+    embedder = EmbeddingWorker(load_base(folder), 4, 64)
+    with raises("unsupported", None, "reranker", "/v1/rerank"):
+        embedder.registry.add("one", packs["one"])

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import load_base
 from mlx_packs.serving.embedding import EmbeddingWorker
 from tests.helpers.packs import random_pack
-from tests.helpers.serving import Running
+from tests.serving.conftest import serving
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "paint " * 60, "a"]
 PATH = "/v1/embeddings"
@@ -30,11 +30,8 @@ def expected(encoder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(encoder, expected):
-    worker = EmbeddingWorker(load_base(encoder), 5, 100)
-    worker.start()
-    with Running(worker, expected[0]) as running:
+    with serving(EmbeddingWorker(load_base(encoder), 5, 100), expected[0]) as running:
         yield running
-    worker.close(0.0)
 
 
 def embed(server, model: str, **fields) -> tuple[int, dict]:
@@ -57,16 +54,11 @@ def test_vectors_are_those_of_the_base_with_the_pack(server, expected, model):
 
 def test_texts_of_different_packs_share_a_batch(server, expected):
     worker = server.worker
-    rows = [
-        np.array(r) for r in worker.base.tokenizer(TEXTS, truncation=True, max_length=48).input_ids
-    ]
+    encoded = worker.base.tokenizer(TEXTS, truncation=True, max_length=48).input_ids
+    rows, models = [np.array(row) for row in encoded], ("one", "base", "two", "one")
     before = worker.steps
-
-    def submit():
-        return [worker.submit(model, rows) for model in ("one", "base", "two", "one")]
-
-    futures = worker.call(submit).result()
-    for future, model in zip(futures, ("one", "base", "two", "one"), strict=True):
+    futures = worker.call(lambda: [worker.submit(model, rows) for model in models]).result()
+    for future, model in zip(futures, models, strict=True):
         np.testing.assert_allclose(future.result(60), expected[1][model], atol=2e-5)
     assert worker.steps - before <= 5  # 16 texts, 5 at a time
 
@@ -90,8 +82,6 @@ def test_wrong_requests(server, fields, status, param):
 
 
 def test_an_encoder_has_no_texts_and_a_decoder_no_embeddings(server, shared_server):
-    body = {"model": "base", "messages": [{"role": "user", "content": "a"}]}
-    assert server.json("POST", "/v1/chat/completions", body)[0] == 400
     assert server.json("POST", "/v1/completions", {"model": "base", "prompt": "a"})[0] == 400
     assert shared_server.json("POST", PATH, {"model": "base", "input": "a"})[0] == 400
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -17,7 +18,7 @@ from mlx_packs import Pack
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, strict_json, until
-from tests.serving.conftest import NAMES
+from tests.serving.conftest import NAMES, serving
 
 pytestmark = pytest.mark.slow
 PATH = "/v1/completions"
@@ -45,11 +46,8 @@ class Faults(TextWorker):
 
 @pytest.fixture
 def server(small_tiny, shelf):
-    worker = Faults(small_tiny, Limits(4, 8, 64 << 20, 64, 2048))
-    worker.start()
-    with Running(worker, shelf) as running:
+    with serving(Faults(small_tiny, Limits(4, 8, 64 << 20, 64, 2048)), shelf) as running:
         yield running
-    worker.close(0.0)
 
 
 class Clients:
@@ -58,21 +56,19 @@ class Clients:
     def __init__(self, server: Running, expected: dict) -> None:
         self.server, self.expected = server, expected
         self.end = time.monotonic() + SOAK_SECONDS
-        self.outcomes: Counter[str] = Counter()
-        self.sent = 0
+        self.counts: Counter[str] = Counter()
         self.wrong: list[object] = []
         self._lock = threading.Lock()
 
     def count(self, outcome: str) -> None:
         with self._lock:
-            self.outcomes[outcome] += 1
+            self.counts[outcome] += 1
 
     def run(self, number: int) -> None:
         rng = random.Random(number)
-        kinds = (self.ask, self.read, self.read_slowly, self.vanish, self.send_half)
+        kinds = (self.ask, self.read, partial(self.read, wait=0.02), self.vanish, self.send_half)
         while time.monotonic() < self.end:
-            with self._lock:
-                self.sent += 1
+            self.count("sent")
             model, prompt = rng.choice(MODELS), rng.choice(PROMPTS)
             rng.choices(kinds, (6, 4, 1, 2, 1))[0](rng, model, prompt)
 
@@ -106,9 +102,6 @@ class Clients:
         else:
             error = strict_json(events[-1])["error"]
             self.judge(500 if error["type"] == "server_error" else 0, headers, model, prompt, None)
-
-    def read_slowly(self, rng: random.Random, model: str, prompt: str) -> None:
-        self.read(rng, model, prompt, 0.02)
 
     def judge(self, status: int, headers: dict, model: str, prompt: str, text: str | None) -> None:
         self.count(f"{status}")
@@ -172,9 +165,9 @@ def test_every_request_has_one_outcome(server, shelf):
     worker.every = 0
 
     assert not clients.wrong
-    assert sum(clients.outcomes.values()) == clients.sent
+    assert clients.counts.total() == 2 * clients.counts["sent"]
     for outcome in ("200", "429", "500", "vanished", "half"):
-        assert clients.outcomes[outcome] > 0, clients.outcomes
+        assert clients.counts[outcome] > 0, clients.counts
 
     until(lambda: worker.counts == (0, 0))
     assert worker.is_alive and server.json("GET", "/health")[1]["status"] == "ok"

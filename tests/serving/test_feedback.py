@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,26 +126,24 @@ def test_an_answer_keeps_tools_and_variables_of_its_request(server, folder):
 def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, monkeypatch):
     answer = ended(server)
     assert rejected(server, {"id": "chatcmpl-0"}, rating="up")[0] == 404
-    assert "must be 'up' or 'down'" in rejected(server, answer, rating="good")[1]
-    assert "is required" in rejected(server, answer)[1]
-    status, message = rejected(server, answer, rating="up", correction="Yes.")
-    assert status == 400 and "Send one of them" in message
-    assert "is empty" in rejected(server, answer, correction=" \n")[1]
-    assert "100000" in rejected(server, answer, correction="a" * 100_001)[1]
-    assert "the answer itself" in rejected(server, answer, correction=content(answer) + " ")[1]
+    cut, other = server.chat("notes", QUESTION), ended(server, "base")
+    for of, said, code, named in (
+        (answer, {"rating": "good"}, 400, "must be 'up' or 'down'"),
+        (answer, {}, 400, "is required"),
+        (answer, {"rating": "up", "correction": "Yes."}, 400, "Send one of them"),
+        (answer, {"correction": " \n"}, 400, "is empty"),
+        (answer, {"correction": "a" * 100_001}, 400, "100000"),
+        (answer, {"correction": content(answer) + " "}, 400, "the answer itself"),
+        (cut, {"rating": "up"}, 409, "cut off at max_tokens"),
+        (other, {"rating": "up"}, 409, "is of 'base'"),
+    ):
+        status, message = rejected(server, of, **said)
+        assert status == code and named in message, said
 
-    cut = server.chat("notes", QUESTION)
-    status, message = rejected(server, cut, rating="up")
-    assert status == 409 and "cut off at max_tokens" in message
-    status, message = rejected(server, ended(server, "base"), rating="up")
-    assert status == 409 and "is of 'base'" in message
-    assert rows_in(folder) == {}
-
-    headers = {"Content-Type": "application/json"}
     for value in ("NaN", "[" * 120 + "]" * 120):  # `packs learn` could not read the row
         body = json.dumps({"model": "notes", "messages": PROMPT, "max_tokens": 2})
         body = f'{body[:-1]}, "chat_template_kwargs": {{"unused": {value}}}}}'.encode()
-        _, _, text = server.request("POST", "/v1/chat/completions", body, headers)
+        _, _, text = server.request("POST", "/v1/chat/completions", body)
         status, message = rejected(server, parse_json(text.decode()), rating="down")
         assert status == 409 and "cannot be read again" in message
     assert rows_in(folder) == {}
@@ -211,45 +209,32 @@ def test_a_server_without_learn_keeps_nothing(shared_server):
     assert shared_server.json("GET", "/v1/packs")[1]["learns"] is None
 
 
-def test_a_key_is_needed_as_for_all_routes(generator, folder):
-    with Running(generator, learning=folder, api_key="secret") as server:
-        assert rate(server, {"id": "a"}, rating="up")[0] == 401
-
-
 @pytest.fixture
-def base_folder(small_tiny, tmp_path):
+def base_folder(small_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
     return LearningFolder.begin(tmp_path / "base", "learned", small_tiny, None)
 
 
-def add_version(folder: LearningFolder, pack: Pack) -> int:
-    """Make a pack the next version, as `packs learn` does with a candidate that won."""
-    pack.save(folder.candidate / "pack")
-    (folder.candidate / "figures.json").write_text("{}")
-    return folder.add_version()
-
-
-def test_versions_are_swapped_and_put_back_while_requests_run(
-    generator, small_tiny, base_folder, monkeypatch
-):
-    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
-    number = add_version(base_folder, random_pack(small_tiny, 7, 4, size=0.3))
+def test_versions_are_swapped_and_put_back_while_requests_run(generator, small_tiny, base_folder):
+    random_pack(small_tiny, 7, 4, size=0.3).save(base_folder.candidate / "pack")
+    (base_folder.candidate / "figures.json").write_text("{}")
+    number = base_folder.add_version()  # as `packs learn` does with a candidate that won
     slots = generator.registry.slots
 
-    with Running(generator, learning=base_folder) as server:
-        before = server.chat("learned", QUESTION, max_tokens=20)
-        assert content(before) == content(server.chat("base", QUESTION, max_tokens=20))
-        answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(server.chat("learned", QUESTION, max_tokens=20))
-        )
-        thread.start()
+    with Running(generator, learning=base_folder) as server, ThreadPoolExecutor(1) as pool:
+
+        def ask(model: str = "learned") -> dict:
+            return server.chat(model, QUESTION, max_tokens=20)
+
+        before = ask()
+        assert content(before) == content(ask("base"))
+        answer = pool.submit(ask)
         until(lambda: generator.counts[0] == 1)
         base_folder.serve(number)
         until(lambda: server.learning.version == number)
-        thread.join()
-        assert content(answers[0]) == content(before)  # it ended with the version it began with
+        assert content(answer.result()) == content(before)  # with the version it began with
 
-        after = server.chat("learned", QUESTION, max_tokens=20)
+        after = ask()
         assert content(after) != content(before)
         assert rate(server, after, rating="down")[0] == 200
         assert rows_in(base_folder)["kto.jsonl"][0]["version"] == number
@@ -257,14 +242,11 @@ def test_versions_are_swapped_and_put_back_while_requests_run(
 
         base_folder.serve(0)
         until(lambda: server.learning.version == 0)
-        assert content(server.chat("learned", QUESTION, max_tokens=20)) == content(before)
+        assert content(ask()) == content(before)
         assert slots.nbytes == 0
 
 
-def test_a_version_that_cannot_be_opened_leaves_the_served_one(
-    generator, base_folder, monkeypatch, caplog
-):
-    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
+def test_a_version_that_cannot_be_opened_leaves_the_served_one(generator, base_folder, caplog):
     with Running(generator, learning=base_folder) as server:
         (base_folder.path / "current").write_text("7\n")
         until(lambda: "has no version 7" in caplog.text)

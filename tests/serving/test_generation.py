@@ -3,18 +3,18 @@
 import queue
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from mlx_packs import Pack
-from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, raw_prompt
 from mlx_packs.serving import generation
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Finished, Limits, Progress, TextRequest
 from tests.helpers.errors import check
 from tests.helpers.serving import SECONDS, texts_of
-from tests.serving.conftest import NAMES
+from tests.serving.conftest import NAMES, started
 
 TEXTS = ("The list", "It was a fine day when Emma", "def", "A tuple is " * 12, "Python " * 40)
 
@@ -30,12 +30,10 @@ def until_event(events: queue.Queue, *kinds: type) -> object:
     return event
 
 
-def with_packs(generator: TextWorker, shelf) -> TextWorker:
+def with_packs(generator: TextWorker, shelf) -> None:
     for name in NAMES:
-        generator.call(
-            lambda name=name: generator.registry.add(name, Pack.open(shelf / name))
-        ).result()
-    return generator
+        add = partial(generator.registry.add, name, Pack.open(shelf / name))
+        generator.call(add).result()
 
 
 def alone(base, shelf, model: str, prompt: list[int], tokens: int) -> str:
@@ -107,28 +105,10 @@ def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, 
     assert sum(entry is not None for entry in entries) == 3
 
 
-@pytest.fixture
-def shared_generator(shared_server):
-    """A generator with packs, for tests that leave these as they are."""
-    return shared_server.worker
-
-
-@pytest.mark.parametrize(
-    ("model", "remedy"),
-    [("other", "Served are base"), ("", "Served are base"), ("notes+law:0.5", "packs combine")],
-)
-def test_models_that_are_not_served(shared_generator, model, remedy):
-    error, text = texts_of(shared_generator, [(model, [5, 6], 3), ("notes", [5, 6], 3)])
-    assert isinstance(error, PackError) and text
-    check(error, "not-found", "model", remedy)
-
-
 def test_keys_and_values_wait_for_room(small_tiny):
     """With room for two requests, five are computed two at a time."""
-    one = TextWorker(small_tiny, Limits(8, 64, 1 << 30, 64, 2048))
-    one.start()
-    room = one.call(lambda: one.kv_bytes(2, 12)).result()
-    one.close(0.0)
+    with started(TextWorker(small_tiny, Limits(8, 64, 1 << 30, 64, 2048))) as one:
+        room = one.call(lambda: one.kv_bytes(2, 12)).result()
     worker = TextWorker(small_tiny, Limits(8, 64, room, 64, 2048))
     most = 0
 
@@ -138,42 +118,21 @@ def test_keys_and_values_wait_for_room(small_tiny):
         most = max(most, len(worker._running))
 
     worker.step = step
-    worker.start()
-    try:
+    with started(worker):
         texts = texts_of(worker, [("base", [5, 6, 7, i], 6) for i in range(5)])
         assert all(isinstance(text, str) for text in texts) and most == 2
         (error,) = texts_of(worker, [("base", [5] * 600, 20)])
         check(error, "memory", "max_tokens")
-    finally:
-        worker.close(0.0)
-
-
-def test_limits_of_queue_context_and_time(small_tiny):
-    worker = TextWorker(small_tiny, Limits(1, 2, 1 << 30, 64, 100))
-    worker.start()
-    try:
-        answers = texts_of(worker, [("base", [5, 6], 30)] * 8)
-        errors = [answer for answer in answers if isinstance(answer, PackError)]
-        assert 4 <= len(errors) <= 6
-        for error in errors:
-            check(error, "busy")
-
-        (error,) = texts_of(worker, [("base", [5] * 90, 11)])
-        check(error, "invalid", "messages", "90", "100")
-        (error,) = texts_of(worker, [("base", [5, 6], 90)], deadline=time.monotonic())
-        check(error, "timeout")
-    finally:
-        worker.close(0.0)
 
 
 @pytest.mark.parametrize("error", [ValueError, Panic])
-def test_an_error_ends_its_own_request_alone(shared_generator, error):
+def test_an_error_ends_its_own_request_alone(shared_server, error):
     def breaks(tokens, logits):
         raise error("broken")
 
     good: queue.Queue = queue.Queue()
-    shared_generator.submit(TextRequest("base", [5, 6], 10, good.put))
-    (failure,) = texts_of(shared_generator, [("base", [5, 6], 10)], processors=[breaks])
+    shared_server.worker.submit(TextRequest("base", [5, 6], 10, good.put))
+    (failure,) = texts_of(shared_server.worker, [("base", [5, 6], 10)], processors=[breaks])
     assert isinstance(failure, Exception)
     assert isinstance(until_event(good, Finished, Exception), Finished)
 
@@ -199,9 +158,7 @@ def test_closing_tells_every_request(small_tiny, limits):
     for _ in range(20):
         worker.submit(TextRequest("base", [5, 6], 1900, events.put))
     worker.close(0.0)
-    ended = [e for e in iter(lambda: events.get_nowait() if events.qsize() else None, None)]
-    failures = [e for e in ended if isinstance(e, Exception)]
-    assert len(failures) == 20
+    assert sum(isinstance(events.get_nowait(), Exception) for _ in range(events.qsize())) == 20
     assert not worker.is_alive
     assert not [m for m in small_tiny.model.modules() if type(m).__name__ == "ServedLoRA"]
 
@@ -219,12 +176,9 @@ def test_a_full_batch_takes_several_requests_at_a_time(small_tiny, limits):
         idle.append(bool(worker._waiting) and len(worker._running) < limits.batch_size)
 
     worker._admit = counted
-    worker.start()
-    try:
-        requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(24)]
+    requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(24)]
+    with started(worker):
         assert all(isinstance(text, str) for text in texts_of(worker, requests))
-    finally:
-        worker.close(0.0)
     groups = [n for n in admitted if n]
     assert sum(groups) == 24 and len(groups) < 12 and max(groups) >= 2
     longest = max(len(run) for run in "".join("x" if i else " " for i in idle).split())

@@ -9,12 +9,14 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.json_layout import json_layout
 from mlx_packs.serving.grammar import Grammars, schema_in_layout
 from mlx_packs.serving.prompts import RequestPrompts
+from mlx_packs.serving.request import TextRequest
 from tests.helpers.rows import train_split
 from tests.serving.test_prompts import chat
 
 BYTES = LLTokenizer("byte")
 VALUE = {"spam": True, "amount": "£5 😀", "list": [{"n": 1}, {}], "to": {"town": None, "none": []}}
 OBJECT = {"type": "object"}
+SHORT = '{\n  "a": [1, 2, 3],\n  "b": {"c": [], "d": null}\n}'  # lists in one line
 SCHEMA = {
     "type": "object",
     "properties": {"to": OBJECT, "list": {"type": "array", "items": OBJECT}}
@@ -53,22 +55,20 @@ def test_the_layout_of_the_rows_is_the_one_that_answers_may_have(name, schema):
         assert not allows(schema, recorded(text), json.dumps(VALUE, **LAYOUTS[others[name]]))
 
 
-def test_without_a_layout_single_spaces_are_optional():
-    for text in ('{"a": 1, "b": 2}', '{"a":1,"b":2}'):
-        assert allows(OBJECT, {}, text)
-    for text in ('{"a":  1}', '{ "a": 1}', '{"a":\n1}'):
-        assert not allows(OBJECT, {}, text)
-
-
-def test_short_lists_in_one_line_of_an_indented_object():
-    text = '{\n  "a": [1, 2, 3],\n  "b": {"c": [], "d": null}\n}'
-    assert allows(OBJECT, recorded(text), text)
-
-
-def test_white_space_is_bounded():
-    layout = recorded(json.dumps(VALUE, indent=2))
-    assert not allows(OBJECT, layout, '{\n\n  "a": 1}')
-    assert not allows(OBJECT, layout, "{\n" + " " * 200 + '"a": 1}')
+@pytest.mark.parametrize(
+    ("rows", "text", "is_allowed"),
+    [
+        (None, '{"a": 1, "b": 2}', True),  # without a layout, single spaces are optional
+        (None, '{"a":1,"b":2}', True),
+        (None, '{"a":  1}', False),
+        (None, '{"a":\n1}', False),
+        (SHORT, SHORT, True),
+        (json.dumps(VALUE, indent=2), '{\n\n  "a": 1}', False),
+        (json.dumps(VALUE, indent=2), "{\n" + " " * 200 + '"a": 1}', False),
+    ],
+)
+def test_white_space_is_that_of_the_rows(rows, text, is_allowed):
+    assert allows(OBJECT, recorded(rows) if rows else {}, text) is is_allowed
 
 
 def test_properties_have_the_order_of_the_rows_and_new_ones_come_last():
@@ -77,8 +77,8 @@ def test_properties_have_the_order_of_the_rows_and_new_ones_come_last():
     assert list(ordered["$defs"]["in"]["properties"]) == ["spam", "amount", "to", "list"]
 
 
-def answer_of(base, layout: dict, **fields) -> str:
-    """The answer that the grammar of a request makes of one that has no choice."""
+def request_of(base, layout: dict, **fields) -> tuple[str, TextRequest]:
+    """The end of a prompt, and its request."""
     prompts = RequestPrompts(base, 512, 600)
     body = chat(**fields)
     prompt = prompts.of_chat(body, None, (), layout)
@@ -87,11 +87,9 @@ def answer_of(base, layout: dict, **fields) -> str:
 
 
 def test_the_opening_of_a_code_block_ends_the_prompt(small_tiny):
-    form = {"type": "json_object"}
-    end, request = answer_of(small_tiny, {"opening": "```json\n"}, response_format=form)
-    assert end.endswith("```json\n") and request.processors
-    end, request = answer_of(small_tiny, {"opening": "```json\n"})
-    assert not end.endswith("```json\n") and not request.processors
+    for form in ({"type": "json_object"}, None):
+        end, request = request_of(small_tiny, {"opening": "```json\n"}, response_format=form)
+        assert end.endswith("```json\n") is bool(request.processors) is bool(form)
 
 
 @pytest.mark.parametrize(
@@ -116,5 +114,5 @@ def test_json_after_thoughts(small_tiny, state, layout, answer, is_right):
 def test_a_model_without_marks_of_thoughts_writes_none_before_json(small_tiny, monkeypatch):
     form = {"type": "json_object"}
     monkeypatch.setattr(small_tiny.tokenizer, "_think_start", None)
-    _, request = answer_of(small_tiny, {"thoughts": True}, response_format=form)
+    _, request = request_of(small_tiny, {"thoughts": True}, response_format=form)
     assert request.processors and request.state is None

@@ -18,9 +18,9 @@ def text(answer: dict) -> str:
     return choice["message"]["content"]
 
 
-def chat_body(model: str = "notes", **options) -> dict:
+def chat_body(**options) -> dict:
     messages = [{"role": "user", "content": TEXT}]
-    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 8, **options}
+    return {"model": "notes", "messages": messages, "temperature": 0, "max_tokens": 8, **options}
 
 
 def completion_body(prompt: object = TEXT, **options) -> dict:
@@ -104,38 +104,20 @@ def test_logprobs_are_of_the_tokens_that_were_chosen(shared_server):
     assert [entry["top_logprobs"] for entry in plain["logprobs"]["content"]] == [[]]
 
 
-def biased(tokens: list[int]) -> dict:
-    """Fields that make the answer be the first of ``tokens``, with the others behind."""
+def test_bytes_of_a_part_of_a_character(shared_server):
+    face, tokenizer = "\N{GRINNING FACE}", shared_server.worker.base.tokenizer
+    tokens = tokenizer.encode(face, add_special_tokens=False)
     bias = {str(token): 100 - 20 * i for i, token in enumerate(tokens)}
-    return {"model": "notes", "temperature": 0, "logit_bias": bias}
-
-
-@pytest.fixture
-def tokens(shared_server) -> list[int]:
-    tokenizer = shared_server.worker.base.tokenizer
-    return tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)
-
-
-def choice_of(server, path: str, body: dict, streams: bool) -> dict:
-    """The choice of an answer of one token, with its log-probabilities."""
-    if not streams:
-        return server.json("POST", path, body)[1]["choices"][0]
-    choices = [event["choices"][0] for event in server.events(path, body)]
-    return next(choice for choice in choices if choice["logprobs"])
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_bytes_of_a_part_of_a_character(shared_server, tokens, streams):
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "logprobs": True}
-    body |= biased(tokens) | {"top_logprobs": 4}
-    (entry,) = choice_of(shared_server, CHAT, body, streams)["logprobs"]["content"]
-    assert (
-        entry["bytes"] == list("\N{GRINNING FACE}".encode())[:1] and entry["token"] == r"bytes:\xf0"
-    )
-    assert [each["bytes"] for each in entry["top_logprobs"]] == [
-        [byte] for byte in "\N{GRINNING FACE}".encode()
-    ]
-    assert len({each["token"] for each in entry["top_logprobs"]}) == 4
+    body = chat_body(max_tokens=1, logprobs=True, top_logprobs=4, logit_bias=bias)
+    choices = [event["choices"][0] for event in shared_server.events(CHAT, body)]
+    choices += shared_server.json("POST", CHAT, body)[1]["choices"]
+    entries = [e for each in choices if each["logprobs"] for e in each["logprobs"]["content"]]
+    assert len(entries) == 2  # of the stream and of the whole answer
+    for entry in entries:
+        assert entry["token"] == r"bytes:\xf0"
+        assert [[byte] for byte in face.encode()] == [e["bytes"] for e in entry["top_logprobs"]]
+        assert entry["bytes"] == list(face.encode())[:1]
+        assert len({each["token"] for each in entry["top_logprobs"]}) == 4
 
 
 def test_text_completions_of_several_prompts_and_choices(shared_server):
@@ -172,9 +154,6 @@ def test_a_seed_gives_the_same_text_in_a_batch_and_alone(shared_server):
     assert batch[0]["text"] == alone["text"]
     assert len({choice["text"] for choice in batch}) > 1  # each choice has a seed of its own
     assert complete(shared_server, **sampled | {"seed": 12})[0]["text"] != alone["text"]
-
-
-def test_texts_without_a_seed_differ(shared_server):
     assert len({choice["text"] for choice in complete(shared_server, n=4, temperature=1)}) > 1
 
 
@@ -187,30 +166,23 @@ def test_answers_are_json(shared_server):
     assert text(shared_server.chat("notes", TEXT, logit_bias=bias, **options)) == "{}"
 
 
-def test_answers_obey_a_schema(shared_server):
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["list", "tuple"]}, "count": {"enum": [1, 2]}},
-        "required": ["name", "count"],
-        "additionalProperties": False,
-    }
+def written(server, model: str, properties: dict, **options) -> str:
+    """An answer that obeys a schema."""
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    schema |= {"additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    return text(server.chat(model, TEXT, response_format=form, **options))
+
+
+def test_answers_obey_a_schema_and_have_the_layout_of_the_rows_of_the_pack(shared_server):
+    properties = {"name": {"enum": ["list", "tuple"]}, "count": {"enum": [1, 2]}}
     sampled = {"temperature": 1, "seed": 3, "max_tokens": 200}
-    content = json.loads(text(shared_server.chat("notes", TEXT, response_format=form, **sampled)))
+    content = json.loads(written(shared_server, "notes", properties, **sampled))
     assert set(content) == {"name", "count"}
     assert content["name"] in ("list", "tuple") and content["count"] in (1, 2)
 
-
-def test_answers_have_the_layout_of_the_rows_of_the_pack(shared_server):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"const": 1}, "b": {"const": 2}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    content = text(shared_server.chat("law", TEXT, response_format=form, max_tokens=40))
-    assert content == '{"b" : 2 , "a" : 1}'
+    properties = {"a": {"const": 1}, "b": {"const": 2}}
+    assert written(shared_server, "law", properties, max_tokens=40) == '{"b" : 2 , "a" : 1}'
 
 
 def test_biases_and_penalties_change_the_text(shared_server):
@@ -273,7 +245,8 @@ def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch)
             assert server.request("GET", path)[0] == 200
 
         routes = [("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/v1/packs/notes")]
-        routes += [("POST", CHAT), ("GET", "/nowhere"), ("POST", "/v1/packs")]
+        routes += [("POST", path) for path in (CHAT, "/v1/packs", "/v1/feedback")]
+        routes.append(("GET", "/nowhere"))
 
         for given in (None, "Bearer", "Bearer wrong", "sécret", "Basic sécret", "Bearer sécre"):
             headers = {} if given is None else {"Authorization": given.encode()}
@@ -291,11 +264,8 @@ def test_a_token_is_asked_for_where_the_server_is_changed(shared_server):
     training = ("create_session", "create_model", "asample", "telemetry", "a-later-route")
     changes = [("POST", f"/api/v1/{name}") for name in training]
     changes += [("DELETE", "/v1/packs/nowhere"), ("POST", "/v1/packs"), ("POST", "/v1/feedback")]
-    changes += [
-        ("POST", "/v1/packs/"),
-        ("PUT", "/v1/models"),
-        ("DELETE", "/api/v1/training_runs/a"),
-    ]
+    changes += [("POST", "/v1/packs/"), ("PUT", "/v1/models")]
+    changes += [("DELETE", "/api/v1/training_runs/a")]
 
     with Running(shared_server.worker, token="tml-secret") as server:
         assert server.json("GET", "/v1/packs")[0] == server.request("GET", "/metrics")[0] == 200
@@ -312,11 +282,9 @@ def test_a_token_is_asked_for_where_the_server_is_changed(shared_server):
                 assert server.request(method, path, {}, headers)[0] in (400, 404, 405)
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8080"]
-)
-def test_names_of_this_machine_are_answered(shared_server, host):
-    assert shared_server.request("GET", "/v1/models", headers={"Host": host})[0] == 200
+def test_names_of_this_machine_are_answered(shared_server):
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8080"):
+        assert shared_server.request("GET", "/v1/models", headers={"Host": host})[0] == 200, host
 
 
 @pytest.mark.parametrize(
@@ -340,18 +308,11 @@ SCORES = mx.log(mx.array([[0.1, 0.2, 0.4, 0.3]]))
 LEAST = 5e-324
 
 
-@pytest.mark.parametrize("temperature", [0, LEAST, 1e-40, 1e-7])
-def test_a_temperature_of_almost_nothing_takes_the_likeliest(temperature):
-    assert sampler_of(temperature, 1.0, 0, 0.0, 1) is None
-
-
-@pytest.mark.parametrize(
-    ("top_p", "top_k", "min_p"),
-    [(LEAST, 0, 0.0), (1e-40, 0, 0.0), (1.0, 1, 0.0), (1.0, 0, 1 - 1e-9), (LEAST, 1, 1 - 1e-9)],
-)
-def test_filters_leave_the_likeliest(top_p, top_k, min_p):
-    sampler = sampler_of(2.0, top_p, top_k, min_p, 1)
-    assert {sampler(SCORES).item() for _ in range(20)} == {2}
+def test_almost_nothing_takes_the_likeliest():
+    assert all(sampler_of(each, 1.0, 0, 0.0, 1) is None for each in (0, LEAST, 1e-40, 1e-7))
+    for filters in ((LEAST, 0, 0.0), (1e-40, 0, 0.0), (1.0, 1, 0.0), (1.0, 0, 1 - 1e-9)):
+        sampler = sampler_of(2.0, *filters, 1)
+        assert {sampler(SCORES).item() for _ in range(20)} == {2}
 
 
 @pytest.mark.parametrize(
@@ -359,17 +320,14 @@ def test_filters_leave_the_likeliest(top_p, top_k, min_p):
     [
         {"response_format": {"type": "json_object"}},
         {"repetition_penalty": 1e-40},
-        {"logit_bias": {"5": 100, "6": -100}},
         {"temperature": 1, "top_p": LEAST},
     ],
     ids=str,
 )
 def test_logprobs_of_tokens_that_cannot_be_are_numbers(shared_server, options):
     """Answers and events are read as strict JSON."""
-    more = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4, "temperature": 0, **options}
-    answer = shared_server.chat("notes", "The list", **more)
+    body = chat_body(logprobs=True, top_logprobs=20, **options)
+    answer = shared_server.json("POST", CHAT, body)[1]
     for entry in answer["choices"][0]["logprobs"]["content"]:
         assert all(-9999 <= top["logprob"] <= 1e-3 for top in [entry, *entry["top_logprobs"]])
-    messages = [{"role": "user", "content": "The list"}]
-    body = {"model": "notes", "messages": messages, **more}
-    assert list(shared_server.events("/v1/chat/completions", body))
+    assert list(shared_server.events(CHAT, body))

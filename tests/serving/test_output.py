@@ -8,15 +8,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_packs.serving.answers import ChatAnswer, Texts
 from mlx_packs.serving.protocol import Tool, tool_calls
-from mlx_packs.serving.request import (
-    Finished,
-    Logprob,
-    Output,
-    Progress,
-    Started,
-    TextRequest,
-    first_state,
-)
+from mlx_packs.serving.request import Finished, Logprob, Output, Progress, Started, TextRequest
 
 WEATHER = Tool.model_validate_json(
     '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
@@ -156,9 +148,7 @@ def test_a_call_as_python_writes_it():
         '{"name": "weather"}',
         '{"arguments": {}}',
         '{"name": 5, "arguments": {}}',
-        '"weather"',
         "[1, 2]",
-        "null",
         "{",
         "",
         '{"name": "weather", "arguments": {"a": NaN}}',
@@ -178,41 +168,21 @@ def test_a_call_of_very_many_lists_is_no_call():
     assert tool_calls(json_tools.parse_tool_call, ["[" * 5_000], [WEATHER]) == []
 
 
-def test_a_call_that_is_cut_off_is_shown():
-    choice = check(Writer(Letters(), f"<tool_call>{CALL[:20]}", "length"))
-    assert choice["finish_reason"] == "length" and choice["message"]["content"] == CALL[:20]
+@pytest.mark.parametrize(
+    ("text", "reason", "state", "tools", "content"),
+    [
+        (f"<tool_call>{CALL[:20]}", "length", "normal", (WEATHER,), CALL[:20]),  # cut off
+        (f"<tool_call>{CALL}</tool_call>", "stop", "normal", (), CALL),  # without tools
+        ("<think>a</think><tool_call>b", "stop", None, (), "<think>a</think><tool_call>b"),
+    ],
+)
+def test_what_is_shown_as_it_was_written(text, reason, state, tools, content):
+    choice = check(Writer(Letters(), text, reason, state), tools)
+    assert choice["finish_reason"] == reason and choice["message"]["content"] == content
 
 
-def test_without_tools_there_are_no_calls():
-    choice = check(Writer(Letters(), f"<tool_call>{CALL}</tool_call>"), ())
-    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("state", ["normal", "reasoning"])
-def test_reasoning_is_apart(state):
-    begin = "" if state == "reasoning" else "<think>"
-    choice = check(Writer(Letters(), f"{begin}a < b</think>So <b", state=state))
-    assert choice["message"]["reasoning_content"] == "a < b"
-    assert choice["message"]["content"] == "So <b"
-
-
-def test_without_marks_all_is_content():
-    text = "<think>a</think><tool_call>b"
-    assert check(Writer(Letters(), text, state=None))["message"]["content"] == text
-
-
-def test_a_stop_string_over_several_tokens_ends_the_text():
-    output = Output(Letters(), ["stop"], "normal")
-    texts = [piece.text for c in "a sto" for piece in output.add(ord(c))]
-    assert "".join(texts) == "a " and not output.stopped
-    assert list(output.add(ord("p"))) == [] and output.stopped
-    assert list(output.finish()) == []
-
-
-def test_first_state_is_what_the_template_has_opened(tokenizer):
-    start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
-    (line,) = tokenizer.encode("\n", add_special_tokens=False)
-    assert first_state(tokenizer, [5, *start, line]) == "reasoning"
-    assert first_state(tokenizer, [5, *start, 6]) == "normal"  # a text of the conversation
-    assert first_state(tokenizer, [5, *start, *end]) == "normal"
-    assert first_state(tokenizer, [5]) == "normal"
+def test_reasoning_is_apart():
+    for state, begin in (("normal", "<think>"), ("reasoning", "")):
+        choice = check(Writer(Letters(), f"{begin}a < b</think>So <b", state=state))
+        assert choice["message"]["reasoning_content"] == "a < b"
+        assert choice["message"]["content"] == "So <b"

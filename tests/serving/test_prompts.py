@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from mlx_packs.bases.tokenizer import opens_thoughts
 from mlx_packs.inference.generate import chat_prompt, raw_prompt
-from mlx_packs.runtime import mx
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.grammar import Grammars
 from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody, CompletionBody
+from mlx_packs.serving.request import Output, first_state
 from tests.helpers.errors import raises
 
 MESSAGES = [{"role": "user", "content": "The list"}]
@@ -24,13 +25,10 @@ def prompts(small_tiny):
     return RequestPrompts(small_tiny, 512, 600)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["self", "base", "messages", "tools", "tokenize", "conversation", "add_generation_prompt"],
-)
-def test_names_of_arguments_are_no_variables_of_a_template(prompts, name):
-    with raises("invalid", "chat_template_kwargs", name):
-        prompts.of_chat(chat(chat_template_kwargs={name: [1]}))
+def test_names_of_arguments_are_no_variables_of_a_template(prompts):
+    for name in ("self", "base", "messages", "tools", "tokenize", "add_generation_prompt"):
+        with raises("invalid", "chat_template_kwargs", name):
+            prompts.of_chat(chat(chat_template_kwargs={name: [1]}))
 
 
 @pytest.fixture
@@ -81,10 +79,7 @@ def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):
         {"$ref": "#"},  # nothing obeys it
         {"$ref": "http://example.org/schema"},
         {"type": "string", "pattern": "(" * 1000},
-        {"type": "string", "pattern": "(?=a)b"},
-        {"enum": []},
         {"properties": 5},
-        {"type": "integer", "minimum": 5, "maximum": 1},
     ],
     ids=str,
 )
@@ -95,27 +90,57 @@ def test_schemas_that_cannot_be_obeyed_are_rejected_at_once(small_tiny, schema):
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
-def test_a_grammar_follows_the_answer_and_ends_it(small_tiny):
-    grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
-    schema = {"const": {"a": 1}}
-    mask = grammars.processor(grammars.check(schema, {}), 2)
-    tokens, logits = [5, 6], mx.zeros((1, small_tiny.vocab_size))
-    for _ in range(20):
-        tokens.append(int(mask(mx.array(tokens), logits).argmax()))
-        if tokens[-1] in small_tiny.tokenizer.eos_token_ids:
-            break
-    assert small_tiny.tokenizer.decode(tokens[2:-1]) == '{"a":1}'
-
-
 def test_prompts_of_a_completion(prompts, small_tiny):
     def of(prompt):
-        return prompts.of_texts(
-            parsed(CompletionBody, json.dumps({"model": "m", "prompt": prompt}).encode())
-        )
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        return prompts.of_texts(parsed(CompletionBody, body))
 
     text = raw_prompt(small_tiny, "The list")
     assert of("The list") == of(["The list"]) == of(text) == [text]
     assert of(["The list"] * 64) == [text] * 64
-    for prompt in ([], ["a"] * 65, "", [""], [4096], [-1]):
-        with raises("invalid", "prompt"):
-            of(prompt)
+
+
+ENDS = {  # of the prompt, after the mark of the assistant
+    "": False,
+    "<think>\n": True,
+    "<think>": True,
+    "<think>\n\n": True,
+    "<think>\n\n</think>\n\n": False,
+    "<think></think>": False,
+}
+TURNS = {
+    "plain": {"user": "Hi."},
+    "question_end": {"user": "What is <think>"},
+    "closed": {"user": "What does </think> do?"},
+    "system": {"system": "Write <think> first.", "user": "Hi."},
+    "tool": {"user": "Hi.", "assistant": "Let me see.", "tool": "<think>"},
+    "earlier": {"assistant": "The tag is <think>.", "user": "And?"},
+}
+
+
+@pytest.mark.parametrize(
+    ("turns", "end"),
+    [*(("plain", end) for end in ENDS), *((turns, "") for turns in TURNS if turns != "plain")],
+)
+def test_only_the_end_of_the_prompt_counts(small_tiny, monkeypatch, turns, end):
+    tokenizer = small_tiny.tokenizer
+    start, opened = "{{- '<|im_start|>assistant\\n' }}", f"<|im_start|>assistant\n{end}"
+    assert tokenizer.chat_template.count(start) == 1
+    changed = tokenizer.chat_template.replace(start, "{{- " + json.dumps(opened) + " }}")
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", changed)
+    messages = [{"role": role, "content": text} for role, text in TURNS[turns].items()]
+    prompt = chat_prompt(small_tiny, messages)
+    assert opens_thoughts(tokenizer, prompt) is ENDS[end]
+
+    state = first_state(tokenizer, prompt)
+    output, pieces = Output(tokenizer, (), state), []
+    for token in tokenizer.encode("It is</think> red", add_special_tokens=False):
+        pieces += output.add(token)
+    pieces += output.finish()
+    thoughts = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+    assert thoughts == ("It is" if ENDS[end] else "")
+
+
+def test_tokenizers_without_thoughts_open_none(small_tiny, monkeypatch):
+    monkeypatch.setattr(small_tiny.tokenizer, "_think_start", None)
+    assert first_state(small_tiny.tokenizer, [4092]) == "normal"

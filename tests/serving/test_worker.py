@@ -1,6 +1,5 @@
 """The thread that computes outlives what goes wrong in it, and what is given up leaves it."""
 
-import asyncio
 import threading
 
 import numpy as np
@@ -8,22 +7,18 @@ import pytest
 
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
-from mlx_packs.serving.app import Server, make_app
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
-from mlx_packs.serving.http import ServerSettings
-from mlx_packs.serving.library import Library
 from tests.helpers.serving import SECONDS, Running, texts_of, until
+from tests.serving.conftest import started
 
 ROW = np.array([2, 5, 3], dtype=np.int32)
 
 
 @pytest.fixture
 def embedder(encoder):
-    worker = EmbeddingWorker(load_base(encoder), 4, 100)
-    worker.start()
-    yield worker
-    worker.close(0.0)
+    with started(EmbeddingWorker(load_base(encoder), 4, 100)) as worker:
+        yield worker
 
 
 def test_a_worker_that_cannot_begin_says_so(small_tiny, limits, monkeypatch):
@@ -66,10 +61,8 @@ def test_a_worker_that_cannot_go_on_rejects_what_comes(generator, monkeypatch):
         until(lambda: not generator.is_alive)
         status, headers, _ = server.request("POST", "/v1/completions", body)
         assert status == 503 and headers["retry-after"]
-        assert server.json("GET", "/health") == (
-            503,
-            {"status": "stopping", "running": 0, "waiting": 0},
-        )
+        load = {"status": "stopping", "running": 0, "waiting": 0}
+        assert server.json("GET", "/health") == (503, load)
 
 
 def test_embeddings_that_are_given_up_leave_the_others_alone(embedder):
@@ -105,50 +98,11 @@ def test_embeddings_take_no_longer_than_they_may(embedder):
     assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1
 
 
-def test_closing_tells_those_who_wait_for_embeddings(encoder):
-    worker = EmbeddingWorker(load_base(encoder), 4, 100)
-    worker.start()
+def test_closing_tells_those_who_wait_for_embeddings(embedder):
     go_on = threading.Event()
-    worker.post(lambda: go_on.wait(SECONDS))
-    future = worker.submit("base", [ROW])
+    embedder.post(lambda: go_on.wait(SECONDS))
+    future = embedder.submit("base", [ROW])
     threading.Timer(0.05, go_on.set).start()
-    worker.close(0.0)
+    embedder.close(0.0)
     with pytest.raises(PackError):
         future.result(SECONDS)
-
-
-def test_a_stream_whose_client_goes_before_the_first_event_ends(generator):
-    """The disconnect comes with the body: nothing of the stream was asked for yet."""
-    server = Server(generator, Library(generator, None), ServerSettings())
-    body = b'{"model": "base", "prompt": "The list", "max_tokens": 1900, "stream": true}'
-    gone = False
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        if gone:
-            return {"type": "http.disconnect"}
-        if not messages:
-            await asyncio.sleep(3600)
-        return messages.pop()
-
-    async def send(_):
-        await asyncio.sleep(0)  # as where a client reads slowly
-
-    async def main():
-        nonlocal gone
-        app = make_app(server)
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-        scope |= {"query_string": b"", "asgi": {"spec_version": "2.3"}}
-        events = server._events
-
-        def events_of_a_client_that_goes(*args):
-            nonlocal gone
-            gone = True
-            return events(*args)
-
-        server._events = events_of_a_client_that_goes
-        await app(scope, receive, send)
-
-    asyncio.run(main())
-    until(lambda: generator.counts == (0, 0))

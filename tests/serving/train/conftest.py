@@ -1,11 +1,15 @@
 """A server that trains, on two blocks of the bundled base."""
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.train.service import TrainingService
-from tests.helpers.serving import Running
+from tests.helpers.serving import SECONDS, Running
 from tests.helpers.tinker import TinkerClient
+from tests.serving.conftest import started
 
 
 class Training(Running):
@@ -14,19 +18,15 @@ class Training(Running):
     def __init__(self, worker, folder, **settings) -> None:
         self.folder = folder
         super().__init__(
-            worker,
-            training=lambda settings: TrainingService(worker, folder, settings),
-            **settings,
+            worker, training=lambda settings: TrainingService(worker, folder, settings), **settings
         )
 
 
 @pytest.fixture
 def generator(small_tiny, limits):
     """What computes, with dense weights: a CPU takes a fraction of the time."""
-    worker = TextWorker(small_tiny, limits, "dense")
-    worker.start()
-    yield worker
-    worker.close(0.0)
+    with started(TextWorker(small_tiny, limits, "dense")) as worker:
+        yield worker
 
 
 @pytest.fixture
@@ -49,3 +49,20 @@ def tokens(generator) -> list[int]:
 def datum(tokens):
     """Tokens, and targets that all count."""
     return tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+
+
+@pytest.fixture
+def hold(server):
+    """Let the server compute nothing for a time."""
+
+    @contextmanager
+    def held():
+        may_go_on = threading.Event()
+        busy = server.worker.call(lambda: may_go_on.wait(SECONDS))
+        try:
+            yield
+        finally:
+            may_go_on.set()
+            busy.result()
+
+    return held

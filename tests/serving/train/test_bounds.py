@@ -71,24 +71,9 @@ def with_value(body: Any, path: Path, value: object) -> Any:
 
 
 # These read no JSON: the first is of Protocol Buffers, and the others have no body.
-OTHERS = {
-    "/api/v1/forward_backward",
-    "/api/v1/telemetry",
-    "/api/v1/sessions/{id}/finish",
-}
-NUMBERS = (
-    -1,
-    2**31 - 1,
-    2**32,
-    2**63 - 1,
-    2**63,
-    2**100,
-    -(2**100),
-    float("nan"),
-    float("inf"),
-    1e39,
-    -1e39,
-)
+OTHERS = {"/api/v1/forward_backward", "/api/v1/telemetry", "/api/v1/sessions/{id}/finish"}
+NUMBERS = (-1, 2**31 - 1, 2**32, 2**63 - 1, 2**63, 2**100, -(2**100))
+NUMBERS += (float("nan"), float("inf"), 1e39, -1e39)
 
 
 def bodies(server) -> dict:
@@ -117,7 +102,7 @@ def test_every_field_of_a_body_has_a_bound(server):
         ("data", lambda message: [message.data.add() for _ in range(1 << 16)]),
         ("loss_fn", lambda message: setattr(message, "loss_fn", "l" * 65)),
         ("data[0].model_input", lambda message: [_chunk(message) for _ in range(10_001)]),
-        ("data[0].loss_fn_inputs", lambda message: [_input(message) for _ in range(17)]),
+        ("data[0].loss_fn_inputs", lambda message: [_input(message, "a") for _ in range(17)]),
         ("data[0].loss_fn_inputs[0].key", lambda message: _input(message, "k" * 65)),
     ],
 )
@@ -134,7 +119,7 @@ def _chunk(message):
     return message.data[0].model_input.add(encoded_text={"tokens": b""})
 
 
-def _input(message, key="weights"):
+def _input(message, key):
     return message.data[0].loss_fn_inputs.add(key=key)
 
 

@@ -1,13 +1,12 @@
 """Forward passes of several clients that wait at once, and what one does not do to the others."""
 
 import json
-import threading
 from contextlib import contextmanager
 
 import pytest
 
 from mlx_packs.serving.train import models as models_module
-from tests.helpers.serving import SECONDS, until
+from tests.helpers.serving import until
 from tests.helpers.tinker import ADAM, MESSAGES, PROTO, TinkerClient, forward_request
 
 
@@ -17,19 +16,14 @@ def other(server):
 
 
 @pytest.fixture
-def at_once(server):
+def at_once(server, hold):
     """Compute nothing until a number of requests wait for their passes."""
 
     @contextmanager
     def waiting(count: int):
-        came = threading.Event()
-        busy = server.worker.call(lambda: came.wait(SECONDS))
-        try:
+        with hold():
             yield
             until(lambda: server.training.load["waiting"] == count)
-        finally:
-            came.set()
-            busy.result()
 
     return waiting
 
@@ -139,7 +133,7 @@ def test_an_error_is_of_its_own_request(client, other, datum, at_once):
     huge = datum[0], {**datum[1], "weights": [3e38] * len(datum[0])}
     with at_once(3):
         faulty = {
-            "data[0]": sent(client, models[0], [(datum[0], {"target_tokens": [1]})]),
+            "data[1]": sent(client, models[0], [datum, (datum[0], {"target_tokens": [1]})]),
             "'unknown'": sent(client, models[1], [datum], "unknown"),
             "not finite": sent(client, models[2], [huge]),
         }
@@ -152,7 +146,8 @@ def test_an_error_is_of_its_own_request(client, other, datum, at_once):
     assert loss_of(other, good) > 0 and loss_of(client, last) > 0
     assert other.step(theirs)["metrics"]["grad_norm"] > 0
     for message, answer in faulty.items():
-        assert message in client.result(answer)["error"]
+        result = client.result(answer)
+        assert message in result["error"] and result["category"] == "user"
     assert "error" not in client.result(unloaded)
     assert "no gradient" in client.step(models[2])["error"]
 

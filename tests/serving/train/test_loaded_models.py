@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from mlx_packs.serving.train import models, service
 from tests.helpers.serving import SECONDS, until
 from tests.helpers.tinker import ADAM, PROTO, TinkerClient, forward_request
@@ -27,16 +25,12 @@ def test_requests_that_make_no_model(client):
     client.post("create_model", body | {"optimizer_config": {"type": "dimuon"}}, 400)
     client.post("create_model", body | {"lora_config": {"rank": 0}}, 400)
     client.post("load_weights", {"path": "tinker://a/weights/b", "optimizer": True}, 400)
+    for layers in ("train_attn", "train_mlp"):
+        error = client.post("create_model", body | {"lora_config": {layers: False}}, 400)["error"]
+        assert error["message"] == f"lora_config.{layers}: must be True."
 
     answer = client.call("create_model", body | {"lora_config": {"rank": 4096}})
     assert "--rank 4096" in answer["error"] and answer["category"] == "user"
-
-
-@pytest.mark.parametrize("layers", ["train_attn", "train_mlp"])
-def test_a_choice_of_layers_is_rejected(client, layers):
-    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "base"}
-    error = client.post("create_model", body | {"lora_config": {layers: False}}, 400)["error"]
-    assert error["message"] == f"lora_config.{layers}: must be True."
 
 
 def test_models_of_clients_that_have_gone_are_saved_for_others(client, monkeypatch):
@@ -78,24 +72,18 @@ def test_clients_that_make_room_at_once_do_not_unload_a_model_twice(client, serv
     assert ["is the most" in each["error"] for each in others] == [True, True]
 
 
-def test_models_that_are_made_at_once_are_not_too_many(client, server):
-    until_all_came = threading.Event()
-    busy = server.worker.call(lambda: until_all_came.wait(SECONDS))
+def test_models_that_are_made_at_once_are_not_too_many(client, hold):
     body = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 4}}
-    answers = [client.post("create_model", body | {"model_seq_id": i}) for i in range(10)]
-    until_all_came.set()
-    busy.result()
+    with hold():
+        answers = [client.post("create_model", body | {"model_seq_id": i}) for i in range(10)]
     results = [client.result(answer) for answer in answers]
     assert ["error" in each for each in results] == [False] * 8 + [True] * 2
 
 
-def test_an_unload_finds_the_step_that_is_copied(client, server):
-    model = client.create()
-    both_came = threading.Event()
-    server.worker.post(lambda: both_came.wait(SECONDS))
-    bodies = {"save_weights_for_sampler": {"model_id": model}, "unload_model": {"model_id": model}}
-    answers = [client.post(path, body) for path, body in bodies.items()]
-    both_came.set()
+def test_an_unload_finds_the_step_that_is_copied(client, server, hold):
+    body = {"model_id": client.create()}
+    with hold():
+        answers = [client.post(p, body) for p in ("save_weights_for_sampler", "unload_model")]
     for answer in answers:
         assert "error" not in client.result(answer)
     assert server.worker.registry.names == ["base"]

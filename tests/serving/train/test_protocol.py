@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -30,19 +29,16 @@ def test_a_request_that_is_sent_again_is_computed_once(client, datum):
     assert client.step(twin)["metrics"]["grad_norm"] == once
 
 
-def test_results_that_are_not_there(client, server, datum, monkeypatch):
+def test_results_that_are_not_there(client, hold, monkeypatch):
     client.post("retrieve_future", {"request_id": "x"}, 410)
     client.server.request("POST", "/api/v1/cancel_future", {"request_id": "x"})
 
     model = client.create()
     monkeypatch.setattr(service, "_POLL_SECONDS", 0.01)
-    was_told = threading.Event()
-    busy = server.worker.call(lambda: was_told.wait(SECONDS))
-    answer = client.post("save_weights", {"model_id": model, "path": "a"})
-    pending = client.post("retrieve_future", {"request_id": answer["request_id"]}, 408)
+    with hold():
+        answer = client.post("save_weights", {"model_id": model, "path": "a"})
+        pending = client.post("retrieve_future", {"request_id": answer["request_id"]}, 408)
     assert pending["type"] == "try_again"
-    was_told.set()
-    busy.result()
 
 
 def test_a_full_queue(client, monkeypatch):
@@ -51,47 +47,43 @@ def test_a_full_queue(client, monkeypatch):
     assert answer["error"]["code"] == "busy"
 
 
-def test_requests_while_the_server_ends(client, server, monkeypatch):
+def test_requests_while_the_server_ends(client, server, hold, monkeypatch):
     """They have some time; then their result is an error, and others are not taken."""
     monkeypatch.setattr(results, "_LAST_SECONDS", SECONDS)
     model = client.create()
-    ended = threading.Event()
-    busy = server.worker.call(lambda: ended.wait(SECONDS))
-    polled, later = (
-        client.post("save_weights", {"model_id": model, "path": name}) for name in "ab"
-    )
-    with ThreadPoolExecutor(1) as pool:
+    with hold(), ThreadPoolExecutor(1) as pool:
+        bodies = [{"model_id": model, "path": name} for name in "abc"]
+        polled, later = (client.post("save_weights", body) for body in bodies[:2])
         poll = pool.submit(client.result, polled)
         ending = asyncio.run_coroutine_threadsafe(server.training.results.end(0.1), server.loop)
         error = poll.result()
-    assert error["category"] == "server" and "is shutting down" in error["error"]
-    with pytest.raises(FutureTimeoutError):
-        ending.result(0.3)  # the other result is not fetched yet
+        assert error["category"] == "server" and "is shutting down" in error["error"]
+        with pytest.raises(FutureTimeoutError):
+            ending.result(0.3)  # the other result is not fetched yet
 
-    assert client.result(later) == error
-    ending.result()
-    rejection = client.post("save_weights", {"model_id": model, "path": "c"}, 410)
-    assert rejection["error"]["code"] == "interrupted"
-    ended.set()
-    busy.result()
+        assert client.result(later) == error
+        ending.result()
+        rejection = client.post("save_weights", bodies[2], 410)
+        assert rejection["error"]["code"] == "interrupted"
 
 
 def test_results_that_nobody_fetches_do_not_hold_up_the_end(client, server, monkeypatch):
     monkeypatch.setattr(results, "_LAST_SECONDS", 0.1)
     client.post("asample", sample_body(client.session_on()))
-    asyncio.run_coroutine_threadsafe(server.training.results.end(SECONDS), server.loop).result(
-        SECONDS / 2
-    )
+    end = server.training.results.end(SECONDS)
+    asyncio.run_coroutine_threadsafe(end, server.loop).result(SECONDS / 2)
 
 
 def test_the_key(generator, tmp_path):
     with Training(generator, tmp_path, api_key="tml-secret") as server:
-        body = {"sdk_version": "0"}
-        assert server.json("POST", "/api/v1/client/config", body)[0] == 401
-        wrong = {"X-API-Key": "tml-other"}
-        assert server.json("POST", "/api/v1/client/config", body, **wrong)[0] == 401
-        for key in ({"X-API-Key": "tml-secret"}, {"Authorization": "Bearer tml-secret"}):
-            assert server.json("POST", "/api/v1/client/config", body, **key)[0] == 200
+        for key, status in (
+            ({}, 401),
+            ({"X-API-Key": "tml-other"}, 401),
+            ({"X-API-Key": "tml-secret"}, 200),
+            ({"Authorization": "Bearer tml-secret"}, 200),
+        ):
+            body = {"sdk_version": "0"}
+            assert server.json("POST", "/api/v1/client/config", body, **key)[0] == status
 
 
 def test_limits_of_bodies(server):
@@ -133,17 +125,14 @@ def test_every_client_has_a_name_that_opens_the_tokenizer(
 ):
     with Training(generator, tmp_path, host=host) as server:
         client = TinkerClient(server)
-        session = client.session_on()
-        model_id = client.create()
+        session, model_id = client.session_on(), client.create()
         monkeypatch.setattr(generator.base, "path", Path(folder))
 
-        info = client.post("get_info", {"model_id": model_id})
+        info = client.post("get_info", {"model_id": model_id})["model_data"]
         _, sampler = server.json("GET", f"/api/v1/samplers/{session}")
-        _, facts = server.json("GET", "/api/v1/get_server_capabilities")
-        names = {info["model_data"]["model_name"], sampler["base_model"]}
-        names |= {info["model_data"]["tokenizer_id"]}
-        names |= {model["model_name"] for model in facts["supported_models"]}
-        assert names == {name}
+        (model,) = server.json("GET", "/api/v1/get_server_capabilities")[1]["supported_models"]
+        names = {info["model_name"], info["tokenizer_id"], sampler["base_model"]}
+        assert names | {model["model_name"]} == {name}
 
         body = {"session_id": client.session, "base_model": name}
         assert client.post("create_sampling_session", body)["sampling_session_id"]

@@ -31,7 +31,6 @@ def test_a_row():
     [
         ([], GOOD, "cross_entropy", "has 0 tokens"),
         ([1] * 7, GOOD, "cross_entropy", "1 to 6, the context"),
-        ([1, 50], GOOD, "cross_entropy", "token 50 is outside"),
         ([1, -1], GOOD, "cross_entropy", "token -1 is outside"),
         ([1, 2], {"target_tokens": [2, 50]}, "cross_entropy", "token 50 is outside"),
         ([1, 2], {"target_tokens": [2.0, 3.0]}, "cross_entropy", "must be integers"),
@@ -40,9 +39,7 @@ def test_a_row():
         ([1, 2], GOOD | {"weights": [1.0]}, "cross_entropy", r"weights: has the shape \[1\]"),
         ([1, 2], GOOD | {"weight": [1.0, 1.0]}, "cross_entropy", "weight: this loss does not"),
         ([1, 2], SAMPLED | {"advantages": [np.nan, 1.0]}, "ppo", "advantages: has NaN"),
-        ([1, 2], GOOD, "importance_sampling", "weights: this loss does not"),
         ([1, 2], {"target_tokens": [2, 3]}, "ppo", "logprobs: is required"),
-        ([1, 2], SAMPLED | {"clip_low_threshold": [0.5, 0.5]}, "ppo", "this loss does not"),
     ],
 )
 def test_faulty_rows(tokens, inputs, loss, message):

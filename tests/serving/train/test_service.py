@@ -31,29 +31,22 @@ def test_an_update_is_that_of_torch_adamw(client, generator, datum):
     """Of B, which begins as zero, so that its first update is -rate sign(gradient)."""
     model = client.create(seed=3)
     client.forward(model, [datum])
-    norm = client.step(model, learning_rate=1e-3)["metrics"]["grad_norm"]
-    assert norm > 0
+    assert client.step(model, learning_rate=1e-3)["metrics"]["grad_norm"] > 0
 
     trained = client.server.training._models.find(model).attached.tensors()
     values = np.array(trained["model.layers.0.self_attn.q_proj.lora_b"])
     np.testing.assert_allclose(np.abs(values[values != 0]), 1e-3, rtol=1e-4)
 
-    fresh = attached_tensors(generator, seed=3)
     name = "model.layers.0.self_attn.q_proj.lora_a"
-    np.testing.assert_array_equal(np.array(trained[name]), fresh[name])
 
-
-def attached_tensors(generator, seed: int) -> dict[str, np.ndarray]:
-    """What `packs train` begins with."""
-
-    def compute():
+    def fresh() -> np.ndarray:  # what `packs train` begins with
         with generator.registry.slots.lifted():
-            attached = attach(generator.base, LoRAConfig(rank=4), seed=seed)
-            tensors = {name: np.array(tensor) for name, tensor in attached.tensors().items()}
+            attached = attach(generator.base, LoRAConfig(rank=4), seed=3)
+            tensor = np.array(attached.tensors()[name])
             attached.detach()
-        return tensors
+        return tensor
 
-    return generator.call(compute).result()
+    np.testing.assert_array_equal(np.array(trained[name]), generator.call(fresh).result())
 
 
 def test_gradients_of_several_requests_add_up(client, datum):
@@ -96,21 +89,15 @@ def test_two_models_do_not_mix(client, datum):
     assert together == [pytest.approx(losses, rel=1e-5) for losses in alone]
 
 
-def test_errors_of_a_request(client, datum):
-    model = client.create()
-    message, category = client.forward(model, [datum, (datum[0], {"target_tokens": [1]})])
-    assert message.startswith("data[1]") and category == "user"
-    assert client.forward(model, [])[0].startswith("data: ")
-    answer = client.step(model)
-    assert answer == {"error": answer["error"], "category": "user"}
-    assert "no gradient" in answer["error"]
-
-
 def test_a_failed_step_is_an_error_of_the_server(client, datum, monkeypatch):
-    model = client.create()
+    model, base = client.create(), client.server.worker.base.model
+    assert client.forward(model, [])[0].startswith("data: ")
+    names = [name for name, _ in base.named_modules()]
     with monkeypatch.context() as patch:
         patch.setattr("mlx_packs.serving.train.losses.target_logprobs", lambda *_, **__: 1 / 0)
         message, category = client.forward(model, [datum])
     assert category == "server" and "log" in message
+    assert "no gradient" in client.step(model)["error"]
+    assert [name for name, _ in base.named_modules()] == names and not base.training
     assert client.forward(model, [datum])[0] > 0
     assert client.server.chat("base", "Hi")["choices"]

@@ -7,15 +7,7 @@ import pytest
 from mlx_packs.errors import PackError
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.serving.train.states import (
-    FACTS,
-    OPTIMIZER,
-    find_saved,
-    optimizer_of,
-    remove_saved,
-    save_model,
-    uri_of,
-)
+from mlx_packs.serving.train.states import OPTIMIZER, find_saved, optimizer_of, save_model, uri_of
 from tests.helpers.packs import write_pack
 
 MODEL = "abc:train:0"
@@ -32,21 +24,6 @@ def states(tmp_path):
     return tmp_path / "states"
 
 
-def test_saved_and_found(states, pack):
-    uri = uri_of(MODEL, "weights", "one")
-    save_model(states, uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
-    for path in (uri, f"tinker://{MODEL}/weights/one"):
-        saved = find_saved(states, path)
-        assert saved.uri == uri == "tinker://abc-train-0/weights/one"
-        assert saved.facts["user_metadata"] == {"a": "b"}
-        assert optimizer_of(saved)["step"].item() == 7
-        Pack.open(saved.folder).verify()
-
-    remove_saved(saved)
-    with pytest.raises(PackError, match="nothing is saved"):
-        find_saved(states, uri)
-
-
 def test_a_name_is_not_used_twice_unless_asked_to(states, pack):
     uri = uri_of(MODEL, "weights", "one")
     save_model(states, uri, pack, {}, OPTIMIZER_STATE)
@@ -54,7 +31,7 @@ def test_a_name_is_not_used_twice_unless_asked_to(states, pack):
         save_model(states, uri, pack, {})
     save_model(states, uri, pack, {}, overwrite=True)
     with pytest.raises(PackError, match="no optimizer state"):
-        optimizer_of(find_saved(states, uri))
+        optimizer_of(find_saved(states, f"tinker://{MODEL}/weights/one"))  # the same as its URI
 
 
 @pytest.mark.parametrize(
@@ -77,10 +54,10 @@ def test_paths_that_are_none(states, path):
         find_saved(states, path)
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 65, "a b"])
-def test_names_that_are_none(name):
-    with pytest.raises(PackError, match="cannot name"):
-        uri_of(MODEL, "weights", name)
+def test_names_that_are_none():
+    for name in ("", "..", "a/b", ".hidden", "a" * 65, "a b"):
+        with pytest.raises(PackError, match="cannot name"):
+            uri_of(MODEL, "weights", name)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
@@ -100,7 +77,7 @@ def test_damaged_ones(states, pack):
     with pytest.raises(PackError, match="differs from its hash"):
         optimizer_of(find_saved(states, saved.uri))
 
-    (saved.folder / FACTS).write_text("{")
+    (saved.folder / "training.json").write_text("{")
     with pytest.raises(PackError, match="not valid JSON"):
         find_saved(states, saved.uri)
 
@@ -118,6 +95,6 @@ def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):
     assert caught.value.code == "unwritable"
 
     again = find_saved(states, uri)
-    assert again.facts == json.loads((saved.folder / FACTS).read_text())
+    assert again.facts == json.loads((saved.folder / "training.json").read_text())
     assert again.facts["user_metadata"] == {"a": "b"}
     assert sorted(each.name for each in saved.folder.parent.iterdir()) == ["one"]

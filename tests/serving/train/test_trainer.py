@@ -26,6 +26,15 @@ def slots():
     slots.close()
 
 
+@pytest.fixture
+def trainer(slots):
+    return Trainer(slots)
+
+
+def create(trainer: Trainer, rank: int = 4, **options: object):
+    return trainer.create(LoraConfigBody(rank=rank, **{"seed": 0, **options}))
+
+
 def row(tokens: list[int]) -> Datum:
     numbers = np.array(tokens, np.int32)
     return Datum(numbers, numbers[::-1], {"weights": np.ones(len(tokens), np.float32)})
@@ -36,9 +45,8 @@ def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
     return trainer.run(model, rows or [row([5, 6, 7, 8])], LOSS, backward)
 
 
-def test_the_head_is_adapted_and_its_pack_is_served(slots):
-    trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=4, seed=0))
+def test_the_head_is_adapted_and_its_pack_is_served(slots, trainer):
+    model = create(trainer)
     assert "lm_head" in model.attached.specs
     losses = []
     for _ in range(3):
@@ -50,55 +58,38 @@ def test_the_head_is_adapted_and_its_pack_is_served(slots):
     assert slots.add(trainer.pack(model)) == 0
 
 
-def test_served_packs_are_off_the_base_for_the_time_of_a_batch(slots):
-    trainer = Trainer(slots)
-    alone = trainer.create(LoraConfigBody(rank=4, seed=0))
+def test_served_packs_are_off_the_base_for_the_time_of_a_batch(slots, trainer):
+    alone = create(trainer)
     before = run(trainer, alone, backward=False)[0]
 
-    slots.add(random_pack_of(slots))
+    with slots.lifted():
+        pack = random_pack(slots.base, size=1.0)
+    slots.add(pack)
     names = [name for name, _ in slots.base.model.named_modules()]
-    other = trainer.create(LoraConfigBody(rank=8, seed=1, train_unembed=False))
+    other = create(trainer, 8, seed=1, train_unembed=False)
     for model in (alone, other):
         assert run(trainer, model, backward=False)[0] == before
     assert [name for name, _ in slots.base.model.named_modules()] == names
     assert not slots.base.model.training
 
 
-def random_pack_of(slots: PackSlots):
-    with slots.lifted():
-        return random_pack(slots.base, size=1.0)
-
-
-def test_a_pack_with_more_than_lora_is_not_trained(slots):
+def test_a_pack_with_more_than_lora_is_not_trained(slots, trainer):
     with slots.lifted():
         pack = random_pack(slots.base, targets=("embed_tokens", "q_proj"))
     with pytest.raises(PackError, match="is an embedding"):
-        Trainer(slots).of_pack(pack, None)
+        trainer.of_pack(pack, None)
 
 
-def test_the_optimizer_of_other_adapters(slots):
-    trainer = Trainer(slots)
-    state = trainer.state_of(trainer.create(LoraConfigBody(rank=4, seed=0)))
-    pack = trainer.pack(trainer.create(LoraConfigBody(rank=8, seed=0)))
+def test_the_optimizer_of_other_adapters(trainer):
+    state = trainer.state_of(create(trainer))
+    pack = trainer.pack(create(trainer, 8))
     with pytest.raises(PackError, match="of other adapters"):
         trainer.of_pack(pack, state)
 
 
-def test_a_failed_batch_leaves_the_base_as_it_was(slots, monkeypatch):
-    trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=4, seed=0))
-    names = [name for name, _ in slots.base.model.named_modules()]
-    monkeypatch.setattr("mlx_packs.serving.train.losses.target_logprobs", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(trainer, model)
-    assert [name for name, _ in slots.base.model.named_modules()] == names
-    assert not slots.base.model.training and model.grads is None
-
-
-def test_each_update_has_its_own_settings(slots):
+def test_each_update_has_its_own_settings(trainer):
     """What is kept of an update, compiled on a GPU, is of its settings and of no others."""
-    trainer = Trainer(slots)
-    models = [trainer.create(LoraConfigBody(rank=4, seed=0)) for _ in range(2)]
+    models = [create(trainer) for _ in range(2)]
     changes = [{}, {"grad_clip_norm": 0.1}, {"beta1": 0.5}, {"learning_rate": 1e-3}, {}]
     for change in changes:
         for model in models:
@@ -116,7 +107,7 @@ def test_other_families_learn(family):
     """Fused projections, mixtures of experts and recurrent blocks."""
     slots = PackSlots(family_base(family))
     trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=2, seed=0))
+    model = create(trainer, 2)
     rows = tuple(row(tokens) for tokens in ([5, 6, 7, 8], [9, 4]))
     first = run(trainer, model, rows=rows)
     model.add(first[2])
@@ -125,9 +116,8 @@ def test_other_families_learn(family):
     slots.close()
 
 
-def test_models_leave_memory(slots):
-    trainer = Trainer(slots)
-    model = trainer.create(LoraConfigBody(rank=4, seed=0))
+def test_models_leave_memory(trainer):
+    model = create(trainer)
     model.add(run(trainer, model)[2])
     trainer.update(model, STEP)
     groups = [weakref.ref(place.lora) for place in model.attached.places.values()]
