@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx_lm.utils
@@ -38,30 +38,18 @@ from tests.helpers.local_hub import LocalHub, local_hub
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
-LOG = 'for part in "$@"; do printf "%s\\n" "$part"; done >> {folder}/{name}.log'
+CAFFEINATE = """#!/bin/sh
+for part in "$@"; do printf "%s\\n" "$part"; done >> {folder}/caffeinate.log
+echo $$ > {folder}/caffeinate.pid
+exec sleep 60
+"""
 
 
 @dataclass
 class Mac:
-    """A folder with the programs, what they answer, and what they were asked."""
+    """A folder with stand-ins for programs, and what they were asked."""
 
     folder: Path
-    patch: pytest.MonkeyPatch
-    kernel: dict[str, int] = field(default_factory=lambda: {"memory": 1})
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir()
-        self.program("caffeinate", LOG + "\necho $$ > {folder}/caffeinate.pid\nexec sleep 60")
-        self.patch.setenv("PATH", f"{self.folder}{os.pathsep}{os.environ['PATH']}")
-        self.patch.setenv("HOME", str(self.folder / "home"))
-        self.patch.setattr(macos, "is_macos", lambda: True)
-        self.patch.setattr(macos, "sysctl", lambda name: self.kernel["memory"])
-
-    def program(self, name: str, script: str) -> None:
-        text = script.replace("{folder}", str(self.folder)).replace("{name}", name)
-        file = self.folder / name
-        file.write_text(f"#!/bin/sh\n{text}\n")
-        file.chmod(0o755)
 
     def asked(self, name: str) -> list[str]:
         """Return the arguments that a program was started with, those of all times."""
@@ -186,8 +174,17 @@ def hub(here, monkeypatch) -> Iterator[LocalHub]:
 
 @pytest.fixture
 def mac(tmp_path, monkeypatch) -> Mac:
-    """A Mac, by stand-ins for its programs."""
-    return Mac(tmp_path / "mac", monkeypatch)
+    """A Mac, by a stand-in for the program that keeps it awake."""
+    folder = tmp_path / "mac"
+    folder.mkdir()
+    program = folder / "caffeinate"
+    program.write_text(CAFFEINATE.format(folder=folder))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    monkeypatch.setattr(macos, "is_macos", lambda: True)
+    monkeypatch.setattr(macos, "sysctl", lambda _: 1)
+    return Mac(folder)
 
 
 @pytest.fixture

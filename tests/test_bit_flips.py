@@ -69,14 +69,11 @@ def test_flips_in_a_checkpoint_are_noticed_or_harmless(trained_copy, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_flips_in_the_identity_of_a_run_are_noticed(trained_copy, count):
     run = trained_copy / "o-run"
-    names = set(
-        RunFolder(run).check_resumable()
-    )  # the name of the hash may flip into one that nobody reads
+    names = set(RunFolder(run).check_resumable())  # the hash's may flip into one that nobody reads
 
     def identity():
-        return {
-            name: value for name, value in RunFolder(run).check_resumable().items() if name in names
-        }
+        read = RunFolder(run).check_resumable()
+        return {name: value for name, value in read.items() if name in names}
 
     assert check_flips([run / "config.json"], count, identity) > 0.8 * count
 

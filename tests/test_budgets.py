@@ -57,11 +57,7 @@ def test_a_folder_of_tests_may_take_twice_its_limit():
     assert not slow_folders(allowed | {"cli": 39.9, "data": 18.9}, allowed)
     slow = slow_folders(allowed | {"cli": 40.1, "data": 19.1, "new": 1}, allowed)
     assert set(slow) == {"cli", "data", "new"}
-    assert not slow_folders({"cli": 100}, {})
-
-    twice_as_slow = {name: 2 * seconds for name, seconds in allowed.items()}
-    assert not slow_folders(twice_as_slow, allowed)
-    assert set(slow_folders(twice_as_slow | {"cli": 81}, allowed)) == {"cli"}
+    assert not slow_folders({name: 2 * seconds for name, seconds in allowed.items()}, allowed)
 
 
 def test_figures_see_what_they_count(tmp_path):

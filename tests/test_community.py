@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,11 @@ def test_forms_name_commands_that_exist():
     assert named <= {name for names in COMMANDS.values() for name in names}
 
 
-def addresses(file: Path) -> Iterator[str]:
-    """The links of a file to GitHub's pages of a project."""
-    for address in re.findall(r"https://github\.com/[\w./-]+", file.read_text("utf-8")):
-        yield address.rstrip(".")
-
-
 def test_addresses_are_of_the_one_repository_and_its_files_exist():
-    found = [address for file in PAGES for address in addresses(file)]
+    texts = [file.read_text("utf-8") for file in PAGES]
+    found = [each for text in texts for each in re.findall(r"https://github\.com/[\w./-]+", text)]
     assert len(found) >= 5
-    for address in found:
+    for address in (each.rstrip(".") for each in found):
         assert address.startswith(REPOSITORY), address
         _, is_file, path = address.partition("/blob/main/")
         assert not is_file or (ROOT / path).is_file(), address

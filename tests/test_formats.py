@@ -2,17 +2,14 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlx_packs import train_pack
 from mlx_packs.packs.manifest import FORMAT_VERSION
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import RUN_FORMAT_VERSION, RunFolder
-from tests.formats.write import LORA, TRAIN
 from tests.helpers.errors import check, raises
 
 FORMATS = Path(__file__).parent / "formats"
@@ -58,7 +55,7 @@ def test_a_pack_of_an_earlier_program_opens_and_applies(name, dense_tiny):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_of_an_earlier_program_resumes_as_it_began(copy_of, run, dense_tiny, name):
+def test_a_run_of_an_earlier_program_resumes_as_it_began(copy_of, run, name):
     copy_of(name)
     before = RunFolder(Path("o-run")).metrics()
     assert [line["batch"] for line in before] == [1, 2]
@@ -67,12 +64,6 @@ def test_a_run_of_an_earlier_program_resumes_as_it_began(copy_of, run, dense_tin
     after = RunFolder(Path("o-run")).metrics()
     assert after[:2] == before and after[2]["batch"] == 3
     assert after[2]["learning_rate"] == pytest.approx(1e-3 * 2 / 10)  # of a warm-up of 10 updates
-    expected = mx.load("o/adapters.safetensors")
-
-    copy_of(name)  # as from Python
-    train_pack(dense_tiny, "d", LORA, replace(TRAIN, iters=3), "o", resume=True)
-    resumed = mx.load("o/adapters.safetensors")
-    assert all(mx.array_equal(resumed[key], expected[key]) for key in expected)
 
 
 OLDER = "written by an older version of mlx-packs"
@@ -88,8 +79,6 @@ def test_a_run_of_an_older_version_is_one_line_and_can_be_replaced(copy_of, run,
     copy_of("older")
     error = rejected("train", "--resume", "--out", "o")
     check(error, "unsupported", None, "o-run", OLDER, "--overwrite")
-    with raises("unsupported", None, OLDER):
-        train_pack("tiny", "d", LORA, TRAIN, "o", resume=True)
     check(rejected("report", "o-run"), "unsupported", None, OLDER)
     check(rejected("train", "--data", "d", "--out", "o"), "exists", None)
     shutil.rmtree("o")
@@ -110,7 +99,7 @@ def test_a_run_of_a_newer_format_says_so_whatever_else_it_holds(copy_of, run):
     assert len(list(Path("o-run").glob("step-*"))) == 1
 
 
-@pytest.mark.parametrize("text", ["mlx_packs run 0", "mlx_packs run", "mlx_packs run 1x", 1, None])
+@pytest.mark.parametrize("text", ["mlx_packs run 0", "mlx_packs run 1x", None])
 def test_what_is_no_format_of_a_run_is_not_called_newer(copy_of, text):
     copy_of("settled")
     file = Path("o-run") / "config.json"

@@ -45,13 +45,11 @@ def test_a_notebook_shows_one_bar_that_moves(shown, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_quiet_display_shows_no_bar(shown):
+def test_progress_is_a_switch_or_a_display_of_ones_own(shown):
     with display_of(False).task("train", 2) as task:
         task.advance()
     assert shown == []
 
-
-def test_progress_is_a_switch_or_a_display_of_ones_own():
     own = Display(QUIET)
     assert display_of(own) is own
     assert (display_of(True).level, display_of(False).level) == (NORMAL, QUIET)

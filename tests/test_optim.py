@@ -83,7 +83,6 @@ def test_optimizer_takes_the_rates_of_its_schedule():
         ({"warmup": "ten"}, "invalid", "lr_schedule.warmup: "),
         ({"warmup": 2, "warmup_init": -1}, "invalid", "lr_schedule.warmup_init: "),
         ({"arguments": [-1e-4, 100]}, "invalid", "lr_schedule.arguments[0]: "),
-        ({"arguments": ["nan", 100]}, "invalid", "lr_schedule.arguments[0]: "),
         ({"arguments": [1e-4, "x"]}, "invalid", "lr_schedule.arguments[1]: "),
         ({"arguments": [1e-4]}, "invalid", "cosine_decay"),
         ({"arguments": 1e-4}, "invalid", "lr_schedule.arguments: "),
@@ -100,16 +99,12 @@ def test_schedule_mapping_names_what_is_wrong(changes, code, shown):
     ("optimizer", "arguments", "code", "shown"),
     [
         ("adamw", {"adamw": {"weight_decay": "x"}}, "invalid", "adamw.weight_decay: "),
-        ("adamw", {"adamw": {"eps": "inf"}}, "invalid", "adamw.eps: "),
         ("adamw", {"adamw": {"betas": [0.9]}}, "invalid", "adamw.betas: "),
-        ("adamw", {"adamw": {"betas": [0.9, "x"]}}, "invalid", "adamw.betas[1]: "),
         ("adamw", {"adamw": {"bias_correction": "yes"}}, "invalid", "adamw.bias_correction: "),
         ("adamw", {"lion": 3}, "invalid", "optimizer_config.lion: "),
-        ("adamw", {5: {}}, "unknown", "optimizer_config.5: "),
         ("adamw", {"adamw": {5: 1}}, "unknown", "optimizer_config.adamw.5: "),
         ("adam", {"adam": {"betas": [1, 1]}}, "invalid", "optimizer_config.adam: "),
         ("sgd", {"sgd": {"nesterov": True}}, "invalid", "optimizer_config.sgd: "),
-        ("muon", {"muon": {"ns_steps": 1.5}}, "invalid", "muon.ns_steps: "),
     ],
 )
 def test_optimizer_arguments_name_what_is_wrong(optimizer, arguments, code, shown):
@@ -126,11 +121,6 @@ def test_optimizer_arguments_are_typed_as_their_defaults():
     assert (optimizer.eps, optimizer.beta_1, optimizer.relative_step) == ([1e-30, 1.0], None, True)
 
 
-def test_make_optimizer_is_fresh_after_its_trial():
-    optimizer = make_optimizer(TrainConfig())
-    assert optimizer.step.item() == 0 and "w" not in optimizer.state
-
-
 def test_warmup_steps_beside_a_schedule_mapping_are_an_error():
     with raises("conflict", "warmup_steps", "lr_schedule.warmup: 3"):
         TrainConfig(lr_schedule=COSINE, warmup_steps=3)
@@ -145,10 +135,10 @@ def test_schedule_mapping_overrides_rate_and_warmup_under_it():
     assert schedule(train)(mx.array(0)).item() == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize(("rate", "warns"), [("1e-4", False), ("3e-3", True)])
-def test_unused_learning_rate_names_one_beside_a_schedule_mapping(rate, warns):
-    train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
-    assert bool(unused_learning_rate(train)) == warns
+def test_unused_learning_rate_names_one_beside_a_schedule_mapping():
+    for rate, warns in (("1e-4", False), ("3e-3", True)):
+        train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
+        assert bool(unused_learning_rate(train)) == warns
 
 
 def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():

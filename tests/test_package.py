@@ -41,9 +41,14 @@ def train_in_process(options: str, folder: Path, **environment: str) -> dict:
 
 
 def test_imports_load_nothing_heavy():
-    """The package loads nothing, and neither the command nor a pack's file loads transformers."""
+    """The package loads nothing, and neither the command nor a pack's file loads transformers.
+
+    That advises at its import where there is no torch, unless it is asked not to.
+    """
     run_python(
-        "import sys, mlx_packs; heavy = {'mlx.core', 'mlx_lm', 'transformers', 'numpy', 'rich'}; "
+        "import os, sys; os.environ.pop('TRANSFORMERS_NO_ADVISORY_WARNINGS', None); "
+        "import mlx_packs; assert os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] == '1'; "
+        "heavy = {'mlx.core', 'mlx_lm', 'transformers', 'numpy', 'rich'}; "
         "assert not heavy & set(sys.modules), heavy & set(sys.modules); "
         "import mlx_packs.cli.main, mlx_packs.packs.pack; "
         "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
@@ -158,42 +163,12 @@ def test_readme_opens_with_two_commands_and_ci_runs_the_second():
     assert first == tests
 
 
-def check_kernel_sources(installed: Path, empty: Path) -> None:
-    """An installed copy, started in an empty folder, loads the text of every kernel."""
-    empty.mkdir(exist_ok=True)
-    code = (
-        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.ops.diagnostics "
-        "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
-        "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
-    )
-
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=empty,
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
-    )
-
-    file, texts = json.loads(result.stdout)
-    assert file.startswith(str(installed))
-    for name, text in texts.items():
-        assert text == (ROOT / "kernels" / name.split(".")[0] / name).read_text()
-
-
 def metadata_of(tree: Path, out: Path) -> Message:
     """METADATA of the wheel that would be built from a tree."""
     code = "import sys; from hatchling.build import prepare_metadata_for_build_wheel as f; f(sys.argv[1])"
     out.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-c", code, out], cwd=tree, check=True)
     return message_from_bytes(next(out.glob("*.dist-info/METADATA")).read_bytes())
-
-
-def links_of(page: str) -> list[str]:
-    """What Markdown or HTML outside of code links to or shows."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.S)
-    return re.findall(r'\]\(\s*<?([^)>\s]+)|(?:href|src|srcset)\s*=\s*["\']([^"\']+)', text)
 
 
 def test_metadata_names_the_version_and_one_repository_and_links_are_absolute(tmp_path):
@@ -209,7 +184,9 @@ def test_metadata_names_the_version_and_one_repository_and_links_are_absolute(tm
         urls["Repository"]
     }
 
-    links = [markdown or html for markdown, html in links_of(metadata.get_payload())]
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", metadata.get_payload(), flags=re.S)
+    link = r'\]\(\s*<?([^)>\s]+)|(?:href|src|srcset)\s*=\s*["\']([^"\']+)'
+    links = [markdown or html for markdown, html in re.findall(link, text)]
     own = [link.partition(f"/v{mlx_packs.__version__}/")[2] for link in links]
     assert len(links) >= 5 and all(re.match("https?://|mailto:", link) for link in links)
     assert any(own) and not {p for p in own if not (ROOT / p.partition("#")[0]).exists()}
@@ -311,7 +288,25 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(built, tmp_pa
     installed = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
     subprocess.run([*pip, installed, of_sdist], check=True, capture_output=True)
-    check_kernel_sources(installed, tmp_path / "empty")
+    read = (  # of every kernel, in an empty folder
+        "import json, mlx_packs; from mlx_packs.ops._backend import source; from "
+        "mlx_packs.ops.diagnostics import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' "
+        "+ suffix: source(op.OP, suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
+    )
+    (tmp_path / "empty").mkdir()
+    result = subprocess.run(
+        [sys.executable, "-c", read],
+        cwd=tmp_path / "empty",
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
+    )
+    file, texts = json.loads(result.stdout)
+    assert file.startswith(str(installed))
+    for name, text in texts.items():
+        assert text == (ROOT / "kernels" / name.split(".")[0] / name).read_text()
+
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
     report = train_in_process(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
     assert (tmp_path / report["run"] / "report.html").is_file()
@@ -326,13 +321,3 @@ def test_default_run_answers_nine_of_ten_held_out_reminders(tmp_path):
     assert len(report["samples"]) == 3
     assert report["ppl_after"] < 0.1 * report["ppl_before"]
     assert report["pack"] == "packs/tiny" and (tmp_path / "packs/tiny/pack.json").is_file()
-
-
-def test_nothing_is_said_where_there_is_no_torch():
-    """transformers advises at its import, unless it is asked not to."""
-    code = "import mlx_packs, os; print(os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'])"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRANSFORMERS_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout == "1\n"

@@ -22,7 +22,7 @@ def stand_in_for_metal(monkeypatch) -> list[int]:
     return wired
 
 
-def test_memory_limits_wire_memory_on_a_mac_until_the_run_ends(monkeypatch):
+def test_memory_limits_wire_memory_on_the_gpu_of_a_mac_until_the_run_ends(monkeypatch):
     wired = stand_in_for_metal(monkeypatch)
     with runtime.memory_limits():
         assert wired == [0, 1000]
@@ -30,6 +30,9 @@ def test_memory_limits_wire_memory_on_a_mac_until_the_run_ends(monkeypatch):
     with pytest.raises(KeyboardInterrupt), runtime.memory_limits():
         raise KeyboardInterrupt
     assert wired == [0, 1000, 0, 1000, 0]
+    monkeypatch.setattr(runtime, "on_cpu", lambda: True)
+    with runtime.memory_limits():
+        assert wired == [0, 1000, 0, 1000, 0]
 
 
 def test_memory_limits_restore_the_cache_limit_when_wiring_fails(monkeypatch):
@@ -48,26 +51,19 @@ def test_memory_limits_restore_the_cache_limit_when_wiring_fails(monkeypatch):
         mx.set_cache_limit(before)
 
 
-def test_memory_limits_wire_nothing_on_the_cpu_of_a_mac(monkeypatch):
-    wired = stand_in_for_metal(monkeypatch)
-    monkeypatch.setattr(runtime, "on_cpu", lambda: True)
-    with runtime.memory_limits():
-        assert wired == [0]
-
-
 @pytest.mark.parametrize(
-    ("on_cpu", "info", "limits", "total"),
+    ("on_cpu", "info", "total"),
     [
-        (False, {"max_recommended_working_set_size": 1000}, ["7"], 1000),
-        (False, {"total_memory": 2000}, ["7"], 2000),
-        (True, {"total_memory": 2000}, ["max", "4096\n"], 4096),
+        (False, {"max_recommended_working_set_size": 1000}, 1000),
+        (False, {"total_memory": 2000}, 2000),
+        (True, {"total_memory": 2000}, 1024),
     ],
 )
-def test_total_memory_is_that_of_the_device(monkeypatch, tmp_path, on_cpu, info, limits, total):
-    files = [tmp_path / str(i) for i in range(len(limits))]
-    for file, limit in zip(files, limits, strict=True):
-        file.write_text(limit)
-    monkeypatch.setattr(runtime, "_MEMORY_LIMITS", [tmp_path / "none", *files])
+def test_total_memory_is_that_of_the_device(monkeypatch, tmp_path, on_cpu, info, total):
+    files = [tmp_path / name for name in ("none", "max", "1024")]
+    for file in files[1:]:
+        file.write_text(f"{file.name}\n")
+    monkeypatch.setattr(runtime, "_MEMORY_LIMITS", files)
     monkeypatch.setattr(runtime, "on_cpu", lambda: on_cpu)
     monkeypatch.setattr(mx, "device_info", lambda: info)
     assert runtime.total_memory() == total

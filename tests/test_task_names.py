@@ -14,42 +14,25 @@ from tests.helpers.imports import PACKAGE
 # Its facts, its settings, and the default of --task.
 OF_ALL = {"config/choices.py", "config/tasks.py", "config/common.py"}
 
+
+def modules(names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.py" for name in names.split())
+
+
 # The files of each task, in addition to those in `OF_ALL`; each names that task alone.
 OWN = {
-    "lm": ("tasks/causal_lm.py",),
-    "embedding": (
-        "tasks/embedding.py",
-        "objectives/embedding.py",
-        "evaluation/embeddings.py",
-        "data/pairs.py",
+    "lm": modules("tasks/causal_lm"),
+    "embedding": modules("tasks/embedding objectives/embedding evaluation/embeddings data/pairs"),
+    **dict.fromkeys(PREFERENCE_TASKS, modules("tasks/preference objectives/preference")),
+    "reward": modules("tasks/reward packs/scored evaluation/preferences"),
+    "classify": modules(
+        "tasks/classify objectives/reader evaluation/classification data/labelled data/labels "
+        "packs/scored"
     ),
-    **dict.fromkeys(PREFERENCE_TASKS, ("tasks/preference.py", "objectives/preference.py")),
-    "reward": (
-        "tasks/reward.py",
-        "packs/scored.py",
-        "evaluation/preferences.py",
-    ),
-    "classify": (
-        "tasks/classify.py",
-        "objectives/reader.py",
-        "evaluation/classification.py",
-        "data/labelled.py",
-        "data/labels.py",
-        "packs/scored.py",
-    ),
-    "rerank": (
-        "tasks/rerank.py",
-        "objectives/reader.py",
-        "evaluation/rankings.py",
-        "data/rankings.py",
-    ),
-    "grpo": ("tasks/grpo.py", "objectives/grpo.py"),
-    "distill": (
-        "tasks/distill.py",
-        "tasks/teacher.py",
-        "objectives/distillation.py",
-        "evaluation/teacher.py",
-        "data/teacher_cache.py",
+    "rerank": modules("tasks/rerank objectives/reader evaluation/rankings data/rankings"),
+    "grpo": modules("tasks/grpo objectives/grpo"),
+    "distill": modules(
+        "tasks/distill tasks/teacher objectives/distillation evaluation/teacher data/teacher_cache"
     ),
 }
 
@@ -74,33 +57,16 @@ FEATURES = {
 # Words that are something else as well, and where they are.
 OTHER_MEANINGS = {
     # the table of tokens: kind of an adapter, name of a module, entry of an answer
-    "embedding": {
-        "adapters/attach.py",
-        "adapters/lora.py",
-        "bases/quantization.py",
-        "convert/formats.py",
-        "convert/external.py",
-        "convert/peft.py",
-        "extras/projection_stack.py",
-        "objectives/frozen_activations.py",
-        "packs/manifest.py",
-        "packs/pack.py",
-        "serving/answers.py",
-    },
+    "embedding": modules(
+        "adapters/attach adapters/lora bases/quantization convert/formats convert/external "
+        "convert/peft extras/projection_stack objectives/frozen_activations packs/manifest "
+        "packs/pack serving/answers"
+    ),
     # the mean reward of a batch, and the setting --reward
-    "reward": {
-        "objectives/grpo.py",
-        "objectives/score.py",
-        "report/facts.py",
-        "tasks/grpo.py",
-        "training/observers/__init__.py",
-    },
-    # a value of --head
-    "lm": {
-        "memory/decoder.py",
-        "packs/manifest.py",
-        "tasks/rerank.py",
-    },
+    "reward": modules(
+        "objectives/grpo objectives/score report/facts tasks/grpo training/observers/__init__"
+    ),
+    "lm": modules("memory/decoder packs/manifest tasks/rerank"),  # a value of --head
 }
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from rich.console import Console
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.terminal import (
     Guarded,
-    echo,
     escaped,
     guard,
     guarded,
@@ -67,32 +65,6 @@ def test_text_of_every_script_stays_as_it_is():
     for text in TEXTS:
         assert printable(text) == printable_text(text) == text
         assert escaped(json.dumps(text, ensure_ascii=False)) == f'"{text}"'
-
-
-def test_a_stream_is_safe_however_it_is_cut(capsys):
-    for piece in HOSTILE + "\n\tend":
-        echo(piece, end="")
-    assert capsys.readouterr().out == SAFE + "\n\tend"
-
-
-def test_a_guarded_stream_is_safe_whoever_writes(terminals, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("a.library"), "propagate", False)  # to pytest's report
-    streams = out, err = terminals()
-
-    with guarded():
-        print(HOSTILE, end="")
-        sys.stdout.writelines([HOSTILE])
-        handler = logging.StreamHandler()
-        logging.getLogger("a.library").addHandler(handler)
-        try:
-            logging.getLogger("a.library").warning("of %s", HOSTILE)
-        finally:
-            logging.getLogger("a.library").removeHandler(handler)
-        print(HOSTILE, file=sys.stderr)
-
-    assert out.getvalue() == SAFE * 2
-    assert err.getvalue() == f"of {SAFE}\n{SAFE}\n"
-    assert (sys.stdout, sys.stderr) == streams
 
 
 def test_bars_of_libraries_go_on_to_move(terminals):
@@ -177,8 +149,6 @@ def test_what_native_code_writes_is_safe_and_no_result(capfd):
     out, err = capfd.readouterr()
     assert out == "result\n" and err == f"{SAFE}\n" * 2
 
-
-def test_native_code_writes_again_after_an_error(capfd):
     with pytest.raises(KeyError), guarded_native():
         raise KeyError
     os.write(2, b"later")

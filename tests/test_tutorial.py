@@ -58,7 +58,9 @@ class Reader:
         elif block.startswith("packs serve "):
             self._start(block)
         else:
-            self._run(shortened(block))
+            for written, shorter in SHORTER.items():
+                block = block.replace(written, shorter)
+            self._run(block)
 
     def stop_server(self) -> None:
         """Press Ctrl-C where the server runs, if it does."""
@@ -109,13 +111,6 @@ def blocks() -> list[tuple[str, str]]:
     text, section, _ = (ROOT / PAGE).read_text("utf-8").partition(NOT_RUN)
     assert section
     return list(documents.parse(PAGE, text).blocks("bash", "python"))
-
-
-def shortened(block: str) -> str:
-    """Return the commands with `SHORTER` evaluations."""
-    for written, shorter in SHORTER.items():
-        block = block.replace(written, shorter)
-    return block
 
 
 def write_tables(folder: Path) -> None:

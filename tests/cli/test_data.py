@@ -85,14 +85,12 @@ def test_groups_are_shown(here, run, report_of):
 
     assert "begin the examples of each of 2 groups: --share-prefix on puts" in run("data", "q")[1]
 
+    pairs = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(6)]
+    write_rows(here / "p", train=pairs, valid=pairs[:2])
+    assert report_of("p")["splits"]["train"]["repeats"] is None
+
     cut = report_of("q", "--samples", 0, "--max-seq-length", 8)["splits"]["train"]
     assert cut["dropped"] == 16 and cut["repeats"] is None
-
-
-def test_preferences_have_no_groups(here, report_of):
-    rows = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(6)]
-    write_rows(here / "p", train=rows, valid=rows[:2])
-    assert report_of("p")["splits"]["train"]["repeats"] is None
 
 
 def test_splits_are_written_and_train_alike(here, run):
@@ -155,7 +153,6 @@ def test_scored_pairs_of_a_table_are_checked_as_they_train(here, report_of):
     ("lines", "written"),
     [
         (['{"text": "a b"}', '{"text": "c d"}'], {"train": 1, "valid": 1}),
-        (["{", '{"text": "a b"}', '{"text": "c d"}'], {"train": 1, "valid": 1}),
         ([f'{{"text": "a b {i}"}}' for i in range(3)], {"train": 1, "valid": 1, "test": 1}),
     ],
 )
@@ -196,7 +193,6 @@ ROWS_OF_TASKS = {
     "rerank": lambda i: {"query": f"q {i % 8}", "document": f"d {i}", "label": i // 8},
     "grpo": lambda i: {"prompt": f"Say {i}.", "answer": f"{i}"},
     "dpo": lambda i: {"prompt": f"Say {i}.", "chosen": "x " * i + "y", "rejected": "no"},
-    "reward": lambda i: {"prompt": f"Say {i}.", "chosen": "x " * i + "y", "rejected": "no"},
 }
 LABELS = {
     "classify": {"a": 8, "b": 8, "c": 8},

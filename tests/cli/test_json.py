@@ -30,18 +30,14 @@ OTHERS = {
 }
 
 
-def with_json() -> set[str]:
+def test_every_command_with_json_is_listed():
     root = click.Context(packs)
-    names = [name for section in COMMANDS.values() for name in section]
-    return {
+    with_json = {
         name
-        for name in names
+        for name in (name for section in COMMANDS.values() for name in section)
         if any("--json" in each.opts for each in packs.get_command(root, name).params)
     }
-
-
-def test_every_command_with_json_is_listed():
-    assert with_json() == CASES.keys() | OTHERS
+    assert with_json == CASES.keys() | OTHERS
 
 
 @pytest.mark.parametrize("command", slow_except(CASES, *CASES.keys() - {"eval", "generate"}))

@@ -38,7 +38,7 @@ def shell(here):
     return go
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 70, 75, 129, 130])
+@pytest.mark.parametrize("code", [0, 2, 75, 130])
 def test_the_shell_lines_end_with_a_run_that_is_over(shell, here, code):
     assert shell(f'echo "$*" >> calls; exit {code}') == 0
     assert (here / "calls").read_text() == "train --data data --out packs/tickets\n"

@@ -3,15 +3,11 @@
 import ast
 import functools
 import importlib.util
-import pkgutil
-import re
 from pathlib import Path
 
 import pytest
 
-from mlx_packs.bases.readers import READERS
 from mlx_packs.config import choices
-from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {
@@ -64,29 +60,6 @@ def test_every_listing_has_a_registry():
     assert {listing for listing, _ in registries()} == LISTINGS - WITHOUT_REGISTRY
 
 
-PACK = (PACKAGE / "packs" / "pack.py").read_text(encoding="utf-8")
-LATE_NAMES = {  # of what is imported when it is used
-    *(
-        value
-        for facts in choices.TASKS.values()
-        for value in (*vars(facts).values(), *vars(facts.pack).values())
-        if isinstance(value, str) and value.startswith("mlx_packs.")
-    ),
-    *(facts.code for facts in choices.METHODS.values()),
-    *filter(None, choices.OBJECTIVES.values()),
-    *(facts.code for facts in choices.WEIGHT_MODES.values()),
-    *(reader.code for reader in READERS),
-    *dispatch.KERNELS.values(),
-    *(choices.Table.installed, choices.Table.find),
-    *(f"mlx_packs.packs.{name}" for name in re.findall(r'_later\("([\w:]+)"\)', PACK)),
-}
-
-
-@pytest.mark.parametrize("name", sorted(LATE_NAMES))
-def test_a_name_of_code_that_is_imported_later_exists(name):
-    assert pkgutil.resolve_name(name)
-
-
 def test_a_name_is_of_one_architecture():
     types = [t for facts in choices.ARCHITECTURES.values() for t in facts.model_types]
     assert len(types) == len(set(types))
@@ -99,9 +72,6 @@ def test_what_trains_a_head_says_what_its_packs_do_instead_of_generating():
     scoring = [facts.pack for facts in choices.TASKS.values() if "score" in facts.heads]
     assert scoring and all(pack.described and pack.instead for pack in scoring)
     assert all(pack.evaluator for pack in scoring)
-
-
-def test_every_task_has_its_words_in_help():
     assert all(facts.described for facts in choices.TASKS.values())
 
 

@@ -7,7 +7,6 @@ import pytest
 from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import Recipe, resolve
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
-from mlx_packs.errors import PackError
 from tests.helpers.errors import raises
 
 
@@ -28,29 +27,18 @@ def test_resolve_types_what_flags_say_as_text():
     ("values", "code", "flag", "shown"),
     [
         ({"iters": "ten"}, "invalid", "iters", "'ten'"),
-        ({"iters": "1e999"}, "invalid", "iters", "'1e999'"),
-        ({"rank_pattern": "q_proj=x"}, "invalid", "rank_pattern", "'x'"),
         ({"rank_pattern": "q_proj=8, q_proj=2"}, "conflict", "rank_pattern", "'q_proj'"),
-        ({"objective": "stack"}, "unknown", "objective", "projection-stack"),
         ({"lr_schedule": 5}, "invalid", "lr_schedule", "5"),
-        ({"iters": "0"}, "invalid", "iters", "0"),
         ({"dropout": "1"}, "invalid", "dropout", "[0, 1)"),
         ({"rank_pattern": {"q_proj": 0}}, "invalid", "rank_pattern", "q_proj"),
         ({"rank_pattern": {"(q_proj": 4}}, "invalid", "rank_pattern", "'(q_proj'"),
-        ({"max_seq_length": "1"}, "invalid", "max_seq_length", "2"),
-        ({"fim_rate": "1.5"}, "invalid", "fim_rate", "[0, 1]"),
-        ({"test_batches": "0"}, "invalid", "test_batches", "-1"),
-        ({"seed": 2**32}, "invalid", "seed", "4294967296"),
         ({"clear_cache_threshold": "2 parsecs"}, "invalid", "clear_cache_threshold", "2 parsecs"),
-        ({"learnin_rate": 1}, "unknown", "learnin_rate", "'learning_rate'"),
         ({"scale": 20}, "unknown", "scale", "alpha"),
         ({5: 1}, "unknown", "5", "5"),
-        ({"phases": []}, "invalid", "phases", "phases"),
         ({"phases": [{"replay": 2}]}, "invalid", "replay", "phases[0]: replay"),
         ({"phases": [{"nam": "x"}]}, "unknown", "nam", "'name'"),
         ({"phases": ["x"]}, "invalid", "phases", "phases[0]"),
         ({"grad_checkpoint": True, "recompute": "none"}, "conflict", "grad_checkpoint", "none"),
-        ({"double_quant": False}, "conflict", "double_quant", "nf4"),
         ({"keep": "lm_head"}, "conflict", "keep", "--quantize"),
         ({"fim_rate": 0.5, "max_seq_length": 31}, "conflict", "fim_rate", "32"),
         ({"fim_rate": 0.5, "fim_tokens": "a,b,a"}, "invalid", "fim_tokens", "a, b, a"),
@@ -64,20 +52,6 @@ def test_resolve_types_what_flags_say_as_text():
 def test_resolve_names_what_is_wrong(values, code, flag, shown):
     with raises(code, flag, shown):
         resolve(values)
-
-
-def test_resolve_lists_all_faults_of_a_config_at_once():
-    with raises("invalid", "iters", "--iters: ", "--batch-size: ", "--seed: "):
-        resolve({"iters": 0, "batch_size": 0, "seed": -1})
-    with raises("unknown", "lr_schedule", "--lr-schedule: ", "--optimizer: ", "--weight-decay: "):
-        resolve({"optimizer": "x", "lr_schedule": "y", "weight_decay": -1})
-
-
-@pytest.mark.parametrize("values", [{"rank": 0}, {"rank": "x"}, {"rnak": 1}])
-def test_resolve_names_the_file_that_a_fault_stands_in(values):
-    with pytest.raises(PackError) as error:
-        resolve(values, "my.yaml")
-    assert error.value.message.startswith(f"my.yaml: {next(iter(values))}: ")
 
 
 def test_error_of_a_file_names_keys_and_no_flags():
@@ -159,13 +133,10 @@ def test_read_yaml_names_the_file(tmp_path, text, shown):
         yaml_of(tmp_path, text)
 
 
-def test_read_yaml_missing_file_or_folder(tmp_path):
+def test_read_yaml_reads_json_and_nothing_and_names_what_is_missing(tmp_path):
     for path, code in ((tmp_path / "none.yaml", "not-found"), (tmp_path, "unreadable")):
         with raises(code, "config", str(path)):
             read_settings(path)
-
-
-def test_read_yaml_reads_json_and_nothing(tmp_path):
     (tmp_path / "c.json").write_text('{"iters": 5}')
     assert read_settings(tmp_path / "c.json") == {"iters": 5}
     assert yaml_of(tmp_path, "# only a comment\n") == {}

@@ -41,12 +41,7 @@ def test_bnb_4bit_has_the_defaults_of_transformers():
             "bnb_4bit",
             "'int8'",
         ),
-        (
-            {"bnb_4bit": {"quant_type": "nf4"}, "quantize": "affine4"},
-            "conflict",
-            "quantize",
-            "bnb_4",
-        ),
+        ({"bnb_4bit": {"quant_type": "nf4"}, "quantize": "nf4"}, "conflict", "quantize", "bnb_4"),
         ({"lora": {"rank": 8}}, "unknown", "rank", "lora.rank"),
         ({"lora": {"bias": "all"}}, "unsupported", "bias", "'all'"),
         ({"peft_type": "LORA", "r": 8}, "unsupported", "peft_type", "PEFT"),

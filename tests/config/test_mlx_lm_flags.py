@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,38 +71,6 @@ class Recorded(dict):
         raise AttributeError(key)
 
 
-def keys_of_a_schedule() -> set[str]:
-    """The keys of ``lr_schedule`` that mlx-lm reads."""
-    values = Recorded(name="cosine_decay", arguments=[1e-5, 10], warmup=2, warmup_init=0.0)
-    their_tuner.build_schedule(values)
-    return values.reads
-
-
-def keys_of_lora() -> set[str]:
-    """The keys of ``lora_parameters`` that mlx-lm reads."""
-    model, _ = model_of("qwen3")
-    values = Recorded(rank=2, scale=1.0, dropout=0.0, keys=None)
-    their_tuner.linear_to_lora_layers(model, 1, values)
-    return values.reads
-
-
-def keys_of_a_hub_dataset(monkeypatch) -> set[str]:
-    """The keys of ``hf_dataset`` that mlx-lm reads."""
-    library = SimpleNamespace(load_dataset=lambda *_, **__: [{"text": "a"}])
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    values = Recorded(path="owner/name")
-    asked = SimpleNamespace(hf_dataset=values, train=True, test=True, mask_prompt=False)
-    their_data.load_custom_hf_dataset(asked, None)
-    return values.reads | {"mask_prompt"}
-
-
-def keys_of_columns() -> set[str]:
-    """The settings of columns that mlx-lm reads."""
-    settings = Recorded()
-    their_data.create_dataset([{"text": "a"}], None, settings)
-    return settings.reads - {"mask_prompt"}
-
-
 def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
@@ -151,14 +118,26 @@ def test_table_has_a_row_for_every_flag_of_mlx_lm():
 
 
 def test_table_has_a_row_for_every_key_without_a_flag(monkeypatch):
+    library = SimpleNamespace(load_dataset=lambda *_, **__: [{"text": "a"}])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    scheduled = Recorded(name="cosine_decay", arguments=[1e-5, 10], warmup=2, warmup_init=0.0)
+    their_tuner.build_schedule(scheduled)
+    adapted = Recorded(rank=2, scale=1.0, dropout=0.0, keys=None)
+    their_tuner.linear_to_lora_layers(model_of("qwen3")[0], 1, adapted)
+    loaded, columns = Recorded(path="owner/name"), Recorded()
+    asked = SimpleNamespace(hf_dataset=loaded, train=True, test=True, mask_prompt=False)
+    their_data.load_custom_hf_dataset(asked, None)
+    their_data.create_dataset([{"text": "a"}], None, columns)
+
     nested = {
-        "hf_dataset": keys_of_a_hub_dataset(monkeypatch),
-        "lr_schedule": keys_of_a_schedule(),
-        "lora_parameters": keys_of_lora(),
+        "hf_dataset": loaded.reads | {"mask_prompt"},
+        "lr_schedule": scheduled.reads,
+        "lora_parameters": adapted.reads,
     }
     assert set(theirs.CONFIG_DEFAULTS["lora_parameters"]) <= nested["lora_parameters"]
     wanted = {f"{parent}.{key}" for parent, keys in nested.items() for key in keys}
-    wanted |= keys_of_columns() | set(theirs.CONFIG_DEFAULTS) - set(ACTIONS) - set(nested)
+    wanted |= columns.reads - {"mask_prompt"}
+    wanted |= set(theirs.CONFIG_DEFAULTS) - set(ACTIONS) - set(nested)
     assert wanted == {row for row in ROWS if not row.startswith("--")}
 
 
@@ -314,65 +293,38 @@ def test_optimizers_of_mlx_lm_exist_here(optimizer):
     assert cls.__name__.lower() == optimizer
 
 
-@pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
-def test_fine_tune_type_is_the_method(kind):
-    assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
+def test_fine_tune_type_is_the_method():
+    for kind in ACTIONS["fine_tune_type"].choices:
+        assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
 
 
-@pytest.mark.parametrize(
-    "values", [{"test": True}, {"train": False}, {"train": False, "test": True}]
-)
-def test_evaluation_alone_is_an_error_with_what_to_write(values):
+def test_evaluation_alone_is_an_error_with_what_to_write():
     with raises("conflict", "test", "`packs eval`"):
-        resolve(values)
+        resolve({"train": False})
 
 
-@pytest.mark.parametrize(("value", "loss_on"), [(True, "completion"), (False, "all")])
-def test_mask_prompt_of_a_file_means_what_it_means_there(value, loss_on):
-    assert resolve({"mask_prompt": value}).train.loss_on == loss_on
+def test_mask_prompt_of_a_file_means_what_it_means_there():
+    for value, loss_on in ((True, "completion"), (False, "all")):
+        assert resolve({"mask_prompt": value}).train.loss_on == loss_on
 
 
-@pytest.fixture
-def requested(here, monkeypatch):
-    """The recipe that `packs train ARGS` would train, with a file for each text; resolved once."""
+def test_command_resolves_its_recipe_once(here, monkeypatch):
     requests, recipes = [], []
 
     def recorded(*args, **options):
         recipes.append(resolve(*args, **options))
         return recipes[-1]
 
-    def go(*texts: str, flags=()):
-        files = [f"{number}.yaml" for number in range(len(texts))]
-        for file, text in zip(files, texts, strict=True):
-            (here / file).write_text(text)
-        args = [word for file in files for word in ("-c", file)]
-        with pytest.raises(ZeroDivisionError):
-            command.main([*args, *flags], standalone_mode=False)
-        assert [request.recipe for request in requests] == recipes and len(recipes) == 1
-        return recipes[0]
-
     monkeypatch.setattr(cli_recipe, "resolve", recorded)
     monkeypatch.setattr(training, "train_request", lambda given: requests.append(given) or 1 / 0)
-    return go
-
-
-@pytest.mark.parametrize(
-    ("flags", "wanted"), [([], LoRAConfig(8, 160.0)), (["--rank", "4"], LoRAConfig(4, 80.0))]
-)
-def test_command_file_overrides_the_recipe_of_the_tiny_base(requested, flags, wanted):
-    text = "lora_parameters: {rank: 8, scale: 20.0}"
-    assert requested(text, flags=flags).lora == wanted
-
-
-def test_command_resolves_its_recipe_once(requested):
-    recipe = requested("rank: 4", "iters: 3", flags=["--seed", "5"])
+    (here / "a.yaml").write_text("rank: 4")
+    (here / "b.yaml").write_text("iters: 3")
+    with pytest.raises(ZeroDivisionError):
+        command.main(["-c", "a.yaml", "-c", "b.yaml", "--seed", "5"], standalone_mode=False)
+    (recipe,) = recipes
+    assert [request.recipe for request in requests] == recipes
     assert recipe.specified == {"rank", "iters", "seed"}
     assert (recipe.lora.rank, recipe.train.iters, recipe.train.seed) == (4, 3, 5)
-
-
-def test_command_loss_on_overrides_mask_prompt_of_a_file(requested):
-    recipe = requested("mask_prompt: true", flags=["--loss-on", "all"])
-    assert recipe.train.loss_on == "all"
 
 
 def invoke_train(*args: str):
@@ -380,12 +332,10 @@ def invoke_train(*args: str):
     return CliRunner().invoke(command, list(args), standalone_mode=False)
 
 
-@pytest.mark.parametrize("service", ["wandb", "wandb,nonsense"])
-def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
-    for name in ("wandb", "swanlab"):
-        monkeypatch.setattr(callbacks, name, None)
-    error = invoke_train("--report-to", service).exception
-    assert isinstance(error, PackError) and error.message.startswith(f"--report-to {service}: ")
+def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded):
+    monkeypatch.setattr(callbacks, "wandb", None)
+    error = invoke_train("--report-to", "wandb").exception
+    assert isinstance(error, PackError) and error.message.startswith("--report-to wandb: ")
 
 
 def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
@@ -411,28 +361,11 @@ def test_help_shows_what_the_tiny_base_changes():
     assert "dropout. [default: 0]" in shown
 
 
-@pytest.mark.parametrize("passed", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
-def test_train_pack_takes_what_is_not_specified_from_the_tiny_recipe(monkeypatch, tmp_path, passed):
-    tiny, built = resolve(tiny_recipe()), {}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        training,
-        "_train",
-        lambda _, settings, place: built.update(lora=settings.lora, train=settings.train) or 1 / 0,
-    )
-    with pytest.raises(ZeroDivisionError):
-        training.train_pack("tiny", **passed)
-    expected = {"lora": tiny.lora, "train": tiny.train} | passed
-    if "train" in passed:
-        expected["train"] = replace(tiny.train, iters=7)
-    assert built == expected
-
-
-@pytest.mark.parametrize(("pattern", "warns"), [({}, False), ({"down_proj": 2}, True)])
-def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, warns):
-    trainable = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
-    _describe(trainable, Display(NORMAL), base_weights=100_000)
-    assert ("packs export --to mlx-lm" in capsys.readouterr().err) == warns
+def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys):
+    for pattern, warns in (({}, False), ({"down_proj": 2}, True)):
+        trainable = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
+        _describe(trainable, Display(NORMAL), base_weights=100_000)
+        assert ("packs export --to mlx-lm" in capsys.readouterr().err) == warns
 
 
 def test_examples_make_packs_that_stock_mlx_lm_opens():

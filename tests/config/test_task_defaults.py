@@ -163,19 +163,11 @@ def test_what_is_not_specified_suits_the_bundled_base(train):
     assert expected.train.learning_rate == tiny_recipe()["learning_rate"] == 3e-3
 
 
-@pytest.mark.parametrize("task", ["dpo", "distill", "grpo"])
-def test_tasks_have_the_same_defaults_on_the_bundled_base(task):
-    expected = recipe_of({"task": task}).train
-    assert (
-        from_configs(None, TrainConfig.from_mapping({"task": task}), {"model": "tiny"}).train
-        == expected
-    )
-    assert (expected.warmup_steps == 10) == (not TASKS[task].defaults)
-
-
-def test_a_method_without_adapters_has_the_rest_of_the_bundled_recipe():
-    recipe = from_configs(None, TrainConfig(method="full"), {"model": "tiny"})
-    assert recipe.train == recipe_of({"method": "full"}).train
+@pytest.mark.parametrize("values", [{"task": "dpo"}, {"task": "distill"}, {"method": "full"}])
+def test_tasks_and_methods_have_the_same_defaults_on_the_bundled_base(values):
+    expected, config = recipe_of(values).train, TrainConfig.from_mapping(values)
+    assert from_configs(None, config, {"model": "tiny"}).train == expected
+    assert (expected.warmup_steps == 10) == (not TASKS[expected.task].defaults)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Each setting names the tasks that have it."""
 
-import dataclasses
 import inspect
 
 from mlx_packs import Phase, TrainConfig
@@ -21,11 +20,6 @@ def test_a_setting_belongs_to_the_tasks_that_it_names():
     assert tasks_of("packing") == ("lm", "distill")
     assert tasks_of("num_proc") == tuple(t for t in TASKS if t not in (*without_texts, "grpo"))
     assert tasks_of("label_smoothing") == ("lm", "dpo", "cpo")
-
-
-def test_settings_are_in_their_order():
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    assert names[: len(schema.ORDER)] == schema.ORDER
 
 
 def test_a_signature_begins_with_the_common_settings_and_ends_with_those_of_one_task():
