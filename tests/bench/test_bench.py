@@ -2,11 +2,8 @@
 
 import getpass
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -260,43 +257,6 @@ def bench_of(before: Conditions = QUIET_MACHINE, tick: float = 1.0, **settings) 
         return run.run_bench(BenchSettings(**settings), before, [0], Display(QUIET))
 
 
-def entries_of(mlx_lm_ms: float, ours_ms: float) -> list[race.Entry]:
-    entries = [race.Entry(name, None, None, ()) for name in ("mlx-lm", "mlx_packs")]
-    entries[0].checked_ms, entries[1].checked_ms = [99e3, mlx_lm_ms], [99e3, ours_ms]
-    entries[1].untimed = 1
-    return entries
-
-
-def test_rounds_go_on_until_the_time_is_spent(monkeypatch):
-    times = []
-
-    def clock():
-        return 10.0 * len(times)  # a round takes 10 seconds
-
-    use_clock(monkeypatch, clock)
-    for number in steps._turns(entries_of(4e3, 2e3), until=95.0, end=200.0):
-        times.append(number)
-    assert times == list(range(9))  # a tenth would end at 100
-
-
-@pytest.mark.parametrize(
-    ("seconds", "ours", "expected"),
-    [(600.0, 20.0, (5, 25)), (600.0, 9e3, (5, 1)), (1.25, 20.0, (2, 9))],
-)
-def test_a_turn_has_several_short_steps_and_one_long_step(monkeypatch, seconds, ours, expected):
-    use_clock(monkeypatch, lambda: 0.0)
-    entries = entries_of(100.0, ours)
-    next(steps._turns(entries, until=seconds, end=seconds))
-    assert (entries[0].steps, entries[1].steps) == expected
-
-
-def test_a_round_is_taken_late_but_none_after_the_end(monkeypatch):
-    use_clock(monkeypatch, lambda: 50.0)
-    late = steps._turns(entries_of(1.0, 1.0), until=10.0, end=99.0)
-    assert list(late) == [0]
-    assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0)) == []
-
-
 def test_a_short_time_is_said_and_what_has_none_is_left_out(faked):
     result = bench_of(shapes=((1, 4), (2, 4)), minutes=0.3, tick=2.5)
     first, second = result.comparisons[0][1]
@@ -442,30 +402,6 @@ def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     times = several.implementation.steps(several.batch, 3)
     assert len(times) == (1 if ahead else 3) and all(ms > 0 for ms in times)
     assert several.implementation.step(several.batch)[1] == losses[3] != losses[0]
-
-
-@pytest.mark.nightly  # 30 s: it measures for the 0.5 minutes that it is given
-def test_bench_runs_as_a_user_starts_it(tmp_path):
-    for minutes in ("0.5", "1"):  # beside other work the first may leave no time to compare
-        out = tmp_path / f"{minutes}.json"
-        options = ["bench", "--minutes", minutes, "--shapes", "1x8", "--out", out.name]
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_packs", *options],
-            cwd=tmp_path,
-            env={**os.environ, CACHE_VARIABLE: str(tmp_path / "cache")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-
-        written = json.loads(out.read_text())
-        (compared,) = written["steps"]
-        if compared["ratio"]:
-            break
-
-    assert compared["ratio"]["p50"] > 0 and compared["matmul_path"] in done.stdout
-    assert written["seconds"] > 9  # the time it was given is used
 
 
 def test_the_plan_predicts_by_what_was_measured(calibrated, run):

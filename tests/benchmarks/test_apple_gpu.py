@@ -8,11 +8,10 @@ import pytest
 
 from benchmarks import graph, history
 from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
-from benchmarks.apple_gpu import epoch as epoch_module
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, StepJob
-from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
+from benchmarks.apple_gpu.peak import Queue, peak_bytes
 from benchmarks.apple_gpu.published import TASK, compare, predicted_s
-from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, seconds
+from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, seconds
 from benchmarks.apple_gpu.step import Costs, Step, lay_out
 from benchmarks.apple_gpu.trees import TreeShape
 from benchmarks.workloads import QWEN3_4B
@@ -85,28 +84,6 @@ def graph_of(outputs: list[mx.array], leaves: list[mx.array]) -> costs.Graph:
     return costs.priced(nodes, [lazy_graph.address(output) for output in outputs])
 
 
-def test_a_lazy_graph_is_read_as_mlx_laid_it_out():
-    x = mx.zeros((3, 4), mx.float16)
-    mx.eval(x)
-    y = mx.exp(x.T) @ mx.ones((3, 5), mx.float16)
-    nodes = lazy_graph.read([y[:, ::2]], [x])
-    names = [node.name for node in nodes]
-    assert names.index("leaf") < names.index("Exp") < names.index("Matmul")
-    by_name = {node.name: node for node in nodes}
-    assert by_name["Transpose"].attributes == [1, 0]
-    assert by_name["Slice"].attributes == [1, 2]
-    assert [out[1:] for out in by_name["Matmul"].outputs] == [([4, 5], "float16")]
-
-
-def test_views_are_free_and_broadcasts_are_read_once():
-    x, row = mx.zeros((64, 32)), mx.zeros((32,))
-    mx.eval(x, row)
-    ops = {op.name: op for op in graph_of([(x + row).T.reshape(-1)], [x, row]).ops}
-    assert ops["Add"].bytes == 4 * (64 * 32 + 32 + 64 * 32)
-    assert ops["Broadcast"].dispatches == ops["Transpose"].dispatches == 0
-    assert ops["Reshape"].dispatches == 1 and ops["Reshape"].bytes == 2 * 4 * 64 * 32
-
-
 def test_products_count_whole_tiles():
     a, b = mx.zeros((33, 64), mx.bfloat16), mx.zeros((64, 16), mx.bfloat16)
     mx.eval(a, b)
@@ -164,41 +141,6 @@ def test_the_estimated_peak_is_that_of_mlx(evaluated_peak):
     in_flight = peak_bytes(laid_out, Queue(dispatches=9, elements=1 << 40))  # of MLX's CPU streams
     assert expected < in_flight
     assert evaluated_peak(chain, waits=False) <= 1.02 * in_flight
-
-
-def test_every_op_is_evaluated_after_what_it_reads():
-    x = mx.zeros((4, 4))
-    y = mx.exp(x) @ mx.sin(x)
-    laid_out = graph_of([y + y.sum(), mx.cos(y)], [x])
-    made = set()
-    for op in evaluation_order(laid_out):
-        sources = {id(a) for other in laid_out.ops for a in other.outputs}
-        assert {id(a) for a in op.inputs} & sources <= made
-        made |= {id(a) for a in op.outputs}
-    assert len(made) == len(laid_out.ops)
-
-
-def test_kernels_of_ours_are_priced_as_declared():
-    outputs = [(1, [8, 8], "float32")]
-    nodes = [
-        lazy_graph.Node("leaf", 0, [], [(0, [8, 8], "float32")]),
-        lazy_graph.Node("kernel:grouped_lora_down", 7, [0], outputs, [4096, 1e9, True]),
-    ]
-    (op,) = costs.priced(nodes, [1]).ops
-    assert (op.bytes, op.operations, op.rate) == (4096, 1e9, "kernel product")
-
-
-def test_an_epoch_sums_batches_and_compiles_each_step_once(monkeypatch):
-    batches = [(4, 64, 256, 0), (4, 64, 256, 0), (4, 64, 256, 1), (4, 32, 128, 0)]
-    monkeypatch.setattr(epoch_module, "capture", lambda *_: [batches])
-    monkeypatch.setattr(epoch_module, "lay_out", lambda asked, _: [STEP] * len(asked))
-    examples = epoch_module.Examples(40, 0.5, 0.5, 12, 64)
-    (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples, ["M2 Pro"])
-    whole = STEP.whole.seconds["M2 Pro"]
-    compiled = 3 * TRACE_S * STEP.whole.primitives
-    assert result.seconds["M2 Pro"] == pytest.approx(4 * whole + compiled)
-    assert (result.batches, result.steps, result.targets) == (4, 3, examples.targets())
-    assert result.fill == sum(n - 1 for n in examples.lengths()) / (3 * 4 * 64 + 4 * 32)
 
 
 def test_the_command_prints_and_records_steps(laid_out, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import importlib
 import json
 
@@ -20,7 +19,6 @@ from benchmarks import (
     load,
     memory,
     offload,
-    ops,
     patched,
     prefix,
     profile,
@@ -29,7 +27,6 @@ from benchmarks import (
     steady,
     stock,
     swap,
-    targets,
     timeline,
     train_run,
     whole,
@@ -40,6 +37,7 @@ from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.runtime import mx
 from tests.helpers.memory import active_bytes
 from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.variants import slow_except
 
 CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 2,
@@ -132,12 +130,11 @@ RUNS = {
     steady: ("--iters 6 --every 2 --length 96 --out steady", {"step"}),
     train_run: ("--iters 6 --held-out 4 --implementation STOCK", {STOCK, train_run.OURS}),
 }
-QUICK = (whole, swap)
 
 
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in RUNS],
+    slow_except(RUNS, whole, swap),
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_a_benchmark_appends_its_records(module, in_this_process, here, monkeypatch):
@@ -155,15 +152,6 @@ def test_a_benchmark_appends_its_records(module, in_this_process, here, monkeypa
     assert all("growth" in name or "unexplained rest" in name for name in negative)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in here.glob("*.png"))
     assert module is not steady or len((here / "steady.csv").read_text().splitlines()) == 4
-
-
-def test_every_op_is_raced_by_one_command(tmp_path, capsys):
-    file = tmp_path / "h.jsonl"
-    arguments = ["--rounds", "1", "--only", "1 x 1 rows, rank 16", "--history", str(file)]
-    assert ops.main(arguments) == 0
-    assert {r.task for r in history.read(file)} == {"op multi_lora"}
-    assert {"grouped_lora", "multi_lora", "nf4"} <= set(ops.NAMES)
-    assert ops.main(["--only", "no such shape"]) == 2
 
 
 def test_a_slope_is_told_from_noise():
@@ -195,30 +183,6 @@ def test_steps_swaps_and_texts_are_soaked_and_plotted(tmp_path, monkeypatch):
 def record(task, implementation, metric, p50, **more) -> history.Record:
     here = history.Environment("cpu", "os", {"mlx": "1"}, "abc", "2026-01-01T00:00:00Z")
     return history.record(here, task, implementation, "shape", metric, "u", [p50], **more)
-
-
-def speeds_and_sizes() -> dict:
-    steps = {implementations.STOCK: 1.0, implementations.SAME_BLAS: 2.0, "mlx_packs dense": 50.0}
-    steps["mlx_packs transient"] = 41.0
-    sizes = {implementations.STOCK: 100.0, "mlx_packs dense": 90.0, "mlx_packs transient": 50.0}
-    return {
-        "train_step": [record("train_step x", n, "speed", v) for n, v in steps.items()],
-        "memory": [record("memory x", n, "transient", v) for n, v in sizes.items()],
-    }
-
-
-def goal(workload: str) -> targets.Goal:
-    return next(g for g in targets.GOALS if workload in g.workload)
-
-
-def test_one_configuration_must_meet_speed_and_memory():
-    speed, size = targets.evaluate(goal("one block of Qwen3-4B, 4 x 128"), speeds_and_sizes())
-    assert speed.ours == size.ours == "mlx_packs transient"
-    assert (speed.figure, size.figure) == (41, 0.5)
-    assert "**missed**" not in report.targets(targets.records([speed, size]))
-    fast = dataclasses.replace(speed, figure=39.0)
-    text = report.targets(targets.records([fast]))
-    assert "| at least 40 x | 39 x | mlx_packs transient | **missed** |" in text
 
 
 def test_tables_in_the_readmes_are_those_of_the_history():

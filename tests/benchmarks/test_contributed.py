@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks.apple_gpu import goals
-from benchmarks.history import Record
 from mlx_packs.bench.record import FORMAT, file_name
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "contributed"
@@ -54,34 +52,3 @@ def test_a_wrong_record_is_seen():
         ({"notes": ["see /Users/anna/x"]}, ["has a path"]),
     ):
         assert faults(json.dumps(good | changes), "apple-m3-max-2026-11-22T1940.json") == expected
-
-
-def predicted(shape: str, name: str, metric: str, value: float, **changes) -> Record:
-    fields = dict.fromkeys(Record.__dataclass_fields__, "")
-    fields |= {"task": "graph", "shape": shape, "implementation": name, "metric": metric}
-    return Record(**fields | {"p50": value, "date": "2026-11-22", "commit": "abc"} | changes)
-
-
-def test_goals_take_the_best_path_and_the_worst_shape():
-    one, four = goals.GOALS[0].shapes
-    time = "time over mlx-lm"
-    records = [
-        predicted(one, "mlx_packs quantized", time, 0.95),
-        predicted(one, "mlx_packs transient", time, 0.99, date="2026-11-01"),
-        predicted(one, "mlx_packs transient", time, 0.91),
-        predicted(four, "mlx_packs quantized", time, 0.85),
-        predicted(one, "mlx-lm", "peak activations", 10.0),
-        predicted(four, "mlx-lm", "peak activations", 8.0),
-        predicted(one, "mlx_packs quantized", "peak activations", 5.0),
-        predicted(four, "mlx_packs quantized", "peak activations", 5.0),
-        predicted(one, "mlx_packs quantized", "primitives", 4438.0),
-    ]
-
-    rows = goals.table(records).splitlines()
-    assert len(rows) == 2 + len(goals.GOALS)
-    assert rows[2].endswith("| 0.9 x mlx-lm | 0.910 | transient | **missed** | abc |")
-    assert rows[3].endswith("| 0.7 x mlx-lm | 0.625 | quantized | met | abc |")
-    assert rows[4].endswith("| 0.9 x mlx-lm | not recorded |  |  |  |")
-    assert rows[-1].endswith("| 5,000 | 4,438 | quantized | met | abc |")
-
-    assert goals.table([]) == ""

@@ -6,7 +6,6 @@ import numpy as np
 
 from benchmarks.apple_gpu.our_step import batch_shapes, batch_steps, lazy_step
 from mlx_packs import runtime
-from mlx_packs.data.sampler import Sampler
 from tests.helpers.models import model_of
 
 
@@ -44,16 +43,6 @@ def test_lazy_step_returns_adapters_their_moments_and_a_finite_loss():
 def test_lazy_step_of_a_packed_batch_reads_its_segments():
     read = [sum(leaf.shape == (2, 8) for leaf in step(packed)[1]) for packed in (False, True)]
     assert read[1] == read[0] + 1
-
-
-def test_batch_shapes_hold_every_example_of_an_epoch():
-    lengths = np.random.default_rng(0).integers(2, 90, 50)
-    order = Sampler(lengths, 4, 63).epoch(0)
-    shapes = batch_shapes(lengths.clip(max=64).tolist(), 0.3, 4, False, 64)
-    assert len(shapes) == len(order) == 13
-    for _, length, targets in shapes:
-        assert length <= 63 and 4 <= targets <= 4 * length
-    assert max(length for _, length, _ in shapes) == 63
 
 
 def test_packed_batches_on_a_gpu_are_counted_by_the_places_of_examples(monkeypatch):

@@ -1,52 +1,16 @@
 """The parts of `python -m benchmarks real` that need no real model."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks.real import command, files, jobs, results, turns
+from benchmarks.real import command, files, jobs, results
 from mlx_packs import load_base
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.runtime import mx
 from tests.helpers.rows import chat
-
-TRAINER = """
-import sys
-from benchmarks.real.turns import Turns
-turns = Turns()
-print("what a library prints")
-turns.start()
-for loss in (3.0, 2.0, 1.0):
-    turns.step(loss)
-turns.finish({"after": 7})
-"""
-
-
-class ScriptedTrainer(turns.Trainer):
-    """A trainer whose process runs a text instead of a module."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.name, self.turns = name, []
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", text],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=turns._CHECKOUT,
-        )
-
-
-def test_trainers_take_their_steps_alternately_and_end():
-    trainers = [ScriptedTrainer("one", TRAINER), ScriptedTrainer("other", TRAINER)]
-    assert turns.train_alternately(trainers, 3, 2) == {"one": {"after": 7}, "other": {"after": 7}}
-    for trainer in trainers:
-        assert [turn.losses for turn in trainer.turns] == [[3.0, 2.0], [1.0]]
-        assert all(turn.peak_bytes > 1e6 and turn.seconds >= 0 for turn in trainer.turns)
-        assert trainer._process.returncode == 0
 
 
 def entry(trainer: str, seed: int = 0, loss: float = 3.0, share: float = 0.5) -> dict:

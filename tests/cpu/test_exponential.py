@@ -1,6 +1,7 @@
 """exp, SwiGLU and GELU against MLX's own, values and gradients."""
 
 import math
+from functools import partial
 
 import mlx.nn as nn
 import numpy as np
@@ -11,6 +12,7 @@ from mlx_packs.cpu.profile import CPU
 from mlx_packs.ops.profile import GPU
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
+from tests.helpers.memory import peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,8 @@ def test_swiglu_by_rows_is_swiglu_of_each_row(rows):
 def test_swiglu_and_its_gradients_need_little_memory(nothing_ahead):
     """Three results, and pieces of 1 MB; computed at once they were 15 arrays of this size."""
     gate, up, cotangent = (mx.random.normal((2048, 1024)) for _ in range(3))
-    mx.eval(gate, up, cotangent)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(mx.vjp(CPU.swiglu, [gate, up], [cotangent]))
-    assert mx.get_peak_memory() - before < 6 * gate.nbytes
+    compute = partial(mx.vjp, CPU.swiglu, [gate, up], [cotangent])
+    assert peak_bytes(compute, gate, up, cotangent) < 6 * gate.nbytes
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])

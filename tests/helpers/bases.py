@@ -1,6 +1,5 @@
 """Bases for runs that need no other: the embedded one with dense weights, and smaller ones."""
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.packs.base import Base, load_base
-from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_files
 from tests.helpers.models import model_of
 
 
@@ -54,12 +53,4 @@ def copy_tiny(folder: Path) -> Path:
 
 def saved_base(base: Base, folder: Path) -> str:
     """Write a dense base with the tokenizer of the embedded one; return its folder."""
-    folder.mkdir()
-    for file in tiny_checkpoint().iterdir():
-        if ".safetensors" not in file.name:
-            shutil.copy(file, folder)
-
-    weights = dict(tree_flatten(base.model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    (folder / "config.json").write_text(json.dumps(base.config))
-    return str(folder)
+    return str(write_files(folder, dict(tree_flatten(base.model.parameters())), base.config))

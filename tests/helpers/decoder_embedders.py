@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.data.rankings import INSTRUCTION
 from mlx_packs.runtime import mx
+from tests.helpers.encoders import write_modules
 from tests.helpers.models import model_of
 
 PROMPT = "Instruct: Find the same question\nQuery:"
@@ -67,18 +68,7 @@ def write_embedder(
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
 
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(zip(kinds, ["", "1_Pooling", "2_Normalize"], strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    names = {"mean": "mean_tokens", "lasttoken": "lasttoken", "cls": "cls_token"}
-    switches = {f"pooling_mode_{name}": kind == pooling for kind, name in names.items()}
-    switches |= {"word_embedding_dimension": 64, "include_prompt": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
-
+    write_modules(folder, pooling, 64)
     prompts = {"prompts": {"query": PROMPT, "document": ""}, "default_prompt_name": None}
     prompts["similarity_fn_name"] = "cosine"
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))

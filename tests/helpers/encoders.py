@@ -114,6 +114,14 @@ def write_encoder(
     tensors |= {f"{prefix}{name}": tensor for name, tensor in unused.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
 
+    write_modules(folder, pooling, d, normalize)
+    settings = {"max_seq_length": max_seq_length, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_modules(folder: Path, pooling: str, width: int, normalize: bool = True) -> None:
+    """The files that say how sentence-transformers makes a vector of a model's states."""
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(parts) if i)]
     modules = [
@@ -124,13 +132,10 @@ def write_encoder(
 
     (folder / "1_Pooling").mkdir(exist_ok=True)
     kinds = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
+    kinds["lasttoken"] = "lasttoken"
     switches = {f"pooling_mode_{name}": kind == pooling for kind, name in kinds.items()}
-    switches |= {"word_embedding_dimension": d, "include_prompt": True}
+    switches |= {"word_embedding_dimension": width, "include_prompt": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
-
-    settings = {"max_seq_length": max_seq_length, "do_lower_case": False}
-    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def _spread(name: str, a: mx.array) -> mx.array:

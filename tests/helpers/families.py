@@ -32,55 +32,61 @@ ONE_BY_ONE = {name for name, facts in FAMILIES.items() if facts.one_by_one}
 LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's
 
 # By field name; sizes are multiples of 32, so that most weights can be packed in groups of 32.
+_NAMES = {
+    64: "hidden_size hidden_dim n_embd d_model model_dim block_dim dim_model_base",
+    2: (
+        "num_hidden_layers num_layers n_layer n_layers num_key_value_heads num_kv_heads "
+        "n_kv_heads num_attention_groups num_experts_per_tok num_experts_per_token moe_topk "
+        "moe_top_k moe_k top_k_experts linear_num_value_heads linear_num_key_heads "
+        "mamba_num_heads conv1d_width conv_window mamba_expand layer_group_size "
+        "sliding_window_pattern full_attention_interval"
+    ),
+    4: (
+        "num_attention_heads num_heads n_head n_heads num_experts n_routed_experts "
+        "num_local_experts moe_num_experts mamba_n_heads sliding_window sliding_window_size "
+        "window_size attention_window_size"
+    ),
+    16: (
+        "head_dim hidden_size_per_head kv_channels global_head_dim qk_rope_head_dim "
+        "qk_nope_head_dim v_head_dim rotary_dim index_head_dim index_n_heads index_topk "
+        "mamba_d_head mamba_d_state ssm_state_size state_size"
+    ),
+    96: (
+        "intermediate_size intermediate_size_mlp ffn_hidden_size n_inner ff_intermediate_size "
+        "block_ff_dim dense_intermediate_size"
+    ),
+    32: (
+        "moe_intermediate_size expert_ffn_hidden_size moe_hidden_size "
+        "shared_expert_intermediate_size shared_intermediate_size "
+        "moe_shared_expert_intermediate_size share_expert_dim kv_lora_rank q_lora_rank "
+        "o_lora_rank attention_value_rank linear_key_head_dim linear_value_head_dim "
+        "mamba_head_dim"
+    ),
+    1: (
+        "n_shared_experts num_shared_experts num_shared_expert n_group topk_group "
+        "num_expert_group decoder_sparse_step first_k_dense_replace moe_layer_freq "
+        "num_dense_layers mamba_n_groups n_groups group_norm_size zero_expert_num"
+    ),
+    8: "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim time_step_rank",
+    3: "linear_conv_kernel_dim mamba_d_conv conv_kernel conv_L_cache",
+    128: (
+        "max_position_embeddings n_positions n_ctx block_size model_max_length vocab_size "
+        "vocab_size_per_layer_input"
+    ),
+    1e-05: (
+        "rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps layernorm_epsilon post_norm_eps"
+    ),
+    10000.0: "rope_theta rotary_emb_base swa_rope_theta",
+    0.5: "partial_rotary_factor rotary_pct",
+}
 SIZES = {
-    **dict.fromkeys("hidden_size hidden_dim n_embd d_model model_dim block_dim".split(), 64),
-    **dict.fromkeys("num_hidden_layers num_layers n_layer n_layers".split(), 2),
-    **dict.fromkeys("num_attention_heads num_heads n_head n_heads".split(), 4),
-    **dict.fromkeys("num_key_value_heads num_kv_heads n_kv_heads num_attention_groups".split(), 2),
-    **dict.fromkeys("head_dim hidden_size_per_head kv_channels global_head_dim".split(), 16),
-    **dict.fromkeys("intermediate_size intermediate_size_mlp ffn_hidden_size".split(), 96),
-    **dict.fromkeys(
-        "n_inner ff_intermediate_size block_ff_dim dense_intermediate_size".split(), 96
-    ),
-    **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size moe_hidden_size".split(), 32),
-    **dict.fromkeys("shared_expert_intermediate_size shared_intermediate_size".split(), 32),
-    **dict.fromkeys("moe_shared_expert_intermediate_size share_expert_dim".split(), 32),
-    **dict.fromkeys("num_experts n_routed_experts num_local_experts moe_num_experts".split(), 4),
-    **dict.fromkeys("num_experts_per_tok num_experts_per_token moe_topk moe_top_k".split(), 2),
-    **dict.fromkeys("moe_k top_k_experts".split(), 2),
-    **dict.fromkeys("n_shared_experts num_shared_experts num_shared_expert".split(), 1),
-    **dict.fromkeys("n_group topk_group num_expert_group decoder_sparse_step".split(), 1),
-    **dict.fromkeys("first_k_dense_replace moe_layer_freq num_dense_layers".split(), 1),
-    **dict.fromkeys("kv_lora_rank q_lora_rank o_lora_rank attention_value_rank".split(), 32),
-    **dict.fromkeys("qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim".split(), 16),
-    **dict.fromkeys(
-        "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim".split(), 8
-    ),
-    **dict.fromkeys("index_head_dim index_n_heads index_topk".split(), 16),
-    **dict.fromkeys("linear_num_value_heads linear_num_key_heads mamba_num_heads".split(), 2),
-    **dict.fromkeys("mamba_n_heads".split(), 4),
-    **dict.fromkeys("linear_key_head_dim linear_value_head_dim mamba_head_dim".split(), 32),
-    **dict.fromkeys("mamba_d_head mamba_d_state ssm_state_size state_size".split(), 16),
-    **dict.fromkeys("linear_conv_kernel_dim mamba_d_conv conv_kernel conv_L_cache".split(), 3),
-    **dict.fromkeys("conv1d_width conv_window mamba_expand layer_group_size".split(), 2),
-    **dict.fromkeys("mamba_n_groups n_groups group_norm_size zero_expert_num".split(), 1),
-    **dict.fromkeys("sliding_window sliding_window_size window_size".split(), 4),
-    "attention_window_size": 4,
-    **dict.fromkeys("sliding_window_pattern full_attention_interval".split(), 2),
-    **dict.fromkeys("max_position_embeddings n_positions n_ctx block_size".split(), 128),
-    **dict.fromkeys("model_max_length".split(), 128),
-    **dict.fromkeys("vocab_size vocab_size_per_layer_input".split(), 128),
-    **dict.fromkeys("rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps".split(), 1e-5),
-    **dict.fromkeys("layernorm_epsilon post_norm_eps".split(), 1e-5),
-    **dict.fromkeys("rope_theta rotary_emb_base swa_rope_theta".split(), 10000.0),
+    **{name: value for value, names in _NAMES.items() for name in names.split()},
     **dict.fromkeys("routed_scaling_factor logits_scaling attention_multiplier".split(), 1.0),
     **dict.fromkeys("embedding_multiplier residual_multiplier scale_depth scale_emb".split(), 1.0),
-    **dict.fromkeys("partial_rotary_factor rotary_pct".split(), 0.5),
     **dict.fromkeys("norm_topk_prob use_qk_norm qk_norm post_norm".split(), True),
     **dict.fromkeys("attention_bias mlp_bias use_bias conv_bias use_conv_bias".split(), False),
-    **dict.fromkeys(
-        "tie_word_embeddings mamba_proj_bias use_qkv_bias use_expert_bias".split(), False
-    ),
+    **dict.fromkeys("tie_word_embeddings mamba_proj_bias use_qkv_bias".split(), False),
+    "use_expert_bias": False,
     "mlp_only_layers": [],
     "layer_types": ["sliding_attention", "full_attention"],
     "scoring_func": "sigmoid",
@@ -88,8 +94,6 @@ SIZES = {
     "logits_soft_cap": 30.0,
     "final_logit_softcapping": 30.0,
     "time_step_limit": [0.001, 10.0],
-    "dim_model_base": 64,
-    "time_step_rank": 8,
 }
 
 _ROPES = {
@@ -107,6 +111,11 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+
+_SLIDING = {
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+    **dict.fromkeys(("swa_head_dim", "swa_v_head_dim"), 16),
 }
 
 # What a family needs besides; `text` names the family of its text_config.
@@ -210,10 +219,7 @@ SPECIAL = {
         "moe_layer_freq": [0, 1],
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 16,
+        **_SLIDING,
     },
     "ministral3": {"rope_parameters": _YARN},
     "mistral3": {"text": "ministral3"},
@@ -299,10 +305,7 @@ OF_MLX_VLM: dict[str, dict] = {
     "mimo_v2": {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 16,
+        **_SLIDING,
     },
     "minimax_m3": {"moe_layer_freq": [0, 1]},
     "mistral_large3": {},

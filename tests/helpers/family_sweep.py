@@ -9,6 +9,7 @@ import pytest
 from mlx_packs.bases.families import UNTRAINABLE
 from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from tests.helpers.families import architectures
+from tests.helpers.variants import slow_except
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 ROWS = re.findall(r"^\| ([\w.-]+) \| (\w[^|]*) \|", DOCS.read_text(), re.M)[1:]
@@ -31,10 +32,7 @@ GROUPED = ("llama", "qwen2", "qwen3")  # whose attention and SwiGLU are ours
 
 def sweep(families: list[str]) -> list:
     """Parameters of a sweep over families, of which the default suite runs the representative."""
-    return [
-        pytest.param(family, marks=() if family in REPRESENTATIVE else pytest.mark.slow)
-        for family in families
-    ]
+    return slow_except(families, *REPRESENTATIVE)
 
 
 def recomputed_sweep(families: list[str]) -> list:

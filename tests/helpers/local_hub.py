@@ -113,18 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # the other side was killed
 
     def do_GET(self):
-        self._serve("GET")
-
-    def do_HEAD(self):
-        self._serve("HEAD")
-
-    def do_POST(self):
-        self._serve("POST")
-
-    def do_PUT(self):
-        self._serve("PUT")
-
-    def _serve(self, method: str) -> None:
+        method = self.command
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((method, path, self.headers.get("Range")))
         host = self.headers["Host"].partition(":")[0]
@@ -150,6 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
             if verb == method and (match := re.fullmatch(pattern, path)):
                 return route(**match.groupdict())
         self._fail(404, "EntryNotFound")
+
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _json(self, value, status: int = 200) -> None:
         data = json.dumps(value).encode()

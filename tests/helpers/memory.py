@@ -1,6 +1,7 @@
 """MLX's memory in tests."""
 
 import gc
+from collections.abc import Callable
 
 from mlx_packs.runtime import mx
 
@@ -10,3 +11,12 @@ def active_bytes() -> int:
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
+
+
+def peak_bytes(compute: Callable, *inputs: object) -> int:
+    """The most bytes that a computation takes beside its inputs and all else that is alive."""
+    mx.eval(inputs)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(compute())
+    return mx.get_peak_memory() - before

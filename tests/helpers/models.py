@@ -54,17 +54,10 @@ def model_of(family: str, **changes):
     }
 
     if family == "gpt2":
-        config = {
-            "model_type": "gpt2",
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 128,
-            "n_ctx": 128,
-            "layer_norm_epsilon": 1e-5,
-            "vocab_size": 128,
-            "num_attention_heads": 4,
-        }
+        sizes = dict.fromkeys(("n_positions", "n_ctx", "vocab_size"), 128)
+        heads = dict.fromkeys(("n_head", "num_attention_heads"), 4)
+        config = {"n_embd": 64, "n_layer": 2, "layer_norm_epsilon": 1e-5, **sizes, **heads}
+        config["model_type"] = "gpt2"
 
     config |= changes
     if family == "qwen2":

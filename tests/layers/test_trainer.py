@@ -105,18 +105,6 @@ def test_steps_equal_plain_mlx_autograd(kind, optimizer):
     assert largest_difference(trainer.tensors(), start) > 1e-4
 
 
-def test_a_sequence_equals_the_function_that_calls_it():
-    one, other = trainer_of(three()), trainer_of(three())
-
-    def forward(x):
-        return other.layer("head")(other.layer("down")(other.layer("up")(x)))
-
-    for seed in range(2):
-        sequence = one.step_lm(list(SIZES), *batch(seed=seed))
-        assert sequence == other.step_lm(forward, *batch(seed=seed))
-    assert equal(one.tensors(), other.tensors())
-
-
 def test_accumulated_batches_equal_one_large_weighted_batch():
     x, y = batch(8)
     weights = mx.array(np.random.default_rng(0).integers(0, 3, y.shape).astype(np.float32))
@@ -334,19 +322,6 @@ def test_a_nan_in_an_accumulation_drops_what_waited():
     assert equal(before, trainer.tensors())
     trainer.step_lm(list(SIZES), x, y)
     assert not equal(before, trainer.tensors())
-
-
-def test_the_same_function_is_set_up_once_and_few_are_kept():
-    trainer = trainer_of(three())
-    head = trainer.layer("head")
-    with pytest.warns(UserWarning):
-        for _ in range(10):
-            trainer.step_lm(lambda x: head(x), *batch())
-    assert len(trainer._graphs) == 8
-    reused = trainer_of(three())
-    for _ in range(2):
-        reused.step_lm(list(SIZES), *batch())
-    assert len(reused._graphs) == 1
 
 
 def fresh_layer() -> RegisteredLayer:

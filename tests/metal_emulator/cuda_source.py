@@ -22,18 +22,9 @@ _DEFAULT_HEADER = """
 """
 _TYPES = {
     mx.bool_: "bool",
-    mx.uint8: "uint8_t",
-    mx.uint16: "uint16_t",
-    mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t",
-    mx.int8: "int8_t",
-    mx.int16: "int16_t",
-    mx.int32: "int32_t",
-    mx.int64: "int64_t",
     mx.float16: "__half",
     mx.bfloat16: "__nv_bfloat16",
     mx.float32: "float",
-    mx.complex64: "complex64_t",
 }
 _SHAPE_SUFFIXES = (("_shape", "Shape"), ("_strides", "Strides"), ("_ndim", "int"))
 
@@ -73,17 +64,21 @@ def _parameters(definition: Definition, call: Call) -> list[tuple[str, str]]:
     """(type, name) of each parameter, in order."""
     parameters = []
     for name, array in zip(definition.input_names, call.inputs, strict=True):
-        parameters.append((f"const {_TYPES[array.dtype]}*", name))
+        parameters.append((f"const {_type(array.dtype)}*", name))
         for suffix, kind in _SHAPE_SUFFIXES:
             if array.ndim > 0 and name + suffix in definition.source:
                 parameters.append((f"const __grid_constant__ {kind}", name + suffix))
     for name, dtype in zip(definition.output_names, call.output_dtypes, strict=True):
-        parameters.append((f"{_TYPES[dtype]}*", name))
+        parameters.append((f"{_type(dtype)}*", name))
     return parameters
+
+
+def _type(dtype: mx.Dtype) -> str:
+    return _TYPES.get(dtype) or f"{str(dtype).rpartition('.')[2]}_t"
 
 
 def _constant_line(name: str, value: int | bool | mx.Dtype) -> str:
     if isinstance(value, mx.Dtype):
-        return f"  using {name} = {_TYPES[value]};\n"
+        return f"  using {name} = {_type(value)};\n"
     kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
     return f"  constexpr {kind} {name} = {text};\n"

@@ -45,44 +45,27 @@ METAL_BODY = """
     threadgroup_barrier(mem_flags::mem_threadgroup);  // parts read
   }
 """
-CUDA_HEADER = """
-template <typename T>
-__device__ float row_part(const T* x, const T* w, int width, unsigned first, unsigned step) {
-  float sum = 0.0f;
-  for (unsigned k = first; k < unsigned(width); k += step) {
-    sum += float(x[k]) * float(w[k]);
-  }
-  return sum;
+# The words of Metal, in this order, and what CUDA has in their place.
+CUDA_WORDS = {
+    "const device ": "const ",
+    "const threadgroup ": "const ",
+    "threadgroup float": "__shared__ float",
+    "inline": "__device__ inline",
+    "uint": "unsigned",
+    "thread_index_in_threadgroup": "threadIdx.x",
+    "thread_index_in_simdgroup": "threadIdx.x % 32",
+    "simdgroup_index_in_threadgroup": "threadIdx.x / 32",
+    "threadgroup_position_in_grid": "blockIdx",
+    "metal::simd_sum": "warp_sum",
+    "threadgroup_barrier(mem_flags::mem_threadgroup)": "__syncthreads()",
 }
-
+WARP_SUM = """
 __device__ inline float warp_sum(float sum) {
   for (int offset = 16; offset > 0; offset /= 2) {
     sum += __shfl_xor_sync(0xffffffff, sum, offset);
   }
   return sum;
 }
-
-__device__ inline float total(const float* parts, int count) {
-  float sum = 0.0f;
-  for (int i = 0; i < count; i++) sum += parts[i];
-  return sum;
-}
-"""
-CUDA_BODY = """
-  __shared__ float parts[SIMDGROUPS];
-  unsigned thread_index = threadIdx.x;
-  unsigned lane = threadIdx.x % 32;
-  unsigned simd = threadIdx.x / 32;
-  for (int r = 0; r < ROWS; r++) {
-    int row = int(blockIdx.x) * ROWS + r;
-    bool inside = row < N;
-    float sum = inside ? row_part(x + row * K, w, K, thread_index, 32 * SIMDGROUPS) : 0.0f;
-    sum = warp_sum(sum);
-    if (lane == 0) parts[simd] = sum;
-    __syncthreads();  // parts written
-    if (thread_index == 0 && inside) y[row] = T(total(parts, SIMDGROUPS) * scale[0]);
-    __syncthreads();  // parts read
-  }
 """
 ROWS, SIMDGROUPS, N, K = 2, 2, 5, 70
 
@@ -153,8 +136,16 @@ def expected(dtype: mx.Dtype) -> mx.array:
 
 
 BOUNDS = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 5e-2}  # of its errors
+
+
+def in_cuda(text: str) -> str:
+    for word, other in CUDA_WORDS.items():
+        text = text.replace(word, other)
+    return text
+
+
 METAL = Sample("metal", METAL_HEADER, METAL_BODY)
-CUDA = Sample("cuda", CUDA_HEADER, CUDA_BODY)
+CUDA = Sample("cuda", in_cuda(METAL_HEADER) + WARP_SUM, in_cuda(METAL_BODY))
 
 
 def run(

@@ -4,9 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from . import Checks, KernelFault, cuda_kernel, toolchain, why_not
-from .lint import lint_llvm, lint_words
-from .passes import quote
+from . import Checks, KernelFault, why_not
+from .lint import lint_words
 from .samples import CUDA, METAL, run
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -113,19 +112,6 @@ def test_operations_of_a_simdgroup_compute_what_they_say():
         np.testing.assert_allclose(got, np.broadcast_to(wanted, (2, 32)), atol=2e-6, err_msg=text)
 
 
-def test_simdgroup_matrices_load_transposed_and_multiply():
-    body = """
-    simdgroup_float8x8 left, right, sum(0.0f);
-    simdgroup_load(left, a, 16, ulong2(8, 0));
-    simdgroup_load(right, b, 8, ulong2(0, 0), true);
-    simdgroup_multiply_accumulate(sum, left, right, sum);
-    simdgroup_store(sum, y, 8);
-    """
-    a, b = mx.random.normal((8, 16)), mx.random.normal((8, 8))
-    y = run(body, a, b, shape=(8, 8), grid=(32, 1, 1), threadgroup=(32, 1, 1))
-    assert mx.abs(y - a[:, 8:] @ b.T).max() < 1e-5
-
-
 def test_metal_has_the_threads_of_the_grid_and_smaller_groups_at_its_edge():
     body = """
     uint3 t = thread_position_in_grid, n = threads_per_grid, g = threads_per_threadgroup;
@@ -152,44 +138,6 @@ def test_small_and_0d_inputs_shapes_and_strides_are_as_mlx_generates_them():
     a = mx.random.normal((3, 5))
     y = run(body, a.T, mx.array([0.0, 2.0]), mx.array(1.0))
     assert mx.allclose(y, a.T * 2 + 1)
-
-
-def test_kernel_runs_inside_a_gradient():
-    """As the library uses it: behind ``mx.custom_function``, with the real kernel's arguments."""
-
-    def launch(source: str, *inputs: mx.array) -> mx.array:
-        return run("uint i = thread_position_in_grid.x; " + source, *inputs)
-
-    @mx.custom_function
-    def square(x: mx.array) -> mx.array:
-        return launch("y[i] = a[i] * a[i];", x)
-
-    @square.vjp
-    def square_vjp(x, cotangent, _):
-        return launch("y[i] = 2.0f * a[i] * b[i];", x, cotangent)
-
-    mx.disable_compile()
-    x = mx.random.normal((40,))
-    value, gradient = mx.value_and_grad(lambda x: (mx.checkpoint(square)(x) * 3).sum())(x)
-    assert mx.allclose(value, 3 * (x * x).sum()) and mx.allclose(gradient, 6 * x)
-
-
-def test_changed_text_under_the_same_name_is_a_new_library():
-    body = "uint i = thread_position_in_grid.x; y[i] = a[i] + {};"
-    assert [run(body.format(n), mx.zeros((9,)))[0].item() for n in ("1.0f", "2.0f")] == [1, 2]
-
-
-def test_no_threads_and_no_elements():
-    body = "y[thread_position_in_grid.x] = a[thread_position_in_grid.x];"
-    y = run(body, mx.zeros((0, 4)), grid=(0, 1, 1), threadgroup=(32, 1, 1))
-    assert y.shape == (0, 4)
-
-
-@pytest.mark.parametrize("dtype", [mx.bool_, mx.uint8, mx.int16, mx.uint32, mx.int64], ids=str)
-def test_integers_pass_through(dtype):
-    x = mx.random.randint(0, 100, (20,)).astype(dtype)
-    body = "uint i = thread_position_in_grid.x; y[i] = a[i];"
-    assert (run(body, x, dtype=dtype) == x).all()
 
 
 def test_init_value_fills_what_the_kernel_leaves():
@@ -224,23 +172,6 @@ def test_a_call_can_be_compiled_and_not_run(sample):
         large(**call)
 
 
-def test_wrong_count_of_inputs_is_refused():
-    with pytest.raises(KernelFault, match="`inputs` must have size 1 but got 2"):
-        run("y[0] = a[0];", mx.zeros((9,)), inputs=[mx.zeros((9,))] * 2)
-
-
-def test_message_quotes_the_line():
-    with pytest.raises(KernelFault, match=r"\n  \d+: y\[i\] = 1 << k;"):
-        body = "uint i = thread_position_in_grid.x;\nint k = int(a[i]);\ny[i] = 1 << k;"
-        run(body, 40 + mx.zeros(8))
-    assert quote("at line 2", "one\n  two\n") == "at line 2\n  2: two"
-
-
-def test_cuda_refuses_dynamic_shared_memory():
-    with pytest.raises(KernelFault, match="dynamic shared memory"):
-        cuda_kernel("k", ["a"], ["y"], "", shared_memory=64)
-
-
 @pytest.mark.parametrize(
     ("text", "hits"),
     [
@@ -260,15 +191,3 @@ def test_cuda_refuses_dynamic_shared_memory():
 )
 def test_words_are_linted(text, hits):
     assert len(lint_words(text)) == hits
-
-
-def test_double_in_the_abi_of_a_struct_is_no_hit():
-    assert not lint_llvm("define double @f() {\n  %1 = load double, ptr %0\n", metal=True)
-
-
-def test_without_a_compiler_there_is_a_reason(monkeypatch):
-    toolchain.find_toolchain.cache_clear()
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    assert "pip install ziglang" in toolchain.why_not()
-    toolchain.find_toolchain.cache_clear()

@@ -139,13 +139,6 @@ def test_run_sees(bug):
     assert seen.kind in kind.split("|") and word in seen.message, seen
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
-@pytest.mark.parametrize("bug", ["missing_barrier", "groups_write_the_same_rows", "early_return"])
-def test_bugs_are_seen_in_each_order_alone(bug, order):
-    kind, _, *changes = RUN[bug]
-    assert METAL.fault(*changes, checks=Checks(orders=(order,))).kind in kind.split("|")
-
-
 # What the strict pass and the linters reject before anything runs.
 STRICT = {
     "wrong_address_space": (

@@ -122,18 +122,3 @@ def test_replaced_factors_are_cast_again(adapted, on_plain_gpu):
     expected = adapted.model(token)
     assert mx.allclose(after, expected, atol=1e-4).item()
     assert not any(mx.allclose(after, other, atol=1e-1).item() for other in (before, bare))
-
-
-def test_a_cpu_and_training_keep_the_masters(adapted, request):
-    group = groups(adapted)[0]
-    masters = group.lora_a, group.lora_b, group._scales
-    assert group.factors(mx.bfloat16) == masters
-    with factors_cast(adapted.model):
-        assert group.factors(mx.bfloat16) == masters
-    request.getfixturevalue("on_plain_gpu")
-    with factors_cast(adapted.model):
-        assert group.factors(mx.bfloat16)[0][0].dtype == mx.bfloat16
-        adapted.model.train()
-        assert group.factors(mx.bfloat16)[0] is group.lora_a
-    adapted.model.eval()
-    assert group.factors(mx.bfloat16)[0] is group.lora_a

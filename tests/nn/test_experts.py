@@ -16,9 +16,9 @@ from mlx_packs.packs.making import attach_pack, pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import raises
 from tests.helpers.families import expert_paths, family_base, randomized, targets_of
-from tests.helpers.packs import edit_manifest, merged_weights
+from tests.helpers.packs import merged_weights
 from tests.helpers.rows import write_rows
 
 RANK = 2
@@ -140,12 +140,3 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
         *("--prompt", "a", "--max-tokens", 3, "--raw"),
     )
     assert code == 0, err
-
-    def more_experts(manifest):
-        for entry in manifest["adapters"]["modules"]:
-            if "experts" in entry:
-                entry["experts"] = 5
-
-    edit_manifest(pack, more_experts)
-    assert run("apply", pack, "--model", folder, "--dry-run")[0] == 2
-    check(run.error, "mismatch", None, "adapters.safetensors: ", "(4, 2, 64)", "(5, 2, 64)")

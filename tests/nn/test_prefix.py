@@ -7,16 +7,14 @@ import shutil
 from dataclasses import replace
 
 import mlx.nn as nn
-import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.nf4 import NF4Linear
-from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
+from mlx_packs.nn.prefix import PrefixKeys
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.objectives.exactness import why_not_shared
@@ -95,12 +93,6 @@ def test_any_number_of_groups_and_of_rows(groups, lengths):
     check_equal(attached.model, head, batch, groups)
 
 
-@pytest.mark.parametrize("policy", ["selective", "block"])
-def test_recomputed_prefixes_may_begin_alike(policy):
-    attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 2, policy)
-    check_equal(attached.model, head, ROOTED, root=ROOT)
-
-
 @pytest.mark.parametrize("policy", ["none", "selective", "block"])
 def test_blocks_below_the_adapters_leave_keys_without_a_gradient(policy):
     attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 1, policy)
@@ -176,44 +168,6 @@ def test_evaluation_scores_the_rows(family):
     assert tree.rows == rows.rows == 6 and tree.targets == rows.targets
     assert tree.nll == pytest.approx(rows.nll, rel=1e-6)
     assert tree.accuracy == rows.accuracy
-
-
-def test_a_window_hides_keys_of_the_prefix():
-    cache = PrefixKeys().after(6, 1, is_last=True)
-    assert cache.make_mask(3) == "causal" and cache.make_mask(1) is None
-    assert cache.make_mask(3, window_size=9) == "causal"
-    mask = np.array(cache.make_mask(3, window_size=4))
-    for i in range(3):
-        for j in range(9):
-            assert mask[i, j] == (0 <= 6 + i - j < 4)
-    assert cache.make_mask(1, return_array=True).shape == (1, 7)
-
-
-def test_a_prefix_keeps_its_keys_once_and_each_row_gets_them():
-    cache = PrefixKeys()
-    keys = mx.random.normal((2, 4, 6, 8))
-    cache.update_and_fetch(keys, 2 * keys)
-    later = cache.after(6, 3, is_last=True)
-    own = mx.random.normal((6, 4, 5, 8))
-    joined, values = later.update_and_fetch(own, own)
-    assert later.offset == 6 and later.kept[0].shape == keys.shape
-    for row in range(6):
-        assert mx.array_equal(joined[row, :, :6], keys[row // 3]).item()
-        assert mx.array_equal(values[row, :, :6], 2 * keys[row // 3]).item()
-        assert mx.array_equal(joined[row, :, 6:], own[row]).item()
-
-
-def test_each_layer_gets_the_cache_that_it_expects():
-    kinds = {}
-    for family in ("qwen3_next", "llama4"):
-        caches = make_prompt_cache(family_base(family).model)
-        kinds[family] = [type(prefix_cache(cache)).__name__ for cache in caches]
-    assert kinds["qwen3_next"] == ["PrefixStates", "PrefixKeys"]
-    assert set(kinds["llama4"]) == {"PrefixKeys"}
-    with pytest.raises(ValueError, match="more than keys, values and states: Unknown"):
-        prefix_cache(type("Unknown", (KVCache,), {})())
-    with pytest.raises(ValueError, match="more than keys, values and states: CacheList"):
-        prefix_cache(make_prompt_cache(family_base("falcon_h1").model)[0])
 
 
 @pytest.mark.slow

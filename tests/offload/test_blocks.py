@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRA
+from mlx_packs.adapters.lora import Attached
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.errors import BaseChanged, ReadFailed, read_errors
 from mlx_packs.nn.tables_on_disk import TableOnDisk
@@ -47,6 +48,26 @@ def offloaded(model: nn.Module, folder) -> OffloadedBlocks:
     return blocks
 
 
+def check_step(folder, prepare, batch=BATCH, checked=lambda base: None) -> None:
+    """Compare a step on a checkpoint in memory and on disk; `prepare` gives the head of a base."""
+    results = []
+    for on_disk in (False, True):
+        mx.random.seed(0)
+        base = load_base(folder, offload=on_disk)
+        assert (base.blocks_on_disk is not None) == on_disk
+        head = prepare(base)
+        base.model.train()
+        results.append(loss_and_gradients(base.model, head, [batch]))
+        checked(base)
+    check_bit_identical(results)
+
+
+def recomputed(attached: Attached):
+    """Recompute blocks of a base with adapters; return its head."""
+    attached.recompute("block")
+    return split_head(attached.model)
+
+
 def check_bit_identical(results: list[tuple]) -> None:
     (expected_loss, expected), (loss, gradients) = results
     assert loss == expected_loss and set(gradients) == set(expected)
@@ -69,8 +90,7 @@ def test_the_step_of_every_family_is_bit_identical(family, tmp_path):
             offloaded(base.model, tmp_path)
         attached = attach(base, LoRAConfig(rank=2, target_modules=targets_of(base, 2)))
         randomized(attached)
-        attached.recompute("block")
-        head = split_head(base.model)
+        head = recomputed(attached)
         base.model.train()
         results.append(loss_and_gradients(base.model, head, [BATCH]))
     check_bit_identical(results)
@@ -89,48 +109,33 @@ def quantized(folder, mode):
     return write_quantized(folder, write_dense(folder.parent / f"dense-{mode}"), mode=mode)
 
 
-@pytest.mark.parametrize("path", ["quantized", "transient"])
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [*((kind, "transient") for kind in BASES), ("affine", "quantized"), ("mxfp4", "quantized")],
+)
 def test_the_step_on_every_format_is_bit_identical(kind, path, tmp_path):
-    folder = BASES[kind](tmp_path / "base")
-    results = []
-    for on_disk in (False, True):
-        mx.random.seed(0)
-        base = load_base(folder, offload=on_disk)
+    def prepare(base):
         attached = attach(base, LoRAConfig(rank=2), matmul_path=path)
         fill_b(attached)
-        attached.recompute("block")
-        base.model.train()
-        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
-        assert (base.blocks_on_disk is not None) == on_disk
-    check_bit_identical(results)
+        return recomputed(attached)
+
+    check_step(BASES[kind](tmp_path / "base"), prepare)
 
 
 @pytest.mark.parametrize("batch", [packed_batch(), aligned_batch(), tree_of(BATCH, 2)])
 def test_the_step_on_packed_rows_and_trees_is_bit_identical(batch, tmp_path):
     packed = None if len(batch.layout) and not isinstance(batch.layout, tuple) else LIMIT + 1
     folder = write_stored(tmp_path / "base", bits=4)
-    results = []
-    for on_disk in (False, True):
-        mx.random.seed(0)
-        base = load_base(folder, offload=on_disk)
-        _, head = adapted(base, recompute="block", packed_length=packed)
-        results.append(loss_and_gradients(base.model, head, [batch]))
-    check_bit_identical(results)
+    check_step(folder, lambda base: adapted(base, -1, "block", packed)[1], batch)
 
 
 def test_dora_reads_the_norms_of_weights_on_disk(tmp_path):
-    folder = write_stored(tmp_path / "base", bits=4)
-    results = []
-    for on_disk in (False, True):
-        mx.random.seed(0)
-        base = load_base(folder, offload=on_disk)
+    def prepare(base):
         attached = DoRA().attach(base, LoRAConfig(rank=2), TrainConfig(method="dora"), "quantized")
         fill_b(attached)
-        attached.recompute("block")
-        base.model.train()
-        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
-    check_bit_identical(results)
+        return recomputed(attached)
+
+    check_step(write_stored(tmp_path / "base", bits=4), prepare)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -142,17 +147,13 @@ def test_tables_with_adapters_and_those_trained_in_full_are_in_memory(tied, tmp_
     )
     train = TrainConfig(method="lora", recompute="block")
 
-    results = []
-    for on_disk in (False, True):
-        mx.random.seed(0)
-        base = load_base(folder, offload=on_disk)
-        attached = attach_method(base, lora, train, "quantized")
-        attached.recompute("block")
-        base.model.train()
-        results.append(loss_and_gradients(base.model, split_head(base.model), [BATCH]))
-        names = {path for path, m in base.model.named_modules() if isinstance(m, TableOnDisk)}
-        assert not names
-    check_bit_identical(results)
+    def no_table_on_disk(base):
+        assert not any(isinstance(module, TableOnDisk) for module in base.model.modules())
+
+    def prepare(base):
+        return recomputed(attach_method(base, lora, train, "quantized"))
+
+    check_step(folder, prepare, checked=no_table_on_disk)
 
 
 def test_blocks_that_are_kept_in_memory_are_not_read_again(tmp_path):

@@ -26,6 +26,7 @@ from tests.helpers.gguf_base import write_gguf
 from tests.helpers.observers import Observer
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
+from tests.helpers.variants import slow_except
 
 LORA = LoRAConfig(rank=2)
 RUN = TrainConfig(
@@ -68,6 +69,15 @@ def hash_of_pack(base, data, train, out, **options) -> str:
     return sha256(run.pack.path / "adapters.safetensors")
 
 
+def check_same_packs(base, data, train, out, **options) -> None:
+    """Compare the packs of a run with the base on disk and of one with the base in memory."""
+    hashes = {
+        hash_of_pack(base, data, replace(train, offload_base=how), out / how, **options)
+        for how in ("on", "off")
+    }
+    assert len(hashes) == 1
+
+
 def shorter(completions, **_):
     return [-len(text) / 20 for text in completions]
 
@@ -87,20 +97,12 @@ RUNS = {
     "validated": ("chats", {"steps_per_eval": 1, "load_best": True}, {}),
     "grpo": ("prompts", {"task": "grpo", **GRPO}, {"reward": shorter}),
 }
-QUICK = ("lm",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.parametrize("name", slow_except(RUNS, "lm"))
 def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
     rows, changes, options = RUNS[name]
-    train = replace(RUN, **changes)
-    hashes = {
-        hash_of_pack(base, data[rows], replace(train, offload_base=how), tmp_path / how, **options)
-        for how in ("on", "off")
-    }
-    assert len(hashes) == 1
+    check_same_packs(base, data[rows], replace(RUN, **changes), tmp_path, **options)
 
 
 @pytest.mark.slow
@@ -111,12 +113,7 @@ def test_packs_on_other_formats_are_the_same_to_the_byte(kind, data, tmp_path):
         base = write_gguf(dense, tmp_path / "base.gguf")
     else:
         base = write_quantized(tmp_path / "base", dense, mode=kind)
-    train = replace(RUN, iters=20, save_every=10)
-    hashes = {
-        hash_of_pack(base, data["chats"], replace(train, offload_base=how), tmp_path / how)
-        for how in ("on", "off")
-    }
-    assert len(hashes) == 1
+    check_same_packs(base, data["chats"], replace(RUN, iters=20, save_every=10), tmp_path)
 
 
 ACCUMULATED = replace(RUN, grad_accumulation_steps=4, iters=4, offload_base="on")
@@ -228,16 +225,19 @@ def test_settings_that_need_the_base_in_memory_are_rejected(changes, flag):
         TrainConfig(offload_base="on", **changes)
 
 
-def test_modules_in_full_inside_blocks_are_rejected(base, data, tmp_path):
-    saved = LoRAConfig(rank=2, modules_to_save=("input_layernorm",))
-    with raises("conflict", "modules_to_save"):
-        train_pack(str(base), data["chats"], saved, replace(RUN, offload_base="on"), tmp_path / "o")
-
-
-def test_the_dense_path_is_rejected(base, data, tmp_path):
-    train = replace(RUN, offload_base="on", matmul_path="dense")
-    with raises("conflict", "matmul_path"):
-        train_pack(str(base), data["chats"], LORA, train, tmp_path / "o", progress=False)
+@pytest.mark.parametrize(
+    ("lora", "changes", "flag"),
+    [
+        (LoRAConfig(rank=2, modules_to_save=("input_layernorm",)), {}, "modules_to_save"),
+        (LORA, {"matmul_path": "dense"}, "matmul_path"),
+    ],
+)
+def test_modules_in_full_inside_blocks_and_the_dense_path_are_rejected(
+    base, data, tmp_path, lora, changes, flag
+):
+    train = replace(RUN, offload_base="on", **changes)
+    with raises("conflict", flag):
+        train_pack(str(base), data["chats"], lora, train, tmp_path / "o", progress=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -123,24 +123,6 @@ def test_a_block_is_read_once_and_one_micro_batch_computed_at_a_time(tmp_path):
     assert peaks[1] - peaks[0] < 1.2 * 4 * inputs
 
 
-def test_functions_meet_at_the_places_that_they_have_in_common():
-    met = []
-
-    def join(place, requests):
-        met.append((place, requests))
-        return [mx.array(request) + 1 for request in requests]
-
-    def function(places, start):
-        value = mx.array(start)
-        for place in places:
-            value = meet(place, value.item())
-        return value
-
-    functions = [partial(function, places, start) for places, start in (("abc", 0), ("ac", 10))]
-    assert [value.item() for value in lockstep(functions, join)] == [3, 12]
-    assert met == [("a", [0, 10]), ("b", [1]), ("c", [2, 11])]
-
-
 def test_an_error_ends_the_functions_that_wait():
     ended = []
 

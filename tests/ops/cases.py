@@ -1,12 +1,11 @@
 """Cases of kernels in each dtype, and a weight of zeros."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-
-import pytest
 
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
+from tests.helpers.variants import slow_except
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
@@ -16,13 +15,16 @@ def by_dtype(cases: Iterable, some: Iterable) -> list:
 
     Half precisions differ from float32 in how numbers are read and written.
     """
-    return [
-        pytest.param(
-            dtype, case, marks=() if dtype == mx.float32 or case in some else pytest.mark.slow
-        )
-        for dtype in DTYPES
-        for case in cases
-    ]
+    cases = list(cases)
+    quick = [(mx.float32, case) for case in cases] + [(d, case) for d in DTYPES for case in some]
+    return slow_except(((dtype, case) for dtype in DTYPES for case in cases), *quick)
+
+
+def output_and_gradients(function: Callable, arrays: list[mx.array]) -> list[mx.array]:
+    """Of a weighted sum of the output, which has the shape of the first array."""
+    weight = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
+    (output,), gradients = mx.vjp(lambda *a: [function(*a)], arrays, [weight])
+    return [output, *gradients]
 
 
 def quantized_weight(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:

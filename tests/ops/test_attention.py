@@ -11,6 +11,8 @@ from mlx_packs.ops.attention import attention, has_fused_gradient
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
+from tests.helpers.memory import peak_bytes
+from tests.ops.cases import output_and_gradients
 
 SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
     "grouped": (2, 8, 2, 33, 33, 64),
@@ -43,13 +45,6 @@ def masks(shape: tuple) -> dict:
         "boolean": visible,
         "additive": mx.where(visible, 0.0, -1e9),
     }
-
-
-def output_and_gradients(attend, arrays: list[mx.array]) -> list[mx.array]:
-    """Of a weighted sum of the output."""
-    weight = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
-    (output,), gradients = mx.vjp(lambda *a: [attend(*a)], arrays, [weight])
-    return [output, *gradients]
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
@@ -118,22 +113,15 @@ def test_bfloat16_gradients_of_many_blocks_are_as_accurate_as_mlxs(off_cpu):
 def test_attention_off_the_cpu_holds_the_scores_of_one_block(off_cpu):
     q = mx.random.normal((1, 8, 1024, 32))
     k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
-    mx.eval(q, k, v)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(attention(q, k, v, 0.2, "causal"))
-    assert mx.get_peak_memory() - before < 0.5 * 4 * 8 * 1024 * 1024
+    peak = peak_bytes(lambda: attention(q, k, v, 0.2, "causal"), q, k, v)
+    assert peak < 0.5 * 4 * 8 * 1024 * 1024
 
 
 def test_attention_of_a_long_row_holds_a_few_blocks():
     q, w = (mx.random.normal((1, 8, 2048, 32)) for _ in range(2))
     k, v = (mx.random.normal((1, 2, 2048, 32)) for _ in range(2))
-    mx.eval(q, k, v, w)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(mx.vjp(lambda *a: [attention(*a, 0.2, "causal")], [q, k, v], [w]))
-    scores = 4 * 8 * 2048 * 2048
-    assert mx.get_peak_memory() - before < 0.35 * scores
+    compute = partial(mx.vjp, lambda *a: [attention(*a, 0.2, "causal")], [q, k, v], [w])
+    assert peak_bytes(compute, q, k, v, w) < 0.35 * 4 * 8 * 2048 * 2048
 
 
 @pytest.fixture
@@ -184,9 +172,3 @@ def test_attention_by_blocks_of_a_gpu_has_no_float32_scores(monkeypatch):
         for mask in (None, "causal", some["boolean"], some["additive"].astype(mx.bfloat16)):
             mx.grad(lambda q, mask=mask: attention(q, q, q, 0.2, mask).sum())(q)
     assert dtypes == {mx.bfloat16}
-
-
-def test_a_cpu_has_no_fused_gradient_of_attention():
-    assert not has_fused_gradient(mx.float32, 64, "causal")
-    assert not attention_module._has_fused_gradient(mx.float32, 64, "causal")
-    assert not attention_module._has_fused_gradient(mx.float32, 64, "causal", True)

@@ -62,18 +62,6 @@ def test_backend_context_neither_raises_nor_hides_an_error_on_exit(monkeypatch, 
         pass
 
 
-def test_where_mlx_computes_on_a_gpu_the_kernels_of_tests_run_there(monkeypatch):
-    expected = call()
-    with emulation("metal") as emulated:  # stands for the GPU
-        monkeypatch.setattr("tests.helpers.emulation.gpu_language", lambda: "metal")
-        with emulation("metal") as built, dispatch.backend("metal"):
-            assert mx.allclose(call()[0], expected[0], atol=1e-3).item()
-            assert built and all(kernel.reports for kernel in built)
-            assert [k.definition.name for k in built] == [k.definition.name for k in emulated]
-        with pytest.raises(pytest.skip.Exception, match="in 'metal'"), emulation("cuda"):
-            pass
-
-
 @pytest.mark.parametrize(
     ("kind", "reason", "forced"),
     [
@@ -236,18 +224,3 @@ def test_examine_finds_a_wrong_value_a_wrong_gradient_and_a_nan():
         for exact in (True, False):
             assert text in examine(Check("case", op, right, [x], exact)).fault
     assert examine(Check("case", right, right, [x])).fault is None
-
-
-def test_launches_of_a_level_wait_once_and_a_kernel_must_win_a_tenth(monkeypatch):
-    m3_max, launch = chip("Apple M3 Max"), _cost.Launch("nothing", 0)
-    read = _cost.seconds([_cost.Launch("read", bytes=3e9)], m3_max)
-    assert read == pytest.approx(2.75e-6 + 3 / (400 * 0.75))
-    after_another, beside = [launch] * 5, _cost.level([launch] * 5)
-    assert _cost.seconds(after_another, m3_max) == pytest.approx(5 * 2.75e-6)
-    assert _cost.seconds(beside, m3_max) == pytest.approx((1 + 4 * _cost.BESIDE) * 2.75e-6)
-    monkeypatch.setattr(_backend, "chip_here", lambda: m3_max)
-    key = ("op", (mx.float32,), 1, ())
-    for slower, reason in ((0.8, None), (0.95, "10 us, kernel 10 us (Apple M3 Max)")):
-        plans = [[_cost.Launch("read", size * 2.175e6)] for size in (1.0, slower)]
-        spec = _backend.KernelSpec("op", lambda *_: [], lambda *_, plans=plans: plans)
-        assert _backend._loss(spec, "metal", key) == reason

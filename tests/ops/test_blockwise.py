@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_packs.ops.blockwise import BLOCK_SIZE, decode, dynamic_map, encode, nearest
+from mlx_packs.ops.blockwise import BLOCK_SIZE, decode, dynamic_map, encode
 from mlx_packs.runtime import mx
 
 
@@ -15,14 +15,6 @@ def test_dynamic_map_is_sorted_and_has_its_decades(signed):
     counts = [((positive > 10.0 ** (e - 1)) & (positive < 10.0**e)).sum() for e in range(-6, 1)]
     assert counts == [2 ** (i + (not signed)) for i in range(7)]
     assert (table.min() < 0) == signed
-
-
-def test_nearest_returns_the_nearest_entry():
-    table = dynamic_map()
-    values = mx.random.uniform(-1, 1, (500,))
-    distance = np.abs(np.array(values)[:, None] - np.array(table)[None])
-    result = np.array(nearest(values, table))
-    assert (distance[np.arange(500), result] == distance.min(axis=1)).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])

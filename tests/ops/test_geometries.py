@@ -1,10 +1,13 @@
 """Every kernel instance that real models ask for compiles, within the limits of a launch."""
 
+import itertools
+
 import pytest
 
 from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
+from tests.helpers.variants import slow_except
 from tests.ops.cases import DTYPES, quantized_weight
 
 # hidden, FFN, query heads x 128, KV heads x 128
@@ -15,7 +18,7 @@ MODELS = {
     "qwen3_14b": (5120, 17408, 5120, 1024),
     "llama3_8b": (4096, 14336, 4096, 1024),  # and Mistral 7B
 }
-NAMES = [pytest.param(n, marks=() if n == "qwen3_4b" else pytest.mark.slow) for n in MODELS]
+NAMES = slow_except(MODELS, "qwen3_4b")
 RANKS = (1, 4, 8, 16, 32, 33, 64)
 ROWS = (1, 8)
 
@@ -34,38 +37,22 @@ def check_launches(built) -> None:
             assert report.threadgroup_bytes <= 20480, "two groups must fit into a core"
 
 
-def trace(language: str, rows: int, depth: int, widths, rank: int, dtype: mx.Dtype) -> None:
-    """Ask for every launch of one group; nothing is computed."""
-    for factors in {mx.float32, dtype}:
-        x, *y = (mx.zeros((rows, w), dtype) for w in (depth, *widths))
-        a = [mx.zeros((depth, rank), factors) for _ in widths]
-        b = [mx.zeros((rank, w), factors) for w in widths]
-        grouped_lora_kernel.by_kernel(language, x, y, a, b, (1.0,) * len(widths))
-
-
-def trace_all(name: str, language: str, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    slow_except([*((n, (16,)) for n in MODELS), ("qwen3_4b", RANKS)], ("qwen3_4b", (16,))),
+)
+def test_grouped_lora_compiles_at_every_geometry_and_rank(name, ranks, language):
+    factors = [(mx.float32, mx.float32), *itertools.product(DTYPES[1:], (mx.float32, None))]
     with emulation(language, compile_only=True) as built:
-        for depth, widths in groups(name):
-            for rank in ranks:
-                for dtype in DTYPES:
-                    for rows in ROWS:
-                        trace(language, rows, depth, widths, rank, dtype)
-        dtypes_and_factors = 2 * len(DTYPES) - 1
-        launches = 2 * 4 * dtypes_and_factors * len(ranks) * len(ROWS)
-        assert sum(len(kernel.reports) for kernel in built) == launches
+        cases = list(itertools.product(groups(name), ranks, factors, ROWS))
+        for (depth, widths), rank, (dtype, of_factors), rows in cases:
+            x, *y = (mx.zeros((rows, w), dtype) for w in (depth, *widths))
+            a = [mx.zeros((depth, rank), of_factors or dtype) for _ in widths]
+            b = [mx.zeros((rank, w), of_factors or dtype) for w in widths]
+            grouped_lora_kernel.by_kernel(language, x, y, a, b, (1.0,) * len(widths))
+        assert sum(len(kernel.reports) for kernel in built) == 2 * len(cases)
         check_launches(built)
-
-
-@pytest.mark.parametrize("language", ["metal", "cuda"])
-@pytest.mark.parametrize("name", NAMES)
-def test_grouped_lora_compiles_at_every_geometry(name, language):
-    trace_all(name, language, (16,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("language", ["metal", "cuda"])
-def test_grouped_lora_compiles_at_every_rank(language):
-    trace_all("qwen3_4b", language, RANKS)
 
 
 @pytest.mark.parametrize("language", ["metal", "cuda"])

@@ -10,7 +10,7 @@ from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.grouped_lora_kernel import row_tile
 from mlx_packs.ops.multi_lora import multi_lora, reference
-from mlx_packs.ops.multi_lora_kernel import BatchProgram, BatchSizes, check_of, instances, plans
+from mlx_packs.ops.multi_lora_kernel import BatchProgram, BatchSizes, check_of, instances
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
@@ -235,11 +235,3 @@ def test_instances_are_distinct_and_the_reference_passes_them_alone():
         for check in instance.checks("reference"):
             alone = replace(check, kernel=check.reference, exact=False, alone=True)
             assert examine(alone).fault is None
-
-
-def test_plans_count_reads_of_a_and_b_for_each_sequence():
-    d, r, o = 2560, 16, 4096
-    for sequences in (1, 64):
-        instance = BatchProgram(mx.bfloat16, mx.float32, (r,), 1)
-        for plan in plans(instance, 1, BatchSizes(sequences, d, (o,), 4)):
-            assert sum(launch.cached_bytes for launch in plan) == 4 * sequences * r * (d + o)

@@ -10,8 +10,10 @@ from mlx_packs.ops import watchdog
 from mlx_packs.ops.attention import mlx_attention
 from mlx_packs.ops.watchdog import VARIABLE, attention_calls, limit_operations, product_calls
 from mlx_packs.runtime import mx
+from tests.helpers.comparison import all_close
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
+from tests.ops.cases import output_and_gradients
 
 
 @pytest.mark.parametrize(
@@ -36,22 +38,15 @@ def test_calls_take_an_m1_about_a_second(rows, length, hidden, ffn, calls):
 def test_attention_in_calls_is_attention(kv_heads, rows, monkeypatch):
     q = mx.random.normal((rows, 4, 16, 8))
     k, v = (mx.random.normal((rows, kv_heads, 16, 8)) for _ in range(2))
-    weight = mx.random.normal(q.shape)
 
     def results():
-        def loss(*arrays):
-            return (mlx_attention(*arrays, 0.3, "causal") * weight).sum()
+        return output_and_gradients(lambda *a: mlx_attention(*a, 0.3, "causal"), [q, k, v])
 
-        return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
-
-    expected, gradients = results()
+    expected = results()
     monkeypatch.setattr(watchdog, "ATTENTION_OPERATIONS", 1e3)
     assert attention_calls(rows, 4, kv_heads, 16, 8) == (rows, 4)
     monkeypatch.setattr(attention_module, "is_watched", lambda: True)
-    value, of_parts = results()
-    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
-    for a, b in zip(of_parts, gradients, strict=True):
-        assert mx.allclose(a, b, atol=1e-5).item()
+    assert all_close(results(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_feed_forward_in_calls_is_the_same(monkeypatch):
@@ -67,34 +62,27 @@ def test_a_feed_forward_in_calls_is_the_same(monkeypatch):
     assert attached_mlp._ends(x) == []
 
 
-@pytest.fixture
-def mac(monkeypatch):
-    """A Mac whose MLX has not been used."""
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "get_peak_memory", lambda: 0)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    os.environ.pop(VARIABLE, None)
-
-
-def test_long_rows_have_one_operation_a_buffer(mac):
-    assert limit_operations(32768) == f"{VARIABLE}=0, since rows have more than 8,192 tokens"
-    assert os.environ[VARIABLE] == "0"
-
-
-def test_short_rows_and_machines_without_metal_change_nothing(mac, monkeypatch):
-    assert limit_operations(8192) == ""
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert limit_operations(32768) == "" and VARIABLE not in os.environ
-
-
-def test_a_limit_of_the_user_stands(mac):
-    os.environ[VARIABLE] = "200"
-    assert limit_operations(32768) == "" and os.environ[VARIABLE] == "200"
-
-
-def test_a_process_that_used_the_gpu_is_told_so(mac, monkeypatch):
-    monkeypatch.setattr(mx, "get_peak_memory", lambda: 1)
-    assert limit_operations(32768).endswith("has to be in the environment when Python starts")
+@pytest.mark.parametrize(
+    ("length", "has_metal", "peak", "users", "said", "value"),
+    [
+        (32768, True, 0, None, f"{VARIABLE}=0, since rows have more than 8,192 tokens", "0"),
+        (8192, True, 0, None, "", None),
+        (32768, False, 0, None, "", None),
+        (32768, True, 0, "200", "", "200"),
+        (32768, True, 1, None, "has to be in the environment when Python starts", "0"),
+    ],
+    ids=["long", "short", "no-metal", "of-the-user", "too-late"],
+)
+def test_long_rows_have_one_operation_a_buffer(
+    length, has_metal, peak, users, said, value, monkeypatch
+):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: has_metal)
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: peak)
+    environment = {name: v for name, v in os.environ.items() if name != VARIABLE}
+    monkeypatch.setattr(os, "environ", environment | ({VARIABLE: users} if users else {}))
+    result = limit_operations(length)
+    assert result == said or (peak and result.endswith(said))
+    assert os.environ.get(VARIABLE) == value
 
 
 def test_nothing_is_allocated_before_a_run_begins():

@@ -14,10 +14,25 @@ TEXT = {
     "hidden_act": "silu",
 }
 HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SCALED = {  # of an image processor
+    **dict.fromkeys("do_convert_rgb do_normalize do_rescale do_resize".split(), True),
+    "rescale_factor": 1 / 255,
+}
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+
+
+def ids_of(ids: dict[str, int], **tokens: str) -> dict[str, int]:
+    """The fields of config.json that have the ids of tokens."""
+    return {f"{name}_token_id": ids[token] for name, token in tokens.items()}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Gemma 3 and Gemma 4, whose layers differ in what they see."""
 
-from tests.helpers.vision_families.family import HALVES, TEXT, Family
+from tests.helpers.vision_families.family import HALVES, SCALED, TEXT, VISION, Family, ids_of
 
 GEMMA_FIRST_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 GEMMA_TOKENIZER = {
@@ -59,12 +59,9 @@ def _gemma3_config(ids: dict[str, int]) -> dict:
         "mm_tokens_per_image": 4,
         "vocab_size": len(ids),
         "text_config": text,
-        "vision_config": {
+        "vision_config": VISION
+        | {
             "model_type": "siglip_vision_model",
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
             "image_size": 112,
             "patch_size": 14,
             "vision_use_head": False,
@@ -79,12 +76,8 @@ GEMMA3_SPECIAL = {
 }
 GEMMA3 = Family(
     first_tokens=GEMMA_FIRST_TOKENS,
-    tokens=(
-        "<start_of_turn>",
-        "<end_of_turn>",
-        "<start_of_image>",
-        "<end_of_image>",
-        "<image_soft_token>",
+    tokens=tuple(
+        "<start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>".split()
     ),
     config=_gemma3_config,
     tokenizer=GEMMA_TOKENIZER
@@ -92,17 +85,14 @@ GEMMA3 = Family(
     | {"processor_class": "Gemma3Processor", "extra_special_tokens": GEMMA3_SPECIAL},
     files={
         "preprocessor_config.json": HALVES
+        | SCALED
         | {
             "image_processor_type": "Gemma3ImageProcessor",
             "processor_class": "Gemma3Processor",
             "do_convert_rgb": None,
-            "do_normalize": True,
             "do_pan_and_scan": None,
-            "do_rescale": True,
-            "do_resize": True,
             "image_seq_length": 4,
             "resample": 2,
-            "rescale_factor": 1 / 255,
             "size": {"height": 112, "width": 112},
         },
         "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
@@ -119,19 +109,11 @@ GEMMA3 = Family(
 )
 
 
-GEMMA4_TOKENS = (
-    "<|turn>",
-    "<turn|>",
-    "<|channel>",
-    "<channel|>",
-    "<|think|>",
-    "<|image>",
-    "<|audio>",
-    "<|image|>",
-    "<|audio|>",
-    "<image|>",
-    "<audio|>",
-    "<|video|>",
+GEMMA4_TOKENS = tuple(
+    (
+        "<|turn> <turn|> <|channel> <channel|> <|think|> <|image> <|audio> <|image|> "
+        "<|audio|> <image|> <audio|> <|video|>"
+    ).split()
 )
 GEMMA4_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}\
@@ -173,33 +155,24 @@ def _gemma4_config(ids: dict[str, int]) -> dict:
         "use_double_wide_mlp": True,
         "vocab_size": len(ids),
         "vocab_size_per_layer_input": len(ids),
-        "bos_token_id": ids["<bos>"],
-        "eos_token_id": ids["<eos>"],
-        "pad_token_id": ids["<pad>"],
+        **ids_of(ids, bos="<bos>", eos="<eos>", pad="<pad>"),
     }
     del text["hidden_act"]
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "model_type": "gemma4",
-        "boi_token_id": ids["<|image>"],
-        "eoi_token_id": ids["<image|>"],
-        "image_token_id": ids["<|image|>"],
-        "boa_token_id": ids["<|audio>"],
-        "eoa_token_id": ids["<audio|>"],
+        **ids_of(ids, boi="<|image>", eoi="<image|>", image="<|image|>", video="<|video|>"),
+        **ids_of(ids, boa="<|audio>", eoa="<audio|>", audio="<|audio|>"),
         "eoa_token_index": ids["<audio|>"],
-        "audio_token_id": ids["<|audio|>"],
-        "video_token_id": ids["<|video|>"],
         "eos_token_id": [ids["<eos>"], ids["<turn|>"]],
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
         "vision_soft_tokens_per_image": 70,
         "vocab_size": len(ids),
         "text_config": text,
-        "vision_config": {
+        "vision_config": VISION
+        | {
             "model_type": "gemma4_vision",
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "head_dim": 16,
@@ -239,17 +212,13 @@ GEMMA4_SPECIAL = {
     "eoc_token": "<channel|>",
     "think_token": "<|think|>",
 }
-GEMMA4_PATCHES = {
-    "do_convert_rgb": True,
-    "do_rescale": True,
-    "do_resize": True,
+GEMMA4_PATCHES = SCALED | {
     "image_mean": [0.0, 0.0, 0.0],
     "image_std": [1.0, 1.0, 1.0],
     "max_soft_tokens": 70,
     "patch_size": 16,
     "pooling_kernel_size": 3,
     "resample": 3,
-    "rescale_factor": 1 / 255,
 }
 GEMMA4 = Family(
     first_tokens=GEMMA_FIRST_TOKENS,
@@ -282,7 +251,6 @@ GEMMA4 = Family(
             "video_processor": GEMMA4_PATCHES
             | {
                 "video_processor_type": "Gemma4VideoProcessor",
-                "do_normalize": True,
                 "num_frames": 32,
             },
         },

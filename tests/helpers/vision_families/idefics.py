@@ -1,6 +1,6 @@
 """SmolVLM2 and Idefics3, which cut a picture into tiles."""
 
-from tests.helpers.vision_families.family import HALVES, TEXT, Family
+from tests.helpers.vision_families.family import HALVES, SCALED, TEXT, VISION, Family, ids_of
 
 SMOLVLM_TOKENS = (
     "<|endoftext|>",
@@ -24,24 +24,8 @@ SMOLVLM_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 
-SMOLVLM_PICTURES = HALVES | {
-    "do_convert_rgb": True,
-    "do_image_splitting": True,
-    "do_normalize": True,
-    "do_pad": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "resample": 1,
-    "rescale_factor": 1 / 255,
-}
-SMOLVLM_VISION = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-}
+SMOLVLM_PICTURES = HALVES | SCALED | {"do_image_splitting": True, "do_pad": True, "resample": 1}
+SMOLVLM_VISION = VISION | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 
 
 def _smolvlm_config(ids: dict[str, int]) -> dict:
@@ -62,9 +46,7 @@ def _smolvlm_config(ids: dict[str, int]) -> dict:
             "rope_theta": 100000,
             "tie_word_embeddings": False,
             "vocab_size": len(ids),
-            "bos_token_id": ids["<|im_start|>"],
-            "eos_token_id": ids["<end_of_utterance>"],
-            "pad_token_id": ids["<|im_end|>"],
+            **ids_of(ids, bos="<|im_start|>", eos="<end_of_utterance>", pad="<|im_end|>"),
         },
         "vision_config": SMOLVLM_VISION
         | {"model_type": "smolvlm_vision", "image_size": 128, "patch_size": 16},
@@ -118,9 +100,7 @@ def _idefics3_config(ids: dict[str, int]) -> dict:
             "rope_theta": 500000.0,
             "tie_word_embeddings": False,
             "vocab_size": len(ids),
-            "bos_token_id": ids["<|begin_of_text|>"],
-            "eos_token_id": ids["<|end_of_text|>"],
-            "pad_token_id": ids["<|end_of_text|>"],
+            **ids_of(ids, bos="<|begin_of_text|>", eos="<|end_of_text|>", pad="<|end_of_text|>"),
         },
         "vision_config": SMOLVLM_VISION
         | {"model_type": "idefics3_vision", "image_size": 56, "patch_size": 14},
@@ -129,13 +109,7 @@ def _idefics3_config(ids: dict[str, int]) -> dict:
 
 # Rows, columns and the whole picture are named in plain text, unlike in SmolVLM2.
 IDEFICS3 = Family(
-    tokens=(
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<fake_token_around_image>",
-        "<image>",
-        "<end_of_utterance>",
-    ),
+    tokens=("<|begin_of_text|>", "<|end_of_text|>", *SMOLVLM_TOKENS[-3:]),
     config=_idefics3_config,
     tokenizer={
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,14 +1,7 @@
 """LLaVA 1.5 and Mistral Small 3.1, which have the text of a Llama."""
 
-from tests.helpers.vision_families.family import CLIP, TEXT, Family
+from tests.helpers.vision_families.family import CLIP, SCALED, TEXT, VISION, Family
 
-VISION = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "patch_size": 14,
-}
 NAMES = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -50,6 +43,7 @@ def _llava_config(ids: dict[str, int]) -> dict:
         | {
             "model_type": "clip_vision_model",
             "image_size": 56,
+            "patch_size": 14,
             "projection_dim": 32,
             "vocab_size": 32000,
         },
@@ -72,17 +66,13 @@ LLAVA = Family(
     },
     files={
         "preprocessor_config.json": CLIP
+        | SCALED
         | {
             "image_processor_type": "CLIPImageProcessor",
             "processor_class": "LlavaProcessor",
             "crop_size": {"height": 56, "width": 56},
             "do_center_crop": True,
-            "do_convert_rgb": True,
-            "do_normalize": True,
-            "do_rescale": True,
-            "do_resize": True,
             "resample": 3,
-            "rescale_factor": 1 / 255,
             "size": {"shortest_edge": 56},
         },
         "processor_config.json": {
@@ -137,6 +127,7 @@ def _mistral3_config(ids: dict[str, int]) -> dict:
             "head_dim": 12,
             "hidden_act": "silu",
             "image_size": 112,
+            "patch_size": 14,
             "num_channels": 3,
             "rope_theta": 10000.0,
         },
@@ -149,18 +140,11 @@ MISTRAL_IMAGE_TOKENS = {
     "image_end_token": "[IMG_END]",
 }
 MISTRAL3 = Family(
-    first_tokens=(
-        "<unk>",
-        "<s>",
-        "</s>",
-        "[INST]",
-        "[/INST]",
-        "[IMG]",
-        "<pad>",
-        "[IMG_BREAK]",
-        "[IMG_END]",
-        "[SYSTEM_PROMPT]",
-        "[/SYSTEM_PROMPT]",
+    first_tokens=tuple(
+        (
+            "<unk> <s> </s> [INST] [/INST] [IMG] <pad> [IMG_BREAK] [IMG_END] [SYSTEM_PROMPT] "
+            "[/SYSTEM_PROMPT]"
+        ).split()
     ),
     tokens=(),
     config=_mistral3_config,
@@ -175,16 +159,12 @@ MISTRAL3 = Family(
     },
     files={
         "preprocessor_config.json": CLIP
+        | SCALED
         | {
             "image_processor_type": "PixtralImageProcessor",
             "processor_class": "PixtralProcessor",
-            "do_convert_rgb": True,
-            "do_normalize": True,
-            "do_rescale": True,
-            "do_resize": True,
             "patch_size": 14,
             "resample": 3,
-            "rescale_factor": 1 / 255,
             "size": {"longest_edge": 112},
         },
         "processor_config.json": MISTRAL_IMAGE_TOKENS

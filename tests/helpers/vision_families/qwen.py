@@ -1,22 +1,13 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose pictures keep their shape."""
 
-from tests.helpers.vision_families.family import CLIP, HALVES, TEXT, Family
+from tests.helpers.vision_families.family import CLIP, HALVES, TEXT, Family, ids_of
 
-QWEN_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+QWEN_TOKENS = tuple(
+    (
+        "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> "
+        "<|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> "
+        "<|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+    ).split()
 )
 QWEN_TOKENIZER = {
     "tokenizer_class": "Qwen2Tokenizer",
@@ -49,12 +40,8 @@ QWEN3_TEMPLATE = "{% for message in messages %}" + QWEN_TURN + "{% endfor %}" + 
 
 
 def _qwen_ids(ids: dict[str, int]) -> dict:
-    return {
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-    }
+    marks = ids_of(ids, vision_start="<|vision_start|>", vision_end="<|vision_end|>")
+    return marks | ids_of(ids, image="<|image_pad|>", video="<|video_pad|>")
 
 
 def _qwen2_text(ids: dict[str, int]) -> dict:
@@ -63,9 +50,7 @@ def _qwen2_text(ids: dict[str, int]) -> dict:
         TEXT
         | _qwen_ids(ids)
         | {
-            "vision_token_id": ids["<|vision_pad|>"],
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
+            **ids_of(ids, vision="<|vision_pad|>", bos="<|endoftext|>", eos="<|im_end|>"),
             "rope_theta": 1000000.0,
             "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
             "sliding_window": 512,
@@ -171,8 +156,7 @@ def _qwen3_config(ids: dict[str, int]) -> dict:
                 "rope_type": "default",
             },
             "tie_word_embeddings": True,
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
+            **ids_of(ids, bos="<|endoftext|>", eos="<|im_end|>"),
             "vocab_size": len(ids),
         },
         "vision_config": {
