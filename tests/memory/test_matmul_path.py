@@ -87,11 +87,6 @@ def test_dense_is_not_taken_where_it_does_not_fit(limits, monkeypatch):
     assert choice.matmul_path != "dense" and "dense would need" in choice.reason
 
 
-def test_a_dense_base_needs_no_choice():
-    choice = choose_matmul_path(base_of("qwen3").model, 64)
-    assert (choice.matmul_path, choice.step_ms) == ("dense", {})
-
-
 def test_scales_without_biases_are_measured_too():
     base = base_of("qwen3", hidden_size=64)
     nn.quantize(base.model, group_size=32, bits=4, mode="mxfp4")
@@ -123,22 +118,19 @@ def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
         (quantized(intermediate_size=128), 64, 16),
         (quantized(num_hidden_layers=1), 64, 16),
     ]
-    for number, arguments in enumerate(others, 2):
+    for arguments in others:
         choose_matmul_path(*arguments)
-        assert len(limits) == number
-
     for module, name, value in (
         (runtime, "device_name", lambda: "Apple M9 (metal)"),
         (measurements.mx, "__version__", "9.9"),
     ):
-        before = len(limits)
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             choose_matmul_path(quantized(), 64, 16)
-        assert len(limits) == before + 1
+    assert len(limits) == 1 + len(others) + 2
 
     choose_matmul_path(quantized(), 64, 16)
-    assert len(limits) == before + 1
+    assert len(limits) == 1 + len(others) + 2
 
 
 def test_paths_that_were_not_measured_before_are(cache, limits):
@@ -163,55 +155,26 @@ def test_without_time_for_a_repetition_the_formula_chooses(cache, monkeypatch):
     assert not cache.exists()
 
 
-def test_formula_of_a_cpu_prefers_dense_then_transient():
-    kinds = matmul_path.weight_kinds(quantized(), 512, 64)
-    expected = matmul_path._expected(kinds, sorted(EVERY))
-    assert sorted(expected, key=expected.get) == ["dense", "transient", "quantized"]
-
-
-@pytest.mark.parametrize(("tokens", "fastest"), [(16, "quantized"), (4096, "transient")])
-def test_formula_of_a_gpu_dequantizes_for_many_tokens(monkeypatch, tokens, fastest):
-    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
-    monkeypatch.setattr(chips, "chip_here", lambda: chips.chip("Apple M2 Pro"))
-    model = quantized(dtype=mx.bfloat16, hidden_size=512, intermediate_size=1536)
-    kinds = matmul_path.weight_kinds(model, tokens, tokens)
-    expected = matmul_path._expected(kinds, ["quantized", "transient"])
-    assert min(expected, key=expected.get) == fastest
-
-
 @pytest.mark.parametrize(
-    ("mode", "chip", "fastest"),
-    [("mxfp4", "M5", "transient"), ("mxfp4", "M4", "quantized"), ("affine", "M5", "quantized")],
+    ("chip", "mode", "tokens", "fastest"),
+    [
+        ("M2 Pro", "affine", 16, "quantized"),
+        ("M2 Pro", "affine", 4096, "transient"),
+        ("M5", "affine", 256, "quantized"),
+        ("M4", "mxfp4", 256, "quantized"),
+        ("M5", "mxfp4", 256, "transient"),  # whose matrix units have no gradients of FP4
+    ],
 )
-def test_formula_of_matrix_units_knows_that_gradients_of_fp4_have_none(
-    monkeypatch, mode, chip, fastest
-):
+def test_formula_of_a_gpu_dequantizes_for_many_tokens(monkeypatch, chip, mode, tokens, fastest):
     monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     monkeypatch.setattr(chips, "chip_here", lambda: chips.chip(f"Apple {chip}"))
     model = base_of("qwen3", hidden_size=512, intermediate_size=1536).model
+    if mode == "affine" and chip == "M2 Pro":
+        model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=32, bits=4, mode=mode)
-    kinds = matmul_path.weight_kinds(model, 256, 256)
+    kinds = matmul_path.weight_kinds(model, tokens, tokens)
     expected = matmul_path._expected(kinds, ["quantized", "transient"])
     assert min(expected, key=expected.get) == fastest
-
-
-def test_formula_takes_the_rates_that_were_measured(cache, monkeypatch):
-    rates = {"quantized": 4e9, "transient": 2e9, "dense": 1e9}
-    monkeypatch.setattr(matmul_path, "_LARGE", 1)
-
-    def time_paths(kinds, paths, limit_s):
-        times = [{path: kind.multiply_adds / rates[path] for path in paths} for kind in kinds]
-        return Timing(times, len(kinds), 1.0)
-
-    monkeypatch.setattr(matmul_path, "time_paths", time_paths)
-    choose_matmul_path(quantized(), 64)
-    kinds = matmul_path.weight_kinds(quantized(), 128, 128)
-    work = sum(kind.multiply_adds for kind in kinds)
-    expected = matmul_path._expected(kinds, sorted(EVERY))
-    assert expected == pytest.approx({path: work / rate for path, rate in rates.items()})
-    assert choose_matmul_path(quantized(), 128, steps=1).matmul_path == "quantized"
-    other = matmul_path.weight_kinds(quantized(bits=8), 128, 128)
-    assert matmul_path._expected(other, sorted(EVERY)) != expected
 
 
 def test_text_is_generated_with_dense_weights_on_a_cpu_that_has_the_memory(monkeypatch):
@@ -243,24 +206,6 @@ class FakeClock:
         self.calls.append(call)
 
 
-def test_a_timed_product_runs_forward_and_backward():
-    calls = []
-    weight = mx.ones((6, 8))
-
-    @mx.custom_function
-    def multiply(v):
-        calls.append("forward")
-        return v @ weight.T
-
-    @multiply.vjp
-    def multiply_vjp(primals, cotangent, _):
-        calls.append("backward")
-        return cotangent @ weight
-
-    matmul_path._compute(multiply, mx.ones((4, 8)), mx.ones((4, 6)))
-    assert calls == ["forward", "backward"]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied):
     model = quantized(tie_word_embeddings=tied)
@@ -268,36 +213,6 @@ def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied):
     assert len(kinds) == 6 and sum(kind.count for kind in kinds) == 2 * 7 + 1
     (head,) = [kind.module for kind in kinds if kind.tokens == 16]
     assert head is (model.model.embed_tokens if tied else model.lm_head)
-
-
-def test_passes_multiply_by_their_own_tokens():
-    kinds = weight_kinds(quantized(), (24, 40), 16)
-    assert sorted({kind.tokens for kind in kinds}) == [16, 24, 40] and len(kinds) == 2 * 5 + 1
-
-
-def frozen(kind: str) -> nn.Module:
-    """A module of 200 x 96 weights."""
-    weight = mx.random.normal((200, 96))
-    linear, embedding = nn.Linear(96, 200), nn.Embedding(200, 96)
-    linear.weight = embedding.weight = weight
-    return {
-        "linear": lambda: nn.QuantizedLinear.from_linear(linear, 32, 8),
-        "embedding": lambda: nn.QuantizedEmbedding.from_embedding(embedding, 32, 4),
-        "mxfp4": lambda: nn.QuantizedLinear.from_linear(linear, mode="mxfp4"),
-        "nf4": lambda: NF4Linear.from_linear(linear, 64, False),
-        "nf4 double": lambda: NF4Linear.from_linear(linear, 64, True),
-        "nf4 embedding": lambda: nf4_embedding(embedding, 64, True),
-    }[kind]()
-
-
-@pytest.mark.parametrize(
-    "kind", ["linear", "embedding", "mxfp4", "nf4", "nf4 double", "nf4 embedding"]
-)
-def test_first_rows_are_those_of_the_weight(kind):
-    module = frozen(kind)
-    part, whole = frozen_weight(module).first_rows(7), frozen_weight(module).dense()
-    assert mx.array_equal(frozen_weight(part).dense(), whole[:7])
-    assert mx.array_equal(frozen_weight(module).dense(), whole), "the module stays as it was"
 
 
 def test_times_are_those_of_whole_weights_and_all_tokens(monkeypatch):
@@ -311,9 +226,7 @@ def test_times_are_those_of_whole_weights_and_all_tokens(monkeypatch):
             assert seconds == pytest.approx(kind.multiply_adds / rates[path])
 
 
-@pytest.mark.parametrize(
-    ("rate", "compilation_s"), [(1e5, 0.0), (1e6, 0.05), (1e7, 0.0), (1e7, 0.05), (1e9, 0.05)]
-)
+@pytest.mark.parametrize(("rate", "compilation_s"), [(1e6, 0.05), (1e9, 0.05)])
 def test_the_limit_is_passed_by_one_product_at_most(monkeypatch, rate, compilation_s):
     rates = {"quantized": rate / 20, "transient": rate / 2, "dense": rate}
     clock = FakeClock(monkeypatch, rates, compilation_s)
@@ -333,20 +246,19 @@ def test_no_time_for_each_path_is_no_measurement(monkeypatch):
     assert len(clock.calls) == 1
 
 
-def test_kinds_without_time_have_the_rate_of_the_others(monkeypatch):
-    rates = {"quantized": 1e6, "transient": 2e6, "dense": 4e6}
-    FakeClock(monkeypatch, rates)
-    kinds = weight_kinds(quantized(), 64, 16)
-    timing = time_paths(kinds, EVERY, 4.0)
-    assert 0 < timing.timed < len(kinds)
-    for path, rate in rates.items():
-        step_s = sum(times[path] for times in timing.step_s)
-        assert step_s == pytest.approx(sum(kind.multiply_adds for kind in kinds) / rate)
+def first_rows_of(linear: nn.Linear, embedding: nn.Embedding) -> list[nn.Module]:
+    return [
+        nn.QuantizedLinear.from_linear(linear, 32, 8),
+        nn.QuantizedLinear.from_linear(linear, mode="mxfp4"),
+        NF4Linear.from_linear(linear, 64, False),
+        nf4_embedding(embedding, 64, True),
+    ]
 
 
-def test_a_path_that_is_far_behind_is_timed_once(monkeypatch):
-    clock = FakeClock(monkeypatch, {"quantized": 1e8, "transient": 8e8, "dense": 1e9})
-    kinds = weight_kinds(quantized(vocab_size=2048), 64, 16)
-    time_paths(kinds, EVERY, 2.0)
-    counts = {path: [call[0] for call in clock.calls].count(path) for path in EVERY}
-    assert counts["quantized"] == 2 * len(kinds) < counts["transient"] == counts["dense"]
+@pytest.mark.parametrize("kind", range(4))
+def test_first_rows_are_those_of_the_weight(kind):
+    linear, embedding = nn.Linear(96, 200), nn.Embedding(200, 96)
+    module = first_rows_of(linear, embedding)[kind]
+    part, whole = frozen_weight(module).first_rows(7), frozen_weight(module).dense()
+    assert mx.array_equal(frozen_weight(part).dense(), whole[:7])
+    assert mx.array_equal(frozen_weight(module).dense(), whole), "the module stays as it was"

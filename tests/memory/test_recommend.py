@@ -57,12 +57,6 @@ def test_recommend_for_a_gpu_is_never_less_than_for_a_cpu():
         assert learned(on_cpu) <= learned(on_gpu)
 
 
-def test_a_small_base_is_not_to_be_quantized():
-    best = recommend(dense_headers("small"), int(16e9))[0]
-    assert best.plan.base_weights == pytest.approx(22.7e6, rel=0.2)
-    assert best.method == "lora-fp32" and best.fits and "small" in best.why
-
-
 def test_recommend_puts_what_fits_first_and_rank_before_precision():
     for *ways, full in by_memory("qwen3-4b", "gpu"):
         states = [("fits", "tight", "no").index(option.fit) for option in ways]
@@ -71,19 +65,15 @@ def test_recommend_puts_what_fits_first_and_rank_before_precision():
         assert fitting == sorted(fitting)
 
 
-def nf4(memory: float, specified: frozenset = frozenset()) -> PlanOption:
-    """The first recommendation for NF4 on Qwen3-4B within so many GB."""
-    train = TrainConfig(quantize="nf4")
-    specified = specified | {"quantize"}
-    return recommend(
-        dense_headers("qwen3-4b"), int(memory * 1e9), train=train, specified=specified
-    )[0]
-
-
 @pytest.mark.slow
 def test_batch_gives_way_before_time_length_and_rank():
     memories = [256 / 1.7**i for i in range(8)] + [4 / 1.06**i for i in range(9)]
-    options = [option for option in map(nf4, memories) if option.fits]
+    headers, train = dense_headers("qwen3-4b"), TrainConfig(quantize="nf4")
+    best = [
+        recommend(headers, int(gb * 1e9), train=train, specified=frozenset({"quantize"}))[0]
+        for gb in memories
+    ]
+    options = [option for option in best if option.fits]
 
     policies = ("none", "selective", "block")
     given_up = [
@@ -97,18 +87,11 @@ def test_batch_gives_way_before_time_length_and_rank():
     ]
     assert given_up == sorted(given_up)
 
-    ranks, lengths, recomputed, batches = map(set, zip(*given_up, strict=True))
     assert given_up[0] == (-16, -2048, 0, -4)
-    assert recomputed == {0, 1, 2} and batches == {-4, -2, -1}
-    assert min(len(ranks), len(lengths)) > 1, "everything gives way in the end"
+    assert all(len({*values}) > 1 for values in zip(*given_up, strict=True)), "all give way"
 
     reduced = next(option for option in options if option.train.batch_size == 2)
     assert "batch 2 instead of 4" in reduced.why
-
-
-def test_a_specified_batch_does_not_give_way():
-    for memory in (60, 10, 4):
-        assert nf4(memory, frozenset({"batch_size"})).train.batch_size == 4
 
 
 def test_rows_are_planned_no_longer_than_the_base_reads():
@@ -178,7 +161,6 @@ def peak_of(command: str, headers: Headers) -> float:
 @pytest.mark.parametrize(
     ("device", "flags"),
     [
-        ("cpu", ""),
         ("cpu", "--memory 0.3"),
         ("gpu", "--memory 16 --optimizer adamw_8bit --num-layers 2"),
         ("cpu", "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE"),
@@ -210,13 +192,12 @@ def test_flags_and_files_are_what_is_planned(run, tmp_path):
     best = json.loads(out)["options"][0]
     assert code == 0
     assert (best["rank"], best["batch_size"], best["recompute"]) == (32, 2, "block")
-    wider = run("plan", "--json", "--memory", "64", "--rank-pattern", "q_proj=64")[1]
-    accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
-    plain = run("plan", "--json", "--memory", "64")[1]
-    weights = json.loads(plain)["options"][0]["adapter_weights"]
-    assert json.loads(wider)["options"][0]["adapter_weights"] > weights
-    more = [json.loads(out)["options"][0]["parts"]["gradients"] for out in (plain, accumulated)]
-    assert more[1] - more[0] == 4 * weights
+    plain, accumulated = (
+        json.loads(run("plan", "--json", "--memory", "64", *more)[1])["options"][0]
+        for more in ((), ("--grad-accumulation-steps", "4"))
+    )
+    more = accumulated["parts"]["gradients"] - plain["parts"]["gradients"]
+    assert more == 4 * plain["adapter_weights"]
 
 
 @pytest.mark.parametrize(
@@ -264,13 +245,6 @@ def test_plan_says_that_a_base_brings_code(run, tmp_path):
     assert {o["code"] for o in reports["own"]} == {"own\x1b.py"}
 
 
-def test_plan_and_train_reject_quantizing_again(run, tmp_path):
-    planned = run("plan", "--quantize", "nf4")
-    check(run.error, "conflict", "quantize")
-    trained = run("train", "--quantize", "nf4", "--out", tmp_path / "p")
-    assert planned[0] == trained[0] == 2 and planned[2] == trained[2]
-
-
 def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
     dense = write_headers(tmp_path / "dense", dense_headers("small", 1024))
     out = tmp_path / "nf4"
@@ -287,15 +261,9 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "code", "flag"),
     [
-        ("--memory -4", "invalid", "memory"),
         ("--memory nan", "invalid", "memory"),
-        ("--memory inf", "invalid", "memory"),
-        ("--rank 0", "invalid", "rank"),
-        ("--batch-size many", "invalid", "batch_size"),
-        ("--model /nowhere/at-all", "not-found", "model"),
         ("--num-layers 99", "mismatch", "num_layers"),
         ("--target-modules q_prj", "unknown", "target_modules"),
-        ("--rank-pattern q_prj=2", "unknown", "rank_pattern"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(wrong, code, flag, rejected):
@@ -313,14 +281,6 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
         assert run(*plan)[1] == reports["gpu"]
     assert run("plan", "--model", base, "--device", "gpu")[0] == 2
     check(run.error, "conflict", "device", "--memory")
-
-
-def test_the_table_of_bases_says_what_each_way_needs():
-    (line,) = rows(headers_of("all-minilm-l6-v2"), [8, 16, 24, 64])
-    assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line
-    assert "**lora-fp32, batch 32 x 256**: small base: full precision fits" in line
-    (line,) = rows(dense_headers("small"), [8])
-    assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
 
 
 @pytest.mark.slow

@@ -112,18 +112,14 @@ def test_gradients_through_fp4_do_not_use_matrix_units(on_gpu, chip):
     assert recommend(affine, 64 << 30)[0].plan.matmul_path == "quantized"
 
 
-def test_bases_in_mxfp4_are_planned_by_their_mode(on_gpu, tmp_path):
+def test_bases_in_fp4_are_planned_by_their_mode(on_gpu, tmp_path):
     on_gpu("Apple M5 Max")
     headers = read_headers(write_compressed(tmp_path / "base", "mxfp4"))
     reason = slow_in_place(headers, run(1, 2048))
     assert "gradients through mxfp4" in reason and "M5 Max" in reason
     assert recommend(headers, 64 << 30)[0].plan.matmul_path == "transient"
-
-
-def test_bases_in_nvfp4_are_planned_as_they_are_quantized_on_loading(on_gpu, tmp_path):
-    on_gpu("Apple M5 Max")
-    headers = read_headers(write_compressed(tmp_path / "base", "nvfp4"))
-    way = recommend(headers, 64 << 30)[0]
+    headers = read_headers(write_compressed(tmp_path / "nvfp4", "nvfp4"))
+    way = recommend(headers, 64 << 30)[0]  # loading quantizes it again
     assert (way.quantize, way.plan.matmul_path) == ("affine4", "quantized")
 
 
@@ -169,22 +165,6 @@ def test_measured_steps_calibrate_other_shapes_and_paths(measured_rates):
     assert predict(headers, LORA, slow).seconds > 5 * predict(headers, LORA, fast).seconds
 
 
-def test_a_calibration_without_overhead_or_of_one_step_holds(measured_rates):
-    headers = calibrate(factor=3.0, overhead=0.0, shapes=((1, 64),))
-    train = run(1, 64)
-    needed = step_time.work(headers, LORA, train)
-    expected = 3 * step_time._by_rates(needed, headers, train)
-    assert predict(headers, LORA, train).seconds == pytest.approx(expected)
-
-
-def test_a_new_measurement_replaces_that_of_its_shape(measured_rates):
-    calibrate(2.0, 0.001)
-    calibrate(4.0, 0.002, shapes=((1, 64), (8, 32)))
-    steps = {step.shape: step for step in step_time.measured_steps()}
-    assert set(steps) == {(1, 64), (1, 256), (4, 64), (8, 32)}
-    assert steps[1, 64].measured_s > 1.9 * (2 * steps[1, 64].by_rates_s)
-
-
 def test_measurements_of_another_device_are_ignored(measured_rates, monkeypatch):
     headers = calibrate(2.0, 0.001)
     assert predict(headers, LORA, run(1, 64)) is not None
@@ -211,10 +191,3 @@ def test_the_plan_shows_seconds_and_where_they_are_from(measured_rates):
     report = json.loads(json.dumps([option.to_json() for option in options]))
     assert all(o["step_s"] > 0 and o["step_error"] == 0.1 for o in report if o["method"] != "full")
     assert report[-1]["method"] == "full" and report[-1]["step_s"] is None
-
-
-def test_a_plan_without_a_prediction_has_no_column(cache):
-    headers = read_headers("tiny")
-    options = recommend(headers, 10**10, LORA)
-    assert not any("s/step" in line for line in table(options, headers, 10**10))
-    assert options[0].to_json()["step_s"] is None

@@ -60,7 +60,7 @@ KINDS = {
     "reranker with a head": ("rerank", longer(all_rankings(3), 4), {"head": "score"}),
     **{
         f"{count} pairs": ("embedding", longer(all_pairs(), 20), {"batch_size": count})
-        for count in (4, 8, 16, 24)
+        for count in (4, 24)
     },
     "pairs of recomputed blocks": (
         "embedding",
@@ -102,11 +102,8 @@ MODERN_WIDE = {**MODERN, **WIDE, "intermediate_size": 512}
 PARTS = {"batch_size": 16, "loss": "cached-mnrl", "mini_batch_size": 8}
 ENCODERS = {
     "4 pairs": (WIDE, 128, {}, {}),
-    "pairs of long texts": (WIDE, 256, {}, {}),
-    "pairs by parts": (WIDE, 64, PARTS, {}),
     "recomputed blocks": (WIDE, 64, {"recompute": "block"}, {}),
     "two blocks of four": (WIDE, 128, {}, {"num_layers": 2}),
-    "ModernBERT": (MODERN_WIDE, 64, {}, {}),
     "ModernBERT by parts": (MODERN_WIDE, 64, PARTS, {}),
 }
 

@@ -1,6 +1,5 @@
 """Losses of preferences by their definitions, and the objective over batches of them."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -194,13 +193,3 @@ def test_the_reference_is_the_base_and_is_computed_once():
     with small.trainable.disabled():
         sums = small.objective.outcome(arrays_of(batches[0]), ())[2]
     np.testing.assert_allclose(np.array(sums), values[0], rtol=1e-5)
-
-
-def test_a_loss_begins_at_its_value_without_a_difference():
-    small = Small("dpo")
-    with small.trainable.disabled():
-        total, rows = small.loss(small.batch(0))
-        score = small.objective.score_trained(small.batch(0))
-    assert total / rows == pytest.approx(math.log(2), abs=1e-5)
-    assert (score.metrics["preference_accuracy"], score.rows) == (0.5, 4)
-    assert abs(score.metrics["reward_margin"]) < 1e-4

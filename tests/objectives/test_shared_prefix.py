@@ -1,48 +1,20 @@
-"""Common prefixes of generated completions, and the probe that finds where trees differ."""
+"""The probe that finds where trees differ from their rows."""
 
-import mlx.nn as nn
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.nn.prefix import PrefixCache, PrefixKeys
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.exactness import why_not_shared
-from mlx_packs.objectives.grpo import GRPO
-from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
-from tests.helpers.steps import adapted, assert_same, fill_b
+from tests.helpers.steps import adapted, fill_b
 from tests.helpers.trees import (
     FALLS_BACK,
     FALLS_BACK_RECOMPUTED,
     adapted_family,
-    examples_with_prefixes,
-    ordinary_batch,
-    tree_of,
 )
-
-
-def test_grpo_computes_its_prompts_once():
-    """The other tasks: tests/tasks/test_share_prefix.py."""
-    attached, head = adapted(base_of("qwen3"))
-    batch = ordinary_batch(examples_with_prefixes((5, 9, 4, 7), groups=2, last=1))
-    reference = np.random.default_rng(0).normal(-4, 1, len(batch.inputs["targets"]))
-    gains = np.linspace(-1, 1, 8).astype(np.float32)
-    batch = batch.having(gains=gains, reference=reference.astype(np.float32))
-    objective = GRPO(attached.model, head, TrainConfig(task="grpo", beta=0.1), generate=None)
-
-    def step(batch):
-        inputs = arrays_of(batch)
-        loss = nn.value_and_grad(attached.model, lambda: objective.loss(inputs, batch.layout)[0])
-        value, gradients = loss()
-        return value.item(), dict(tree_flatten(gradients))
-
-    (loss, gradients), (expected, of_rows) = step(tree_of(batch, 2)), step(batch)
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert_same(gradients, of_rows)
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,6 @@ def test_pieces_and_missing_examples_have_the_loss_of_each_text_alone(base, make
     assert np.array_equal(labels, texts.labels)
 
 
-def test_phases_are_joined_with_their_rows_and_texts(base):
-    first, second = pairs_of(base), pairs_of(base, [preference(7), preference(8)])
-    joined = TextGroups.joined([first, second])
-    assert len(joined) == 7 and joined.where_of([4, 5, 6]) == ["f:5", "f:1", "f:2"]
-    for one, other in zip(joined.tokens(6), second.tokens(1), strict=True):
-        assert np.array_equal(one, other)
-    assert joined.lengths.tolist() == [*first.lengths, *second.lengths]
-
-
 def test_compiled_batches_of_texts_have_few_widths(monkeypatch):
     monkeypatch.setattr(runtime, "COMPILES", True)
     lengths = np.random.default_rng(0).integers(4, 300, 400)

@@ -44,6 +44,7 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 RANK, ALPHA = 4, 8.0
 LORA = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
 QUIET = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+HEAD = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
 PROMPTS = ["a", "b", "c", "d"]  # one token each, since TRL's ORPO counts the prompt's loss too
 CHOSEN = [" cat sat there", " longer answer of many words", " no", " it rains today"]
 REJECTED = [" dog", " no idea at all", " yes and more of it", " sun"]
@@ -87,8 +88,18 @@ def adapters_of(**changes):
     return LoraConfig(r=RANK, lora_alpha=ALPHA, **settings)
 
 
-def trainer_of(task: str, checkpoint, folder, rows: dict, **options):
-    """TRL's trainer of preferences with PEFT's adapters."""
+def classifier_of(checkpoint, outputs: int = 1, **config):
+    """The model of transformers that reads numbers at the last token."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=outputs, dtype=torch.float32, **config
+    )
+
+
+def trainer_of(task: str, checkpoint, folder, rows: dict, batch_size: int = 4, **options):
+    """TRL's trainer with PEFT's adapters."""
     import datasets
     import torch
     import trl
@@ -100,17 +111,24 @@ def trainer_of(task: str, checkpoint, folder, rows: dict, **options):
         "kto": (trl.KTOTrainer, trl.KTOConfig),
         "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
         "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
     }
     trainer, config = kinds[task]
-    arguments = config(
-        output_dir=str(folder), per_device_train_batch_size=len(PROMPTS), **QUIET, **options
-    )
+    if task == "reward":
+        model = classifier_of(checkpoint)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    none = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
     return trainer(
-        model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
-        args=arguments,
+        model=model,
+        args=config(
+            output_dir=str(folder), per_device_train_batch_size=batch_size, **QUIET, **options
+        ),
         train_dataset=datasets.Dataset.from_dict(rows),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=adapters_of(),
+        peft_config=adapters_of(**(HEAD if task == "reward" else {})),
+        **(none if task == "grpo" else {}),
     )
 
 
@@ -151,6 +169,13 @@ def attached(checkpoint, train: TrainConfig):
     """The base and its adapters."""
     base = load_base(checkpoint)
     return base, find_method("lora").attach(base, LORA, train, "dense")
+
+
+def with_head(checkpoint, train: TrainConfig, outputs: int = 1):
+    """The base with a new head, and its adapters."""
+    base = load_base(checkpoint)
+    base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0, outputs)))
+    return base, attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
 
 
 def objective_of(checkpoint, train: TrainConfig, data: Dataset):
@@ -268,32 +293,15 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, beta):
-    import datasets
     import torch
-    import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(5, 4000, (6, 5)), [7, 3, 5, 2, 6, 4]
     texts = rng.integers(5, 4000, (6, 7))
     rewards = np.array([[1.0, 0.2, -0.4], [0.5, 0.5, 2.0]], np.float32)
 
-    arguments = trl.GRPOConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=6,
-        num_generations=3,
-        beta=beta,
-        loss_type="grpo",
-        **QUIET,
-    )
-    trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
-        args=arguments,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=adapters_of(),
-    )
+    options = {"num_generations": 3, "beta": beta, "loss_type": "grpo"}
+    trainer = trainer_of("grpo", checkpoint, tmp_path, {"prompt": PROMPTS}, 6, **options)
 
     mask = np.arange(7)[None] < np.array(lengths)[:, None]
     inputs = {
@@ -332,28 +340,8 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
 
 @pytest.mark.parametrize("centering", [0.0, 0.3])
 def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_path, centering):
-    import datasets
-    import torch
-    import trl
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    arguments = trl.RewardConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=len(PROMPTS),
-        center_rewards_coefficient=centering or None,
-        disable_dropout=True,
-        **QUIET,
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=1, dtype=torch.float32
-    )
-    trainer = trl.RewardTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict(PAIRS),
-        processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]),
-    )
+    options = {"center_rewards_coefficient": centering or None, "disable_dropout": True}
+    trainer = trainer_of("reward", checkpoint, tmp_path, PAIRS, **options)
     batch = next(iter(trainer.get_train_dataloader()))
     tokens, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
     sides = examples_of(tokens, zip(real, real, strict=True))
@@ -363,10 +351,8 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     data = TextGroups.of_examples(PREFERENCE, rows, texts, np.tile(np.float32([1, 0]), (half, 1)))
     laid_out = TextCollate(half, 64)(data, np.arange(half))
 
-    base = load_base(checkpoint)
-    base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
     train = TrainConfig(task="reward", batch_size=half)
-    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
+    base, trainable = with_head(checkpoint, train)
     reader = score_reader(base, base.model["score"], train.task)
     objective = TextLoss(reader, partial(reward_losses, centering=centering))
     check_loss_and_gradients(
@@ -394,18 +380,16 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
 ):
     import torch
     from peft import get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
 
     labels, names = LABELLED[problem]
     classes = Classes(problem, names)
     values = classes.encoded(labels)
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=classes.outputs, problem_type=problem, dtype=torch.float32
-    )
+    model = classifier_of(checkpoint, classes.outputs, problem_type=problem)
     model.config.pad_token_id = tokenizer.pad_token_id or 0
-    adapted = get_peft_model(model, adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]))
+    adapted = get_peft_model(model, adapters_of(**HEAD))
     tokenizer.pad_token_id = model.config.pad_token_id
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     wanted = torch.tensor(values if problem == SINGLE else values.astype(np.float32))
@@ -418,11 +402,8 @@ def test_loss_and_gradients_of_a_classifier_are_those_of_transformers(
         of_classes = torch.tensor(weights, dtype=torch.float32)
         return torch.nn.functional.cross_entropy(outputs.logits, wanted.long(), of_classes)
 
-    base = load_base(checkpoint)
-    head = fresh_score_head(base, 0, classes.outputs)
-    base = replace(base, model=with_score_head(base.model, head))
     train = TrainConfig(task="classify", batch_size=len(TEXTS))
-    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
+    base, trainable = with_head(checkpoint, train, classes.outputs)
     reader = label_reader(base, base.model["score"], problem)
     losses = partial(label_losses, problem=problem)
     objective = TextLoss(reader, losses, class_weights=weights)
@@ -470,18 +451,15 @@ RANKING_LOSSES = {
 def test_loss_and_gradients_of_a_reranker_are_those_of_transformers(checkpoint, name):
     import torch
     from peft import get_peft_model
-    from transformers import AutoModelForSequenceClassification
 
-    base = load_base(checkpoint)
+    train = TrainConfig(task="rerank", head="score", loss=name)
+    base, trainable = with_head(checkpoint, train)
     prompt = RerankPrompt(base.tokenizer, "Find it", 120)
     rows = [Row(f"f:{i}", row) for i, row in enumerate(RANKINGS)]
     rankings = encode_rankings(rows, prompt)
     laid_out = RankingCollate(3, 120)(rankings, np.arange(2))  # with a query of padding
 
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=1, dtype=torch.float32
-    )
-    adapted = get_peft_model(model, adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]))
+    adapted = get_peft_model(classifier_of(checkpoint), adapters_of(**HEAD))
 
     def loss_of():
         losses = []
@@ -491,9 +469,6 @@ def test_loss_and_gradients_of_a_reranker_are_those_of_transformers(checkpoint, 
             losses.append(RANKING_LOSSES[name](scores, torch.tensor(labels[: len(inputs)])))
         return torch.stack(losses).mean()
 
-    base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
-    train = TrainConfig(task="rerank", head="score", loss=name)
-    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
     reader = ranking_reader(base, base.model["score"])
     losses = partial(ranking_losses, loss=name, margin=train.rank_margin)
     objective = TextLoss(reader, losses)

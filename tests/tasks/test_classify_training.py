@@ -17,7 +17,6 @@ from mlx_packs import (
     train_pack,
 )
 from mlx_packs.cli.main import packs
-from mlx_packs.packs import base
 from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
@@ -56,11 +55,9 @@ def test_a_run_learns_labels(tmp_path, make):
     base = small_base()
     data = splits_of(make)
     run = train_pack(base, data, LORA, settings(class_weights="balanced"), tmp_path / "p")
-    report = run.report
+    report, manifest = run.report, Pack.open(tmp_path / "p").manifest
     words = shlex.split(ClassifyTask.report_lines(report)[-1])
     assert words[0] == "echo" and words[-3:] == ["packs", "classify", str(run.pack.path)]
-
-    manifest = Pack.open(tmp_path / "p").manifest
 
     assert report["label_accuracy_after"] == 1 > report["label_accuracy_before"]
     assert report["log_loss_after"] < report["log_loss_before"] - 0.5
@@ -193,7 +190,11 @@ def test_bad_rows_can_be_left_out(tmp_path):
     columns = DataConfig(data=str(folder), on_bad_row="skip")
     run = train_pack(small_base(), None, LORA, settings(iters=2), tmp_path / "p", columns)
     assert run.report["bad_rows"]["valid"] == {"unknown label": 1}
-    assert Pack.open(tmp_path / "p").manifest["classifier"]["labels"] == ["blue", "green", "red"]
+    assert run.pack.manifest["classifier"]["labels"] == ["blue", "green", "red"]
+
+    rows = [{"text": "a", "label": "red"}, {"text": "b", "label": "pink"}]
+    with raises("data", None, "test.jsonl:2"):
+        evaluate(small_base(), run.pack, write_rows(tmp_path / "e", train=rows, test=rows))
 
 
 @pytest.mark.parametrize(
@@ -213,15 +214,8 @@ def test_what_labels_have_no_use_for_is_one_line(tmp_path, make, changes, code, 
     assert "\n" not in error.value.message and not (tmp_path / "p").exists()
 
 
-def test_a_label_that_the_pack_does_not_have(tmp_path):
-    train_pack(small_base(), splits_of(labelled), LORA, settings(iters=1), tmp_path / "p")
-    rows = [{"text": "a", "label": "red"}, {"text": "b", "label": "pink"}]
-    with raises("data", None, "test.jsonl:2"):
-        evaluate(small_base(), tmp_path / "p", write_rows(tmp_path / "d", train=rows, test=rows))
-
-
 @pytest.mark.slow
-def test_the_command_line_labels_rows(tmp_path, monkeypatch):
+def test_the_command_line_labels_rows(tmp_path):
     data = write_rows(tmp_path / "d", **splits_of(labelled))
     out = tmp_path / "p"
     args = ["--data", str(data), "--task", "classify", "--iters", "2", "--out", str(out)]
@@ -229,18 +223,14 @@ def test_the_command_line_labels_rows(tmp_path, monkeypatch):
     trained = runner.invoke(packs, ["train", *args, "--matmul-path", "dense"])
     assert trained.exit_code == 0, trained.output
 
-    paths = []
-    attach = base.attach_pack
-    monkeypatch.setattr(base, "attach_pack", lambda *args: paths.append(args[-1]) or attach(*args))
     rows = '"the red car"\n\n{"text": "the blue one"}\n'
     result = runner.invoke(packs, ["classify", "--pack", str(out), "--top", "2"], input=rows)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 2 and paths == ["dense"]  # on a CPU
+    assert len(lines) == 2
     for line in lines:
         first, second = line["probabilities"].values()
         assert line["label"] == next(iter(line["probabilities"])) and 1 > first >= second > 0
 
-    for text, place in (('{"words": 1}', "stdin:1"), ('"a"\n{', "stdin:2"), ('""', "stdin:1")):
-        failed = runner.invoke(packs, ["classify", "--pack", str(out)], input=text)
-        assert failed.exit_code == 2 and place in failed.output
+    failed = runner.invoke(packs, ["classify", "--pack", str(out)], input='"a"\n{')
+    assert failed.exit_code == 2 and "stdin:2" in failed.output

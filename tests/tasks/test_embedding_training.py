@@ -2,26 +2,26 @@
 other commands make of its packs."""
 
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, runtime, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.encoder import Encoder, tensor_name
 from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.evaluation.embeddings import pearson, retrieval, spearman
-from mlx_packs.memory.estimate import estimate, remedies
+from mlx_packs.errors import PackError
+from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.read import read_headers
 from mlx_packs.memory.recommend import recommend, table
+from mlx_packs.objectives.embedding import DecoderVectors
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from tests.helpers.decoder_embedders import PROMPT, write_decoder, write_embedder
 from tests.helpers.encoders import (
     MINILM,
     MODERN,
@@ -32,9 +32,8 @@ from tests.helpers.encoders import (
     write_pairs,
 )
 from tests.helpers.errors import check, raises
-from tests.helpers.headers import dense_headers
+from tests.helpers.models import base_of
 from tests.helpers.rows import write_rows
-from tests.helpers.tasks import interrupted
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]
 LORA = LoRAConfig(rank=8)
@@ -126,18 +125,6 @@ def adapters(out: Path) -> str:
     return sha256(out / "adapters.safetensors")
 
 
-@pytest.mark.slow  # three runs
-def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(encoder, pair_data, tmp_path):
-    lora = LoRAConfig(rank=4, dropout=0.1)
-    train = settings(save_every=2, loss="cached-mnrl", mini_batch_size=6)
-    whole = train_pack(encoder, str(pair_data["pairs"]), lora, train, tmp_path / "whole")
-    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
-    again = train_pack(encoder, str(pair_data["pairs"]), lora, train, cut, resume=True)
-    assert adapters(cut) == adapters(tmp_path / "whole")
-    assert again.report["mrr_at_10_after"] == whole.report["mrr_at_10_after"]
-    assert again.curve[-1]["loss"] == whole.curve[-1]["loss"]
-
-
 @pytest.mark.parametrize(
     ("rows", "changes", "code", "names"),
     [
@@ -173,10 +160,6 @@ def test_flags_of_a_resumed_run_need_not_say_its_task_again(run, run_of_pairs):
         ("--model ENCODER --task lm --data PAIRS", "mismatch", "task", ["bert", "embedding"]),
         ("--data PAIRS", "conflict", "task", ["train.jsonl:1", "pairs", "--task embedding"]),
         ("--model ENCODER --task embedding", "invalid", "data", ["tiny"]),
-        (
-            "--model ENCODER --task embedding --data tiny",
-            *("data", "task", ["train.jsonl:1", "{anchor, positive}", "['messages']"]),
-        ),
         ("--model ENCODER --task embedding --show-mask", "conflict", "show_mask", []),
     ],
 )
@@ -356,25 +339,6 @@ def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, 
     check(run.error, "unsupported", "model", "combine", "bert")
 
 
-def test_correlations_are_those_of_the_definition():
-    a = np.array([1.0, 2.0, 2.0, 4.0, 0.5])
-    b = np.array([0.1, 0.9, 0.3, 0.5, 0.5])
-    assert pearson(a, b) == pytest.approx(np.corrcoef(a, b)[0, 1])
-    ranks = np.array([2, 3.5, 3.5, 5, 1]), np.array([1, 5, 2, 3.5, 3.5])
-    assert spearman(a, b) == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    assert pearson(a, np.ones(5)) == 0.0
-
-
-def test_retrieval_counts_every_positive_of_an_anchor():
-    vectors = np.eye(4, dtype=np.float32)
-    vectors = np.concatenate([vectors, [[0.9, 0.1, 0, 0]], [[0, 0, 1, 0]]]).astype(np.float32)
-    result = retrieval(vectors, np.array([0, 0, 1]), np.array([4, 3, 5]))
-    # anchor 0: 4 and 3, both right, stand first; anchor 1: 4, 3 and then 5, which is right
-    assert result["mrr_at_10"] == pytest.approx((1 + 1 / 3) / 2)
-    assert result["ndcg_at_10"] == pytest.approx((1 + 1 / 2) / 2)
-    assert result["recall_at_1"] == pytest.approx((1 / 2 + 0) / 2)
-
-
 def minilm() -> Headers:
     config = MINILM | {"vocab_size": 30522}
     return Headers("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, SentenceConfig())))
@@ -395,14 +359,6 @@ def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
     check(run.error, "unreadable", None, "config.json: hidden_size", "None")
 
 
-def test_a_plan_leaves_no_batch_without_negatives():
-    headers = minilm()
-    (only,) = recommend(headers, 8 * 10**9, train=TrainConfig(method="full"))
-    assert only.train.batch_size == 32 and "--batch-size 32" in only.command("m")
-    result = recommend(headers, 10**8)  # fits nowhere
-    assert result[0].fit == "no" and min(o.train.batch_size for o in result) == 2
-
-
 def test_plan_of_minilm_recommends_lora_in_float32():
     headers = minilm()
     options = recommend(headers, 8 * 10**9)
@@ -413,6 +369,8 @@ def test_plan_of_minilm_recommends_lora_in_float32():
     assert "--task embedding" in best.command("x") and "--batch-size 32" in best.command("x")
     lines = "\n".join(table(options, headers, 8 * 10**9))
     assert "lora-fp32" in lines and "qlora" not in lines
+    least = min(option.train.batch_size for option in recommend(headers, 10**8))  # fits nowhere
+    assert least == 2, "one pair has no negatives"
 
 
 def test_a_plan_counts_what_a_batch_holds():
@@ -431,16 +389,6 @@ def test_a_plan_counts_what_a_batch_holds():
     assert plain == peak(batch_size=32, loss="auto", quantize="none")
 
 
-def test_full_fine_tuning_is_not_sent_to_fewer_layers():
-    """`--method full` trains all of an encoder, and rejects --num-layers."""
-    headers, train = minilm(), TrainConfig(task="embedding", method="full", matmul_path="dense")
-    ways = remedies(headers, LoRAConfig(), train, partial(estimate, headers))
-    assert "a smaller --batch-size" in ways and "a smaller --num-layers" not in ways
-    causal = dense_headers("small")
-    ways = remedies(causal, LoRAConfig(), replace(train, task="lm"), partial(estimate, causal))
-    assert "a smaller --num-layers" in ways
-
-
 def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
     code, out, _ = run("plan", "--model", encoder, "--memory", 8, "--json")
     result = json.loads(out)["options"]
@@ -453,16 +401,6 @@ def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
         recommend(read_headers(encoder), 10**10, LoRAConfig(target_modules=("q_proj",)))
 
 
-def test_a_run_that_cannot_fit_is_refused(encoder, pair_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "total_memory", lambda: 10**6)
-    data, few = str(pair_data["pairs"]), settings(iters=1, test_batches=1)
-    with raises("memory", None, "--force"):
-        train_pack(encoder, data, LORA, few, tmp_path / "pack")
-    assert not (tmp_path / "pack").exists()
-    result = train_pack(encoder, data, LORA, few, tmp_path / "p", force=True)
-    assert result.report["recompute"] == "block"  # what takes least
-
-
 def test_modern_bert_is_planned_and_trains(pair_data, tmp_path):
     folder = write_encoder(tmp_path / "modern", **MODERN)
     report = train_pack(folder, str(pair_data["pairs"]), LORA, settings(), tmp_path / "pack").report
@@ -470,3 +408,97 @@ def test_modern_bert_is_planned_and_trains(pair_data, tmp_path):
         path.rpartition(".")[2] for path in Pack.open(tmp_path / "pack").specs
     }
     assert report["plan_peak_gb"] > 0 and report["mrr_at_10_after"] > 0
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory) -> Path:
+    return write_embedder(tmp_path_factory.mktemp("embedder") / "base")
+
+
+@pytest.fixture(scope="module")
+def decoder_run(embedder, pair_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "pairs"
+    train = settings(iters=40, learning_rate=1e-2)
+    return train_pack(embedder, str(pair_data["pairs"]), LoRAConfig(rank=16), train, out)
+
+
+def test_prompt_goes_before_anchors_alone_and_into_the_pack(decoder_run, embedder):
+    report = decoder_run.report
+    assert report["mrr_at_10_after"] > report["mrr_at_10_before"] + 0.2
+    objective = decoder_run.pack.manifest["objective"]
+    assert objective["query_prompt"] == PROMPT and objective["pooling"] == "lasttoken"
+    check_manifest(decoder_run.pack.manifest)
+
+    base = load_base(embedder)
+    texts = [row["anchor"] for row in all_pairs()[-22:]]
+    with base.applied(decoder_run.pack):
+        anchors = base.encode(texts, prompt_name="query")
+        positives = base.encode([row["positive"] for row in all_pairs()[-22:]])
+    ranks = (anchors @ positives.T > np.diag(anchors @ positives.T)[:, None]).sum(axis=1)
+    reciprocal = np.where(ranks < 10, 1 / (ranks + 1), 0).mean()
+    assert reciprocal == pytest.approx(report["mrr_at_10_after"], abs=1e-6)
+
+
+def test_plain_decoder_gets_an_end_token_and_learns_quantized(tmp_path, pair_data):
+    folder = write_decoder(tmp_path / "base")
+    base = load_base(folder)
+    tokens = base.embedder.tokenizer("a car")["input_ids"]
+    assert tokens == [*base.tokenizer.encode("a car"), base.tokenizer.eos_token_id]
+    assert base.embedder.tokenizer("car " * 99, truncation=True, max_length=9)["input_ids"][-1] == (
+        base.tokenizer.eos_token_id
+    )
+    assert np.linalg.norm(base.encode(["a car"])) == pytest.approx(1, abs=1e-5)
+
+    train = settings(quantize="nf4", query_prompt="Q: ", iters=1)
+    pack = train_pack(folder, str(pair_data["pairs"]), LORA, train, tmp_path / "pack").pack
+    assert pack.manifest["objective"]["query_prompt"] == "Q: "
+    assert pack.manifest["base"]["quantization"]
+
+
+def test_rows_without_anchors_train_without_a_prompt(embedder, pair_data, tmp_path):
+    data, train = str(pair_data["scored"]), settings(iters=1)
+    result = train_pack(embedder, data, LORA, train, tmp_path / "pack")
+    assert "query_prompt" not in result.pack.manifest["objective"]
+
+
+def test_padding_changes_no_vector(embedder):
+    base = load_base(embedder)
+    together = base.encode(TEXTS)
+    alone = np.concatenate([base.encode([text]) for text in TEXTS])
+    assert np.abs(together - alone).max() < 1e-5
+
+
+def test_plan_counts_a_sequence_for_each_text(embedder):
+    headers = read_headers(embedder)
+    two, three = (estimate(headers, LORA, settings(), [(64, n)]) for n in (2, 3))
+    assert 1.2 < three.parts()["activations"] / two.parts()["activations"] < 1.6
+
+
+def test_tokenizer_without_an_end_token_is_rejected(tmp_path, run, pair_data):
+    folder = write_decoder(tmp_path / "base")
+    file = folder / "tokenizer_config.json"
+    config = {k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"}
+    file.write_text(json.dumps(config))
+
+    arguments = ("--task", "embedding", "--model", folder, "--data", pair_data["pairs"])
+    assert run("train", *arguments, "--out", tmp_path / "pack")[0] == 2
+    check(run.error, "unsupported", None, str(folder), "eos_token")
+    assert not (tmp_path / "pack").exists()
+
+
+def test_scored_pairs_have_no_query(embedder, pair_data, tmp_path):
+    with raises("conflict", None, "train.jsonl:1", "scored pairs"):
+        train = settings(query_prompt="Q: ")
+        train_pack(embedder, str(pair_data["scored"]), LORA, train, tmp_path / "pack")
+    assert not (tmp_path / "pack").exists()
+
+
+def test_base_that_scales_its_logits_is_rejected():
+    with pytest.raises(PackError, match="embedding: gemma2"):
+        DecoderVectors(base_of("gemma2"))
+
+
+def test_prompt_that_the_base_lacks_is_named(embedder):
+    base = load_base(embedder)
+    with pytest.raises(PackError, match="'passage'.*query, document"):
+        base.encode(["a"], prompt_name="passage")

@@ -10,7 +10,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.data import DataConfig
 from mlx_packs.data.formats import Row
 from mlx_packs.data.prompts import encode_prompts
-from mlx_packs.objectives.grpo import GRPO, advantages, policy_loss
+from mlx_packs.objectives.grpo import advantages, policy_loss
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.grpo import GRPOTask, Reward, load_reward
 from tests.helpers.bases import small_base
@@ -87,15 +87,6 @@ def test_a_run_earns_more_reward(tmp_path, data):
     assert manifest["data"]["rows"] == {"train": 8, "valid": 4}
 
 
-@pytest.mark.slow
-def test_rewards_follow_completions(tmp_path, data):
-    phases = [{"name": "sft", "task": "lm", "iters": 2}, {"name": "rl", "iters": 2}]
-    train = {**SETTINGS, "phases": phases, "reward": "exact"}
-    run = train_pack(small_base(), data, LORA, train, tmp_path / "p")
-    assert [phase["task"] for phase in run.report["phases"]] == ["lm", "grpo"]
-    assert run.report["reward_after"] >= 0
-
-
 def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
     calls = []
 
@@ -167,15 +158,6 @@ def test_a_reward_that_is_none_is_named_in_one_line(prompts, reward, fault):
     with raises("data", "reward", fault) as error:
         Reward(reward, DataConfig())(prompts, [0, 1], ["a", "b"])
     assert "\n" not in error.value.message
-
-
-def test_the_mean_reward_is_of_the_completions_that_are_scored():
-    objective = GRPO(None, None, TrainConfig(task="grpo"), None)
-    assert objective.facts() == {}
-    objective._rewards = [np.full((1, 2), np.nan), np.array([[1, np.nan], [2, 4]])]
-    assert objective.facts() == {"reward": pytest.approx(7 / 3), "reward_std": 0.5}
-    objective._rewards = [np.full((1, 2), np.nan)]
-    assert objective.facts() == {}
 
 
 @pytest.mark.slow

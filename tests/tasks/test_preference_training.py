@@ -1,13 +1,18 @@
-"""Runs on preferences: they learn them, resume bit-identically, and follow a phase of completions."""
+"""Runs on preferences, and of reward models: they learn them, and follow a phase of completions."""
+
+import shlex
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
+from mlx_packs.cli.main import packs
 from mlx_packs.errors import PackError
 from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.preference import PreferenceTask
+from mlx_packs.tasks.reward import RewardTask
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
@@ -181,8 +186,49 @@ def test_all_weights_learn_preferences_too(tmp_path, data):
     [
         ([PHASES[0], {**PHASES[1], "replay": 0.5}], "replay 0.5: sft has another task"),
         ([{**PHASES[1], "task": "embedding"}], "task: must be one of lm, dpo"),
+        ([{"task": "lm"}, {"task": "reward"}, {"task": "lm"}], "phases.*reward"),
     ],
 )
 def test_phases_whose_tasks_do_not_go_together_are_named(phases, error):
     with pytest.raises(PackError, match=error):
         train_pack("tiny", "tiny", LORA, {"phases": phases})
+
+
+def test_a_reward_model_learns_what_is_preferred(tmp_path, data):
+    base = small_base()
+    modules = dict(base.model.named_modules())
+    run = train_pack(base, data, LORA, settings(task="reward"), tmp_path / "p")
+    report, manifest = run.report, Pack.open(tmp_path / "p").manifest
+
+    assert report["preference_accuracy_after"] > max(0.8, report["preference_accuracy_before"])
+    assert report["reward_margin_after"] > report["reward_margin_before"] + 0.2
+    assert report["loss_after"] < report["loss_before"]
+
+    assert manifest["objective"] == {
+        "task": "reward",
+        "loss_on": "last token",
+        "center_rewards_coefficient": 0.0,
+    }
+    assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [1, 64]}]
+    assert report["trained_tokens"] > 24 * 2 * 15 and report["trainable_parameters"] > 64
+
+    last = RewardTask.report_lines(report)[-1]
+    assert CliRunner().invoke(packs, shlex.split(last)[1:]).exit_code == 0
+
+    lines = [line for line in run.curve if "valid_loss" in line]
+    assert lines and {"valid_preference_accuracy", "valid_reward_margin"} <= set(lines[0])
+    assert dict(base.model.named_modules()) == modules  # the head was never one of them
+
+
+def test_rewards_follow_completions(tmp_path, data):
+    sft, dpo = phases_of(data, tmp_path)
+    phases = [{**sft, "iters": 2}, {**dpo, "name": "reward", "task": "reward", "iters": 3}]
+    shared = {**SETTINGS, "task": "lm", "phases": phases}
+    run = train_pack(small_base(), None, LORA, shared, tmp_path / "p")
+    assert [phase["task"] for phase in run.report["phases"]] == ["lm", "reward"]
+    assert run.report["reward_margin_after"] > run.report["reward_margin_before"]
+    sft, reward = run.report["phases"]
+    assert set(reward["after"]) == {"sft"}  # its perplexity; a reward model has none
+    assert reward["before"] == sft["after"] != sft["before"]
+    before = mx.load(str(tmp_path / "p-run" / "step-000002" / "adapters.safetensors"))
+    assert "score.weight" in before and "score.weight" in run.pack.tensors

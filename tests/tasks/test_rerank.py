@@ -11,7 +11,6 @@ from mlx_packs.adapters.spec import SCORE_WEIGHT
 from mlx_packs.data.rankings import RerankPrompt
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.rankings import ndcg, reciprocal_rank
-from mlx_packs.objectives.text_loss import infonce_loss, listnet_loss, pairwise_loss
 from mlx_packs.packs.manifest import check_manifest, replaced_of
 from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import write_decoder, write_reranker
@@ -50,7 +49,8 @@ def folder(head, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(head, folder, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "rerank"
-    return train_pack(folder, str(data), LORA, settings(head=head, **OWN), out)
+    changes = OWN if head == "lm" else OWN | {"head": head}
+    return train_pack(folder, str(data), LORA, settings(**changes), out)
 
 
 def test_report_and_manifest_say_what_was_done(head, trained):
@@ -67,20 +67,6 @@ def test_report_and_manifest_say_what_was_done(head, trained):
     assert report["plan_peak_gb"] > 0 and not trained.pack.is_reward_model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head", ["score"], indirect=True)
-def test_default_head_is_the_base_s_own(run, folder, data, tmp_path):
-    train = ["train", "--model", folder, "--data", data, "--task", "rerank", "--rank", "2"]
-    train += ["--iters", "1", "--batch-size", "2", "--val-batches", "0", "--test-batches", "1"]
-    assert run(*train, "--out", tmp_path / "lm")[0] == 0
-    assert run(*train, "--out", tmp_path / "score", "--head", "score")[0] == 0
-    replaced = [
-        json.loads((tmp_path / head / "pack.json").read_text())["adapters"].get("replaced")
-        for head in ("lm", "score")
-    ]
-    assert replaced[0] is None and replaced[1][0]["name"] == SCORE_WEIGHT
-
-
 def test_evaluation_is_that_of_the_run(run, head, trained, folder, data):
     report = evaluate(load_base(folder), trained.pack, str(data))
     assert (report.base is None) is (head == "score")
@@ -94,7 +80,7 @@ def test_evaluation_is_that_of_the_run(run, head, trained, folder, data):
 
 
 def test_pack_scores_by_its_own_instruction_while_it_is_active(trained, folder, data, tmp_path):
-    train = settings(head="lm", iters=1)
+    train = settings(head="lm", iters=1, test_batches=1)
     other = train_pack(folder, str(data), LORA, train, tmp_path / "other").pack
     base = load_base(folder)
     plain = base.rerank(*TEXTS)
@@ -138,38 +124,6 @@ def test_each_loss_trains_on_labels_and_quantized_bases(head, folder, tmp_path, 
     assert result.report["loss"] == {"auto": "listnet"}.get(loss, loss)
 
 
-SCORES = np.array([[0.5, -1.0, 2.0, 9.0], [1.0, 0.0, -2.0, 0.3]], np.float32)
-LABELS = np.array([[1, 0, 0, -1], [2, 1, 0, 2]], np.float32)
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    return np.exp(x) / np.exp(x).sum()
-
-
-def test_losses_are_their_formulas():
-    scores, labels = mx.array(SCORES), mx.array(LABELS)
-    first, second = SCORES[0, :3], SCORES[1]
-    infonce = [
-        -np.log(softmax(first)[0]),
-        -np.mean([np.log(softmax(second[[best, 1, 2]])[0]) for best in (0, 3)]),
-    ]
-    np.testing.assert_allclose(np.array(infonce_loss(scores, labels)), infonce, rtol=1e-5)
-
-    listnet = [
-        -(softmax(wanted) * np.log(softmax(own))).sum()
-        for wanted, own in ((LABELS[0, :3], first), (LABELS[1], second))
-    ]
-    np.testing.assert_allclose(np.array(listnet_loss(scores, labels)), listnet, rtol=1e-5)
-
-    pairs = [[(0, 1), (0, 2)], [(0, 1), (0, 2), (1, 2), (3, 1), (3, 2)]]
-    hinge = [
-        np.mean([max(0, 1 - (own[i] - own[j])) for i, j in ordered])
-        for own, ordered in zip(SCORES, pairs, strict=True)
-    ]
-    ours = pairwise_loss(scores, labels, lambda d: mx.maximum(1 - d, 0))
-    np.testing.assert_allclose(np.array(ours), hinge, rtol=1e-5)
-
-
 def test_metrics_favour_no_order_of_a_row():
     labels = np.array([1.0, 0, 0], np.float32)
     assert reciprocal_rank(np.zeros(3), labels) == pytest.approx(1 / 3)
@@ -194,10 +148,8 @@ BAD = {
     "an empty query": (QUERY | {"query": " "}, ["empty"]),
     "an empty document": (QUERY | {"negatives": [""]}, ["empty"]),
     "a text for documents": (QUERY | {"negatives": "c"}, ["'negatives'", "list"]),
-    "equal labels": (LABELLED | {"labels": [1, 1]}, ["labels are equal"]),
     "a label too few": (LABELLED | {"labels": [1]}, ["2 documents", "1 labels"]),
     "a label below 0": (LABELLED | {"labels": [1, -1]}, ["'labels'"]),
-    "no label": (LABELLED | {"labels": ["high", "low"]}, ["'labels'"]),
     "a pair": ({"anchor": "a", "positive": "b"}, ["{query, positive, negatives}"]),
 }
 

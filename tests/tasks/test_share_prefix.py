@@ -1,7 +1,6 @@
 """Batches that are trees: which are, what is said of it, and that runs on them learn the same."""
 
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
@@ -10,15 +9,12 @@ import mlx_packs as mp
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import check_bare
 from mlx_packs.data import sharing
-from mlx_packs.data import trees as trees_of
 from mlx_packs.data.dataset import Tree
-from mlx_packs.data.groups import GroupPlan
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.evaluation import perplexity
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens as token_tasks
-from tests.data.test_groups import documents as documents_of
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
@@ -189,39 +185,6 @@ def test_auto_leaves_the_order_of_examples(data):
     assert not encoded(data["documents"], share_prefix="auto").task.trees
 
 
-def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
-    train = TrainConfig(share_prefix="on", batch_size=8)
-    for instruction, document, is_grouped in ((64, 0, False), (64, 8, False), (64, 64, True)):
-        examples = documents_of([8] * 4, document, instruction=instruction)
-        drawn = np.arange(len(examples))
-        trees = sharing.plan_trees(train, LORA, examples, drawn, groups=False)
-        assert trees.prefix == 64
-        plan = sharing.plan_trees(train, LORA, examples, drawn)
-        assert isinstance(plan, GroupPlan) == is_grouped
-        assert is_grouped or plan == trees
-
-
-def test_the_passes_of_a_batch_are_those_of_its_tree():
-    """64 inputs are common to all rows, or to those of each of two documents."""
-    rows = 8 * 79
-    grouped, other = base_of("qwen3").model, base_of("gemma3_text").model
-
-    train = TrainConfig(share_prefix="on", batch_size=8)
-    for instruction, document in ((64, 0), (0, 64)):
-        examples = documents_of([8] * 4, document, instruction=instruction)
-        chosen = np.arange(len(examples))
-        trees = sharing.plan_trees(train, LORA, examples, chosen)
-
-        passes = token_tasks.passes_of(other, trees, examples, rows)
-        assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
-        prefixes = 128 if isinstance(trees, GroupPlan) else 64
-        assert passes[0] == pytest.approx(prefixes, rel=0.15)
-        assert len(passes) == 2
-        assert token_tasks.passes_of(grouped, trees, examples, rows) == (sum(passes),)
-
-    assert token_tasks.passes_of(other, None, examples, rows) == (rows,)
-
-
 def in_phases(first, second) -> EncodedTask:
     """A phase of a batch on each of two data sets."""
     phases = tuple(mp.Phase(n, data=str(d), iters=1) for n, d in (("a", first), ("b", second)))
@@ -233,22 +196,6 @@ def in_phases(first, second) -> EncodedTask:
 def test_a_phase_shares_what_its_own_examples_begin_with(data):
     trees = in_phases(data["nothing"], data["system"]).task.trees
     assert set(trees) == {"b"} and trees["b"].prefix >= 24
-
-
-def test_what_examples_have_in_common_is_searched_for_once(data, monkeypatch):
-    """Of training examples, of those of validations, and of those that scores are of."""
-    searched = []
-    common_inputs = trees_of.common_inputs
-
-    def counted(examples):
-        searched.append(1)
-        return common_inputs(examples)
-
-    monkeypatch.setattr(trees_of, "common_inputs", counted)
-    (own,) = encoded(data["system"], share_prefix="on").data
-    for _ in range(2):
-        assert own.validation and own.held_out
-    assert len(searched) == 3
 
 
 def shorter(completions, **_) -> list[float]:
@@ -315,13 +262,3 @@ def test_rope_that_depends_on_the_length_of_a_row_is_left_in_rows(capsys):
     with raises("unsupported", "share_prefix", "depends on the length of a row"):
         train = TrainConfig(share_prefix="on", max_seq_length=300)
         token_tasks.computes_trees(train, base, Display(NORMAL))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "others"),
-    [("packing", True, {}), ("cache_frozen", "on", {}), ("pipeline", True, {})],
-)
-def test_what_does_not_go_with_trees_is_named(name, value, others):
-    with raises("conflict", name, "--share-prefix on"):
-        TrainConfig(share_prefix="on", **{name: value}, **others)
-    TrainConfig(share_prefix="auto", **{name: value}, **others)

@@ -1,27 +1,19 @@
-"""The seams of training: a task is one class and one name; an objective's sum and count are used."""
+"""The seam of training: a task is one class and one name."""
 
 import json
 from dataclasses import dataclass
 
 import mlx.nn as nn
-import mlx.optimizers as optimizers
 import numpy as np
-import pytest
-from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.choices import TASKS, TaskFacts
-from mlx_packs.config.data import DataConfig
-from mlx_packs.config.recipe import Recipe
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
-from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.objective import Objective, arrays_of
 from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.phases import PhaseData, resolve_phases
-from mlx_packs.tasks.task import Summary, Task, make_tasks
-from mlx_packs.training.settings import Request, RunSettings
-from mlx_packs.training.step import Stepper
+from mlx_packs.tasks.phases import PhaseData
+from mlx_packs.tasks.task import Summary, Task
 from tests.helpers.bases import small_base
 from tests.helpers.rows import chat, write_rows
 
@@ -154,53 +146,3 @@ def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
 
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert {key for line in lines for key in json.loads(line)} >= {"words_per_s", "trained_words"}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_every_task_that_can_be_named_has_its_class(name):
-    train, columns = TrainConfig(task=name), DataConfig(data="tiny")
-    settings = RunSettings(LoRAConfig(), train, columns, resolve_phases(train, columns))
-    request = Request(Recipe(train=train, data=columns, names_data=True), "tiny", Display(QUIET))
-    tasks = make_tasks(settings.phases, train, settings.lora, request.calls)
-    (task,) = tasks.values()
-    assert isinstance(task, Task) and task.train.task == name
-
-
-class Weighted(Objective):
-    """x * w, counted by what the batch says and not by its size."""
-
-    unit = "weights"
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def loss(self, inputs, layout=()) -> tuple[mx.array, mx.array]:
-        return (self.model.w * inputs["x"]).sum(), inputs["count"]
-
-
-class OneWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = mx.array([1.0])
-
-
-@pytest.mark.parametrize("counts", [(2.0, 6.0), (0.5, 1.0)])
-def test_loss_and_gradients_are_divided_by_what_a_loss_counts(counts):
-    def step(*batches: Batch) -> tuple[float, float, float]:
-        model = OneWeight()
-        optimizer = optimizers.SGD(1.0)
-        optimizer.init(model.trainable_parameters())
-        stepper = Stepper(model, Weighted(model).loss, optimizer, None)
-        for i, batch in enumerate(batches, 1):
-            loss, norm = stepper(batch, i == len(batches), len(batches) == 1)
-        return loss, norm, dict(tree_flatten(model.parameters()))["w"].item()
-
-    x = mx.array([1.0, 2.0, 4.0])
-    one, other = (
-        Batch({"x": x * scale, "count": mx.array(n)}, 3, n)
-        for scale, n in zip((1, 3), counts, strict=True)
-    )
-    mean = 7 / counts[0]
-    assert step(one) == pytest.approx((mean, mean, 1 - mean))
-    mean = 28 / sum(counts)
-    assert step(one, other) == pytest.approx((21 / counts[1], mean, 1 - mean))
