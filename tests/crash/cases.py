@@ -106,14 +106,6 @@ RUNS: dict[str, Callable[[Places], list[str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Overwrite:
-    """A command that replaces the folder ``x``: how it makes the old one, and the new one."""
-
-    old: Callable[[Places], list[str]]
-    new: Callable[[Places], list[str]]
-
-
 def _merge(places: Places, pack: int) -> list[str]:
     loose = "--max-drift 100 --rows 2 --out x --overwrite".split()
     return ["merge", str(places.packs[pack]), "--model", str(places.base), *loose]
@@ -139,18 +131,18 @@ def _overwriting_train(places: Places, seed: int) -> list[str]:
     return _train(places, *few, seed)
 
 
-OVERWRITES = {
-    "train": Overwrite(lambda p: _overwriting_train(p, 0), lambda p: _overwriting_train(p, 1)),
-    "quantize": Overwrite(
-        _quantize, lambda p: _quantize(p, "--mode", "affine", "--max-shard-gb", "0.0005")
-    ),
-    "merge": Overwrite(lambda p: _merge(p, 0), lambda p: _merge(p, 1)),
-    "combine": Overwrite(lambda p: _combine(p, 1, 1), lambda p: _combine(p, 0.5, 0.2)),
-    "import": Overwrite(lambda p: _import(p, 0), lambda p: _import(p, 1)),
-    "pull": Overwrite(
-        lambda p: "pull me/old --out x --overwrite".split(),
-        lambda p: "pull me/new --out x --overwrite".split(),
-    ),
+def _pull(_: Places, name: str) -> list[str]:
+    return ["pull", name, "--out", "x", "--overwrite"]
+
+
+# Commands that replace the folder ``x``, with arguments that make the old one and the new one.
+OVERWRITES: dict[str, tuple[Callable, tuple, tuple]] = {
+    "train": (_overwriting_train, (0,), (1,)),
+    "quantize": (_quantize, (), ("--mode", "affine", "--max-shard-gb", "0.0005")),
+    "merge": (_merge, (0,), (1,)),
+    "combine": (_combine, (1, 1), (0.5, 0.2)),
+    "import": (_import, (0,), (1,)),
+    "pull": (_pull, ("me/old",), ("me/new",)),
 }
 
 

@@ -153,10 +153,10 @@ def kill_run(killer: Killer, args: list[str], count: int) -> None:
 
 
 def kill_overwrite(killer: Killer, name: str, places: Places, count: int, exchange: bool) -> None:
-    case, old = OVERWRITES[name], killer.fresh()
-    killer.completed(case.old(places), old)
+    (command, of_old, of_new), old = OVERWRITES[name], killer.fresh()
+    killer.completed(command(places, *of_old), old)
     new = killer.fresh(copy=old)
-    args = case.new(places)
+    args = command(places, *of_new)
     whole = killer.run(args, new, exchange=exchange)
     assert whole.code == 0 and weights_of(new / "x") != weights_of(old / "x"), whole.text
     at_points(count, whole, lambda kill: check_overwrite(killer, args, old, new, kill, exchange))
@@ -194,17 +194,10 @@ def hub(places) -> Iterator[LocalHub]:
         yield hub
 
 
-@pytest.mark.parametrize(
-    ("of_run", "of_overwrite"),
-    [
-        pytest.param(2, 2, id="six"),
-        pytest.param(2, 4, id="ten", marks=pytest.mark.slow),
-    ],
-)
-def test_few_points(killer, places, of_run, of_overwrite):
-    kill_run(killer, RUNS["plain"](places), of_run)
-    kill_overwrite(killer, "import", places, of_overwrite, exchange=True)
-    kill_overwrite(killer, "import", places, of_overwrite, exchange=False)
+def test_few_points(killer, places):
+    kill_run(killer, RUNS["plain"](places), 2)
+    kill_overwrite(killer, "import", places, 2, exchange=True)
+    kill_overwrite(killer, "import", places, 2, exchange=False)
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])  # 25 s for many: each time the run is resumed

@@ -1,6 +1,7 @@
 """Runs that are trained by one rank or several: `python -m tests.distributed.runs FOLDER NAME...`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
@@ -12,29 +13,21 @@ from tests.helpers.rows import chat, write_rows
 
 LORA = LoRAConfig(rank=2, num_layers=2)
 SETTINGS = {
-    "iters": 2,
-    "batch_size": 4,
-    "max_seq_length": 96,
-    "matmul_path": "dense",
-    "learning_rate": 2e-3,
-    "lr_schedule": "constant",
-    "steps_per_report": 1,
-    "steps_per_eval": 2,
-    "save_every": 2,
+    **{"iters": 2, "batch_size": 4, "max_seq_length": 96, "matmul_path": "dense"},
+    **{"learning_rate": 2e-3, "lr_schedule": "constant"},
+    **{"steps_per_report": 1, "steps_per_eval": 2, "save_every": 2},
 }
-PREFERENCES = {"data": "preferences", "learning_rate": 2e-3}
 RUNS = {
     "plain": {"data": "chats"},
     "uneven": {"data": "few", "iters": 3},
     "groups": {"data": "texts", "share_prefix": "on", "cache_frozen": "off"},
-    "turns": {"data": "turns", "share_prefix": "on", "cache_frozen": "off"},
     # the shares of four ranks are a row each
     "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 3},
     "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
     "cached": {"data": "chats", "cache_frozen": "on", "iters": 4},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
     "disk": {"data": "chats", "offload_base": "on", "matmul_path": "transient"},
-    "dpo": {**PREFERENCES, "task": "dpo"},
+    "dpo": {"data": "preferences", "task": "dpo"},
     "kto": {"data": "rated", "task": "kto"},
     "reward": {"data": "preferences", "task": "reward"},
     "phases": {
@@ -46,10 +39,7 @@ RUNS = {
     },
     "mnrl": {"data": "pairs", "task": "embedding", "loss": "mnrl"},
     "cached-mnrl": {
-        "data": "pairs",
-        "task": "embedding",
-        "loss": "cached-mnrl",
-        "mini_batch_size": 2,
+        **{"data": "pairs", "task": "embedding", "loss": "cached-mnrl", "mini_batch_size": 2},
     },
     "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
 }
@@ -76,10 +66,6 @@ def write_data(folder: Path) -> None:
     texts = [" ".join(f"{word} {i}" for i in range(16)) for word in ("tide", "price", "wind")]
     asked = [{"prompt": f"{t} {i}?", "completion": f"It is {i}."} for t in texts for i in range(5)]
     write_rows(folder / "texts", train=asked, valid=asked[:3])
-
-    turns = [(f"{i}?", f"Yes, {i}.", "Sure?", "I am.") for i in range(8)]
-    rows = [chat(*each[:stop]) for each in turns for stop in (2, 4)]
-    write_rows(folder / "turns", train=rows, valid=chats[12:15])
 
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
@@ -108,11 +94,10 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
 
     if phases := settings.get("phases"):
         settings.pop("iters")
-        named = [dict(vars(phase)) for phase in phases]
-        for fields in named:
-            if fields["data"]:
-                fields["data"] = str(folder / fields["data"])
-        settings["phases"] = tuple(Phase(**fields) for fields in named)
+        settings["phases"] = tuple(
+            replace(phase, data=str(folder / phase.data)) if phase.data else phase
+            for phase in phases
+        )
 
     train_pack(base, data, lora, TrainConfig(**settings), out, resume=resume)
 

@@ -7,16 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from mlx_packs.data.batches import PackedCollate, TokenCollate
-from mlx_packs.data.dataset import Batch
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.pairs import PairCollate
-from mlx_packs.data.sampler import Packed
 from mlx_packs.distributed import link
-from mlx_packs.distributed.group import ALONE
 from mlx_packs.distributed.link import Launched, launched
 from mlx_packs.errors import PackError
-from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.ranks import free_ports
 from tests.helpers.steps import make_batch
@@ -28,10 +23,6 @@ def example(length: int) -> Example:
     return Example(np.arange(length, dtype=np.int32), target, "here")
 
 
-def targets_of(batch) -> list[int]:
-    return sorted(batch.inputs["targets"][: batch.targets].tolist())
-
-
 @pytest.mark.parametrize(("size", "count"), [(1, 4), (2, 3), (4, 1)])
 def test_shares_of_a_batch_are_the_batch(size, count):
     examples = [example(length) for length in (9, 5, 7, 3)]
@@ -40,45 +31,16 @@ def test_shares_of_a_batch_are_the_batch(size, count):
 
     assert len(shares) == size
     assert sum(share.targets for share in shares) == batch.targets
-    assert sorted(t for share in shares for t in targets_of(share)) == targets_of(batch)
+    targets = [sorted(s.inputs["targets"][: s.targets].tolist()) for s in (batch, *shares)]
+    assert sorted(sum(targets[1:], [])) == targets[0]
     assert sum((share.examples for share in shares), ()) == batch.examples
 
     for share in shares:
         width = batch.inputs["tokens"].shape[1]
         assert share.inputs["tokens"].shape == (4 // size, width)
-        at = share.inputs["positions"][: share.targets]
+        tokens = share.inputs["tokens"].reshape(-1)[share.inputs["positions"][: share.targets]]
         # each position is of the token before its target
-        assert (
-            share.inputs["tokens"].reshape(-1)[at] + 1 == share.inputs["targets"][: share.targets]
-        ).all()
-
-
-def test_a_rank_may_have_no_sequence():
-    examples = [example(9), example(5)]
-    collate = PackedCollate(4, 32)
-    batch = collate(examples, Packed([np.arange(2)], ((16, 16),)))
-    (share,) = collate.split(batch, 2)
-    assert share.targets == batch.targets and share.layout == batch.layout
-
-
-def test_shares_of_pairs_have_as_many_rows():
-    column = np.arange(12, dtype=np.int32).reshape(4, 3)
-    weights = np.array([1, 1, 1, 0], np.float32)
-    lengths = np.full((4, 2), 3, np.int32)
-    inputs = {"first": column, "second": column, "lengths": lengths, "weights": weights}
-    shares = PairCollate(4, 3).split(Batch(inputs, 3, 3, (5, 6, 7)), 2)
-    assert [share.inputs["weights"].tolist() for share in shares] == [[1, 1], [1, 0]]
-    assert [share.inputs["lengths"].shape for share in shares] == [(2, 2)] * 2
-    assert sum((share.examples for share in shares), ()) == (5, 6, 7)
-    assert np.array_equal(np.concatenate([s.inputs["first"] for s in shares]), column)
-
-
-def test_one_rank_alone_exchanges_nothing():
-    x = mx.array([1.0, 2.0])
-    assert ALONE.sum(x) is x and ALONE.joined(x) is x
-    assert ALONE.highest(3, 0) == [3, 0] and ALONE.from_first(b"a") == b"a"
-    assert ALONE.counted_once(x).tolist() == [1.0, 2.0]
-    assert [a.tolist() for (a,) in ALONE.map(lambda i: (np.array(i),), [4, 5])] == [4, 5]
+        assert (tokens + 1 == share.inputs["targets"][: share.targets]).all()
 
 
 def test_a_launcher_names_the_place_of_a_rank(monkeypatch, tmp_path):
@@ -96,7 +58,7 @@ def test_a_launcher_names_the_place_of_a_rank(monkeypatch, tmp_path):
     assert launched() is None
 
 
-def connected(size: int, versions: list[dict]) -> list:
+def connected(versions: list[dict], size: int = 3) -> list:
     """What `connect` returns or raises on each rank of this machine."""
     port = free_ports(1)
     results: list = [None] * size
@@ -116,13 +78,13 @@ def connected(size: int, versions: list[dict]) -> list:
 
 
 def test_ranks_find_each_other():
-    for each in connected(3, [{"mlx": "1"}] * 3):
+    for each in connected([{"mlx": "1"}] * 3):
         assert isinstance(each, link.Link)
         each.close()
 
 
 def test_ranks_of_different_versions_do_not_train_together():
-    errors = connected(3, [{"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}])
+    errors = connected([{"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}])
     assert all(isinstance(error, PackError) for error in errors)
     for word in ("rank 2", "mlx 2", "rank 0 1"):
         assert word in errors[0].message
@@ -131,7 +93,7 @@ def test_ranks_of_different_versions_do_not_train_together():
 
 def test_a_rank_that_does_not_call_is_named(monkeypatch):
     monkeypatch.setattr(link, "WAIT_S", 0.5)
-    first, second, _ = connected(3, [{}, {}])
+    first, second, _ = connected([{}, {}])
     assert "rank 2 of 3" in first.message and first.code == "network"
     assert "rank 2 of 3" in second.message
 

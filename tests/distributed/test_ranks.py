@@ -87,12 +87,13 @@ def test_ranks_train_what_one_trains(by_ranks, names, size, name):
 
 @pytest.mark.nightly  # 30 s: seven ranks are started, four of them at once, and load a base each
 def test_a_run_of_four_goes_on_with_two(place):
-    ended = train(place, 4, "plain,iters=2", out="fewer")
-    assert not any(ended.codes), ended.text
-    ended = train(place, 2, "plain,iters=4,resume=1", out="fewer")
-    assert not any(ended.codes), ended.text
-    ended = train(place, 1, "plain,iters=4", out="whole")
-    assert not any(ended.codes), ended.text
+    for size, changes, out in (
+        (4, "iters=2", "fewer"),
+        (2, "iters=4,resume=1", "fewer"),
+        (1, "iters=4", "whole"),
+    ):
+        ended = train(place, size, f"plain,{changes}", out=out)
+        assert not any(ended.codes), ended.text
     assert difference(place / "fewer" / "plain", place / "whole" / "plain") < 5e-5
     losses = [line for line in curve(place / "fewer" / "plain") if "loss" in line]
     assert [line["batch"] for line in losses] == list(range(1, 5))
@@ -133,10 +134,8 @@ def test_ranks_end_with_one_that_is_killed(place, victim, then):
 def line_of_first(ended: Ended) -> str:
     """The one line of the first rank; the others say nothing."""
     assert ended.codes == [2] * len(ended.codes), ended.text
-    lines = [
-        [line for line in out.splitlines() if line.startswith(("packs:", "Traceback"))]
-        for out in ended.outputs
-    ]
+    shown = ("packs:", "Traceback")
+    lines = [[x for x in out.splitlines() if x.startswith(shown)] for out in ended.outputs]
     assert [len(each) for each in lines] == [1] + [0] * (len(lines) - 1), ended.text
     return lines[0][0]
 

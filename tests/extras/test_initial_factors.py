@@ -22,7 +22,8 @@ from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.steps import moved
 
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 
@@ -30,19 +31,6 @@ TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 def attached(method: str, base):
     train = TrainConfig(method=method)
     return find_method(method).attach(base, LoRAConfig(rank=4), train, "quantized")
-
-
-def moved(trainable):
-    """The same with other values."""
-    changed = {n: t + 0.05 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
-    trainable.load(changed, "test")
-    return trainable
-
-
-@pytest.fixture
-def rows(tmp_path):
-    each = [chat(f"Say {word}.", f"{word}, I say.") for word in "one two three four".split()]
-    return write_rows(tmp_path / "rows", train=each, valid=each)
 
 
 def test_small_changes_of_large_factors_survive_half_precision():
@@ -61,7 +49,7 @@ def test_small_changes_of_large_factors_survive_half_precision():
 @pytest.mark.parametrize("method", ["pissa", "olora"])
 def test_a_pack_of_twice_the_rank_is_the_change_since_the_beginning(method):
     base = base_of("qwen3")
-    trainable = moved(attached(method, base))
+    trainable = moved(attached(method, base), 0.05)
     trained, tensors = base.model(TOKENS), trainable.tensors()
     assert all(spec.rank == 8 for spec in trainable.specs.values())
     trainable.detach()
@@ -103,10 +91,11 @@ def test_loftq_begins_nearer_to_the_dense_weights(mode, tmp_path):
         assert mx.linalg.norm(left).item() < 0.97 * mx.linalg.norm(lost).item()
 
 
-def test_loftq_needs_a_dense_checkpoint_that_is_quantized(tiny, rows, tmp_path):
+def test_loftq_needs_a_dense_checkpoint_that_is_quantized(shared_tiny, tmp_path):
+    rows = write_rows(tmp_path / "rows", train=CHATS, valid=CHATS)
     loftq = TrainConfig(method="loftq", iters=4, batch_size=2, max_seq_length=64)
     with raises("conflict", None, "--method loftq", "stored quantized", "--quantize"):
-        train_pack(tiny, rows, train=loftq, out=tmp_path / "p")
+        train_pack(shared_tiny, rows, train=loftq, out=tmp_path / "p")
     dense = write_dense(tmp_path / "dense", vocab_size=4096)
     with raises("conflict", None, "--method loftq", "is not quantized", "--quantize nf4"):
         train_pack(str(dense), rows, train=loftq, out=tmp_path / "p")

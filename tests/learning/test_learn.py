@@ -38,9 +38,8 @@ def folder(base, tmp_path):
     folder = LearningFolder.begin(tmp_path / "d", "learned", base, None)
     for number in range(ROWS):
         rating = "up" if number % 2 else "down"
-        answer = answer_to(
-            f"Say {number}.", {"up": f"It is {number}.", "down": "I cannot."}[rating]
-        )
+        text = {"up": f"It is {number}.", "down": "I cannot."}[rating]
+        answer = answer_to(f"Say {number}.", text)
         said = Feedback(rating, json.dumps({"say": number}))
         write_rows(folder.path, rows_of(answer, said, str(number)))
     return folder
@@ -48,14 +47,6 @@ def folder(base, tmp_path):
 
 def stop(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("gain", "error", "rows", "is_lost"),
-    [(-0.1, 0.06, 8, False), (-0.1, 0.04, 8, True), (0.5, 0.1, 7, True), (0.5, None, 8, True)],
-)
-def test_a_candidate_must_not_be_worse_on_rows_of_nobody_else(gain, error, rows, is_lost):
-    assert Comparison("nats", gain, error, rows).is_lost is is_lost
 
 
 @pytest.mark.parametrize("task", GAINS)
@@ -78,11 +69,8 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
     assert result["rows"] + result["held_out"] == ROWS
     assert folder.current == result["version"] == 1
     assert not folder.candidate.exists()
-    assert {f.name for f in folder.version_folder(1).iterdir()} == {
-        "figures.json",
-        "job.json",
-        "pack",
-    }
+    names = {f.name for f in folder.version_folder(1).iterdir()}
+    assert names == {"figures.json", "job.json", "pack"}
     Pack.open(result["pack"]).verify()
 
     _, out, _ = run("learn", folder.path, "--list")
@@ -206,13 +194,21 @@ def test_rows_of_one_prompt_are_no_evidence_of_their_own(task):
     assert not GAINS[task](none, none, labels, prompts).is_won
 
 
-def test_a_gain_within_two_errors_is_no_win():
-    assert Comparison("nats", 0.21, 0.1, 9).is_won
-    assert not Comparison("nats", 0.19, 0.1, 9).is_won
-    assert not Comparison("nats", -1.0, 0.1, 9).is_won
-    assert not Comparison("nats", math.nan, 0.1, 9).is_won
-    assert not Comparison("nats", 1.0, None, 9).is_won
-    assert not Comparison("nats", 1.0, 0.1, 7).is_won  # others were longer than the maximum
+@pytest.mark.parametrize(
+    ("gain", "error", "rows", "is_won", "is_lost"),
+    [
+        (0.21, 0.1, 9, True, False),
+        (0.19, 0.1, 9, False, False),  # within two errors
+        (-0.1, 0.06, 9, False, False),
+        (-0.1, 0.04, 9, False, True),
+        (math.nan, 0.1, 9, False, False),
+        (1.0, None, 9, False, True),
+        (1.0, 0.1, 7, False, True),  # others were longer than the maximum
+    ],
+)
+def test_a_gain_wins_beyond_two_errors(gain, error, rows, is_won, is_lost):
+    comparison = Comparison("nats", gain, error, rows)
+    assert (comparison.is_won, comparison.is_lost) == (is_won, is_lost)
 
 
 def test_a_candidate_continues_the_served_pack(base, folder, tmp_path, run, rejected):
@@ -269,9 +265,6 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, rejected):
 
 
 def test_a_folder_is_made_as_a_whole(base, tmp_path, monkeypatch):
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     pack = random_pack(base).save(tmp_path / "p")
     path = tmp_path / "d"
     path.mkdir()

@@ -3,7 +3,6 @@
 import pytest
 from optuna.trial import create_trial
 
-from mlx_packs.config.choices import SEARCHES
 from mlx_packs.errors import PackError
 from mlx_packs.sweeps.plan import (
     SweepConfig,
@@ -13,6 +12,7 @@ from mlx_packs.sweeps.plan import (
     planned_values,
     with_values,
 )
+from tests.helpers.errors import raises
 
 RATE = {"min": "1e-5", "max": 1e-3, "scale": "log"}
 
@@ -31,6 +31,7 @@ def test_grid_has_every_combination_once_in_order():
 def test_a_seed_gives_the_same_values_and_another_seed_others():
     parameters = {"learning_rate": RATE, "rank": [8, 16, 32]}
     first = values("random", parameters, trials=20, seed=3)
+    assert len({tuple(v.items()) for v in first}) == 20
     assert first == values("random", parameters, trials=20, seed=3)
     assert first != values("random", parameters, trials=20, seed=4)
     assert first[:5] == values("random", parameters, trials=5, seed=3)
@@ -71,8 +72,10 @@ def test_tpe_draws_different_values_near_good_results_and_the_same_for_a_seed():
     assert drawn_by_tpe(12) == ranks[:12] != drawn_by_tpe(12, seed=1)
 
 
-def test_tpe_finds_every_combination_of_a_small_space():
+def test_searches_find_every_combination_of_a_small_space():
     parameters = {"rank": [1, 2, 4], "seed": [0, 1]}
+    drawn = values("random", parameters, trials=6)
+    assert len({tuple(v.items()) for v in drawn}) == 6
     config = SweepConfig("tpe", trials=6, parameters=parameters)
     space, done = parse_space(parameters, "f"), []
     while (params := next(draws(config, space, done, 1), None)) is not None:
@@ -89,11 +92,6 @@ def test_corners_are_the_ends_of_ranges_with_every_listed_value():
     assert [tuple(corner.values()) for corner in corners(space, 4)] == few
 
 
-def test_random_trials_are_all_different():
-    drawn = values("random", {"rank": [1, 2, 3], "seed": [0, 1]}, trials=6)
-    assert len({tuple(v.items()) for v in drawn}) == 6
-
-
 def test_keys_in_mappings_leave_the_others():
     recipe = {"rank": 8, "rank_pattern": {"q_proj": 4}}
     changed = with_values(recipe, {"rank_pattern.v_proj": 2, "rank": 16})
@@ -102,39 +100,22 @@ def test_keys_in_mappings_leave_the_others():
 
 
 @pytest.mark.parametrize(
-    "parameters, code",
+    ("rank", "code"),
     [
-        ({}, "invalid"),
-        ({"rank": []}, "invalid"),
-        ({"rank": 8}, "invalid"),
-        ({"rank": [8, 8]}, "invalid"),
-        ({"rank": [0, 0]}, "invalid"),
-        ({"rank": {"min": 8}}, "invalid"),
-        ({"rank": {"min": 8, "max": 8}}, "invalid"),
-        ({"rank": {"min": 0, "max": 8, "scale": "log"}}, "invalid"),
-        ({"rank": {"min": 1, "max": float("inf")}}, "invalid"),
-        ({"rank": {"min": 1, "max": 8, "scale": "ln"}}, "unknown"),
-        ({"rank": {"min": 1, "max": 8, "step": 1}}, "unknown"),
+        ([], "invalid"),
+        (8, "invalid"),
+        ([8, 8], "invalid"),
+        ({"min": 8}, "invalid"),
+        ({"min": 8, "max": 8}, "invalid"),
+        ({"min": 0, "max": 8, "scale": "log"}, "invalid"),
+        ({"min": 1, "max": float("inf")}, "invalid"),
+        ({"min": 1, "max": 8, "scale": "ln"}, "unknown"),
+        ({"min": 1, "max": 8, "step": 1}, "unknown"),
     ],
 )
-def test_wrong_parameters_are_errors(parameters, code):
-    with pytest.raises(PackError) as error:
-        parse_space(parameters, "f")
-    assert error.value.code == code and error.value.message.startswith("f: sweep.parameters")
-
-
-@pytest.mark.parametrize(
-    "search, settings",
-    [
-        ("grid", {"trials": 3}),
-        *((name, {}) for name, search in SEARCHES.items() if search.draws),
-        ("random", {"trials": 0}),
-        ("bayes", {"trials": 2}),
-    ],
-)
-def test_wrong_searches_are_errors(search, settings):
-    with pytest.raises(PackError):
-        SweepConfig(search, **settings)
+def test_wrong_parameters_are_errors(rank, code):
+    with raises(code, None, "f: sweep.parameters"):
+        parse_space({"rank": rank}, "f")
 
 
 def test_a_grid_of_a_range_and_too_few_combinations_are_errors():
@@ -144,6 +125,9 @@ def test_a_grid_of_a_range_and_too_few_combinations_are_errors():
         values("random", {"rank": [1, 2]}, trials=3)
     with pytest.raises(PackError, match="only 2 different"):
         values("random", {"rank": {"min": 1, "max": 2}}, trials=3)
+    for search, trials in (("grid", 3), ("random", 0), ("random", None)):
+        with pytest.raises(PackError, match="trials"):
+            SweepConfig(search, trials=trials)
 
 
 BASE = "data: tiny\niters: 9\n"

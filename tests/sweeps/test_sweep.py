@@ -46,20 +46,15 @@ def leaderboard(folder: Path) -> dict:
 
 
 class Calls(list):
-    """The number of each trial that a test trains, and what some raise.
-
-    With ``gated`` in ``failing``, packs below 2 fail their gate.
-    """
-
-    failing: dict
+    """The number of each trial that a test trains, and what some raise (``failing``)."""
 
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch) -> Calls:
-    """Train no trial: its perplexity is its rank, and rank 7 fails."""
+    """Train no trial: its perplexity is its rank, and rank 7 fails; with ``gated``, 1 fails a gate."""
     monkeypatch.chdir(tmp_path)
-    calls, failing = Calls(), {}
-    calls.failing = failing
+    calls = Calls()
+    failing = calls.failing = {}
 
     def train(trial, recipe):
         assert recipe["rank"] == trial.values["rank"]
@@ -95,25 +90,18 @@ def test_the_best_is_named_last_and_written_to_every_file(trained, tmp_path):
     assert json.loads(run_sweep("--json").stdout) == content and len(trained) == 3
 
 
-def test_an_interrupted_sweep_repeats_nothing(trained, tmp_path):
-    write_sweep(tmp_path, RANKS)
-    trained.failing[2] = Interrupted("interrupted in trial 2", signal.SIGTERM)
-    assert run_sweep().exit_code == 128 + signal.SIGTERM
-    assert len(leaderboard(tmp_path)["rows"]) == 1
-    trained.failing.clear()
-    assert run_sweep().exit_code == 0
-    assert run_sweep().exit_code == 0
-    assert trained == [1, 2, 3]
-
-
 def test_a_trial_that_fails_is_a_line_and_not_the_end(trained, tmp_path):
     write_sweep(tmp_path, {"parameters": {"rank": [7, 8]}})
-    result = run_sweep()
-    assert result.exit_code == 0
+    assert run_sweep().exit_code == 0
     rows = leaderboard(tmp_path)["rows"]
     assert [row["trial"] for row in rows] == [2, 1]
     assert rows[1]["status"] == "failed: memory is exhausted" and rows[1]["pack"] is None
+    study = tmp_path / "s" / "study.jsonl"
+    trials = study_of(study).trials
+    assert {t.params["rank"]: t.state.name for t in trials} == {7: "FAIL", 8: "COMPLETE"}
+    study.write_bytes(study.read_bytes() * 2)  # copied twice: each trial counts once
     assert run_sweep().exit_code == 0 and len(trained) == 2
+    assert leaderboard(tmp_path)["rows"] == rows
 
 
 def test_the_best_must_pass_the_gates(trained, tmp_path):
@@ -219,46 +207,38 @@ def test_a_report_and_a_trial_need_no_optuna():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"packing": None}, 0),
-        ({"packing": True}, 2),
-        ({"for_merge": "none"}, 0),  # a setting that was removed, and was not used
-        ({"for_merge": "affine4"}, 2),
-    ],
-)
-def test_a_recipe_of_another_version_continues_if_it_means_the_same(
-    trained, tmp_path, changes, code
-):
+def test_a_recipe_of_another_version_continues_if_it_means_the_same(trained, tmp_path):
     write_sweep(tmp_path, RANKS)
     assert run_sweep().exit_code == 0
     file = tmp_path / "s" / "sweep.json"
     content = json.loads(file.read_text())
-    recipe = {**content["recipe"], **changes}
-    content["recipe"] = {key: value for key, value in recipe.items() if value is not None}
-    file.write_text(json.dumps(content))
-    assert run_sweep().exit_code == code
+    for changes, code in (
+        ({"packing": None}, 0),
+        ({"packing": True}, 2),
+        ({"for_merge": "none"}, 0),  # a setting that was removed, and was not used
+        ({"for_merge": "affine4"}, 2),
+    ):
+        recipe = {**content["recipe"], **changes}
+        recipe = {key: value for key, value in recipe.items() if value is not None}
+        file.write_text(json.dumps({**content, "recipe": recipe}))
+        assert run_sweep().exit_code == code, changes
 
 
-@pytest.mark.parametrize(
-    ("sweep", "settings", "key"),
-    [
-        ({}, {"iters": 8}, "recipe differs"),
-        ({"trials": 2}, {}, "trials differ"),
-        ({"seed": 4}, {}, "seed differs"),
-        ({"parameters": {"rank": [1, 3, 4]}}, {}, "parameters differ"),
-    ],
-)
-def test_another_sweep_in_the_folder_is_one_line(trained, tmp_path, sweep, settings, key):
+def test_another_sweep_in_the_folder_is_one_line(trained, tmp_path):
     searched = {"search": "random", "trials": 3, **RANKS}
     write_sweep(tmp_path, searched)
     assert run_sweep().exit_code == 0
     trained.clear()
-    write_sweep(tmp_path, {**searched, **sweep}, **settings)
-    result = run_sweep()
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert f"whose {key}" in result.stderr and "Choose another --out" in result.stderr
+    for sweep, settings, key in (
+        ({}, {"iters": 8}, "recipe differs"),
+        ({"trials": 2}, {}, "trials differ"),
+        ({"seed": 4}, {}, "seed differs"),
+        ({"parameters": {"rank": [1, 3, 4]}}, {}, "parameters differ"),
+    ):
+        write_sweep(tmp_path, {**searched, **sweep}, **settings)
+        result = run_sweep()
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert f"whose {key}" in result.stderr and "Choose another --out" in result.stderr
     assert trained == []
 
 
@@ -280,6 +260,7 @@ def test_a_study_continues_after_a_kill_while_it_is_written(trained, tmp_path):
     write_sweep(tmp_path, {"parameters": {"rank": [1, 2], "target_modules": [["q_proj"], []]}})
     trained.failing[3] = Interrupted("interrupted in trial 3", signal.SIGTERM)
     assert run_sweep().exit_code == 128 + signal.SIGTERM
+    assert len(leaderboard(tmp_path)["rows"]) == 2
 
     study = tmp_path / "s" / "study.jsonl"
     lines = study.read_bytes().splitlines(keepends=True)
@@ -302,16 +283,6 @@ def study_of(file: Path) -> optuna.Study:
     return optuna.load_study(study_name="sweep", storage=storage)
 
 
-def test_a_study_that_was_copied_twice_has_each_trial_once(trained, tmp_path):
-    write_sweep(tmp_path, RANKS)
-    assert run_sweep().exit_code == 0
-    rows = leaderboard(tmp_path)["rows"]
-    study = tmp_path / "s" / "study.jsonl"
-    study.write_bytes(study.read_bytes() * 2)
-    assert run_sweep().exit_code == 0
-    assert leaderboard(tmp_path)["rows"] == rows and len(rows) == len(trained) == 3
-
-
 def test_a_damaged_study_is_one_line(trained, tmp_path):
     write_sweep(tmp_path, RANKS)
     assert run_sweep().exit_code == 0
@@ -322,14 +293,6 @@ def test_a_damaged_study_is_one_line(trained, tmp_path):
     assert "study.jsonl" in result.stderr and "Remove it" in result.stderr
     study.unlink()
     assert run_sweep().exit_code == 0 and len(trained) == 3
-
-
-def test_optuna_knows_what_came_of_the_trials(trained, tmp_path):
-    write_sweep(tmp_path, {"parameters": {"rank": [7, 10, 11]}})
-    assert run_sweep().exit_code == 0
-    trials = study_of(tmp_path / "s" / "study.jsonl").trials
-    states = {trial.params["rank"]: trial.state.name for trial in trials}
-    assert states == {7: "FAIL", 10: "COMPLETE", 11: "COMPLETE"}
 
 
 @pytest.mark.slow

@@ -55,31 +55,14 @@ def train_graph(graph_folder):
 
 
 @pytest.fixture(scope="module")
-def true_run(train_graph) -> dict:
-    """The report of `true`, on `llama`."""
-    return train_graph("llama", "true", iters=4)
-
-
-@pytest.fixture(scope="module")
-def stack_run(train_graph) -> dict:
-    """The report of `stack`, on `llama`."""
-    return train_graph("llama", "stack", *STACK, iters=4)
-
-
-@pytest.fixture(scope="module")
-def merged_runs(graph_folder, train_graph, true_run) -> None:
+def merged_runs(graph_folder, train_graph) -> None:
     """`true` and `slices`, which has a rank for each slice of `gpt2`, merged in float32."""
+    train_graph("llama", "true")
     train_graph("gpt2", "slices", "--target-modules", "c_attn", "--rank-pattern", SLICES, iters=2)
+    how = ("--dtype", "float32", "--max-drift", 0.02, "--json", "--data", graph_folder / "d")
     for model, pack in (("llama", "true"), ("gpt2", "slices")):
-        places = (
-            graph_folder / pack,
-            "--model",
-            graph_folder / model,
-            "--data",
-            graph_folder / "d",
-        )
-        how = ("--dtype", "float32", "--max-drift", 0.02, "--json")
-        succeed("merge", *places, "--out", graph_folder / f"{pack}-merged", *how)
+        places = ("--model", graph_folder / model, "--out", graph_folder / f"{pack}-merged")
+        succeed("merge", graph_folder / pack, *places, *how)
 
 
 def modules(pack: Path) -> dict[str, dict]:
@@ -102,8 +85,9 @@ def test_a_metric_asks_the_whole_base_with_what_a_proxy_trained(
 
 
 def test_projection_stack_is_in_the_manifest_and_scored_on_the_true_forward(
-    graph_folder, stack_run, run
+    graph_folder, train_graph, run
 ):
+    stack_run = train_graph("llama", "stack", *STACK, iters=4)
     pack, objective = graph_folder / "stack", stack_run["objective"]
     assert objective["graph"] == "projection-stack"
     assert "not the full transformer" in objective["note"] and "no attention" in objective["note"]

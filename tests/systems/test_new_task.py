@@ -138,10 +138,3 @@ def test_its_setting_changes_the_loss(focal, train):
     assert none["last_loss"] == pytest.approx(lm["last_loss"], rel=1e-3)
     assert focal["last_loss"] < 0.99 * none["last_loss"]
     assert none["ppl_before"] == focal["ppl_before"]
-
-
-def test_its_setting_is_checked_as_any_other(packs):
-    refused = packs("train", "--data", "d", "--task", "focal", "--focal-gamma", "-1", code=2)
-    assert "--focal-gamma" in refused
-    refused = packs("train", "--data", "d", "--focal-gamma", "1", code=2)
-    assert "--focal-gamma" in refused and "focal" in refused

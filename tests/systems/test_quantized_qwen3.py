@@ -61,12 +61,6 @@ def train(folder):
 
 
 @pytest.fixture(scope="module")
-def pack_of_4_bit(folder, train) -> Path:
-    train("4-bit", "of-4-bit")
-    return folder / "of-4-bit"
-
-
-@pytest.fixture(scope="module")
 def pack_of_block(folder, train) -> tuple[Path, str]:
     """A pack of the 4B block with a rank for each slice; and what was printed beside the report."""
     spec = importlib.util.spec_from_file_location("c", ROOT / "examples" / "random_checkpoint.py")
@@ -172,6 +166,7 @@ def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(tmp_path, run, rank, profil
     assert f"MB, {profile})" in run("inspect", tmp_path / "p")[1]
 
 
-def test_detach_leaves_the_quantized_base_bit_identical(folder, pack_of_4_bit, run):
-    code, out, _ = run("apply", pack_of_4_bit, "--model", folder / "4-bit")
+def test_detach_leaves_the_quantized_base_bit_identical(folder, train, run):
+    train("4-bit", "of-4-bit")
+    code, out, _ = run("apply", folder / "of-4-bit", "--model", folder / "4-bit")
     assert code == 0 and "after detaching they are bit-identical to before" in out

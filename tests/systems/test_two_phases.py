@@ -1,6 +1,5 @@
 """Section 2 of docs/systems.md: QLoRA for an 8B Llama 3, in two phases (ADR-001)."""
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama as llama_family
 
 from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
@@ -17,7 +17,7 @@ from mlx_packs.packs.base import Base
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems
 ROOT = Path(__file__).parents[2]
@@ -33,14 +33,13 @@ LLAMA_3 = {
     },
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "head_dim": None}
-TALK = [chat(f"Say {word}.", f"{word}, I say.") for word in "one two six ten red sun".split()]
 CODE = [{"text": f"def f{i}(x):\n    return x * {i} + {i % 7}\n" * 3} for i in range(40)]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
+@pytest.fixture
+def llama(tmp_path) -> Path:
     """A Llama 3.1 of true ratios, vocabulary and RoPE, 1/32 as wide, with random weights."""
-    folder = tmp_path_factory.mktemp("base") / "llama-3.1"
+    folder = tmp_path / "llama-3.1"
     folder.mkdir()
     model, config = model_of("llama", **{**LLAMA_3, **SMALL})
     weights = {n: t.astype(mx.bfloat16) for n, t in tree_flatten(model.parameters())}
@@ -53,26 +52,17 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def note_data(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "code", train=CODE[:30], valid=CODE[30:34])
-
-
-@pytest.fixture(scope="module")
-def note_run(llama, note_data, tmp_path_factory) -> tuple[Path, dict]:
-    """The note's recipe, trained as it stands but for the size of the run."""
-    out = tmp_path_factory.mktemp("out") / "p"
+@pytest.mark.slow
+def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(llama, tmp_path):
+    """But for the size of the run."""
+    data = write_rows(tmp_path / "code", train=CODE[:30], valid=CODE[30:34])
+    out = tmp_path / "p"
     short = "--iters 6 --grad-accumulation-steps 1 --warmup-steps 0 --max-seq-length 64"
     short += " --batch-size 4 --learning-rate 5e-3 --json"
-    paths = ("-c", RECIPE, "--model", llama, "--data", note_data, "--out", out)
+    paths = ("-c", RECIPE, "--model", llama, "--data", data, "--out", out)
     result = CliRunner().invoke(packs, ["train", *map(str, paths), *short.split()])
     assert result.exit_code == 0, result.stderr
-    return out, json.loads(result.stdout)
-
-
-@pytest.mark.slow
-def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama):
-    out, report = note_run
+    report = json.loads(result.stdout)
     manifest = json.loads((out / "pack.json").read_text())
     q = manifest["base"]["quantization"]
     assert (q["mode"], q["double_quant"], q["group_size"]) == ("nf4", True, 64)
@@ -88,13 +78,10 @@ def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama)
 
 
 def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
-    (tmp_path / "config.json").write_text(
-        json.dumps(LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"})
-    )
-    how = (
-        "--memory 24 --device gpu --batch-size 1 --max-seq-length 2048 --recompute block --rank 16"
-    )
-
+    config = LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    how = "--memory 24 --device gpu --batch-size 1 --max-seq-length 2048 --recompute block"
+    how += " --rank 16"
     code, out, _ = run("plan", "--model", tmp_path, *how.split(), "--json")
     assert code == 0
 
@@ -110,22 +97,15 @@ def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
 @pytest.mark.parametrize(("dtype", "mb"), [("float32", 167.8), ("bfloat16", 83.9)])
 def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half(dtype, mb, tmp_path):
     """With the true shapes; the base's weights are described, never allocated."""
-    model, config = _described("llama", LLAMA_3)
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, **LLAMA_3}
+    model = llama_family.Model(llama_family.ModelArgs.from_dict(config))  # no array is computed
+    model.freeze()
     base = Base("meta-llama/Meta-Llama-3-8B", Path("nowhere"), model, None, config, "0" * 64)
     attached = attach(base, LoRAConfig(rank=16, alpha=16, target_modules=tuple(TARGETS)))
     assert attached.parameter_count() == 41_943_040
     pack = pack_of(attached, dtype).save(tmp_path / "p")
     file = tmp_path / "p" / "adapters.safetensors"
     assert file.stat().st_size / 1e6 == pytest.approx(mb, abs=0.1) and pack.size_mb < mb + 0.2
-
-
-def _described(family: str, config: dict):
-    """A model of a config whose arrays are never computed."""
-    module = importlib.import_module(f"mlx_lm.models.{family}")
-    config = {"model_type": family, "rms_norm_eps": 1e-5, **config}
-    model = module.Model(module.ModelArgs.from_dict(config))
-    model.freeze()
-    return model, config
 
 
 @pytest.mark.slow

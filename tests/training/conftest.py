@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
 
 from mlx_packs import load_base, train_pack
 from mlx_packs.packs.base import Base
+from mlx_packs.reading import sha256
 from mlx_packs.training.result import TrainRun
 from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.checkpoints import write_checkpoint
@@ -49,6 +53,17 @@ def kill_in(
         return function(*args, **kwargs)
 
     monkeypatch.setattr(place, name, killed)
+
+
+def files_of(run: Path) -> dict[str, str]:
+    """Hashes of the tensors of a run's last checkpoint."""
+    return {f.name: sha256(f) for f in RunFolder(run).latest_checkpoint().glob("*.safetensors")}
+
+
+def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, list]:
+    """All numbers that an update changes."""
+    state = {"weights": model.trainable_parameters(), **optimizer.state}
+    return {name: array.tolist() for name, array in tree_flatten(state)}
 
 
 @pytest.fixture(scope="session")

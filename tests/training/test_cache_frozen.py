@@ -5,28 +5,16 @@ import itertools
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.reading import sha256
 from tests.helpers.cached_model import changed
-from tests.helpers.errors import check
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import TRAIN
 from tests.helpers.variants import slow_except
 
 LORA = LoRAConfig(rank=4, num_layers=1, dropout=0.1)
-RUN = TrainConfig(
-    iters=8,
-    batch_size=2,
-    max_seq_length=64,
-    learning_rate=1e-3,
-    lr_schedule="constant",
-    matmul_path="dense",
-    steps_per_report=1,
-    save_every=50,
-    val_batches=0,
-    test_batches=1,
-    cache_frozen="on",
-)
+RUN = changed(TRAIN, iters=8, save_every=50, val_batches=0, test_batches=1, cache_frozen="on")
 
 
 ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "Go on, then.")
@@ -34,13 +22,8 @@ ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "G
 
 @pytest.fixture
 def varied_chats(tmp_path):
-    """A handful of short rows."""
     chats = [chat("Is it so?", answer) for answer in ANSWERS]
     return write_rows(tmp_path / "rows", train=chats, test=chats[:1])
-
-
-def losses(run) -> list[float]:
-    return [line["loss"] for line in run.curve if "loss" in line]
 
 
 def adapters(run) -> str:
@@ -49,23 +32,19 @@ def adapters(run) -> str:
 
 # in the first epoch, later
 @pytest.mark.parametrize(("packing", "stop"), slow_except([(True, 2), (False, 5)], (False, 5)))
-def test_resumed_run_with_a_cache_equals_an_unbroken_one(
+def test_resumed_run_with_a_cache_equals_an_unbroken_one_and_one_without(
     small, varied_chats, tmp_path, packing, stop
 ):
     train = changed(RUN, packing=packing)
     uninterrupted = train_pack(small, varied_chats, LORA, train, tmp_path / "a")
     assert uninterrupted.report["cache_frozen"]["rows_computed"] == 6
+    without = changed(train, cache_frozen="off")
+    uncached = train_pack(small, varied_chats, LORA, without, tmp_path / "c")
+    assert uncached.report["cache_frozen"] is None
     train_pack(small, varied_chats, LORA, changed(train, iters=stop), tmp_path / "b")
     resumed = train_pack(small, varied_chats, LORA, train, tmp_path / "b", resume=True)
     assert adapters(resumed) == adapters(uninterrupted)
-
-
-def test_a_run_with_a_cache_equals_one_without(small, varied_chats, tmp_path):
-    cached = train_pack(small, varied_chats, LORA, RUN, tmp_path / "b")
-    uncached = changed(RUN, cache_frozen="off")
-    uninterrupted = train_pack(small, varied_chats, LORA, uncached, tmp_path / "a")
-    assert uninterrupted.report["cache_frozen"] is None
-    assert adapters(cached) == adapters(uninterrupted)
+    assert packing or adapters(uncached) == adapters(uninterrupted)
 
 
 def test_a_run_leaves_the_base_as_it_was(shared_tiny, varied_chats, tmp_path, monkeypatch):
@@ -83,12 +62,6 @@ def test_a_run_leaves_the_base_as_it_was(shared_tiny, varied_chats, tmp_path, mo
     after = dict(shared_tiny.model.named_modules())
     assert list(after) == list(before)
     assert all(after[path] is module for path, module in before.items())
-
-
-def test_the_command_line_rejects_on_in_one_line(varied_chats, here, rejected):
-    words = ("train", "-q", "--data", varied_chats, "--out", "p", "--cache-frozen", "on")
-    check(rejected(*words), "conflict", "cache_frozen")
-    assert not (here / "p").exists()
 
 
 POLICIES = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
@@ -123,7 +96,8 @@ def test_every_combination_learns_the_same(small, varied_chats, tmp_path, last_k
         run = train_pack(small, varied_chats, lora, train, tmp_path / str(len(results)))
         assert (run.report["steps"], run.report["batches"]) == (2, 2 * batches)
         assert (run.report["cache_frozen"] is None) == (cache == "off")
-        results.append((run.report["trained_tokens"], losses(run)))
+        losses = [line["loss"] for line in run.curve if "loss" in line]
+        results.append((run.report["trained_tokens"], losses))
 
     (targets, plain), *others = results
     assert plain[0] > plain[-1]

@@ -21,17 +21,18 @@ LONGER = replace(TRAIN, iters=3)
 FILES = ("adapters.safetensors", "optimizer.safetensors", "state.json")
 
 
+def hashes(out: Path) -> list[str]:
+    """Of the pack's adapters and of the last optimizer."""
+    last = out.with_name(f"{out.name}-run") / "step-000003"
+    return [sha256(file) for file in (out / FILES[0], last / FILES[1])]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(small, trained, tmp_path_factory) -> list[str]:
-    """Hashes of the pack's adapters and of the last optimizer after three batches in one go."""
+    """Hashes after three batches in one go."""
     out = tmp_path_factory.mktemp("uninterrupted") / "o"
     train_pack(small, trained / "d", LORA, LONGER, out)
     return hashes(out)
-
-
-def hashes(out: Path) -> list[str]:
-    last = out.with_name(f"{out.name}-run") / "step-000003"
-    return [sha256(file) for file in (out / FILES[0], last / FILES[1])]
 
 
 @pytest.fixture
@@ -86,9 +87,12 @@ def test_a_changed_counter_is_noticed(trained_copy):
     assert RunFolder(RUN).latest_checkpoint().name == "step-000002"
 
 
-def test_a_checkpoint_under_another_name_is_not_taken(trained_copy):
+def test_a_checkpoint_under_another_name_or_without_hashes_is_not_taken(trained_copy):
     shutil.copytree(RUN / "step-000001", RUN / "step-000007")
     assert RunFolder(RUN).resume_point().folder.name == "step-000002"
+    file = RUN / "step-000002" / "state.json"
+    file.write_text(json.dumps(without_seal(json.loads(file.read_text()))))
+    assert RunFolder(RUN).resume_point().folder.name == "step-000001"
 
 
 def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
@@ -101,19 +105,10 @@ def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
 def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resumed, uninterrupted):
     shutil.copytree(RUN / "step-000002", RUN / "step-000008")
     assert "step-000008" in resumed()[0]
-    assert [folder.name for folder in RunFolder(RUN).checkpoints()] == [
-        f"step-{n:06d}" for n in (1, 2, 3)
-    ]
-    assert (
-        RunFolder(RUN).resume_point().folder.name == "step-000003"
-        and hashes(Path("o")) == uninterrupted
-    )
-
-
-def test_a_checkpoint_without_hashes_is_passed_over(trained_copy):
-    file = RUN / "step-000002" / "state.json"
-    file.write_text(json.dumps(without_seal(json.loads(file.read_text()))))
-    assert RunFolder(RUN).resume_point().folder.name == "step-000001"
+    names = [folder.name for folder in RunFolder(RUN).checkpoints()]
+    assert names == ["step-000001", "step-000002", "step-000003"]
+    assert RunFolder(RUN).resume_point().folder.name == names[-1]
+    assert hashes(Path("o")) == uninterrupted
 
 
 def test_a_damaged_identity_is_one_line_that_saves_the_adapters(trained_copy, resumed):
@@ -132,6 +127,8 @@ DAMAGED_LINES = [
     "[" * 100_000,
     '"batch"',
     "\x00\x85",
+    '{"batch": 3, "loss": 9.0}',  # beyond the checkpoint
+    '{"batch": 4, "lo',
 ]
 
 
@@ -141,7 +138,7 @@ def test_damaged_metrics_are_harmless(trained_copy, resumed, uninterrupted):
     resumed()
     assert hashes(Path("o")) == uninterrupted
     lines = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
-    assert [line["batch"] for line in lines] == [1, 2, 3]
+    assert [line["batch"] for line in lines] == [1, 2, 3] and lines[-1]["loss"] != 9.0
 
 
 def test_the_validation_loss_is_that_of_these_weights(small, trained, tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
-from mlx_packs.config.common import seconds_of
 from mlx_packs.evaluation.answers import AnsweredScore, Exam
 from mlx_packs.evaluation.perplexity import PerplexityScore
 from mlx_packs.objectives.score import REWARD, StoredScore
@@ -58,9 +57,8 @@ def test_the_pack_is_the_best_step_and_patience_ends_it(train):
 def test_a_better_earlier_batch_is_said_and_a_finished_run_can_take_it(train):
     plain = train(iters=5, keep_last=-1, **EACH)
     (note,) = [line for line in train.lines if line.startswith("note") and "--load-best" in line]
-    assert (
-        f"at batch {BEST} " in note and "at batch 4:" in note and "end" not in plain.pack.manifest
-    )
+    assert f"at batch {BEST} " in note and "at batch 4:" in note
+    assert "end" not in plain.pack.manifest
     resumed = train(iters=5, keep_last=-1, load_best=True, resume=True, **EACH)
     assert resumed.report["best_batch"] == BEST
 
@@ -80,33 +78,32 @@ def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
 @pytest.mark.parametrize("settings", [{"load_best": True}, {"patience": 2}])
 def test_without_validation_nothing_is_loaded(tmp_path, nothing_is_loaded, settings):
     (flag,) = settings
-    with raises("conflict", flag):
-        TrainConfig(val_batches=0, **settings)
     data = write_rows(tmp_path / "d", train=CHATS, test=CHATS[:1])
     with raises("conflict", flag, "valid"):
         train_pack("tiny", data, LORA, settings, tmp_path / "p")
 
 
-def test_phases_have_no_time():
-    phases = (Phase(name="a", data="a"), Phase(name="b", data="b"))
-    with raises("conflict", "time"):
-        TrainConfig(time="1s", phases=phases)
-
-
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("1h30m", 5400), ("30s", 30), ("45", 45), ("0.5h", 1800), (90, 90)]
+    ("flag", "settings", "named"),
+    [
+        ("load_best", {"load_best": True, "val_batches": 0}, ()),
+        ("patience", {"patience": 2, "val_batches": 0}, ()),
+        ("time", {"time": "1s", "phases": (Phase("a", data="a"), Phase("b", data="b"))}, ()),
+        ("best", {"best": "valid_accuracy"}, ("load-best", "patience")),
+        ("best", {"best": "valid_exact", "load_best": True, "pipeline": True}, ("answers",)),
+    ],
 )
-def test_times_are_hours_minutes_seconds(text, seconds):
-    assert seconds_of(text) == seconds
-    assert TrainConfig(time=text).seconds == seconds
+def test_settings_of_an_end_that_do_not_go_together_are_rejected(flag, settings, named):
+    with raises("conflict", flag, *named):
+        TrainConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "6 days", "-3m", "1h2x", "1h30", "30m1h", "nan", -5, True]
-)
-def test_what_is_no_time_is_rejected(text):
-    with raises("invalid", "time"):
-        TrainConfig(time=text)
+def test_times_are_hours_minutes_seconds_and_what_is_none_is_rejected():
+    times = {"1h30m": 5400, "30s": 30, "45": 45, "0.5h": 1800, 90: 90}
+    assert {text: TrainConfig(time=text).seconds for text in times} == times
+    for text in ("", "0", "6 days", "-3m", "1h2x", "1h30", "30m1h", "nan", -5, True):
+        with raises("invalid", "time"):
+            TrainConfig(time=text)
 
 
 def test_a_curve_is_continued():
@@ -119,21 +116,16 @@ def test_a_curve_is_continued():
     assert early.reason() == "no lower validation loss in 2 validations"
 
 
-@pytest.mark.parametrize(
-    ("losses", "batch"),
-    [
+def test_an_earlier_batch_is_better_by_losses_of_any_sign():
+    for losses, batch in (
         ([2.0, 1.0, 1.5], 2),
         ([0.0, 0.5], 1),
         ([-0.1, -0.336], None),  # the best is the last: nothing to advise
         ([-0.5, -0.2], 1),
         ([None, 1.0], None),
-    ],
-)
-def test_an_earlier_batch_is_better_by_losses_of_any_sign(losses, batch):
-    curve = [{"batch": i, "valid_loss": loss} for i, loss in enumerate(losses, 1)]
-    note = better_earlier(curve)
-    assert (note is not None) == (batch is not None)
-    assert note is None or f"at batch {batch} " in note
+    ):
+        note = better_earlier([{"batch": i, "valid_loss": x} for i, x in enumerate(losses, 1)])
+        assert (note is None) if batch is None else (f"at batch {batch} " in note)
 
 
 def test_of_rewards_a_higher_one_is_better():
@@ -171,6 +163,7 @@ def test_the_number_that_is_named_decides(train, monkeypatch):
 
 
 def test_a_score_is_compared_by_its_entries():
+    assert StoredScore(1.0, "worst_loss").is_better_than(StoredScore(2.0, "worst_loss"))
     score = PerplexityScore(ppl=4.0, ppl_se=None, accuracy=0.5, nll=1.4, rows=2, targets=8)
     better = PerplexityScore(ppl=3.0, ppl_se=None, accuracy=0.4, nll=1.1, rows=2, targets=8)
     assert better.by(None).is_better_than(score.by(None))
@@ -183,34 +176,18 @@ def test_a_score_is_compared_by_its_entries():
         score.by("valid_exact")
 
 
-def test_best_needs_an_end_that_it_decides_and_answers_need_one_machine():
-    with raises("conflict", "best", "load-best", "patience"):
-        TrainConfig(best="valid_accuracy")
-    with raises("conflict", "best", "answers", "pipeline"):
-        TrainConfig(best="valid_exact", load_best=True, pipeline=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+def test_a_number_that_a_task_does_not_have_is_rejected_before_a_base_is_read(
+    tmp_path, nothing_is_loaded
+):
+    data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS)
+    for settings, named in (
         ({"best": "accuracy"}, ("--best accuracy", "valid_accuracy", "valid_exact")),
         ({"best": "valid_exact", "task": "dpo"}, ("--best valid_exact", "valid_reward_margin")),
         ({"best": "valid_loss", "task": "grpo", "reward": "exact"}, ("valid_reward",)),
-    ],
-)
-def test_a_number_that_a_task_does_not_have_is_rejected_before_a_base_is_read(
-    tmp_path, nothing_is_loaded, settings, named
-):
-    data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS)
-    with raises("conflict", "best", *named):
-        train_pack("tiny", data, LORA, TrainConfig(load_best=True, **settings), tmp_path / "p")
-
-
-@pytest.mark.parametrize(
-    ("measure", "lower"), [("ppl", True), ("worst_loss", True), ("accuracy", False)]
-)
-def test_lower_is_better_of_losses_and_perplexities_alone(measure, lower):
-    assert StoredScore(1.0, measure).is_better_than(StoredScore(2.0, measure)) is lower
+    ):
+        train = TrainConfig(load_best=True, **settings)
+        with raises("conflict", "best", *named):
+            train_pack("tiny", data, LORA, train, tmp_path / "p")
 
 
 def test_answers_that_the_examples_do_not_have_are_rejected(train):

@@ -1,8 +1,7 @@
 """--epochs: how many batches that is, with what it goes together, and what a resumed run does."""
 
 from dataclasses import dataclass
-
-import pytest
+from types import SimpleNamespace
 
 from mlx_packs import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.config.recipe import resolve
@@ -21,13 +20,7 @@ class Rows:
     """Examples of a phase, as far as their number counts."""
 
     phase: RunPhase
-
-    @property
-    def train(self) -> "Rows":
-        return self
-
-    def batches_per_epoch(self) -> int:
-        return EACH
+    train = SimpleNamespace(batches_per_epoch=lambda: EACH)
 
 
 def settled(**train) -> tuple[TrainConfig, list[str]]:
@@ -41,35 +34,29 @@ def settled(**train) -> tuple[TrainConfig, list[str]]:
     return settings.train, display.lines
 
 
-@pytest.mark.parametrize(
-    ("train", "batches", "updates"),
-    [
-        ({"epochs": 2}, 6, 6),
-        ({"epochs": 0.5}, 2, 2),
-        ({"epochs": 0.01}, 1, 1),
-        ({"epochs": 1, "grad_accumulation_steps": 2}, 3, 2),
-    ],
-)
-def test_batches_are_epochs_times_their_number(train, batches, updates):
-    config, (line,) = settled(**train)
-    assert (config.iters, config.epochs) == (batches, None)
-    assert line.startswith(f"epochs {train['epochs']:g} of {EACH} batches: {batches} batches")
-    assert line.endswith(f"{updates} updates")
+def test_batches_are_epochs_times_their_number():
+    for epochs, accumulate, batches, updates in (
+        (2, 1, 6, 6),
+        (0.5, 1, 2, 2),
+        (0.01, 1, 1, 1),
+        (1, 2, 3, 2),
+    ):
+        config, (line,) = settled(epochs=epochs, grad_accumulation_steps=accumulate)
+        assert (config.iters, config.epochs) == (batches, None)
+        assert line.startswith(f"epochs {epochs:g} of {EACH} batches: {batches} batches")
+        assert line.endswith(f"{updates} updates")
 
 
-@pytest.mark.parametrize(
-    ("train", "steps"),
-    [
+def test_short_epochs_are_validated_if_the_best_is_sought():
+    for train, steps in (
         ({"load_best": True}, EACH),  # each epoch
         ({"patience": 1}, 2),  # of six batches, three validations
         ({"patience": 1, "steps_per_eval": EACH}, EACH),
         ({}, TrainConfig().steps_per_eval),
-    ],
-)
-def test_short_epochs_are_validated_if_the_best_is_sought(train, steps):
-    config, lines = settled(epochs=2, **train)
-    assert config.steps_per_eval == steps
-    assert not any("cannot end" in line for line in lines)
+    ):
+        config, lines = settled(epochs=2, **train)
+        assert config.steps_per_eval == steps
+        assert not any("cannot end" in line for line in lines)
 
 
 def test_a_run_goes_on_with_more_epochs(train):
@@ -102,7 +89,7 @@ def test_epochs_take_the_place_of_weaker_iters():
             resolve(both)
 
 
-@pytest.mark.parametrize("epochs", [0, -1, float("inf"), 10_001])
-def test_what_is_no_number_of_epochs_is_rejected(epochs):
-    with raises("invalid", "epochs"):
-        TrainConfig(epochs=epochs)
+def test_what_is_no_number_of_epochs_is_rejected():
+    for epochs in (0, -1, float("inf"), 10_001):
+        with raises("invalid", "epochs"):
+            TrainConfig(epochs=epochs)

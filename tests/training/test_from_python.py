@@ -1,6 +1,7 @@
 """Training steered from Python: observers, a loss of one's own, settings as mappings."""
 
 import json
+import traceback
 from pathlib import Path
 
 import mlx.nn as nn
@@ -8,6 +9,7 @@ import pytest
 
 from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
 from mlx_packs.data.in_memory import columns_of
+from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens
 from mlx_packs.training import planning
@@ -28,6 +30,20 @@ class StopsAfter(Observer):
         self.batches.append(line["batch"])
         if line["batch"] == self.last:
             self.stop_reason = "enough"
+
+
+def test_the_loss_is_few_calls_away(train, monkeypatch):
+    stacks, loss = [], CausalLM.loss
+
+    def recorded(*args):
+        stacks.append(traceback.extract_stack())
+        return loss(*args)
+
+    monkeypatch.setattr(CausalLM, "loss", recorded)
+    train(iters=1, val_batches=0, test_batches=1)
+    package = Path(run_module.__file__).parents[1]
+    names = [frame.name for frame in stacks[0] if Path(frame.filename).is_relative_to(package)]
+    assert len(names[names.index("train_pack") :]) < 12, names  # with the loss, twelve
 
 
 def test_observers_of_the_caller_follow_a_run_and_may_end_it(train):
@@ -53,8 +69,6 @@ def halved(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def test_a_loss_of_ones_own_is_minimized(train):
-    """The cross-entropy gives the same run; another loss another one, which is recorded."""
-
     def plain(logits: mx.array, targets: mx.array) -> mx.array:
         assert logits.dtype == mx.float32 and logits.ndim == 2
         return nn.losses.cross_entropy(logits, targets)
@@ -121,10 +135,9 @@ def test_wrong_modules_are_said_before_anything_is_measured(train, monkeypatch):
         train(lora={"target_modules": ("q_prj",)})
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_folder_that_is_called_as_the_bundled_base_needs_data(tmp_path, kind):
+def test_a_folder_that_is_called_as_the_bundled_base_needs_data(tmp_path):
     with raises("invalid", "data", "name the examples"):
-        train_pack(kind(tmp_path / "tiny"), train=TrainConfig(iters=1), out=tmp_path / "p")
+        train_pack(tmp_path / "tiny", train=TrainConfig(iters=1), out=tmp_path / "p")
 
 
 def test_a_pack_records_the_layout_of_the_json_in_its_rows(train):

@@ -5,8 +5,8 @@ import math
 import os
 import shutil
 import time
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,22 +15,17 @@ from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
-from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import checkpoint, watch
-from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.runs import LORA, Lines
 from tests.helpers.variants import slow_except
+from tests.training.conftest import files_of
 
 SIX = {"iters": 6, "save_every": 2, "max_seq_length": 32, "val_batches": 0, "test_batches": 1}
 RUN = Path("p-run")
-
-
-def files_of(run: Path) -> dict[str, str]:
-    return {f.name: sha256(f) for f in RunFolder(run).latest_checkpoint().glob("*.safetensors")}
 
 
 @pytest.fixture
@@ -54,11 +49,9 @@ def test_a_folder_that_vanishes_ends_the_run(train, monkeypatch, is_file):
 
 # --- the disk
 
-Usage = namedtuple("Usage", "total used free")
-
 
 def free_space(monkeypatch, free) -> None:
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free()))
 
 
 @pytest.mark.page
@@ -72,14 +65,10 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(train, monkeypatch):
     assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
     names = sorted(path.name for path in RUN.iterdir())
     assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
+    with raises("unwritable", None, "other-run", "1.0 kB are free"):  # without any checkpoint
+        train("other")
     full.clear()
     train(resume=True, **SIX)
-
-
-def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
-    free_space(monkeypatch, lambda: 1000)
-    with raises("unwritable", None, "p-run", "1.0 kB are free"):
-        train()
 
 
 @pytest.mark.parametrize(
@@ -202,16 +191,6 @@ def test_freed_buffers_are_given_back_first(train, short_memory, monkeypatch):
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
     run = train()
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
-
-
-def test_the_system_is_asked_once_a_second(monkeypatch):
-    now, asked = [0.0], []
-    monkeypatch.setattr(watch, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watch, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1])
-    memory = watch.Memory(None, ())
-    for now[0] in (0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7):
-        assert not memory.fault(None, None, 1)
-    assert asked == [1.2, 2.4]
 
 
 # --- the clock

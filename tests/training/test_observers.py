@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import Mock
 
-import pytest
 from mlx_lm.tuner import callbacks
 
 from mlx_packs import TrainConfig
@@ -38,23 +37,15 @@ def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train):
     best = RunFolder(run).best_checkpoint().name
     assert best in ("step-000002", "step-000004")
     assert names(run) == sorted({best, "step-000004", "step-000005"})
+    assert TrainConfig().keep_last == 3
+    for wrong in (0, -2):
+        with raises("invalid", "keep_last", str(wrong)):
+            TrainConfig(keep_last=wrong)
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     resumed = names(train(iters=7, resume=True, keep_last=1, steps_per_eval=2).run)
     assert resumed == sorted({RunFolder(run).best_checkpoint().name, "step-000007"})
     all_kept = names(train(iters=8, resume=True, keep_last=-1, steps_per_eval=2).run)
     assert all_kept == [*resumed, "step-000008"]
-
-
-def test_three_checkpoints_are_kept_by_default(train):
-    run = train(iters=5, val_batches=0).run
-    assert names(run) == ["step-000003", "step-000004", "step-000005"]
-    assert RunFolder(run).best_checkpoint() is None
-
-
-@pytest.mark.parametrize("keep_last", [0, -2])
-def test_keep_last_is_at_least_one_or_all(keep_last):
-    with raises("invalid", "keep_last", str(keep_last)):
-        TrainConfig(keep_last=keep_last)
 
 
 def write_states(folder: Path, losses: dict[int, float | None]) -> dict[int, Path]:
@@ -150,12 +141,14 @@ def test_the_progress_bar_is_closed_when_a_run_breaks_off(train, monkeypatch):
     assert ended == [True]
 
 
-def test_trackers_get_metrics_under_mlx_lms_names(train, monkeypatch):
-    made = Mock()
+def test_trackers_get_every_report_under_mlx_lms_names(train, monkeypatch):
+    made, board = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
     monkeypatch.setitem(callbacks.SUPPORT_CALLBACK, "wandb", made)
     monkeypatch.setattr(callbacks, "wandb", ModuleType("wandb"))
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
-    run = train(iters=4, report_to="wandb", **EVERY_SECOND).run
+    run = train(iters=4, report_to="wandb,TensorBoard", **EVERY_SECOND).run
     first, valid, last = RunFolder(run).metrics()
 
     arguments = made.call_args.kwargs
@@ -178,14 +171,6 @@ def test_trackers_get_metrics_under_mlx_lms_names(train, monkeypatch):
     scores = {f"val_{name}": valid[f"valid_{name}"] for name in ("loss", "ppl", "accuracy")}
     assert info == {"iteration": 2, **scores}
 
-
-def test_tensorboard_gets_every_report(train, monkeypatch):
-    board = Mock()
-    monkeypatch.setitem(sys.modules, "tensorboardX", board)
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
-    run = train(iters=4, report_to="TensorBoard", **EVERY_SECOND).run
-    _, valid, last = RunFolder(run).metrics()
-
     board.SummaryWriter.assert_called_once_with(str(run / "tensorboard"))
     writer = board.SummaryWriter.return_value
     writer.add_scalar.assert_any_call("valid/val_loss", valid["valid_loss"], 2)
@@ -193,8 +178,8 @@ def test_tensorboard_gets_every_report(train, monkeypatch):
     writer.close.assert_called_once_with()
 
 
-@pytest.mark.parametrize("name", trackers.PACKAGES)
-def test_a_tracker_that_is_absent_is_named_with_its_command(name, monkeypatch):
-    monkeypatch.setattr(trackers, "_is_installed", lambda asked: asked != name)
-    with raises("dependency", "report_to", f"`pip install {trackers.PACKAGES[name]}`"):
-        check_report_to(",".join(trackers.PACKAGES), None)
+def test_a_tracker_that_is_absent_is_named_with_its_command(monkeypatch):
+    for name, package in trackers.PACKAGES.items():
+        monkeypatch.setattr(trackers, "_is_installed", lambda asked, name=name: asked != name)
+        with raises("dependency", "report_to", f"`pip install {package}`"):
+            check_report_to(",".join(trackers.PACKAGES), None)

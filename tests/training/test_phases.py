@@ -2,11 +2,9 @@
 
 import json
 import signal
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import mlx.optimizers as optimizers
 import numpy as np
 import pytest
 import yaml
@@ -16,7 +14,6 @@ from mlx_packs.data.batches import few_shapes, token_collate, training_set
 from mlx_packs.data.dataset import Batch, Dataset
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Draw, Sampler
-from mlx_packs.optim import carry_state
 from mlx_packs.packs.facts import phase_lines
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
@@ -73,7 +70,7 @@ def drawn(examples, sampler: Sampler, count: int, start: int = 0) -> list[Batch]
     return list(islice(training_set(examples, sampler).batches(start), count))
 
 
-@pytest.mark.parametrize(("replay", "batch_size"), [(0.05, 4), (0.2, 3), (0.5, 1), (1.0, 4)])
+@pytest.mark.parametrize(("replay", "batch_size"), [(0.05, 4), (0.5, 1), (1.0, 4)])
 def test_replayed_rows_are_an_exact_share_of_batches(two_phase_examples, replay, batch_size):
     sampler = sampler_of(two_phase_examples, Draw(90, None, replay), batch_size)
     old = taken = 0
@@ -94,7 +91,7 @@ def test_both_kinds_of_rows_go_round_before_one_comes_again(two_phase_examples):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("replay", "start"), [(0.0, 31), (0.3, 1), (0.3, 70)])
+@pytest.mark.parametrize(("replay", "start"), [(0.0, 31), (0.3, 70)])
 def test_drawn_batches_resume_from_any_batch(two_phase_examples, packing, replay, start):
     sampler = sampler_of(two_phase_examples, Draw(90, None, replay), 3, packing=packing)
     whole = drawn(two_phase_examples, sampler, start + 20)[start:]
@@ -130,14 +127,6 @@ def test_shapes_of_drawn_batches_are_those_that_were_foretold(two_phase_examples
     assert result == data.shapes(200) <= few
 
 
-def test_a_run_without_phases_is_a_run_of_one_leg():
-    config, columns = TrainConfig(iters=7), DataConfig()
-    (phase,) = resolve_phases(config, columns)
-    assert phase.train is config and phase.columns == columns
-    assert (phase.name, phase.first_batch, phase.stop, phase.updates_before) == ("", 0, 7, 0)
-    assert not phase.carries_optimizer
-
-
 def test_what_a_phase_does_not_say_is_as_the_run_has_it():
     four = (
         Phase(),
@@ -160,75 +149,9 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it():
     assert {phase.columns.text_feature for phase in phases} == {"body"}
 
 
-def test_settings_of_the_run_change_in_phases_as_if_they_were_resolved_again():
-    config = TrainConfig(
-        label_smoothing=0.1,
-        grad_accumulation_steps=2,
-        phases=(
-            Phase(iters=3, learning_rate=1e-5),
-            Phase(data="a", iters=4, lr_schedule="constant"),
-            Phase(task="dpo", data="c", warmup_ratio=0.5),
-        ),
-    )
-
-    columns = DataConfig(data="x", text_feature="body")
-    train = {"bias_correction": False, "warmup_from_zero": False, "test_batches": -1}
-    source = {"hold_out": "last", "template_date": "2026-01-31"}
-    phases = resolve_phases(replace(config, **train), replace(columns, **source))
-
-    assert phases == tuple(
-        phase.with_settings(train, source) for phase in resolve_phases(config, columns)
-    )
-
-
-def test_schedule_begins_with_its_phase():
-    config = TrainConfig(
-        phases=(
-            Phase(iters=3, learning_rate=1e-2, lr_schedule="constant"),
-            Phase(iters=4, learning_rate=1e-3, lr_schedule="linear"),
-            Phase(iters=2, learning_rate=5e-4, lr_schedule="constant"),
-        )
-    )
-
-    weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
-    before = None
-    rates = []
-    for phase in resolve_phases(config, DataConfig()):
-        result = phase.optimizer()
-        result.init(weights)
-        if before is not None:
-            carry_state(before, result)
-            assert mx.array_equal(result.state["w"]["m"], before.state["w"]["m"]).item()
-            assert result.state["step"].item() == phase.first_batch == phase.updates_before
-
-        for _ in range(phase.train.iters):
-            weights = result.apply_gradients(gradients, weights)
-            rates.append(result.learning_rate.item())
-        before = result
-
-    linear = [1e-3 * (1 - i / 4) for i in range(4)]
-    assert rates == pytest.approx([*[1e-2] * 3, *linear, *[5e-4] * 2])
-    assert isinstance(before, optimizers.AdamW)
-
-
-def test_examples_of_all_phases_are_concatenated():
-    one = Examples(
-        [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
-    )
-    two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
-
-    joined = Examples.joined([one, two])
-    assert joined.where_of(range(4)) == ["0", "1", "2", "9"]
-    assert (joined.format, joined.loss_on) == ("text + chat", "all + assistant")
-
-
 FAULTS = [
-    ("phases: []", "invalid", "p.yaml: phases: "),
-    ("phases: [3]", "invalid", "p.yaml: phases[0]: "),
     ("phases: [{itres: 3}]", "unknown", "p.yaml: phases[0]: itres: "),
-    ("phases: [{iters: x}]", "invalid", "p.yaml: phases[0]: iters: "),
     ("phases: [{iters: 0}]", "invalid", "phases[0] (phase-1): iters: "),
-    ("phases: [{}, {replay: 1.5}]", "invalid", "phases[1]: replay: "),
     ("phases: [{replay: 0.2}]", "conflict", "phases[0] (phase-1): replay "),
     ("phases: [{name: a}, {name: a}]", "conflict", "'a'"),
     (r'phases: [{name: "a\nb"}]', "invalid", r"'a\nb'"),
@@ -290,20 +213,13 @@ def test_manifest_has_both_phases_and_their_effects(whole):
     assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda p: p.update(phases={}),
-        lambda p: p["phases"][0].pop("before"),
-        lambda p: p["phases"][0].update(after={"broad": {"ppl": "x"}}),
-        lambda p: p["phases"][1].update(name=3),
-    ],
-)
-def test_damaged_phases_of_a_manifest_are_refused(whole, damage):
+def test_damaged_phases_of_a_manifest_are_refused(whole):
     manifest = json.loads((whole.pack.path / "pack.json").read_text())
-    damage(manifest)
-    with pytest.raises(ValueError, match="phases"):
-        check_manifest(manifest)
+    first = manifest["phases"][0]
+    after = {"broad": {"ppl": "x"}}
+    for damaged in ({}, [{}], [{**first, "after": after}], [first, {**first, "name": 3}]):
+        with pytest.raises(ValueError, match="phases"):
+            check_manifest({**manifest, "phases": damaged})
 
 
 def test_fresh_optimizer_state_begins_at_step_zero(small, phase_data, whole, tmp_path):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from mlx_packs.config.choices import TASKS, Table
 from tests.helpers.documents import ROOT
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import LORA
+from tests.helpers.runs import LORA, TRAIN
 
 _BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
 
@@ -24,13 +26,8 @@ _BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel
 def install(source: Path, site: Path) -> None:
     """Build the wheel of a source folder, and unpack it into ``site``, without a network."""
     site.mkdir(exist_ok=True)
-    built = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(site)],
-        cwd=source,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", _BUILD, str(site)]
+    built = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
     wheel = site / built.stdout.split()[-1]
     with zipfile.ZipFile(wheel) as file:
         file.extractall(site)
@@ -47,18 +44,6 @@ def write_package(
     (info / "entry_points.txt").write_text(entry_points)
     for module, text in (modules or {}).items():
         (site / f"{module}.py").write_text(text)
-
-
-def command(*args: object, site: Path | None = None, module="mlx_packs", **options):
-    """Run ``python -m mlx_packs`` with the packages of a site; text of both outputs is captured."""
-    paths = [str(ROOT), *([str(site)] if site else [])]
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        **options,
-    )
 
 
 SHORT = "--iters 2 --batch-size 2 --test-batches 1 --val-batches 0 --matmul-path dense".split()
@@ -96,17 +81,26 @@ def focal(tmp_path_factory):
     return site
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """A function that makes packages of a folder installed in this process."""
-
-    def use(site):
-        monkeypatch.syspath_prepend(str(site))
+@contextmanager
+def installed(site):
+    """The packages of a folder are installed in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
         plugins.installed.cache_clear()
+        try:
+            yield
+        finally:
+            plugins.installed.cache_clear()
+            for name, module in [*sys.modules.items()]:
+                if Path(site) in Path(getattr(module, "__file__", None) or "").parents:
+                    del sys.modules[name]
 
-    yield use
-    monkeypatch.undo()
-    plugins.installed.cache_clear()
+
+@pytest.fixture
+def here():
+    """A function that makes packages of a folder installed for the length of a test."""
+    with ExitStack() as stack:
+        yield lambda site: stack.enter_context(installed(site))
 
 
 @pytest.fixture
@@ -115,17 +109,8 @@ def packs(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def go(*args, site=None) -> subprocess.CompletedProcess:
-        plugins.installed.cache_clear()
-        with pytest.MonkeyPatch.context() as patch:
-            if site:
-                patch.syspath_prepend(str(site))
-            try:
-                return subprocess.CompletedProcess(args, *run(*args))
-            finally:
-                plugins.installed.cache_clear()
-                for name, module in [*sys.modules.items()]:
-                    if site and Path(site) in Path(getattr(module, "__file__", None) or "").parents:
-                        del sys.modules[name]
+        with installed(site) if site else nullcontext():
+            return subprocess.CompletedProcess(args, *run(*args))
 
     return go
 
@@ -174,31 +159,15 @@ def test_the_page_shows_the_example_as_it_is():
 @pytest.mark.slow
 def test_its_loss_is_the_one_that_is_trained(focal, here, small, tmp_path, data):
     here(focal)
-    settings = {"iters": 1, "batch_size": 2, "max_seq_length": 64, "steps_per_report": 1}
-    settings |= {"val_batches": 0, "test_batches": 1, "matmul_path": "dense"}
     losses = {}
     for name, task in {"lm": {}, "0": {"gamma": 0}, "5": {"gamma": 5}}.items():
         if task:
             task = {"task": "focal", "task_config": task}
-        train = TrainConfig(**settings, **task)
+        train = replace(TRAIN, iters=1, val_batches=0, test_batches=1, **task)
         run = train_pack(small, data, LORA, train, tmp_path / name)
         (losses[name],) = [line["loss"] for line in run.curve if "loss" in line]
     assert losses["0"] == pytest.approx(losses["lm"], rel=1e-5)
     assert losses["5"] < 0.9995 * losses["0"]
-
-
-@pytest.mark.parametrize(
-    ("config", "code", "shown"),
-    [
-        ({"gama": 1}, "unknown", "gamma"),
-        ({"gamma": "high"}, "invalid", "a number"),
-        ({"gamma": 9}, "invalid", "[0, 5]"),
-    ],
-)
-def test_its_settings_are_checked_by_its_class(focal, here, config, code, shown):
-    here(focal)
-    with raises(code, "task_config", shown):
-        TrainConfig(task="focal", task_config=config)
 
 
 CONFIGS = """
@@ -217,19 +186,23 @@ TASK = TaskFacts("acme:Task", "decoder", config="acme:Config")
         ("", "dependency", "Config"),
     ],
 )
-def test_a_faulty_class_of_settings_names_its_package(
-    config, code, shown, tmp_path, here, monkeypatch
-):
+def test_a_faulty_class_of_settings_names_its_package(config, code, shown, tmp_path, here):
     entries = "[mlx_packs.tasks]\nacme = acme:TASK\n"
     write_package(tmp_path, "acme-faulty", entries, {"acme": CONFIGS + config})
     here(tmp_path)
-    monkeypatch.delitem(sys.modules, "acme", raising=False)
     with raises(code, "task" if code == "dependency" else "task_config", shown):
         TrainConfig(task="acme", task_config={"size": 1})
 
 
-def test_its_settings_have_their_types_and_defaults(focal, here):
+def test_its_settings_have_types_and_defaults_and_are_checked_by_its_class(focal, here):
     here(focal)
+    for wrong, code, shown in (
+        ({"gama": 1}, "unknown", "gamma"),
+        ({"gamma": "high"}, "invalid", "a number"),
+        ({"gamma": 9}, "invalid", "[0, 5]"),
+    ):
+        with raises(code, "task_config", shown):
+            TrainConfig(task="focal", task_config=wrong)
     config = TrainConfig(task="focal", task_config={"gamma": "1e-1"})
     assert config.task_settings.gamma == 0.1
     assert TrainConfig(task="focal").task_settings.gamma == 2.0
@@ -263,10 +236,9 @@ def test_a_faulty_task_is_one_line(fault, tmp_path, data, packs):
 
 
 @pytest.mark.parametrize("fault", ["no-facts", "lacks"])
-def test_a_faulty_method_names_its_package(fault, tmp_path, here, monkeypatch):
+def test_a_faulty_method_names_its_package(fault, tmp_path, here):
     write_faulty(tmp_path, FAULTS[fault][0])
     here(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
     with raises("dependency", "method", "bad", "acme-faulty 0.1", "pip uninstall"):
         find_method(TrainConfig(method="bad").method)
 
@@ -278,11 +250,7 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(trained, tmp_pat
     write_package(site, "acme-taken", "[mlx_packs.tasks]\ndpo = faulty:TASK\n")
     write_package(site, "acme-too", "[mlx_packs.methods]\npissa = faulty:METHOD\n")
 
-    for words in (
-        ("train", "-h"),
-        ("plan", "--method", "pissa"),
-        ("inspect", trained / "o"),
-    ):
+    for words in (("train", "-h"), ("plan", "--method", "pissa"), ("inspect", trained / "o")):
         result = packs(*words, site=site)
         assert result.returncode == 0 and "imported" not in result.stderr, result
 
@@ -293,10 +261,8 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(trained, tmp_pat
     ("setting", "name", "group"), [("task", "dpo", "tasks"), ("method", "lora", "methods")]
 )
 def test_a_taken_name_is_one_line(setting, name, group, tmp_path, data, packs):
-    facts = FACTS.format(module="own")
-    write_package(
-        tmp_path, "acme-taken", f"[mlx_packs.{group}]\n{name} = own:TASK\n", {"own": facts}
-    )
+    modules = {"own": FACTS.format(module="own")}
+    write_package(tmp_path, "acme-taken", f"[mlx_packs.{group}]\n{name} = own:TASK\n", modules)
     line = rejected(packs("train", f"--{setting}", name, "--data", data, *SHORT, site=tmp_path))
     assert f"--{setting} {name}" in line and "pip uninstall acme-taken" in line
 
@@ -310,9 +276,8 @@ def test_two_packages_with_one_name_are_both_named(tmp_path, here):
 
 
 def test_a_method_is_made_of_its_class(tmp_path, here):
-    text = FACTS.format(module="acme_method") + (
-        "from mlx_packs.adapters.attach import LoRA\nclass Method(LoRA):\n    pass\n"
-    )
+    text = FACTS.format(module="acme_method")
+    text += "from mlx_packs.adapters.attach import LoRA\nclass Method(LoRA): ...\n"
     entries = "[mlx_packs.methods]\nacme = acme_method:METHOD\n"
     write_package(tmp_path, "acme-method", entries, {"acme_method": text})
     here(tmp_path)
@@ -340,7 +305,10 @@ def folder(file):
     file.write_bytes(b"acme")
     write_package(site, "acme-broken", "[mlx_packs.readers]\nbroken = no_such_module:READER\n")
     assert "must be a checkpoint folder" in rejected(packs("plan", "--model", file))
-    result = command("plan", "--model", file, site=site)  # a process shows the warning
+    words = [sys.executable, "-m", "mlx_packs", "plan", "--model", str(file)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
+    # a process shows the warning
+    result = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "acme-broken 0.1" in result.stderr
     assert "must be a checkpoint folder" in result.stderr.splitlines()[-1]
 

@@ -1,7 +1,5 @@
 """What a run says about its learning rate: mlx-lm's meaning, long warm-ups."""
 
-import pytest
-
 from mlx_packs import DataConfig, LoRAConfig, Phase, TrainConfig
 from mlx_packs.config.recipe import resolve
 from mlx_packs.tasks.phases import resolve_phases
@@ -27,17 +25,12 @@ def test_a_warmup_longer_than_the_run_is_named():
     assert note.startswith("two: ") and "the phase has 2" in note
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_noted"),
-    [
-        ({"bias_correction": False}, True),
-        ({"bias_correction": True}, False),
-        ({"optimizer": "sgd"}, False),
-    ],
-)
-def test_updates_without_bias_correction_are_said(settings, is_noted):
-    said = notes(TrainConfig(iters=1, warmup_steps=0, **settings))
-    assert any("without bias correction" in note for note in said) == is_noted
+def test_updates_without_bias_correction_are_said():
+    (note,) = notes(TrainConfig(iters=1, warmup_steps=0, bias_correction=False))
+    assert "without bias correction" in note
+    for settings in ({"bias_correction": True}, {"optimizer": "sgd"}):
+        said = notes(TrainConfig(iters=1, warmup_steps=0, **settings))
+        assert not any("without bias correction" in note for note in said)
 
 
 def test_two_values_of_one_argument_are_a_conflict():

@@ -25,16 +25,6 @@ from tests.helpers.runs import LORA, TRAIN
 LONGER = replace(TRAIN, iters=3)
 
 
-def edit_recipe(run: Path, **changes) -> None:
-    """Change the recipe that a run folder has; None removes a setting."""
-    identity = json.loads((run / "config.json").read_text())
-    for name, value in changes.items():
-        identity["recipe"][name] = value
-        if value is None:
-            del identity["recipe"][name]
-    (run / "config.json").write_text(json.dumps(sealed(identity)))
-
-
 @pytest.fixture
 def resumed(small, trained_copy):
     """Resume the copied run to its third batch."""
@@ -90,37 +80,22 @@ def test_resume_refuses_a_damaged_configuration(trained_copy, resumed, config):
 STATE = asdict(TrainingState(batches=2, updates=2, trained_tokens=9, train_s=0.5))
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        {"batches": 2},
-        {**STATE, "more": 1},
-        {**STATE, "batches": True},
-        {**STATE, "updates": -1},
-        {**STATE, "train_s": 0},
-        {**STATE, "train_s": float("nan")},
-    ],
-    ids=str,
-)
-def test_a_damaged_training_state_is_rejected(trained_copy, state):
-    renew_hashes(Path("o-run/step-000002"), state)
+def test_a_damaged_training_state_is_rejected(trained_copy):
     shutil.rmtree("o-run/step-000001")
-    with raises("unreadable", None, "step-000002", "state.json"):
-        RunFolder(Path("o-run")).resume_point()
+    wrong = {"more": 1}, {"batches": True}, {"updates": -1}, {"train_s": float("nan")}
+    for state in ({"batches": 2}, *(STATE | each for each in wrong)):
+        renew_hashes(Path("o-run/step-000002"), state)
+        with raises("unreadable", None, "step-000002", "state.json"):
+            RunFolder(Path("o-run")).resume_point()
 
 
 @pytest.mark.parametrize(
     ("change", "names"),
     [
         (lambda s: s.pop("random"), ["random: ", "missing", "(2,)"]),
+        (lambda s: s.update(more=mx.zeros(2)), ["more: ", "(2,)", "absent"]),
         (lambda s: s.update(random=mx.zeros(2)), ["random: ", "mlx.core.float32"]),
-        pytest.param(
-            lambda s: s.update(more=mx.zeros(2)),
-            ["more: ", "(2,)", "absent"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(lambda s: s.update({max(s): mx.zeros(3)}), ["(3,)"], marks=pytest.mark.slow),
+        (lambda s: s.update(random=mx.zeros(3)), ["random: ", "(3,)", "(2,)"]),
     ],
 )
 def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names):
@@ -139,11 +114,6 @@ def test_resume_of_no_run_is_refused(trained_copy, out):
     assert isinstance(packs_train("--out", out, "--resume"), PackError)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(trained_copy):
-    RunFolder(Path("o-run")).clear()
-    check(packs_train("--out", "o", "--resume"), "not-found", "resume", "--overwrite")
-
-
 def test_resume_takes_the_matmul_path_that_auto_chose(shared_tiny, trained_copy, monkeypatch):
     auto = replace(TRAIN, matmul_path="auto", iters=1)
     report = train_pack(shared_tiny, "d", LORA, auto, "a").report
@@ -157,14 +127,13 @@ def test_resume_takes_the_matmul_path_that_auto_chose(shared_tiny, trained_copy,
     assert report["matmul_path"] == json.loads(config.read_text())["matmul_path"] == "transient"
 
 
-def test_resume_needs_no_other_flag(trained_copy, trained):
-    assert packs_train("--out", "o", "--resume", "--iters", "3", "-q") is None
-    then, now = (
-        json.loads((f / "o-run" / "config.json").read_text())["recipe"]
-        for f in (trained, trained_copy)
-    )
-    assert now == {**then, "iters": 3}
-    assert RunFolder(trained_copy / "o-run").latest_checkpoint().name == "step-000003"
+def test_resume_needs_no_other_flag(small, trained_copy):
+    train_pack(small, "d", LORA, replace(TRAIN, iters=1, max_grad_norm=None), "p")  # None stays
+    run = RunFolder(Path("p-run"))
+    then = run.read_identity()["recipe"]
+    assert packs_train("--out", "p", "--resume", "--iters", "2", "-q") is None
+    assert run.read_identity()["recipe"] == {**then, "iters": 2}
+    assert run.latest_checkpoint().name == "step-000002"
 
 
 def test_resume_flags_and_files_override_what_the_run_was_told(trained_copy):
@@ -184,15 +153,12 @@ def test_resume_may_recompute_otherwise_unless_there_is_dropout(small, trained_c
 
 
 def test_resume_names_the_file_whose_recipe_is_damaged(trained_copy):
-    edit_recipe(trained_copy / "o-run", rank="x")
+    file = trained_copy / "o-run" / "config.json"
+    identity = json.loads(file.read_text())
+    identity["recipe"]["rank"] = "x"
+    file.write_text(json.dumps(sealed(identity)))
     error = packs_train("--out", "o", "--resume")
     check(error, "invalid", "rank", "o-run/config.json: rank: ")
-
-
-def test_resume_keeps_no_gradient_norm_off(small, trained, tmp_path):
-    train = replace(TRAIN, iters=1, max_grad_norm=None)
-    train_pack(small, trained / "d", LORA, train, tmp_path / "p")
-    assert packs_train("--out", tmp_path / "p", "--resume", "-q", "--iters", "2") is None
 
 
 def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed):
@@ -201,16 +167,6 @@ def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed)
     assert state["peak_gb"] > 0
     file.write_text(json.dumps(sealed(state | {"peak_gb": 5.0})))
     assert resumed().report["peak_gb"] == 5.0
-
-
-def test_resume_drops_what_was_logged_beyond_the_checkpoint(trained_copy, resumed):
-    metrics = trained_copy / "o-run" / "metrics.jsonl"
-    with metrics.open("a") as f:
-        f.write('{"batch": 3, "loss": 9.0}\n{"batch": 4, "lo')
-    run = resumed()
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["batch"] for line in lines] == [1, 2, 3] and lines[-1]["loss"] != 9.0
-    assert run.curve == lines
 
 
 def test_read_metrics_keeps_what_happened(tmp_path):

@@ -128,19 +128,13 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     assert result.plot(Figure().subplots()).get_ylabel() == "loss"
 
 
-@pytest.mark.parametrize(
-    "task, unit, loss",
-    [
-        ("lm", "tokens", "loss (nats per token)"),
-        ("dpo", "tokens", "loss"),
-        ("rerank", "queries", "loss"),
-    ],
-)
-def test_a_loss_has_a_unit_if_it_is_a_mean_over_tokens(task, unit, loss):
-    lines = [{"batch": n, "loss": 1.0, f"{unit}_per_s": 9.0} for n in (1, 2)]
-    facts = facts_of_run("o", {"task": task}, lines, None, Page("o"))
-    assert facts.loss_name == loss and facts.unit == unit
-    assert len(facts.curve["rate"]) == 2 and f">{loss}</" in render(facts)
+def test_a_loss_has_a_unit_if_it_is_a_mean_over_tokens():
+    of_tokens = "loss (nats per token)"
+    for task, unit, loss in (("lm", "tokens", of_tokens), ("rerank", "queries", "loss")):
+        lines = [{"batch": n, "loss": 1.0, f"{unit}_per_s": 9.0} for n in (1, 2)]
+        facts = facts_of_run("o", {"task": task}, lines, None, Page("o"))
+        assert facts.loss_name == loss and facts.unit == unit
+        assert len(facts.curve["rate"]) == 2 and f">{loss}</" in render(facts)
 
 
 def test_a_notebook_shows_a_run_and_its_report(finished):

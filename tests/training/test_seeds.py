@@ -12,7 +12,6 @@ from mlx_packs import LoRAConfig, Pack, train_pack, train_seeds
 from mlx_packs.cli.main import main
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.recipe import Recipe
-from mlx_packs.config.schema import TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.packs.base import load_base
@@ -21,29 +20,20 @@ from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.seeds import statistics, train_with_seeds
 from mlx_packs.training.settings import Request
+from tests.helpers import runs
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import write_rows
 from tests.helpers.runs import Lines
+from tests.training.conftest import ROWS
 
-WORDS = "one two six ten red sun".split()
-CHATS = [chat(f"Say {w}{' again' * n}.", f"Yes, I say {w} to you.") for n, w in enumerate(WORDS)]
-TRAIN = TrainConfig(
-    iters=3,
-    batch_size=2,
-    max_seq_length=64,
-    save_every=1,
-    steps_per_report=1,
-    steps_per_eval=1,
-    optimizer="sgd",
-    learning_rate=0.1,
-)
+TRAIN = replace(runs.TRAIN, iters=3, steps_per_eval=1, optimizer="sgd", learning_rate=0.1)
 
 
 @pytest.fixture
 def rows(here) -> Path:
     """A folder with chats, which is the current one."""
-    write_rows(here / "chats", train=CHATS, valid=CHATS[:1])
+    write_rows(here / "chats", train=ROWS, valid=ROWS[:1])
     return here
 
 
@@ -51,17 +41,12 @@ def rows(here) -> Path:
 def request_of(small):
     """Return a request for packs ``out`` of `small`, with settings besides `TRAIN`."""
 
-    def request(out, display=None, base=small, **settings) -> Request:
+    def request(out, **settings) -> Request:
         options = {"model": "small", "out": str(out), "seeds": 2}
-        options |= {key: settings.pop(key) for key in ("seeds", "resume") if key in settings}
-        recipe = Recipe(
-            LoRAConfig(rank=2),
-            replace(TRAIN, **settings),
-            DataConfig(data="chats"),
-            run=options,
-            names_data=True,
-        )
-        return Request(recipe, base, display or Display(QUIET))
+        options |= {"resume": settings.pop("resume", False)}
+        train, data = replace(TRAIN, **settings), DataConfig(data="chats")
+        recipe = Recipe(LoRAConfig(rank=2), train, data, run=options, names_data=True)
+        return Request(recipe, small, Display(QUIET))
 
     return request
 
@@ -70,7 +55,7 @@ def adapters(run: str, batch: int = 3) -> bytes:
     return Path(f"{run}-run/step-{batch:06d}/adapters.safetensors").read_bytes()
 
 
-def test_seeds_have_a_pack_each_and_their_mean(rows, small_folder, request_of, monkeypatch):
+def test_python_trains_seeds_on_one_base_and_examples_in_memory(here, small_folder, monkeypatch):
     loaded, display = [], Lines()
 
     def load(*args, **options):
@@ -78,51 +63,40 @@ def test_seeds_have_a_pack_each_and_their_mean(rows, small_folder, request_of, m
         return loaded[-1]
 
     monkeypatch.setattr(training, "load_base", load)
-    result = train_with_seeds(request_of("out", base=str(small_folder), seed=3, display=display))
+    data = {"train": iter(ROWS), "valid": ROWS[:1]}
+    lora, train = LoRAConfig(rank=2), replace(TRAIN, seed=3)
+    found = train_seeds(str(small_folder), data, lora, train, "out", seeds=2, progress=display)
     assert len(loaded) == 1
     assert [line for line in display.lines if line.startswith("seeds 2 packs")]
 
-    stored = json.loads(Path("out/seeds.json").read_text())
-    assert stored == json.loads(json.dumps(result.to_json()))
-    assert stored["seeds"] == [3, 4]
+    assert list(found.runs) == [3, 4]
+    assert [pack.path for pack in found.packs] == [Path("out/seed-3"), Path("out/seed-4")]
     losses = [Pack.open(f"out/seed-{seed}").manifest["eval"]["ppl_after"] for seed in (3, 4)]
-    assert stored["mean"]["ppl_after"] == pytest.approx(sum(losses) / 2)
+    assert found.mean["ppl_after"] == pytest.approx(sum(losses) / 2)
     error = abs(losses[0] - losses[1]) / 2
-    assert stored["standard_error"]["ppl_after"] == pytest.approx(error)
+    assert found.standard_error["ppl_after"] == pytest.approx(error)
+    assert repr(found).startswith("SeedRuns(2 seeds, ppl ") and "±" in repr(found)
+    assert str(found).startswith("mean    ppl ")
+    stored = json.loads(Path("out/seeds.json").read_text())
+    assert stored == json.loads(json.dumps(found.to_json())) and stored["seeds"] == [3, 4]
     recipe = Pack.open("out/seed-4").manifest["recipe"]
     assert recipe["seed"] == 4 and "seeds" not in recipe
 
-
-def test_python_trains_seeds_on_a_loaded_base_and_examples_in_memory(here, small):
-    data = {"train": iter(CHATS), "valid": CHATS[:1]}
-    lora = LoRAConfig(rank=2)
-    runs = train_seeds(small, data, lora, TRAIN, "out", seeds=2, progress=False)
-
-    assert list(runs.runs) == [0, 1]
-    assert [pack.path for pack in runs.packs] == [Path("out/seed-0"), Path("out/seed-1")]
-    assert runs.mean["ppl_after"] == pytest.approx(
-        sum(run.report["ppl_after"] for run in runs.runs.values()) / 2
-    )
-    assert runs.standard_error["ppl_after"] > 0
-    assert repr(runs).startswith("SeedRuns(2 seeds, ppl ") and "±" in repr(runs)
-    assert str(runs).startswith("mean    ppl ")
-    assert runs.to_json() == json.loads(Path("out/seeds.json").read_text())
-
-    data = {"train": CHATS, "valid": CHATS[:1]}
-    single = train_pack(small, data, lora, replace(TRAIN, seed=1), "single", progress=False)
-    assert adapters("out/seed-1") == adapters("single")
-    assert runs.runs[1].report["ppl_after"] == single.report["ppl_after"]
+    data, train = {"train": ROWS, "valid": ROWS[:1]}, replace(TRAIN, seed=4)
+    single = train_pack(loaded[0], data, lora, train, "single", progress=False)
+    assert adapters("out/seed-4") == adapters("single")
+    assert found.runs[4].report["ppl_after"] == single.report["ppl_after"]
 
 
 def test_python_says_what_seeds_need(here, small):
     for seeds in (1, 65):
         with raises("invalid", "seeds", "[2, 64]", str(seeds)):
-            train_seeds(small, CHATS, out="out", seeds=seeds)
+            train_seeds(small, ROWS, out="out", seeds=seeds)
     assert not Path("out").exists()
     with raises("conflict", "out"):
-        train_seeds(small, CHATS)
+        train_seeds(small, ROWS)
     with raises("unknown", "seed", "train=mp.TrainConfig(seed=...)"):
-        train_seeds(small, CHATS, out="out", seed=1)
+        train_seeds(small, ROWS, out="out", seed=1)
 
 
 def test_mean_and_standard_error_are_of_numbers_that_all_have():
@@ -139,14 +113,13 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, seed):
+def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch):
     train_with_seeds(request_of("whole"))
     steps = []
 
     def interrupt(line):
         steps.append(line)
-        if len(steps) == 3 * seed + 2:
+        if len(steps) == 5:  # the second of seed 1
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
@@ -154,8 +127,7 @@ def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, s
         with pytest.raises(RunStopped) as stopped:
             train_with_seeds(request_of("out"))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert RunFolder(Path(f"out/seed-{seed}-run")).checkpoints()[-1].name == "step-000002"
-    assert Path("out/seed-1-run").exists() == (seed == 1)
+    assert RunFolder(Path("out/seed-1-run")).checkpoints()[-1].name == "step-000002"
 
     train_with_seeds(request_of("out", resume=True))
     for each in (0, 1):
@@ -165,18 +137,10 @@ def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch, s
     assert [run.report["batches"] for run in again.runs.values()] == [3, 3]
 
 
-def test_a_folder_is_needed_that_is_no_pack(rows, request_of):
-    request = request_of("out")
-    nameless = replace(request.recipe, run={"seeds": 2, "model": "small"})
-    with raises("conflict", "out"):
-        train_with_seeds(replace(request, recipe=nameless))
-
+def test_folders_are_checked_before_the_first_pack_is_trained(rows, request_of):
     train_request(request_of("pack"))
     with raises("exists", "out", "pack"):
         train_with_seeds(request_of("pack"))
-
-
-def test_folders_are_checked_before_the_first_pack_is_trained(rows, request_of):
     Path("out/seed-1").mkdir(parents=True)
     Path("out/seed-1/mine").touch()
     with raises("exists", "out", "seed-1"):
@@ -204,5 +168,5 @@ def test_packs_of_another_task_have_a_mean(here, small):
     rows = [{"text": f"row {n}", "label": f"{n % 2}"} for n in range(8)]
     write_rows(here / "data", train=rows, valid=rows, test=rows)
     train = replace(TRAIN, task="classify", iters=1, steps_per_eval=10)
-    runs = train_seeds(small, "data", None, train, "out", seeds=2, progress=False)
-    assert "tok/s" in str(runs).splitlines()[2]
+    found = train_seeds(small, "data", None, train, "out", seeds=2, progress=False)
+    assert "tok/s" in str(found).splitlines()[2]

@@ -22,11 +22,10 @@ def losses(small_folder, tmp_path):
     chats = [chat(f"Say {n}.", f"{n} it is, {n}!") for n in ("one", "two", "three", "four")]
     rows = write_rows(tmp_path / "rows", train=chats, valid=chats[:1])
 
-    def train(name, dtype=mx.float32, **settings) -> tuple[list[float], dict]:
+    def train(name, iters=STEPS) -> tuple[list[float], dict]:
         base = load_base(small_folder, quantize="affine4")
-        base.model.set_dtype(dtype)
-        settings = {"iters": STEPS, "learning_rate": 2e-2, **settings}
-        config = TrainConfig(**settings, **FEW)
+        base.model.set_dtype(mx.float32)
+        config = TrainConfig(iters=iters, learning_rate=2e-2, **FEW)
         lora = LoRAConfig(rank=4, rank_pattern={"v_proj": 3}, num_layers=1)
         run = train_pack(base, rows, lora, config, tmp_path / name)
         return [line["loss"] for line in run.curve if "loss" in line], run.report
@@ -47,15 +46,6 @@ def test_steps_have_the_losses_of_the_reference(language, losses):
     assert names >= {"down", "up_4at0_4at1_3at2"}
     assert report["ops"]["backend"] == language and report["ops"]["kernels"]
     assert not report["ops"]["fallbacks"]
-
-
-@pytest.mark.slow
-def test_bfloat16_steps_have_losses_of_the_reference(losses):
-    how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
-    expected, _ = losses("reference", **how)
-    with emulation("metal", orders=("forward",)), dispatch.backend("metal"):
-        by_kernels, _ = losses("kernels", **how)
-    assert by_kernels == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow
