@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
-from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.trainable import find_method
@@ -13,6 +12,7 @@ from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
+from tests.bases.changes import change_tensors
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of
@@ -29,20 +29,14 @@ def attached(method: str, base, **lora):
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_attaching_to_fused_projections_changes_no_output(method):
-    base = base_of("gpt2")  # test_saved_modules.py has other families
+@pytest.mark.parametrize(("family", "level"), [("gpt2", 1e-4), ("qwen3", 1e-3)])
+def test_attaching_to_fused_or_quantized_projections_changes_no_output(method, family, level):
+    base = base_of(family)  # test_saved_modules.py has dense ones
+    if family == "qwen3":
+        nn.quantize(base.model, group_size=32, bits=4)
     before = base.model(TOKENS)
     attached(method, base)
-    assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
-
-
-@pytest.mark.parametrize("method", OTHERS)
-def test_of_a_quantized_base_too(method):
-    base = base_of("qwen3")
-    nn.quantize(base.model, group_size=32, bits=4)
-    before = base.model(TOKENS)
-    attached(method, base)
-    assert mx.allclose(base.model(TOKENS), before, atol=1e-3).item()
+    assert mx.allclose(base.model(TOKENS), before, atol=level).item()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +44,6 @@ def test_of_a_quantized_base_too(method):
     [("qwen3", "train"), ("qwen3", "eval"), ("qwen2", "eval"), ("gpt2", "train")],
 )
 def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
-    """The definition, with the weight made: m (W + s B A) / ||W + s B A||."""
     base = base_of(family)
     trainable = moved(attached("dora", base), 0.05)
     tensors = trainable.tensors()
@@ -72,22 +65,6 @@ def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
     assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
 
 
-def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
-    base = base_of("llama")
-    base.model.layers[0].self_attn.q_proj.weight[3] = 0
-    trainable = attached("dora", base)
-    lora = trainable.places["model.layers.0.self_attn.q_proj"].lora
-    base.model.train()
-
-    def loss(m):
-        lora.magnitude[0] = m
-        return base.model(TOKENS).square().sum()
-
-    gradient = mx.grad(loss)(lora.magnitude[0])
-    assert mx.isfinite(gradient).all().item()
-    assert mx.abs(gradient).max().item() > 0
-
-
 @pytest.mark.parametrize("method", ["dora", "pissa"])
 def test_the_graph_of_a_gpu_computes_the_same(method):
     base = base_of("qwen3")
@@ -98,20 +75,30 @@ def test_the_graph_of_a_gpu_computes_the_same(method):
         assert mx.allclose(base.model(TOKENS), on_cpu, atol=1e-4).item()
 
 
-def test_rows_of_zeros_are_applied_and_merged(tmp_path):
+def test_rows_of_zeros_have_finite_gradients_and_are_applied_and_merged(tmp_path):
     folder = write_dense(tmp_path / "dense", dtype=mx.float32, vocab_size=4096)
-    file = str(folder / "model.safetensors")
-    tensors = mx.load(file)
-    tensors["model.layers.0.self_attn.q_proj.weight"][3] = 0
-    mx.eval(tensors)
-    mx.save_safetensors(file, tensors, {"format": "mlx"})
+    path = "model.layers.0.self_attn.q_proj"
 
+    def damage(tensors):
+        tensors[f"{path}.weight"][3] = 0
+
+    change_tensors(folder, damage)
     base = load_base(folder)
     trainable = attached("dora", base)
     trained = base.model(TOKENS)
     pack = pack_of(trainable)
     assert mx.isfinite(trained).all().item()
+
+    lora = trainable.places[path].lora
+
+    def loss(m):
+        lora.magnitude[0] = m
+        return base.model.train()(TOKENS).square().sum()
+
+    gradient = mx.grad(loss)(lora.magnitude[0])
+    assert mx.isfinite(gradient).all().item() and mx.any(gradient).item()
     trainable.detach()
+    base.model.eval()
 
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
@@ -134,16 +121,6 @@ def test_encoders_are_trained_applied_and_merged(encoder, tmp_path):
     assert np.abs(wanted - bare).max() > 1e-5
     merge_pack(pack, encoder, tmp_path / "merged", data=rows)
     assert np.abs(load_base(tmp_path / "merged").encode(words) - wanted).max() < 1e-4
-
-
-def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
-    def fails(_):
-        raise ValueError("no kernel for this")
-
-    monkeypatch.setattr(attaching, "frozen_weight", fails)
-    for method in OTHERS:
-        with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
-            attached(method, base_of("llama"))
 
 
 def test_rslora_scales_by_the_root_of_the_rank():
@@ -181,7 +158,7 @@ def with_settings(**changes) -> TrainConfig:
     return TrainConfig(**{**vars(TRAIN), **changes})
 
 
-@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize("method", ["dora", "pissa"])
 def test_a_run_learns_and_its_pack_computes_what_was_trained(method, checkpoint, rows, tmp_path):
     lora = LoRAConfig(rank=4, num_layers=1)
     run = train_pack(str(checkpoint), rows, lora, with_settings(method=method), tmp_path / "p")
@@ -200,9 +177,7 @@ def test_a_run_learns_and_its_pack_computes_what_was_trained(method, checkpoint,
     ("method", "settings"),
     [
         ("dora", {"packing": True}),
-        ("dora", {"recompute": "block"}),
         ("pissa", {"packing": True}),
-        ("olora", {"recompute": "block"}),
         ("loftq", {"recompute": "block", "quantize": "affine4"}),
     ],
 )

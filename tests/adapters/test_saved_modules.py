@@ -17,7 +17,7 @@ from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from mlx_packs.training.attached import add_noise
 from mlx_packs.training.checkpoint import ADAPTERS
-from tests.helpers.checkpoints import write_dense
+from tests.helpers.checkpoints import merged, write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.rows import CHATS, write_rows
@@ -36,7 +36,7 @@ def attached(base, *names: str, method: str = "lora", path: str = "quantized", *
     ("family", "method"),
     [
         *[("qwen3", method) for method in ("lora", "dora", "pissa", "olora")],
-        *[("gpt2", "lora"), ("gpt2", "dora"), ("olmo2", "lora"), ("olmo2", "dora")],
+        *[("gpt2", "dora"), ("olmo2", "lora")],
     ],
 )
 def test_attach_train_detach(family, method):
@@ -73,7 +73,7 @@ def test_attach_train_detach(family, method):
 
 @pytest.mark.parametrize(
     ("quantize", "path"),
-    [("affine4", "quantized"), ("nf4", "quantized"), ("nf4", "transient"), ("affine4", "dense")],
+    [("affine4", "quantized"), ("nf4", "transient"), ("affine4", "dense")],
 )
 def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path):
     base = load_base(write_dense(tmp_path / "dense"), quantize)
@@ -94,15 +94,22 @@ def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path)
     assert mx.array_equal(base.model(TOKENS), before).item()
 
 
-def test_a_tied_table_counts_once_and_stays_tied():
-    base = base_of("qwen3", tie_word_embeddings=True)
-    trainable = attached(base, "embed_tokens", target_modules=("q_proj",))
-    assert trainable.replaced == {"model.embed_tokens.weight": (128, 64)}
-    plain = attached(base_of("qwen3"), target_modules=("q_proj",))
-    assert trainable.parameter_count() == plain.parameter_count() + 128 * 64
+def test_a_tied_table_counts_once_and_stays_tied_when_merged(tmp_path):
+    sizes = {"vocab_size": 4096, "tie_word_embeddings": True}
+    folder = write_dense(tmp_path / "base", dtype=mx.float32, **sizes)
+    base = load_base(folder)
+    trainable = moved(attached(base, "embed_tokens", target_modules=("q_proj",)), 0.02)
+    assert trainable.replaced == {"model.embed_tokens.weight": (4096, 128)}
+    plain = attached(load_base(folder), target_modules=("q_proj",))
+    assert trainable.parameter_count() == plain.parameter_count() + 4096 * 128
     head = split_head(base.model)
     assert head is not None and head.frozen is None
-    assert pack_of(trainable).manifest["adapters"]["replaced"][0]["head"] is True
+
+    pack = pack_of(trainable).save(tmp_path / "pack")
+    assert pack.manifest["adapters"]["replaced"][0]["head"] is True
+    merged(pack, folder, tmp_path / "merged")
+    result = load_base(tmp_path / "merged").model(TOKENS)
+    assert mx.allclose(result, base.model(TOKENS), atol=1e-4).item()
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "block"])
@@ -161,18 +168,14 @@ def test_default_targets_leave_saved_modules_out_and_named_ones_conflict():
         ("nrm", "unknown", "'norm'"),
         ("mlp", "unsupported", "inside"),
         ("lm_head", "unknown", "embed_tokens"),
+        ("switch_mlp.gate_proj", "unsupported", "switch_mlp"),
     ],
 )
-def test_names_that_fit_nothing(name, code, hint):
-    base = base_of("qwen3", tie_word_embeddings=True)
-    with raises(code, "modules_to_save", f"--modules-to-save {name}", hint):
+def test_what_cannot_be_saved_is_named(name, code, hint):
+    family = "qwen3_moe" if "switch" in name else "qwen3"
+    base = base_of(family, **SMALL_FAMILIES[family], tie_word_embeddings=True)
+    with raises(code, "modules_to_save", name, hint):
         attached(base, name)
-
-
-def test_experts_cannot_be_saved():
-    base = base_of("qwen3_moe", **SMALL_FAMILIES["qwen3_moe"])
-    with raises("unsupported", "modules_to_save", "switch_mlp"):
-        attached(base, "switch_mlp.gate_proj")
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +183,13 @@ def rows(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows"), train=CHATS, valid=CHATS[:2])
 
 
-SAVED = {"tied": ("embed_tokens", "norm"), "untied": ("lm_head", "embed_tokens", "q_norm")}
-
-
-@pytest.fixture(scope="module", params=SAVED)
-def trained(request, rows, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(rows, tmp_path_factory):
     """A base, the adapters of a run, its pack, and the logits that it gives the base."""
     folder = tmp_path_factory.mktemp("saved")
-    tied = {"tie_word_embeddings": request.param == "tied"}
-    base = write_dense(folder / "base", dtype=mx.float32, vocab_size=4096, **tied)
-    lora = LoRAConfig(rank=4, dropout=0.1, modules_to_save=SAVED[request.param])
+    base = write_dense(folder / "base", dtype=mx.float32, vocab_size=4096)
+    names = ("lm_head", "embed_tokens", "q_norm")
+    lora = LoRAConfig(rank=4, dropout=0.1, modules_to_save=names)
     run = train_pack(str(base), rows, lora, RUN, folder / "pack")
     loaded = load_base(base)
     with loaded.applied(run.pack):
@@ -200,11 +200,10 @@ def test_merged_is_attached(trained, rows, tmp_path):
     base, _, run, wanted = trained
     assert np.abs(wanted - np.array(load_base(base).model(TOKENS))).max() > 1e-3
     merge_pack(run.pack, base, tmp_path / "merged", data=rows, rows=2)
-    merged = load_base(tmp_path / "merged").model(TOKENS)
-    assert np.abs(np.array(merged) - wanted).max() < 1e-4
+    result = load_base(tmp_path / "merged").model(TOKENS)
+    assert np.abs(np.array(result) - wanted).max() < 1e-4
 
 
-@pytest.mark.parametrize("trained", ["untied"], indirect=True)
 def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
     base, lora, run, _ = trained
     half = TrainConfig(**{**vars(RUN), "iters": 1})
@@ -216,15 +215,6 @@ def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
-@pytest.mark.parametrize("trained", ["tied"], indirect=True)
-def test_peft_has_no_place_for_a_table_that_is_embedding_and_head(trained, tmp_path):
-    _, _, run, _ = trained
-    with raises("unsupported", None, "embedding that is also the head"):
-        export_pack(run.pack, "peft", tmp_path / "peft")
-    assert not (tmp_path / "peft").exists()
-
-
-@pytest.mark.parametrize("trained", ["untied"], indirect=True)
 def test_a_round_trip_through_peft_and_none_to_mlx_lm(trained, tmp_path):
     base, _, run, wanted = trained
     export_pack(run.pack, "peft", tmp_path / "peft")

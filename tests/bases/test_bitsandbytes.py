@@ -63,33 +63,21 @@ def digest(arrays: list[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
 
-CASES = [  # one of each kind, dtype, shape and block size
-    ("random", "whole_blocks", "float32", 64, True),
-    ("random", "many_blocks", "bfloat16", 64, True),
-    ("random", "blocks_across_rows", "float16", 32, False),
-    ("constant", "short_last_block", "float32", 64, True),
-    ("zero", "short_last_block", "bfloat16", 64, False),
-    ("zero", "whole_blocks", "float32", 256, True),
-    ("outlier", "whole_blocks", "bfloat16", 32, True),
-    ("denormal", "many_blocks", "float32", 128, True),
-    ("ties", "whole_blocks", "float32", 64, False),
-    ("random", "less_than_a_block", "float16", 64, True),
-]
-DIGESTS = [  # of what bitsandbytes 0.50.2 makes on an x86-64 CPU
-    "e6da77045da4ff88",
-    "407848fbe104deb1",
-    "cb1c77eb8353edf2",
-    "2981cb649195e061",
-    "52b19d8d3f16d576",
-    "570ce1145b779de6",
-    "3e551a3d8659ac96",
-    "dcc8cf5ddc2edc99",
-    "32e3f901d8eb9d55",
-    "af34886ecd254089",
+CASES = [  # one of each kind, dtype, shape and block size; what bitsandbytes 0.50.2 makes on x86-64
+    (("random", "whole_blocks", "float32", 64, True), "e6da77045da4ff88"),
+    (("random", "many_blocks", "bfloat16", 64, True), "407848fbe104deb1"),
+    (("random", "blocks_across_rows", "float16", 32, False), "cb1c77eb8353edf2"),
+    (("constant", "short_last_block", "float32", 64, True), "2981cb649195e061"),
+    (("zero", "short_last_block", "bfloat16", 64, False), "52b19d8d3f16d576"),
+    (("zero", "whole_blocks", "float32", 256, True), "570ce1145b779de6"),
+    (("outlier", "whole_blocks", "bfloat16", 32, True), "3e551a3d8659ac96"),
+    (("denormal", "many_blocks", "float32", 128, True), "dcc8cf5ddc2edc99"),
+    (("ties", "whole_blocks", "float32", 64, False), "32e3f901d8eb9d55"),
+    (("random", "less_than_a_block", "float16", 64, True), "af34886ecd254089"),
 ]
 
 
-@pytest.mark.parametrize("case, wanted", [*zip(CASES, DIGESTS, strict=True)])
+@pytest.mark.parametrize(("case", "wanted"), CASES)
 def test_quantize_gives_the_recorded_bytes_of_bitsandbytes(case, wanted):
     assert digest(parts(packed_of(*case))) == wanted
 
@@ -150,10 +138,8 @@ UNREADABLE = {  # what is wrong -> change, what the message names
     "nan_offset": (state_with(nested_offset=float("nan")), "nested_offset", "nan"),
     "no_json": (tensor_with(STATE_PART, lambda t: t[:20]), "quant_state"),
     "dtype": (state_with(dtype="int8"), "dtype", "bfloat16", "'int8'"),
-    "no_dtype": (state_with(dtype=None), "dtype", "bfloat16", "None"),
     "nested_dtype": (state_with(nested_dtype="float16"), "nested_dtype", "float16"),
     "map": (tensor_with(".quant_map", lambda t: t * 0.5), "quant_map"),
-    "nested_map": (tensor_with(".nested_quant_map", lambda t: t[:16]), "nested_quant_map", "[16]"),
     "no_absmax": (renamed(".absmax", ".gone"), "'absmax'", "[320]", "None"),
 }
 UNSUPPORTED = {
@@ -223,7 +209,7 @@ def test_quantize_and_dequantize_equal_bitsandbytes_bit_for_bit(bnb, kind, shape
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("case, wanted", [*zip(CASES, DIGESTS, strict=True)])
+@pytest.mark.parametrize(("case", "wanted"), CASES)
 def test_the_recorded_bytes_are_those_of_bitsandbytes(bnb, case, wanted):
     assert digest(theirs_of(bnb, *case)[0]) == wanted
 

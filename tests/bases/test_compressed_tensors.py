@@ -15,7 +15,15 @@ from mlx_packs.memory.read import read_headers
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import count_weights, quantized_modules
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import SIZES_OF, attached_logits, logits, merged, write_files
+from tests.bases.changes import set_keys
+from tests.helpers.checkpoints import (
+    SIZES_OF,
+    attached_logits,
+    layout,
+    logits,
+    merged,
+    write_files,
+)
 from tests.helpers.errors import raises
 from tests.helpers.fp4 import GROUP_SIZES, dequantized, scheme_of, write_compressed, write_raw
 from tests.helpers.models import model_of
@@ -163,21 +171,19 @@ def of_group(part, **changes):
     return edit
 
 
-SCHEMES = {
+UNSUPPORTED = {
     "fp8": (edited(format="float-quantized"), "float-quantized"),
-    "int8": (edited(format="int-quantized"), "int-quantized"),
     "mixed": (edited(format="mixed-precision"), "mixed-precision"),
     "no format": (edited(format=None), "nvfp4-pack-quantized"),
     "groups": (of_group("weights", group_size=32), "group_size"),
     "bits": (of_group("weights", num_bits=8), "num_bits"),
     "zero points": (of_group("weights", symmetric=False), "symmetric is False"),
     "fixed scales": (of_group("input_activations", dynamic=False), "activations"),
-    "int8 activations": (of_group("input_activations", type="int"), "activations"),
     "outputs": (of_group("output_activations", num_bits=8), "output_activations"),
     "rotations": (edited(transform_config={"config_groups": {}}), "transform_config"),
     "sparse": (edited(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
 }
-TEXTS = {
+UNREADABLE = {
     "a list": (edited(config_groups=[]), "config_groups"),
     "a text": (edited(config_groups={"group_0": {"weights": "W4"}}), "weights"),
 }
@@ -189,42 +195,32 @@ def nvfp4(tmp_path_factory):
 
 
 def with_scheme(folder, edit):
-    config = json.loads((folder / "config.json").read_text())
     scheme = scheme_of("nvfp4")
     edit(scheme)
-    config["quantization_config"] = scheme
-    (folder / "config.json").write_text(json.dumps(config))
+    set_keys(folder / "config.json", quantization_config=scheme)
     return folder
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", UNSUPPORTED | UNREADABLE)
 def test_other_schemes_are_named(nvfp4, name):
-    edit, shown = SCHEMES[name]
-    with raises("unsupported", None, shown, "compressed-tensors", "--quantize"):
+    edit, shown = (UNSUPPORTED | UNREADABLE)[name]
+    if name in UNSUPPORTED:
+        code, names = "unsupported", ("compressed-tensors", "--quantize")
+    else:
+        code, names = "unreadable", ("config.json",)
+    with raises(code, None, shown, *names):
         load_base(with_scheme(nvfp4, edit))
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_values_of_other_types_are_named(nvfp4, name):
-    edit, shown = TEXTS[name]
-    with raises("unreadable", None, shown, "config.json"):
-        load_base(with_scheme(nvfp4, edit))
-
-
-def test_activations_that_stay_dense_are_said_once(nvfp4, caplog):
-    load_base(with_scheme(nvfp4, edited()))
-    load_base(nvfp4)
-    assert caplog.text.count("quantized activations") <= 1
+def test_the_list_of_ignored_modules_is_not_read(nvfp4):
+    load_base(with_scheme(nvfp4, edited(ignore=["lm_head", UP, "re:(.*)*up_proj", "Linear"])))
 
 
 def raw(folder):
-    dtypes = {"weight_scale": "F8_E4M3"}
+    """The tensors and dtypes of a checkpoint; those that MLX lacks are bytes."""
+    dtypes = {name: dtype for name, (dtype, _) in layout(folder).items()}
     tensors = mx.load(str(folder / "model.safetensors"))
-    names = {mx.uint8: "U8", mx.float32: "F32"}
-    return {
-        name: (dtypes.get(name.rpartition(".")[2], names[t.dtype]), np.array(t))
-        for name, t in tensors.items()
-    }
+    return {name: (dtypes[name], np.array(tensor)) for name, tensor in tensors.items()}
 
 
 def without(part):
@@ -256,11 +252,6 @@ TENSORS = {
         "do not fit",
     ),
 }
-
-
-@pytest.mark.parametrize("entry", [UP, "re:(.*)*up_proj", "Linear"])
-def test_the_list_of_ignored_modules_is_not_read(nvfp4, entry):
-    load_base(with_scheme(nvfp4, edited(ignore=["lm_head", entry])))
 
 
 @pytest.mark.parametrize("name", TENSORS)

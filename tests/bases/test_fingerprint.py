@@ -58,14 +58,6 @@ def flip(file: Path, *places: int) -> None:
             f.write(bytes([byte ^ 255]))
 
 
-def flip_in_the_embedding(folder: Path) -> None:
-    """Invert 200 bytes of the embedding."""
-    file = folder / "model.safetensors"
-    header, start = read_header(file)
-    begin = start + header["model.embed_tokens.weight"]["data_offsets"][0]
-    flip(file, *range(begin, begin + 200))
-
-
 @pytest.mark.parametrize(("piece", "buffer"), [(1000, 7), (4096, 1 << 20), (16 << 20, 1 << 20)])
 def test_a_fingerprint_is_what_its_docstring_says(tmp_path, monkeypatch, piece, buffer):
     monkeypatch.setattr(fingerprints, "_PIECE_BYTES", piece)
@@ -83,20 +75,11 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "fingerprints"
 
 
-def bytes_read() -> int:
-    """Bytes that this process has asked the system for, of whatever file."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 def test_the_second_fingerprint_reads_no_weights(tmp_path, cache, monkeypatch):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
     first = fingerprint(folder)
-    counting = Path("/proc/self/io").exists()
-    before = bytes_read() if counting else 0
     monkeypatch.setattr(fingerprints, "_hash_tensors", lambda files: pytest.fail("read again"))
     assert fingerprint(folder) == first
-    if counting:
-        assert bytes_read() - before < 10_000 < (folder / "model.safetensors").stat().st_size
 
 
 def test_a_file_changed_in_place_is_noticed_by_its_ctime(tmp_path, cache):
@@ -156,7 +139,10 @@ def base_here(trained_copy) -> Path:
 
 
 def test_apply_and_resume_notice_200_changed_bytes(base_here, rejected):
-    flip_in_the_embedding(base_here)
+    file = base_here / "model.safetensors"
+    header, start = read_header(file)
+    begin = start + header["model.embed_tokens.weight"]["data_offsets"][0]
+    flip(file, *range(begin, begin + 200))
     check(rejected("apply", "o", "--model", "bx", "--dry-run"), "mismatch", None, "another base")
     with raises("mismatch", None, "another base"), load_base("bx").applied("o"):
         pass

@@ -1,7 +1,5 @@
 """Bases in mxfp4 and nvfp4: what they compute is what their dequantized weights compute."""
 
-import json
-
 import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
@@ -14,6 +12,7 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.nn.frozen_weight import frozen_weight, with_dense_dtype
 from mlx_packs.nn.quantized import dense_module, quantized_modules
 from mlx_packs.runtime import mx
+from tests.bases.changes import change_tensors, set_keys
 from tests.helpers.checkpoints import TOKENS, attached_logits, layout, logits
 from tests.helpers.errors import raises
 from tests.helpers.fp4 import (
@@ -26,6 +25,8 @@ from tests.helpers.fp4 import (
 from tests.helpers.packs import random_pack
 from tests.helpers.steps import largest_difference, lora_loss_and_gradients
 from tests.helpers.variants import slow_except
+
+NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
 
 
 @pytest.mark.parametrize("mode", slow_except(GROUP_SIZES, "mxfp4"))
@@ -116,9 +117,7 @@ def test_experts_of_gpt_oss_are_trained_and_merged_in_mxfp4(tmp_path):
 def test_a_format_is_that_of_the_tensors_whatever_the_config_says(tmp_path, wrong):
     folder = write_fp4(tmp_path / "fp4", "nvfp4")
     expected = logits(load_base(folder))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"] |= wrong
-    (folder / "config.json").write_text(json.dumps(config))
+    set_keys(folder / "config.json", quantization=NVFP4 | wrong)
     base = load_base(folder)
     assert np.array_equal(logits(base), expected)
     assert {(m.mode, m.group_size) for _, m in quantized_modules(base.model)} == {("nvfp4", 16)}
@@ -128,9 +127,7 @@ def test_a_format_is_that_of_the_tensors_whatever_the_config_says(tmp_path, wron
 def test_experts_of_gpt_oss_without_scales_are_named(tmp_path, part):
     folder = tmp_path / "gpt-oss"
     write_gpt_oss(folder, tmp_path / "dense")
-    tensors = mx.load(str(folder / "model.safetensors"))
-    del tensors[f"model.layers.0.mlp.experts.{part}"]
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    change_tensors(folder, lambda tensors: tensors.pop(f"model.layers.0.mlp.experts.{part}"))
     with raises("unreadable", None, "layers.0.mlp.experts", "scales", "missing"):
         load_base(folder)
 
@@ -150,8 +147,6 @@ def test_experts_with_global_scales_are_dequantized_and_not_written():
 
 def test_an_unknown_mode_is_named(tmp_path):
     folder = write_fp4(tmp_path / "fp4", "nvfp4")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"]["mode"] = "nvfp5"
-    (folder / "config.json").write_text(json.dumps(config))
+    set_keys(folder / "config.json", quantization=NVFP4 | {"mode": "nvfp5"})
     with raises("unsupported", None, "nvfp5", "nvfp4"):
         load_base(folder)

@@ -1,16 +1,13 @@
 """What is probed of a projection, and that every contradiction names module and shapes."""
 
-import importlib
-
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import qwen3
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.geometry import (
     GeometryError,
-    Heads,
     find_groups,
-    linears,
     probe,
     select_targets,
 )
@@ -44,16 +41,11 @@ def packed(out: int, width: int, bits=4, group_size=64, mode="affine", bias=Fals
 @pytest.fixture(scope="module")
 def qwen3_4b():
     """One block of Qwen3-4B in 4 bits; the weights stay unevaluated, only shapes matter."""
-    model, config = unevaluated("qwen3", **QWEN3_4B)
+    _, config = model_of("qwen3")
+    config |= QWEN3_4B
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     nn.quantize(model, group_size=64, bits=4)
     return model, config
-
-
-def unevaluated(family: str, **changes):
-    _, config = model_of(family)
-    module = importlib.import_module(f"mlx_lm.models.{family}")
-    config |= changes
-    return module.Model(module.ModelArgs.from_dict(config)), config
 
 
 def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
@@ -64,25 +56,6 @@ def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
     assert (result.in_features, result.out_features, result.stored_width) == (2560, 4096, 320)
     assert (result.bits, result.group_size, result.mode, result.bias) == (4, 64, "affine", False)
     assert "320 = 2560 x 4 / 32" in result.describe()
-
-
-def test_find_groups_of_qwen3_4b_has_uneven_members(qwen3_4b):
-    groups, faults = find_groups(*qwen3_4b, (), -1)
-    assert faults == []
-
-    members = {m.name: (m.in_features, m.out_features) for g in groups for m in g.members}
-    assert members == {
-        "q_proj": (2560, 4096),
-        "k_proj": (2560, 1024),
-        "v_proj": (2560, 1024),
-        "o_proj": (4096, 2560),
-        "gate_proj": (2560, 9728),
-        "up_proj": (2560, 9728),
-        "down_proj": (9728, 2560),
-    }
-
-    assert [len(group.members) for group in groups] == [3, 1, 2, 1]
-    assert {group.block for group in groups} == {"model.layers.0.self_attn", "model.layers.0.mlp"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +79,7 @@ def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, s
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
-        *[("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)],
+        *[("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)],
         *[("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)],
     ],
 )
@@ -115,12 +88,6 @@ def test_probe_finds_the_input_of_every_packing(mode, bits, group_size):
     result = probe("x.proj", linear, {})
     assert (result.in_features, result.out_features, result.stored_width) == (384, 40, 12 * bits)
     assert (result.bits, result.group_size, result.mode) == (bits, group_size, mode)
-
-
-def test_probe_dense_linear_is_as_wide_as_it_is():
-    result = probe("x.proj", nn.Linear(48, 40, bias=False), {})
-    assert (result.in_features, result.out_features, result.stored_width) == (48, 40, 48)
-    assert result.bits is None and result.describe() == "x.proj: 48 -> 40 (dense [40, 48])"
 
 
 def with_tensor(name: str, *shape: int) -> nn.Module:
@@ -154,29 +121,11 @@ def test_probe_names_the_tensor_that_contradicts(linear, names):
     assert isinstance(error.value, GeometryError) and error.value.path == "model.layers.7.x"
 
 
-def test_heads_follow_the_config_and_its_defaults():
-    assert Heads.of({"hidden_size": 64, "num_attention_heads": 4}) == Heads(64, None, 4, 4, 16)
-    assert Heads.of({"n_embd": 64, "n_head": 2}).head_dim == 32
-    nested = {"text_config": QWEN3_4B}
-    assert Heads.of(nested) == Heads(2560, 9728, 32, 8, 128)
-
-
-def test_probe_slices_of_fused_projections():
-    gpt2, config = model_of("gpt2")
-    (result,) = [probe(p, m, config) for p, m in linears(gpt2) if p.endswith("0.attn.c_attn")]
-    assert result.slices == (("q", 64), ("k", 64), ("v", 64))
-    phi3 = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    assert probe("a.qkv_proj", nn.Linear(64, 128), phi3).slices == (("q", 64), ("k", 32), ("v", 32))
-    mlp = {"intermediate_size": 96}
-    assert probe("a.gate_up_proj", nn.Linear(64, 192), mlp).slices == (("gate", 96), ("up", 96))
-
-
 @pytest.mark.parametrize(
     ("targets", "num_layers", "wanted"),
     [
         (("q_proj",), -1, ["0.self_attn.q_proj", "1.self_attn.q_proj"]),
         (("self_attn.q_proj", "q_proj"), 1, ["1.self_attn.q_proj"]),
-        (("model.layers.0.mlp.up_proj",), -1, ["0.mlp.up_proj"]),
         (("model.layers.0.mlp.up_proj",), 1, ["0.mlp.up_proj"]),
         (("1.mlp.up_proj",), -1, ["1.mlp.up_proj"]),
     ],
@@ -185,56 +134,6 @@ def test_select_targets_by_name_tail_or_path(targets, num_layers, wanted):
     model, _ = model_of("qwen3")
     result = [p for p, _ in select_targets(model, targets, num_layers)]
     assert result == ["model.layers." + w for w in wanted]
-
-
-def test_select_targets_by_default_are_all_in_the_blocks():
-    model, _ = model_of("qwen3")
-    result = {p for p, _ in select_targets(model, (), -1)}
-    assert len(result) == 14 and "lm_head" not in result
-    assert [p for p, _ in select_targets(model, ("lm_head",), -1)] == ["lm_head"]
-
-
-@pytest.mark.parametrize(
-    ("targets", "num_layers", "code", "names"),
-    [
-        (("q_pro",), -1, "unknown", ("'q_proj'", "down_proj", "v_proj")),
-        (("model.norm",), -1, "unsupported", ("model.norm", "RMSNorm")),
-        (("oj",), -1, "unknown", ("oj",)),
-        ((), 3, "mismatch", ("3", "2 blocks")),
-    ],
-)
-def test_select_targets_names_what_exists(targets, num_layers, code, names):
-    model, _ = model_of("qwen3")
-    with raises(code, "target_modules" if targets else "num_layers", *names):
-        select_targets(model, targets, num_layers)
-
-
-def pruned_base():
-    """A 4-bit base whose second block has a narrower feed-forward than the config promises."""
-    base = base_of("qwen3", intermediate_size=128)
-    mlp = base.model.layers[1].mlp
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        mlp[name] = nn.Linear(64, 64, bias=False)
-    nn.quantize(base.model, group_size=32, bits=4)
-    base.model.freeze()
-    return base
-
-
-FAULTY = [f"model.layers.1.mlp.{n}_proj" for n in ("gate", "up", "down")]
-
-
-def test_attach_fp16_fallback_dequantizes_faulty_modules_alone():
-    base = pruned_base()
-    tokens = mx.array([[1, 2, 3, 4]])
-    before, originals = base.model(tokens), dict(base.model.named_modules())
-    attached = attach(base, fp16_fallback=True)
-    assert len(attached.notes) == 3 and len(attached.specs) == 14
-    assert all(any(n.startswith(path + ":") for n in attached.notes) for path in FAULTY)
-    weights = {p: m.weight.dtype for p, m in base.model.named_modules() if "weight" in m}
-    assert {p.removesuffix(".linear") for p, d in weights.items() if d == mx.float16} == set(FAULTY)
-    assert mx.allclose(base.model(tokens), before, atol=1e-2)
-    attached.detach()
-    assert all(m is originals[p] for p, m in base.model.named_modules())
 
 
 def test_attach_fp16_fallback_says_what_cannot_be_dequantized():

@@ -50,35 +50,38 @@ def file_of(tmp_path, data: np.ndarray, kind: str):
     return read_gguf(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("kind", [*HALF_SCALES, "Q4_K", "Q5_K"])
-def test_exact_types_have_the_very_weights_of_the_file(tmp_path, monkeypatch, kind):
+def weights_of(base) -> dict[str, np.ndarray]:
+    """The weights of a base by path, dense."""
+    weights = {}
+    for path, module in base.model.named_modules():
+        if "scales" in module:
+            parts = (module.weight, module.scales, module.biases)
+            weights[path] = np.array(mx.dequantize(*parts, module.group_size, module.bits))
+        elif "weight" in module:
+            weights[path] = np.array(module.weight)
+    return weights
+
+
+@pytest.mark.parametrize("kind", [*HALF_SCALES, "Q4_K", "Q5_K", "F16", "BF16"])
+def test_weights_are_the_very_ones_of_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("mlx_packs.bases.gguf.blocks._ROWS_BYTES", 1000)  # several slices
-    blocks = random_blocks(kind, columns=512 if kind.endswith("K") else 96)
-    file = file_of(tmp_path, blocks, kind)
-    (block_format,) = FORMATS[kind]
-    weight, *numbers = read_affine(file, file.tensors["w"], block_format)
-
-    parts = [mx.array(values).astype(mx.float32) for values in numbers]
-    actual = mx.dequantize(mx.array(weight), *parts, 32, block_format.bits)
-    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(np.array(actual), expected)
-    assert numbers[0].dtype == (np.float32 if kind.endswith("K") else np.float16)
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q5_K"])
-def test_other_types_are_dequantized_as_gguf_does(tmp_path, kind):
-    rng, quantized_type = np.random.default_rng(5), gguf.GGMLQuantizationType[kind]
-    if kind == "Q5_K":
-        _, size = gguf.constants.GGML_QUANT_SIZES[quantized_type]
-        data = rng.integers(0, 56, (4, 2 * size), dtype=np.uint8)  # small: no NaN among scales
+    quantized_type = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("16"):
+        numbers = np.random.default_rng(5).normal(size=(4, 64)).astype(np.float32)
+        data = gguf.quants.quantize(numbers, quantized_type)
     else:
-        data = gguf.quants.quantize(rng.normal(size=(4, 64)).astype(np.float32), quantized_type)
+        data = random_blocks(kind, columns=512 if kind.endswith("K") else 96)
     file = file_of(tmp_path, data.view(np.uint8), kind)
-
-    actual = read_dense(file, file.tensors["w"])
-
     expected = gguf.quants.dequantize(data, quantized_type).astype(np.float32)
-    assert np.array_equal(actual, expected) and actual.dtype == np.float32
+    assert np.array_equal(read_dense(file, file.tensors["w"]), expected)
+
+    if kind in FORMATS:
+        (block_format,) = FORMATS[kind]
+        weight, *numbers = read_affine(file, file.tensors["w"], block_format)
+        parts = [mx.array(values).astype(mx.float32) for values in numbers]
+        actual = mx.dequantize(mx.array(weight), *parts, 32, block_format.bits)
+        assert np.array_equal(np.array(actual), expected)
+        assert numbers[0].dtype == (np.float32 if kind.endswith("K") else np.float16)
 
 
 def test_a_bias_that_overflows_float16_is_an_error_or_exact(tmp_path):
@@ -100,20 +103,12 @@ def test_every_architecture_loads_with_its_weights(tmp_path, architecture, kind)
     stored = write_tiny(tmp_path / "m.gguf", architecture, kind, {"token_embd": "Q8_0"})
 
     base = load_base(tmp_path / "m.gguf")
-
-    weights = {}
-    for path, module in base.model.named_modules():
-        if "scales" in module:
-            parts = (module.weight, module.scales, module.biases)
-            weights[path] = mx.dequantize(*parts, module.group_size, module.bits)
-        elif "weight" in module:
-            weights[path] = module.weight
-
+    weights = weights_of(base)
     assert np.array_equal(weights["model.embed_tokens"], stored["token_embd"])
     assert np.array_equal(weights["model.layers.1.mlp.down_proj"], stored["blk.1.ffn_down"])
 
     shift = 1 if architecture.startswith("gemma") else 0
-    norm = np.array(weights["model.layers.1.input_layernorm"])
+    norm = weights["model.layers.1.input_layernorm"]
     np.testing.assert_allclose(norm + shift, stored["blk.1.attn_norm"], rtol=2e-3)
     assert ("model.layers.0.self_attn.q_norm" in weights) == (architecture in ("qwen3", "gemma3"))
 
@@ -214,7 +209,7 @@ def rejected(file, cache, *words: str) -> None:
     assert not list((cache / "gguf").glob("*")) and not list((cache / "gguf").glob(".*"))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.9999])
 def test_a_file_that_is_cut_short(tmp_path, cache, share):
     write_tiny(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
@@ -222,26 +217,21 @@ def test_a_file_that_is_cut_short(tmp_path, cache, share):
     rejected(tmp_path / "m.gguf", cache, "cut short")
 
 
-PATCHES = {  # place, bytes, what is said
-    "version 4": (4, struct.pack("<I", 4), "version 4"),
-    "version 1": (4, struct.pack("<I", 1), "version 1"),
-    "byte order": (4, struct.pack(">I", 3), "big-endian"),
-    **{
-        f"{name} {count}": (at, struct.pack("<Q", count), "")
-        for name, at in (("tensors", 8), ("keys", 16))
-        for count in (5000, 1 << 40, (1 << 64) - 1)
-    },
-}
-
-
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_header_of_another_version_or_with_impossible_counts(tmp_path, cache, patch):
-    at, data, word = PATCHES[patch]
+@pytest.mark.parametrize(
+    ("at", "data", "word"),
+    [
+        (4, struct.pack("<I", 4), "version 4"),
+        (4, struct.pack("<I", 1), "version 1"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 5000), ""),  # tensors
+        (16, struct.pack("<Q", (1 << 64) - 1), ""),  # keys
+    ],
+)
+def test_a_header_of_another_version_or_with_impossible_counts(tmp_path, cache, at, data, word):
     file = tmp_path / "m.gguf"
     write_tiny(file)
-    content = bytearray(file.read_bytes())
-    content[at : at + len(data)] = data
-    file.write_bytes(content)
+    content = file.read_bytes()
+    file.write_bytes(content[:at] + data + content[at + len(data) :])
     rejected(file, cache, word)
 
 
@@ -321,7 +311,7 @@ def test_parts_a_pipe_and_a_folder_of_files(tmp_path, cache):
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [("llama", LINEAR), ("llama", YARN), ("qwen2", YARN), ("qwen3", LINEAR), ("gemma3", YARN)],
+    [("llama", LINEAR), ("qwen2", YARN), ("gemma3", YARN)],
 )
 def test_rope_scaling_reaches_the_model(tmp_path, architecture, kind):
     write_tiny(tmp_path / "plain.gguf", architecture)
@@ -338,8 +328,10 @@ def test_rope_scaling_reaches_the_model(tmp_path, architecture, kind):
         assert scaling["original_max_position_embeddings"] == 64 and scaling["beta_fast"] == 16
 
 
-@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
-@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("key", "factor"),
+    [("rope.scaling.factor", 1), ("rope.scaling.factor", 4), ("rope.scale_linear", 4)],
+)
 def test_a_rope_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path, key, factor):
     write_tiny(tmp_path / "m.gguf", change=lambda w: w.add_float32(f"llama.{key}", factor))
     scaling = load_base(tmp_path / "m.gguf").config.get("rope_scaling")

@@ -34,16 +34,12 @@ def set_config(base: Path, **values) -> Path:
     ("key", "value"),
     [
         *[("hidden_size", bad) for bad in (0, -1, "9", 2**40, [1], {}, True)],
-        *[("vocab_size", bad) for bad in (0, "9")],
         *[("num_hidden_layers", bad) for bad in (0, -1, 2**40, 10_001, "6", 6.5, [6])],
         *[("num_attention_heads", bad) for bad in (0, "4", 2**31, [0])],
         *[("max_position_embeddings", bad) for bad in ("many", -1, [1], 1.5)],
         *[("rope_scaling", bad) for bad in ("x", [1], 1)],
         *[("rope_theta", bad) for bad in (0, -1.0, "x", float("nan"), float("inf"))],
-        *[
-            ("quantization", bad)
-            for bad in ("x", 4, [4], {"bits": "x"}, {"bits": 0}, {"group_size": -64})
-        ],
+        *[("quantization", bad) for bad in ("x", [4], {"bits": 0}, {"group_size": -64})],
         *[("quantization_config", bad) for bad in ("x", 4, {"quant_method": 4})],
         *[("text_config", bad) for bad in ("x", [1], {"num_hidden_layers": "x"})],
         *[("model_type", bad) for bad in (None, 3, ["qwen3"], {})],
@@ -51,7 +47,6 @@ def set_config(base: Path, **values) -> Path:
         *[("eos_token_id", bad) for bad in ("x", ["x"], {}, [[1]])],
         *[("hidden_act", bad) for bad in (["silu"], 1)],
         *[("rms_norm_eps", bad) for bad in ("x", float("nan"))],
-        ("rope_scaling", {"type": ["linear"]}),
         ("rope_scaling", {"factor": "x"}),
         ("tie_word_embeddings", "no"),
     ],
@@ -108,26 +103,14 @@ def test_a_file_of_a_base_that_is_no_file_is_not_opened(base, name, kind):
         check_files(base)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        "[" * 99_999,
-        "[]",
-        '{"weight_map": []}',
-        '{"weight_map": {"a": 1, "b": "x"}}',
-        '{"weight_map": {"a": {}}}',
-    ],
-)
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_an_index_of_another_shape_names_the_index(base, index):
     (base / "model.safetensors.index.json").write_text(index)
     with raises("unreadable", None, "model.safetensors.index.json"):
         check_files(base)
 
 
-@pytest.mark.parametrize(
-    "record",
-    ["[" * 99_999, "[]", '{"files": {"../a": {"bytes": 1, "sha256": "0"}}}'],
-)
+@pytest.mark.parametrize("record", ["[]", '{"files": {"../a": {"bytes": 1, "sha256": "0"}}}'])
 def test_a_record_of_somebody_else_is_not_taken_for_ours(base, record):
     (base / "quantization.json").write_text(record)
     assert read_record(base) is None
@@ -139,9 +122,7 @@ TOKENIZERS = {
         "",
         "{}",
         "[" * 99_999,
-        '{"model": 1}',
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 99999999999999}, "merges": []}}',
         '{"version": "1.0", "model": {"type": "WordPiece", "vocab": {}, "unk_token": "?"}}',
         '{"version": "1.0", "added_tokens": [{}], "model": {"type": "BPE", "vocab": {}, "merges": []}}',
     ],
@@ -150,13 +131,9 @@ TOKENIZERS = {
         "[" * 99_999,
         '{"tokenizer_class": 1}',
         '{"eos_token": {"a": 1}}',
-        '{"eos_token": 1}',
-        '{"chat_template": 1}',
         '{"chat_template": {"a": {}}}',
-        '{"chat_template": [1]}',
         '{"added_tokens_decoder": {"x": 1}}',
         '{"model_max_length": "x"}',
-        '{"extra_special_tokens": 5}',
     ],
     "special_tokens_map.json": ["[]", "[" * 99_999, '{"bos_token": []}'],
 }
@@ -202,14 +179,11 @@ def test_a_generation_config_with_another_end_is_one_line(base, rejected):
 
 ENCODER_FILES = [
     ("modules.json", {}),
-    ("modules.json", [[]]),
     ("modules.json", [{"type": 1}]),
     ("modules.json", [{"type": "a.Transformer", "path": 1}]),
     ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}]),
     ("modules.json", [{"type": "a.Pooling", "path": "/etc"}]),
     ("1_Pooling/config.json", {"pooling_mode": 5}),
-    ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}),
-    ("1_Pooling/config.json", {"pooling_mode": {"mean": True}}),
     ("sentence_bert_config.json", {"max_seq_length": "x"}),
     ("sentence_bert_config.json", {"max_seq_length": -5}),
 ]

@@ -1,6 +1,5 @@
 """Loading a base: every storage that mlx-lm reads, offline first, one line for what is wrong."""
 
-import json
 import shutil
 import socket
 import threading
@@ -16,13 +15,12 @@ from mlx_packs.bases.files import (
     quantization_name,
     resolve_checkpoint,
     stored_quantization,
-    weight_files,
 )
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
-from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
+from tests.bases.changes import set_keys
 from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import raises
 
@@ -31,7 +29,7 @@ TOKENS = mx.array([[1, 2, 3, 4, 5]])
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A function that writes a small Qwen3 checkpoint and returns its folder."""
+    """Write a small Qwen3 checkpoint; return its folder."""
     return lambda name="base", **options: write_stored(tmp_path / name, **options)
 
 
@@ -67,10 +65,6 @@ def hub_cache(tmp_path, monkeypatch):
     return put
 
 
-def logits_of_model(model) -> mx.array:
-    return model(TOKENS).astype(mx.float32)
-
-
 @pytest.mark.parametrize(
     "stored",
     [
@@ -88,7 +82,7 @@ def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
     base = load_base(folder)
     reference, _ = load_model(folder)
     reference.set_dtype(mx.float32)
-    assert mx.allclose(logits_of_model(base.model), logits_of_model(reference), atol=1e-4)
+    assert mx.allclose(base.model(TOKENS), reference(TOKENS), atol=1e-4)
     assert not base.model.trainable_parameters()["model"]["layers"][0]["self_attn"]["q_proj"]
     if bits := stored.get("bits"):
         assert base.model.layers[0].self_attn.q_proj.bits == bits
@@ -98,12 +92,11 @@ def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
         assert [down.bits, down.group_size] == [8, 64]
 
 
-@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
-def test_the_error_of_quantizing_is_measured_and_shown(checkpoint, quantize):
+def test_the_error_of_quantizing_is_measured_and_shown(checkpoint):
     folder = checkpoint()
     plain = load_base(folder)
     dense = dict(plain.model.named_modules())
-    base = load_base(folder, quantize=quantize)
+    base = load_base(folder, quantize="nf4")
     change = total = 0.0
     for path, module in quantized_modules(base.model):
         weight = np.array(dense[path].weight)
@@ -118,7 +111,7 @@ def test_load_base_rejects_quantizing_twice(checkpoint):
     with raises("conflict", "quantize", "affine4", "affine 4-bit g32"):
         load_base(checkpoint(bits=4), quantize="affine4")
     folder = checkpoint("unsaid", bits=4)
-    edit_config(folder, quantization=None)
+    set_keys(folder / "config.json", quantization=None)
     with raises("conflict", "quantize", ".weight is U32"):
         load_base(folder, quantize="nf4")
 
@@ -196,8 +189,6 @@ def test_load_base_missing_hub_id_says_what_to_do_at_once(hub_cache, no_network,
     [
         ("Qwen3-4B-4bit", "not-found", "'mlx-community/Qwen3-4B-4bit'"),
         ("a/b/c", "not-found", "owner/name"),
-        ("./nowhere/base", "not-found", "owner/name"),
-        ("/nowhere/base", "not-found", "owner/name"),
         ("some/mo del", "not-found", "owner/name"),
         ("some/m--odel", "not-found", "--"),
         ("x" * 300, "not-found", "owner/name"),
@@ -210,11 +201,6 @@ def test_resolve_checkpoint_names_what_is_no_model(no_network, name, code, part)
     assert no_network == []
 
 
-def edit_config(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 def written(name: str, text: str):
     return lambda folder: (folder / name).write_text(text)
 
@@ -223,8 +209,8 @@ def removed(pattern: str):
     return lambda folder: [file.unlink() for file in folder.glob(pattern)]
 
 
-def edited(**changes):
-    return lambda folder: edit_config(folder, **changes)
+def with_config(**changes):
+    return lambda folder: set_keys(folder / "config.json", **changes)
 
 
 def cut(name: str):
@@ -234,18 +220,15 @@ def cut(name: str):
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
 BROKEN = {
     "no_config": (removed("config.json"), "not-found", "config.json"),
-    "config_no_json": (written("config.json", "{"), "unreadable", "config.json"),
     "config_empty": (written("config.json", "{}"), "unreadable", "model_type"),
-    "unknown_type": (edited(model_type="qwen9"), "unsupported", "qwen9"),
-    "other_width": (edited(hidden_size=96), "unreadable", "Expected shape"),
-    "more_blocks": (edited(num_hidden_layers=3), "unreadable", "Missing"),
-    "fewer_blocks": (edited(num_hidden_layers=1), "unreadable", "Received"),
+    "other_width": (with_config(hidden_size=96), "unreadable", "Expected shape"),
+    "more_blocks": (with_config(num_hidden_layers=3), "unreadable", "Missing"),
+    "fewer_blocks": (with_config(num_hidden_layers=1), "unreadable", "Received"),
     "truncated": (cut(SHARD), "unreadable", SHARD),
     "missing_shard": (removed(SHARD), "unreadable", SHARD),
     "no_weights": (removed("*.safetensors"), "not-found", "model*.safetensors"),
     "index_no_index": (written(INDEX, "{}"), "unreadable", INDEX),
     "no_tokenizer": (removed("tokenizer*"), "not-found", "tokenizer.json"),
-    "tokenizer_no_json": (written("tokenizer.json", "{"), "unreadable", "tokenizer.json"),
 }
 
 
@@ -260,27 +243,7 @@ def test_load_base_names_folder_and_fault(checkpoint, no_network, fault):
     assert no_network == []
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
-        (2).to_bytes(8, "little") + b"{]",
-    ],
-)
-def test_read_header_rejects_what_is_no_safetensors(tmp_path, content):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with raises("unreadable", None, "model.safetensors"):
-        read_header(tmp_path / "model.safetensors")
-
-
 def test_resolve_checkpoint_of_a_file_is_rejected(tmp_path):
     (tmp_path / "base").write_text("x")
     with raises("unsupported", "model", str(tmp_path / "base")):
         resolve_checkpoint(tmp_path / "base")
-
-
-def test_weight_files_leave_out_adapters(checkpoint):
-    folder = checkpoint(shards=2)
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "adapters.safetensors")
-    assert [f.name[:11] for f in weight_files(folder)] == ["model-00001", "model-00002"]

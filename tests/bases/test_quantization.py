@@ -5,7 +5,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.bases.nf4 import NF4Format
-from mlx_packs.bases.quantization import QuantizeOptions, format_for, formats_for
+from mlx_packs.bases.quantization import QuantizeOptions, format_for
 from mlx_packs.bases.weight_formats import MLXFormat, named_format
 from mlx_packs.bases.writer import quantize
 from mlx_packs.memory.estimate import estimate
@@ -14,8 +14,6 @@ from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES_OF, TOKENS, write_dense
-from tests.helpers.errors import raises
-from tests.helpers.models import model_of
 
 MOE = SIZES_OF["qwen3_moe"]
 
@@ -70,18 +68,3 @@ def test_the_plan_counts_the_modules_that_are_quantized(tmp_path, asked, count):
     plan = estimate(Headers.of(plain), LoRAConfig(rank=2), train)
     assert plan.base == sum(t.nbytes for _, t in tree_flatten(base.model.parameters()))
     assert len(quantized_modules(base.model)) == count
-
-
-def test_the_rule_needs_no_model():
-    model, _ = model_of("qwen3", tie_word_embeddings=True)
-    options = QuantizeOptions(keep=("up_proj",))
-    packed, dense = formats_for(model, options)
-    assert len(packed) == 2 * 6 + 1 and len(dense) == 2
-    modules = dict(model.named_modules())
-    for path, chosen in {**packed, **dense}.items():
-        assert format_for(path, modules[path].weight.shape, options) == chosen
-
-
-def test_an_unknown_format_is_named_with_the_nearest():
-    with raises("unknown", "quantize", "nf5", "nf4"):
-        load_base("tiny", "nf5")

@@ -18,6 +18,7 @@ from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.reading import read_json
 from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody
+from tests.bases.changes import set_keys
 from tests.helpers.bases import copy_tiny
 from tests.helpers.rows import chat
 
@@ -38,11 +39,6 @@ def folder(tmp_path):
     return copy_tiny(tmp_path / "base")
 
 
-def change(folder, file, **values):
-    path = folder / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 def loaded(folder, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
@@ -57,7 +53,6 @@ def learned(tokenizer, row, loss_on=None):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"messages": TURNS[:2]}, "blue<|im_start|>"),
         ({"messages": TURNS}, "blue<|im_start|>blue blue<|im_start|>"),
         ({"prompt": "Say blue.", "completion": "blue"}, "blue<|im_start|>"),
     ],
@@ -70,11 +65,13 @@ def test_the_mark_of_the_next_turn_ends_the_last_answer(folder, row, expected):
 
 
 def test_an_end_that_is_added_without_being_special_ends_an_answer(folder):
-    change(folder, "tokenizer_config.json", eos_token="<|endoftext|>", additional_special_tokens=[])
-    change(folder, "config.json", eos_token_id=4089)
+    set_keys(
+        folder / "tokenizer_config.json", eos_token="<|endoftext|>", additional_special_tokens=[]
+    )
+    set_keys(folder / "config.json", eos_token_id=4089)
     added = read_json(folder / "tokenizer.json")["added_tokens"]
     added = [t | {"special": t["content"] == "<|endoftext|>"} for t in added]
-    change(folder, "tokenizer.json", added_tokens=added)
+    set_keys(folder / "tokenizer.json", added_tokens=added)
     tokenizer = loaded(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end not in tokenizer.all_special_ids
@@ -149,8 +146,8 @@ def with_bos(folder):
         "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {name: {"id": name, "ids": [4089], "tokens": [name]}},
     }
-    change(folder, "tokenizer.json", post_processor=processor)
-    change(folder, "tokenizer_config.json", bos_token=name)
+    set_keys(folder / "tokenizer.json", post_processor=processor)
+    set_keys(folder / "tokenizer_config.json", bos_token=name)
     return loaded(folder)
 
 
@@ -190,7 +187,7 @@ def test_calls_of_a_template_for_tools_are_read(folder, place):
         (folder / "chat_template.jinja").unlink()
         by_name = {"default": NO_PROMPT, "tool_use": own}
         listed = [{"name": name, "template": text} for name, text in by_name.items()]
-        change(folder, "tokenizer_config.json", chat_template=listed)
+        set_keys(folder / "tokenizer_config.json", chat_template=listed)
         tokenizer = loaded(folder)
 
     assert tokenizer.has_tool_calling
@@ -209,7 +206,6 @@ SWITCH = "{% if enable_thinking is defined %}Thinking is {{ enable_thinking }}.{
 @pytest.mark.parametrize(
     ("of_run", "of_row", "expected"),
     [
-        ({}, None, None),
         ({"enable_thinking": False}, None, "False"),
         ({}, {"enable_thinking": False}, "False"),
         ({"enable_thinking": None}, None, None),
@@ -219,9 +215,7 @@ SWITCH = "{% if enable_thinking is defined %}Thinking is {{ enable_thinking }}.{
 )
 def test_variables_of_the_template_come_from_run_and_row(folder, of_run, of_row, expected):
     tokenizer = loaded(folder, SWITCH + EMPTY_THOUGHT)
-    row = {"messages": TURNS[:2]}
-    if of_row is not None:
-        row["chat_template_kwargs"] = of_row
+    row = {"messages": TURNS[:2], "chat_template_kwargs": of_row}
     columns = DataConfig(template_kwargs=of_run)
     (item,) = encode([Row("r:1", row)], tokenizer, columns).items
     begins = f"Thinking is {expected}." if expected else ""
@@ -239,20 +233,13 @@ NO_PROMPT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.conten
 HEADER = "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    "row", [{"messages": TURNS[:2]}, {"prompt": "Say blue.", "completion": "blue"}]
-)
-def test_a_header_is_prompt_where_the_template_has_no_generation_prompt(folder, row):
+def test_the_header_is_prompt_in_training_generation_metrics_and_server_alike(folder):
     tokenizer = loaded(folder, NO_PROMPT)
-    text, tokens = learned(tokenizer, row)
+    assert learned(tokenizer, {"messages": TURNS})[0] == "blue<|im_end|>blue blue<|im_end|>"
+    text, tokens = learned(tokenizer, {"prompt": "Say blue.", "completion": "blue"})
     assert text.rstrip() == "blue<|im_end|>"
     assert tokenizer.decode(tokens).startswith("<|im_start|>user\nSay blue.<|im_end|>\n" + HEADER)
-    several, _ = learned(tokenizer, {"messages": TURNS})
-    assert several == "blue<|im_end|>blue blue<|im_end|>"
 
-
-def test_the_header_is_prompt_in_generation_metrics_and_server_alike(folder):
-    tokenizer = loaded(folder, NO_PROMPT)
     base, columns, row = load_base(folder), DataConfig(), Row("r:1", {"messages": TURNS[:2]})
     tokens = encode([row], tokenizer, columns).items[0]
     prompt = tokens.tokens[: int(tokens.target.argmax())].tolist()

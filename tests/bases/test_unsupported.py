@@ -1,12 +1,12 @@
 """Formats of other backends are rejected in one line that names an alternative."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from mlx_packs import load_base
 from mlx_packs.inference.generate import complete, complete_batch
+from tests.bases.changes import set_keys
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
@@ -42,6 +42,8 @@ def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
 )
 def test_a_folder_of_other_weights(llama_folder, file, names):
     (llama_folder / "model.safetensors").rename(llama_folder / file)
+    if file == "model.onnx":  # a file by itself
+        check_unsupported("unsupported", names, load_base, llama_folder / file)
     names = (str(llama_folder), "model*.safetensors", *names)
     check_unsupported("unsupported", names, load_base, llama_folder)
     (llama_folder / "config.json").unlink()
@@ -49,32 +51,22 @@ def test_a_folder_of_other_weights(llama_folder, file, names):
     check_unsupported("not-found", names, load_base, llama_folder)
 
 
-def test_a_file_of_other_weights(tmp_path):
-    (tmp_path / "m.onnx").write_bytes(b"ONNX")
-    check_unsupported("unsupported", ("m.onnx", "ONNX", DENSE), load_base, tmp_path / "m.onnx")
-
-
-def edited(folder: Path, name: str = "config.json", **changes) -> Path:
-    config = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps({**config, **changes}))
-    return folder
-
-
 @pytest.mark.parametrize("method", ["hqq", "gptq", "compressed-tensors"])
 def test_weights_quantized_for_another_backend(llama_folder, method):
-    edited(llama_folder, quantization_config={"quant_method": method, "group_size": 128})
+    config = {"quant_method": method, "group_size": 128}
+    set_keys(llama_folder / "config.json", quantization_config=config)
     check_unsupported("unsupported", (str(llama_folder), method, DENSE), load_base, llama_folder)
 
 
 def test_another_architecture_points_to_those_that_train(llama_folder):
-    names = ("made_up", "docs/families.md")
-    check_unsupported("unsupported", names, load_base, edited(llama_folder, model_type="made_up"))
+    set_keys(llama_folder / "config.json", model_type="made_up")
+    check_unsupported("unsupported", ("made_up", "docs/families.md"), load_base, llama_folder)
 
 
 def test_a_sentencepiece_file_alone_names_what_is_read(llama_folder, capfd):
     (llama_folder / "tokenizer.json").unlink()
     (llama_folder / "tokenizer.model").write_bytes(b"no sentencepiece")
-    edited(llama_folder, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    set_keys(llama_folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     check_unsupported("unsupported", ("tokenizer.model", "tokenizer.json"), load_base, llama_folder)
     assert capfd.readouterr().err == ""
 

@@ -65,18 +65,6 @@ def test_merge_changes_exactly_the_tensors_of_the_manifest(family, tmp_path, run
     assert all(f"base key {key}" in shown for key in keys)
 
 
-def test_weight_map_of_gpt2_and_of_a_model_among_others(tmp_path):
-    gpt2 = load_base(write_checkpoint(tmp_path / "gpt2", "gpt2"))
-    assert gpt2.weight_map["model.h.1.attn.c_attn.weight"] == "h.1.attn.c_attn.weight"
-    assert gpt2.weight_map["model.wte.weight"] == "wte.weight"
-    vision = load_base(renamed(tmp_path / "vl"))
-    path = "language_model.model.layers.0.self_attn.q_proj"
-    assert vision.weight_map[f"{path}.weight"] == path.removeprefix("language_model.") + ".weight"
-    assert len(vision.weight_map) == len(content(tmp_path / "vl")) - 1 - sum(
-        name.endswith(".bias") for name in content(tmp_path / "vl")
-    )
-
-
 def test_stacked_experts_name_the_tensor_of_each(tmp_path):
     base = load_base(one_by_one(tmp_path / "moe"))
     pack = random_pack(base, targets=("switch_mlp.down_proj", "q_proj")).save(tmp_path / "pack")

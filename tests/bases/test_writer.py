@@ -19,6 +19,7 @@ from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from tests.bases.changes import change_tensors
 from tests.helpers.bitsandbytes import write_bitsandbytes
 from tests.helpers.checkpoints import TOKENIZER_FILES, TOKENS, write_dense
 from tests.helpers.damage import flip_bit
@@ -26,10 +27,6 @@ from tests.helpers.errors import check, raises
 
 SMALL_SHARDS = 2e-5  # GB; a few modules each
 SMALL = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
-
-
-def save(folder: Path, tensors: dict) -> None:
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
 
 
 def tensors_of(folder: Path) -> dict:
@@ -90,9 +87,7 @@ def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
     assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "double_quant"), [((40, 256), True), ((37, 72), True), ((64, 90), False)]
-)
+@pytest.mark.parametrize(("shape", "double_quant"), [((37, 72), True), ((64, 90), False)])
 def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
     monkeypatch.setattr(weight_formats, "_SLICE", 500)
     w = mx.random.normal(shape).astype(mx.bfloat16)
@@ -189,7 +184,9 @@ def test_shards_of_another_request_are_not_reused(
     if change == "options":
         options = QuantizeOptions(NF4Format(double_quant=False), max_shard_gb=SMALL_SHARDS)
     elif change == "source":
-        save(dense, {n: 2 * t for n, t in tensors_of(dense).items()})
+        change_tensors(
+            dense, lambda tensors: tensors.update({n: 2 * t for n, t in tensors.items()})
+        )
     assert quantize.quantize(dense, tmp_path / "q", options)["shards_found"] == 0
 
 
@@ -296,15 +293,14 @@ def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
     ("name", "bad"),
     [
         ("model.layers.1.mlp.up_proj.weight", float("nan")),
-        ("model.layers.1.mlp.up_proj.weight", float("inf")),
         ("model.norm.weight", float("inf")),
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(dense, quantize_rejected, name, bad):
-    tensors = tensors_of(dense)
-    flat = tensors[name].flatten()
-    flat[3] = bad
-    save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
+    def damage(tensors):
+        tensors[name][..., 3] = bad
+
+    change_tensors(dense, damage)
     quantize_rejected("unreadable", None, (name,), "--model", dense)
 
 
@@ -325,14 +321,8 @@ def test_what_is_quantized_already_is_rejected_with_what_it_is(
 
 def test_a_damaged_source_is_rejected(dense, quantize_rejected):
     file = dense / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
+    file.write_bytes(file.read_bytes()[:-100])
     quantize_rejected("unreadable", None, (str(file),), "--model", dense)
-    file.write_bytes(whole)
-    index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
-    (dense / "model.safetensors.index.json").write_text(json.dumps(index))
-    shard = "model-00002-of-00002.safetensors"
-    quantize_rejected("unreadable", None, (str(dense), shard), "--model", dense)
 
 
 @pytest.mark.parametrize(
@@ -341,16 +331,13 @@ def test_a_damaged_source_is_rejected(dense, quantize_rejected):
         ("--keep up_porj", "unknown", "keep", "'up_proj'"),
         ("--bits-for nothing=8", "unknown", "bits_for", "up_proj"),
         ("--bits-for up_proj=7", "invalid", "bits_for", "(2, 3, 4, 5, 6, 8)"),
-        ("--bits-for up_proj", "invalid", "bits_for", "REGEX=BITS"),
         ("--bits-for (=8", "invalid", "bits_for", "'('"),
         ("--group-size 48", "invalid", "group_size", "(32, 64, 128, 256)"),
-        ("--mode affine --double-quant", "conflict", "double_quant", "affine"),
         ("--bits 3", "conflict", "bits", "nf4"),
         ("--mode affine --no-double-quant", "conflict", "double_quant", "affine"),
         ("--mode affine --bits 7", "invalid", "bits", "(2, 3, 4, 5, 6, 8)"),
         ("--mode affine --group-size 48", "invalid", "group_size", "(32, 64, 128)"),
         ("--max-shard-gb 0", "invalid", "max_shard_gb", "0.0"),
-        ("--model nowhere", "not-found", "model", "nowhere"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(dense, quantize_rejected, args, code, flag, name):
@@ -406,6 +393,3 @@ def test_overwrite_replaces_only_what_packs_quantize_made(
     monkeypatch.chdir(source)
     quantize_rejected("conflict", "out", (".",), *replace, ".")
     quantize_rejected("invalid", "out", (), "--model", source, "--out", " ")
-
-    quantize.quantize(source, tmp_path / "q")
-    quantize.quantize(source, tmp_path / "q", overwrite=True)

@@ -222,20 +222,6 @@ def _common(one: Example, other: Example) -> int:
     return int(np.argmax(one.tokens[:length] != other.tokens[:length]))
 
 
-def test_features_are_computed_once(folder_of):
-    folder = folder_of("smolvlm")
-    base = load_base(folder)
-    tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
-    tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 1, 0)
-    images = base.tokenizer._images
-    assert (images.computed, images.recalled) == (2, 0)
-
-    again = load_base(folder)
-    tokens_of(again, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
-    images = again.tokenizer._images
-    assert (images.computed, images.recalled, images._tower) == (0, 2, None)
-
-
 @pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
 @pytest.mark.parametrize("family", ["gemma3", "llava"])
 def test_an_nf4_copy_has_the_same_features(family, folder_of, tmp_path):
@@ -269,17 +255,6 @@ def test_a_projector_without_linears_has_no_adapters(folder_of):
         attach(load_base(folder_of("gemma3")), lora)
     with raises("unknown", "target_modules", "takes no images"):
         attach(small_base(), lora)
-
-
-def test_a_base_without_a_vision_tower_is_named(tmp_path):
-    from mlx_packs.config.schema import DataConfig
-    from mlx_packs.data.encoding import encode
-    from mlx_packs.data.rows import Row
-
-    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
-    with raises("unsupported", "model", "data.jsonl:3"):
-        encode([Row("data.jsonl:3", {"messages": messages})], small_base().tokenizer, DataConfig())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")

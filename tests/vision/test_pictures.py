@@ -51,17 +51,30 @@ def png(width: int, height: int, depth: int = 8, colors: int = 2, data: bytes = 
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_every_kind_is_read_as_rgb(tmp_path, kind):
-    content = stored(kind=kind)
-    picture = open_picture(written(tmp_path, content, "picture.any"))
+PREVIEW = {"save_all": True, "append_images": [drawn(size=(4, 4))]}
+GOOD = [
+    *(stored(kind=kind) for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")),
+    *(stored(kind=kind, save_all=True) for kind in ("GIF", "TIFF", "PNG", "WEBP")),  # one frame
+    stored(kind="MPO", **PREVIEW),  # a photo with a preview behind it
+    stored(kind="JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff"),  # damaged
+    *(stored(drawn(mode)) for mode in ("P", "RGBA")),
+]
+
+
+@pytest.mark.parametrize("content", GOOD, ids=range(len(GOOD)))
+def test_every_kind_and_mode_is_read_as_rgb(tmp_path, content):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.any").write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        picture = open_picture(ImageSource("images/a.any", tmp_path))
     assert picture.image.mode == "RGB" and picture.image.size == (24, 16)
     difference = np.abs(np.int16(picture.image) - np.int16(drawn()))
     assert np.median(difference) <= 2 and picture.key == hashlib.sha256(content).hexdigest()[:32]
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
-def test_other_modes_become_rgb(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["1", "L", "LA"])
+def test_grey_becomes_rgb(tmp_path, mode):
     assert open_picture(written(tmp_path, stored(drawn(mode)))).image.mode == "RGB"
 
 
@@ -80,12 +93,6 @@ def test_one_image_has_one_key_however_it_is_named(tmp_path, monkeypatch):
     pictures_of = [open_picture(ImageSource(value)) for value in values]
     assert {each.key for each in pictures_of} == {hashlib.sha256(content).hexdigest()[:32]}
     assert open_picture(ImageSource(url.replace(",", ",\n "))).key == pictures_of[0].key
-
-
-def test_paths_are_relative_to_the_folder_of_the_data(tmp_path):
-    (tmp_path / "images").mkdir()
-    written(tmp_path / "images", stored(), "a.png")
-    assert open_picture(ImageSource("images/a.png", tmp_path)).image.width == 24
 
 
 def test_the_key_of_a_pil_image_is_of_its_pixels():
@@ -116,24 +123,6 @@ def test_images_are_turned_as_their_exif_says(tmp_path):
     assert shown.size == (16, 24)
     red, _, blue = shown.getpixel((8, 2))
     assert blue > 200 > 60 > red
-
-
-def test_damaged_exif_turns_nothing(tmp_path):
-    content = stored(kind="JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert open_picture(written(tmp_path, content)).image.width == 24
-
-
-def test_a_photo_with_a_preview_behind_it_is_one_image(tmp_path):
-    content = stored(kind="MPO", save_all=True, append_images=[drawn(size=(4, 4))])
-    assert open_picture(written(tmp_path, content, "photo.jpg")).image.width == 24
-
-
-def test_an_animation_of_one_frame_is_an_image(tmp_path):
-    for kind in ("GIF", "TIFF", "PNG", "WEBP"):
-        content = stored(kind=kind, save_all=True)
-        assert open_picture(written(tmp_path, content)).image.width == 24
 
 
 FRAMES = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
@@ -211,7 +200,6 @@ def test_a_path_without_a_regular_file_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("url", "part"),
     [
-        ("data:image/png;base64,@@@@", "not valid base64"),
         ("data:image/png;base64,iVBORw0KG", "not valid base64"),
         ("data:image/png;base64,é", "not valid base64"),
         ("data:image/png,abc", "data:image/png;base64,"),
