@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, load_base
@@ -70,6 +71,45 @@ def pack_with(model: Path, folder: Path, **lora) -> Pack:
         return pack_of(attached).save(folder)
     finally:
         attached.detach()
+
+
+def torch_model(folder: Path):
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def adapted(encoder: Path):
+    """Our base with random adapters on all projections, and its tensors."""
+    base = load_base(encoder)
+    attached = attach(base, LoRAConfig(rank=4, alpha=8), None, "dense", 0)
+    mx.random.seed(5)
+    tensors = {
+        name: mx.random.normal(a.shape) * 0.05 if name.endswith("lora_b") else a
+        for name, a in attached.tensors().items()
+    }
+    attached.load(tensors, "test")
+    return base, attached, tensors
+
+
+def torch_adapted(encoder: Path, tensors: dict):
+    """Theirs with the same adapters by PEFT."""
+    import torch
+    from peft import LoraConfig
+
+    model = torch_model(encoder)
+    paths = sorted({name.rpartition(".")[0] for name in tensors})
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=paths, lora_dropout=0.0))
+    result = {}
+    for name, parameter in model[0].auto_model.named_parameters():
+        if ".lora_" in name:
+            path, _, part = name.partition(".lora_")
+            ours = f"{path}.lora_{part[0].lower()}"
+            result[ours] = parameter
+            with torch.no_grad():
+                parameter.copy_(torch.tensor(np.array(tensors[ours]).T))
+    assert set(result) == set(tensors)
+    return model, result
 
 
 def edit_json(file: Path, change: Callable[[dict], object]) -> None:

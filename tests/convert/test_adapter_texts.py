@@ -10,6 +10,9 @@ from mlx_packs.bases.files import resolve_checkpoint
 from tests.helpers.packs import random_pack
 
 BASE = resolve_checkpoint("tiny")
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "{{ messages }}"
+ANOTHER = "the adapter was trained with another chat template: the pack answers"
 
 
 @pytest.fixture
@@ -20,10 +23,8 @@ def adapter(shared_tiny, tmp_path):
     return tmp_path / "adapter"
 
 
-def config(folder, **values):
-    file = folder / "tokenizer_config.json"
-    was = json.loads((BASE / file.name).read_text())
-    file.write_text(json.dumps({**was, **values}))
+def config(**values) -> str:
+    return json.dumps({**json.loads((BASE / CONFIG).read_text()), **values})
 
 
 def notes(adapter):
@@ -37,25 +38,18 @@ def test_a_folder_without_texts_or_with_equal_ones_says_nothing(adapter):
     assert notes(adapter) == []
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "by name"])
-def test_another_template_is_named_wherever_it_is(adapter, place):
-    if place == "chat_template.jinja":
-        (adapter / place).write_text("{{ messages }}")
-    elif place == "by name":
-        config(adapter, chat_template=[{"name": "default", "template": "{{ messages }}"}])
-    else:
-        config(adapter, chat_template="{{ messages }}")
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("chat_template.jinja", TEMPLATE, [ANOTHER]),
+        (CONFIG, config(chat_template=TEMPLATE), [ANOTHER]),
+        (CONFIG, config(chat_template=[{"name": "default", "template": TEMPLATE}]), [ANOTHER]),
+        (CONFIG, config(eos_token={"content": "<|stop|>"}), ["another EOS (<|stop|> instead of "]),
+        (CONFIG, "[" * 100_000, ["cannot be compared", CONFIG]),
+    ],
+    ids=["file", "config", "by name", "EOS", "unreadable"],
+)
+def test_what_differs_or_cannot_be_read_is_named(adapter, file, text, said):
+    (adapter / file).write_text(text)
     (note,) = notes(adapter)
-    assert note.startswith("the adapter was trained with another chat template: the pack answers")
-
-
-def test_another_end_is_named(adapter):
-    config(adapter, eos_token={"content": "<|stop|>"})
-    (note,) = notes(adapter)
-    assert "another EOS (<|stop|> instead of " in note
-
-
-def test_a_file_that_cannot_be_read_is_named(adapter):
-    (adapter / "tokenizer_config.json").write_text("[" * 100_000)
-    (note,) = notes(adapter)
-    assert "cannot be compared" in note and "tokenizer_config.json" in note
+    assert all(part in note for part in said)

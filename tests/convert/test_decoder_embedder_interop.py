@@ -1,13 +1,12 @@
 """Decoders as embedders against sentence-transformers on torch: a Qwen3 of random weights."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
+from tests.convert.conftest import torch_model
 from tests.helpers.decoder_embedders import PROMPT, write_decoder, write_embedder
 from tests.helpers.encoders import all_pairs, write_pairs
 
@@ -20,12 +19,6 @@ TEXTS = [
     "please tell me the ways to move a stone " * 30,
     "a",
 ]
-
-
-def torch_model(folder: Path):
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])

@@ -23,7 +23,9 @@ from tests.helpers.errors import raises
 from tests.helpers.families import family_base, randomized
 from tests.helpers.gguf_file import HEADS, KV_HEADS, write_tiny
 from tests.helpers.swift import load_into
+from tests.helpers.variants import slow_except
 
+EXPERTS = ("switch_mlp.gate_proj",)
 UNEVEN = {"rank": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}
 
 
@@ -52,27 +54,35 @@ def deltas_in(file: Path) -> dict[str, np.ndarray]:
     assert metadata["general.type"] == "adapter" and metadata["adapter.type"] == "lora"
     alpha = float(np.array(metadata["adapter.lora.alpha"]))
     arrays = {name: np.array(tensor, dtype=np.float64) for name, tensor in tensors.items()}
-    return {
-        name.removesuffix(".lora_a"): alpha
-        / a.shape[0]
-        * arrays[name.replace("lora_a", "lora_b")]
-        @ a
-        for name, a in arrays.items()
-        if name.endswith(".lora_a")
-    }
+    names = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
+    factors = {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in names}
+    return {name: alpha / a.shape[0] * b @ a for name, (a, b) in factors.items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma2", "gemma3_text", "phi3", "gpt2"])
+def delta_in(pack: Pack, path: str) -> np.ndarray:
+    return np.array(delta_of(pack.specs[path], pack.load_tensors()), dtype=np.float64)
+
+
+def converted_by_llama_cpp(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The order of rows that llama.cpp's converter writes (`LlamaModel.permute`)."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+@pytest.mark.parametrize(
+    "family",
+    slow_except("qwen3 qwen2 gemma2 gemma3_text phi3 gpt2".split(), "qwen3", "phi3", "gpt2"),
+)
 def test_a_gguf_adds_what_the_pack_adds(family, tmp_path):
     pack = pack_of(family_base(family), tmp_path / "p", rank=4, alpha=3.0)
     report = export_pack(pack, "gguf", tmp_path / "out")
     deltas = deltas_in(tmp_path / "out" / "out.gguf")
     assert len(deltas) == len(pack.specs) == report["modules"] == report["tensors"] // 2
     names = FAMILIES[family].gguf_names
-    for path, spec in pack.specs.items():
+    for path in pack.specs:
         block, rest = re.search(r"\b(?:layers|h)\.(\d+)\.(.+)", path).groups()
-        delta = np.array(delta_of(spec, pack.load_tensors()), dtype=np.float64)
-        assert np.abs(deltas[f"blk.{block}.{names[rest]}.weight"] - delta).max() < 1e-5
+        delta = deltas[f"blk.{block}.{names[rest]}.weight"]
+        assert np.abs(delta - delta_in(pack, path)).max() < 1e-5
 
 
 def test_llamas_queries_and_keys_are_in_the_order_of_gguf(llama, tmp_path):
@@ -80,21 +90,11 @@ def test_llamas_queries_and_keys_are_in_the_order_of_gguf(llama, tmp_path):
     export_pack(pack, "gguf", tmp_path / "out")
     deltas = deltas_in(tmp_path / "out" / "out.gguf")
     for name, heads in (("q", 4), ("k", 2), ("v", 0)):
-        spec = pack.specs[f"model.layers.1.self_attn.{name}_proj"]
-        delta = np.array(delta_of(spec, pack.load_tensors()), dtype=np.float64)
-        if heads:  # row 2 i of a head is its row i, row 2 i + 1 its row i + half
-            size = len(delta) // heads
-            half = size // 2
-            order = [h * size + i % 2 * half + i // 2 for h in range(heads) for i in range(size)]
-            assert np.abs(delta[order] - delta).max() > 0.1
-            delta = delta[order]
-        assert np.abs(deltas[f"blk.1.attn_{name}.weight"] - delta).max() < 1e-5
-
-
-def converted_by_llama_cpp(weights: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows that llama.cpp's converter writes (`LlamaModel.permute`)."""
-    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weights.shape)
+        expected = delta = delta_in(pack, f"model.layers.1.self_attn.{name}_proj")
+        if heads:
+            expected = converted_by_llama_cpp(delta, heads)
+            assert np.abs(expected - delta).max() > 0.1
+        assert np.abs(deltas[f"blk.1.attn_{name}.weight"] - expected).max() < 1e-5
 
 
 def test_a_pack_of_a_gguf_adds_to_its_rows_in_the_order_of_that_file(tmp_path, monkeypatch):
@@ -109,8 +109,7 @@ def test_a_pack_of_a_gguf_adds_to_its_rows_in_the_order_of_that_file(tmp_path, m
 
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         path = f"model.layers.1.self_attn.{name}_proj"
-        delta = np.array(delta_of(pack.specs[path], pack.load_tensors()), dtype=np.float64)
-        adapted = np.array(frozen_weight(modules[path]).dense()) + delta
+        adapted = np.array(frozen_weight(modules[path]).dense()) + delta_in(pack, path)
         in_file = stored[f"blk.1.attn_{name}"] + deltas[f"blk.1.attn_{name}.weight"]
         assert np.abs(in_file - converted_by_llama_cpp(adapted, heads)).max() < 1e-4
         assert np.abs(in_file - adapted).max() > 0.1
@@ -134,17 +133,18 @@ def test_a_wrong_number_in_the_file_is_noticed(pack, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "named"),
+    ("to", "family", "targets", "named"),
     [
-        ("qwen3_moe", ("switch_mlp.gate_proj",), "mixture"),
-        ("cohere", (), "cohere"),
-        ("mamba2", (), "mamba2"),
+        ("gguf", "qwen3_moe", EXPERTS, "mixture"),
+        ("gguf", "cohere", (), "cohere"),
+        ("gguf", "mamba2", (), "mamba2"),
+        ("swift", "qwen3_moe", EXPERTS, "switch_mlp.gate_proj"),
     ],
 )
-def test_what_llama_cpp_has_no_place_for_is_rejected(family, targets, named, tmp_path):
+def test_what_a_format_has_no_place_for_is_rejected(to, family, targets, named, tmp_path):
     pack = pack_of(family_base(family), tmp_path / "p", rank=2, target_modules=targets)
     with raises("unsupported", None, named):
-        export_pack(pack, "gguf", tmp_path / "out")
+        export_pack(pack, to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -157,19 +157,13 @@ def test_a_modelfile_names_base_and_adapter(pack, tmp_path):
     report = export_pack(pack, "ollama", tmp_path / "My Notes", "llama3.2:1b")
     assert "FROM llama3.2:1b" in (tmp_path / "My Notes" / "Modelfile").read_text()
     assert "ollama create my-notes" in report["notes"][0]
+    assert shlex.quote(str(tmp_path / "My Notes"))[:-1] in report["notes"][0]
 
-
-def test_a_name_of_the_base_ends_no_line(pack, tmp_path):
     pack.manifest["base"]["id"] = 'me/it\nFROM http://x\nTEMPLATE y")\\(exit())'
-    export_pack(pack, "gguf", tmp_path / "gguf")
-    text = (tmp_path / "gguf" / "Modelfile").read_text()
-    assert not [line for line in text.splitlines() if line.startswith(("FROM h", "TEMPLATE"))]
-
-
-def test_hints_can_be_pasted(pack, tmp_path):
-    for to in ("gguf", "ollama"):
-        hint = export_pack(pack, to, tmp_path / to / "my adapter", "it")["notes"][0]
-        assert shlex.quote(str(tmp_path / to / "my adapter"))[:-1] in hint
+    hint = export_pack(pack, "gguf", tmp_path / "a b")["notes"][0]
+    assert shlex.quote(str(tmp_path / "a b"))[:-1] in hint
+    lines = (tmp_path / "a b" / "Modelfile").read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("FROM h", "TEMPLATE"))]
 
 
 def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
@@ -184,13 +178,6 @@ def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
     assert np.abs(np.array(model(mx.arange(1, 9)[None])) - expected).max() < 1e-4
 
 
-def test_swift_rejects_experts(tmp_path):
-    targets = ("switch_mlp.gate_proj",)
-    pack = pack_of(family_base("qwen3_moe"), tmp_path / "p", rank=2, target_modules=targets)
-    with raises("unsupported", None, "switch_mlp.gate_proj"):
-        export_pack(pack, "swift", tmp_path / "out")
-
-
 @pytest.fixture
 def pack_of_gguf(tmp_path) -> Pack:
     write_tiny(tmp_path / "llama.gguf")
@@ -200,6 +187,8 @@ def pack_of_gguf(tmp_path) -> Pack:
 def test_a_pack_of_a_gguf_file_names_it(pack_of_gguf, tmp_path):
     (command,) = export_pack(pack_of_gguf, "gguf", tmp_path / "out")["notes"]
     assert command == f"llama-server -m llama.gguf --lora {tmp_path / 'out' / 'out.gguf'}"
+    (note,) = export_pack(pack_of_gguf, "peft", tmp_path / "peft")["notes"]
+    assert "gguf_file" in note
 
 
 def test_a_pack_of_a_model_of_ollama_starts_from_it(pack_of_gguf, tmp_path):
@@ -211,11 +200,6 @@ def test_a_pack_of_a_model_of_ollama_starts_from_it(pack_of_gguf, tmp_path):
         export_pack(pack_of_gguf, "ollama", tmp_path / "other")
 
 
-def test_a_peft_folder_says_how_to_open_the_gguf_file(pack_of_gguf, tmp_path):
-    (note,) = export_pack(pack_of_gguf, "peft", tmp_path / "out")["notes"]
-    assert "gguf_file" in note
-
-
 def test_a_peft_folder_has_the_chat_template_of_the_pack(pack, llama, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     pack.manifest["recipe"] = {"chat_template": template}
@@ -225,15 +209,16 @@ def test_a_peft_folder_has_the_chat_template_of_the_pack(pack, llama, tmp_path):
     assert Pack.open(tmp_path / "again").manifest["recipe"]["chat_template"] == template
 
 
-@pytest.mark.parametrize("to", ["gguf", "ollama"])
-def test_from_is_a_path_that_ollama_finds(pack_of_gguf, tmp_path, monkeypatch, to):
+def test_from_is_a_path_that_ollama_finds(pack_of_gguf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = export_pack(pack_of_gguf, to, Path("out"), "./llama.gguf")
-    lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
-    assert f"FROM {tmp_path / 'llama.gguf'}" in lines and "ADAPTER ./out.gguf" in lines
-    expected = {"gguf": f"llama-server -m {tmp_path / 'llama.gguf'} --lora out/out.gguf"}
-    expected["ollama"] = "(cd out && ollama create out) && ollama run out"
-    assert report["notes"][0] == expected[to]
+    for to, hint in (
+        ("gguf", f"llama-server -m {tmp_path / 'llama.gguf'} --lora gguf/gguf.gguf"),
+        ("ollama", "(cd ollama && ollama create ollama) && ollama run ollama"),
+    ):
+        report = export_pack(pack_of_gguf, to, Path(to), "./llama.gguf")
+        lines = (tmp_path / to / "Modelfile").read_text().splitlines()
+        assert f"FROM {tmp_path / 'llama.gguf'}" in lines and f"ADAPTER ./{to}.gguf" in lines
+        assert report["notes"][0] == hint
 
 
 def test_from_must_be_the_model_of_the_pack(pack_of_gguf, llama, tmp_path, monkeypatch):

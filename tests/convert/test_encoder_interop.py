@@ -10,7 +10,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters.attach import attach
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.formats import Row
@@ -18,7 +17,7 @@ from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.evaluation.embeddings import score_pairs
 from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.runtime import mx
+from tests.convert.conftest import adapted, torch_adapted, torch_model
 from tests.helpers.encoders import (
     MINILM,
     all_pairs,
@@ -38,7 +37,6 @@ TEXTS = [
     "please tell me the ways to move a stone " * 60,
     "a",
 ]
-SCALE = 2.0  # alpha / rank
 
 
 def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **changes) -> Path:
@@ -63,12 +61,6 @@ def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **c
     parts += [models.Normalize()] if normalize else []
     SentenceTransformer(modules=parts, device="cpu").save(str(folder / "minilm"))
     return folder / "minilm"
-
-
-def torch_model(folder: Path):
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -98,42 +90,6 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path, changes):
     assert np.abs(theirs - theirs[:1]).max() > 1e-2  # they are not all alike
 
 
-def adapt_minilm(minilm: Path):
-    """Our base with random adapters on all projections, and its tensors."""
-    base = load_base(minilm)
-    attached = attach(base, LoRAConfig(rank=4, alpha=4 * SCALE), None, "dense", 0)
-    mx.random.seed(5)
-    tensors = {
-        name: mx.random.normal(a.shape) * 0.05 if name.endswith("lora_b") else a
-        for name, a in attached.tensors().items()
-    }
-    attached.load(tensors, "test")
-    return base, attached, tensors
-
-
-def torch_adapted(minilm: Path, tensors: dict):
-    """Theirs with the same adapters by PEFT."""
-    import torch
-    from peft import LoraConfig
-
-    model = torch_model(minilm)
-    paths = sorted({name.rpartition(".")[0] for name in tensors})
-    config = LoraConfig(r=4, lora_alpha=4 * SCALE, target_modules=paths, lora_dropout=0.0)
-    model.add_adapter(config)
-
-    result = {}
-    for name, parameter in model[0].auto_model.named_parameters():
-        if ".lora_" in name:
-            path, _, part = name.partition(".lora_")
-            ours = f"{path}.lora_{part[0].lower()}"
-            result[ours] = parameter
-            with torch.no_grad():
-                parameter.copy_(torch.tensor(np.array(tensors[ours]).T))
-
-    assert set(result) == set(tensors)
-    return model, result
-
-
 SCORED = [{**row, "score": i % 5 / 4} for i, row in enumerate(all_scored()[:40])]
 LOSSES = {  # rows, and the loss of sentence-transformers
     "cosine": (all_scored(), "CosineSimilarityLoss", {}),
@@ -152,7 +108,7 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
     import torch
     from sentence_transformers import losses
 
-    base, attached, tensors = adapt_minilm(minilm)
+    base, attached, tensors = adapted(minilm)
     model, parameters = torch_adapted(minilm, tensors)
     rows, class_name, options = LOSSES[name]
     rows = rows[:12]
@@ -160,10 +116,8 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
     settings = {}
     if kind == "triplet" and distance:
         settings = {"triplet_distance": distance, **options}
-        options = {
-            **options,
-            "distance_metric": getattr(losses.TripletDistanceMetric, distance.upper()),
-        }
+        metric = getattr(losses.TripletDistanceMetric, distance.upper())
+        options = {**options, "distance_metric": metric}
 
     columns = [key for key in rows[0] if key != "score"]
     model.train()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters.attach import attach
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.runtime import mx
+from tests.convert.conftest import adapted, torch_adapted, torch_model
 from tests.helpers.encoders import VOCABULARY, all_pairs, write_pairs, write_vocabulary
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
@@ -43,12 +43,6 @@ def make_modern_bert(folder: Path, pooling: str = "mean", **changes) -> Path:
     return folder / "model"
 
 
-def torch_model(folder: Path):
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(folder), device="cpu")
-
-
 @pytest.fixture(scope="module")
 def modern(tmp_path_factory) -> Path:
     return make_modern_bert(tmp_path_factory.mktemp("modern"))
@@ -72,30 +66,9 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path, changes):
 
 def test_states_and_gradients_are_those_of_transformers_with_peft(modern):
     import torch
-    from peft import LoraConfig
 
-    base = load_base(modern)
-    attached = attach(base, LoRAConfig(rank=4, alpha=8), None, "dense", 0)
-    mx.random.seed(5)
-    tensors = {
-        name: mx.random.normal(a.shape) * 0.05 if name.endswith("lora_b") else a
-        for name, a in attached.tensors().items()
-    }
-    attached.load(tensors, "test")
-
-    model = torch_model(modern)
-    paths = sorted({name.rpartition(".")[0] for name in tensors})
-    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=paths, lora_dropout=0.0))
-    theirs = {}
-    for name, parameter in model[0].auto_model.named_parameters():
-        if ".lora_" in name:
-            path, _, part = name.partition(".lora_")
-            theirs[f"{path}.lora_{part[0].lower()}"] = parameter
-            with torch.no_grad():
-                ours = tensors[f"{path}.lora_{part[0].lower()}"]
-                parameter.copy_(torch.tensor(np.array(ours).T))
-    assert set(theirs) == set(tensors)
-
+    base, attached, tensors = adapted(modern)
+    model, theirs = torch_adapted(modern, tensors)
     rows = base.tokenizer(TEXTS[:2], padding=True)
     tokens, mask = np.array(rows["input_ids"]), np.array(rows["attention_mask"])
     batch = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}

@@ -74,29 +74,19 @@ def loss_of(reranker: Path, rows: list[dict], name: str) -> float:
     return total.item() / count.item()
 
 
-def labelled(rows: list[dict]) -> tuple[list, list]:
+@pytest.mark.parametrize(
+    ("loss", "name", "options"),
+    [("listnet", "ListNetLoss", {}), ("ranknet", "RankNetLoss", {"reduction_log": "natural"})],
+)
+def test_a_list_loss_is_that_of_sentence_transformers(reranker, torch_model, loss, name, options):
     import torch
-
-    queries = [row["query"] for row in rows]
-    documents = [row["documents"] for row in rows]
-    return [queries, documents], [torch.tensor(row["labels"]).float() for row in rows]
-
-
-def test_listnet_is_that_of_sentence_transformers(reranker, torch_model):
-    from sentence_transformers.cross_encoder.losses import ListNetLoss
+    from sentence_transformers.cross_encoder import losses
 
     rows = all_labelled()[:5]
-    theirs = ListNetLoss(torch_model)(*labelled(rows)).item()
-    assert loss_of(reranker, rows, "listnet") == pytest.approx(theirs, abs=1e-5)
-
-
-def test_ranknet_is_that_of_sentence_transformers(reranker, torch_model):
-    from sentence_transformers.cross_encoder.losses import RankNetLoss
-
-    loss = RankNetLoss(torch_model, reduction_log="natural")
-    rows = all_labelled()[:5]
-    theirs = loss(*labelled(rows)).item()
-    assert loss_of(reranker, rows, "ranknet") == pytest.approx(theirs, abs=1e-5)
+    columns = [[row["query"] for row in rows], [row["documents"] for row in rows]]
+    labels = [torch.tensor(row["labels"]).float() for row in rows]
+    theirs = getattr(losses, name)(torch_model, **options)(columns, labels).item()
+    assert loss_of(reranker, rows, loss) == pytest.approx(theirs, abs=1e-5)
 
 
 def test_infonce_is_that_of_sentence_transformers(reranker, torch_model):

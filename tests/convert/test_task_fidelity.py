@@ -11,7 +11,6 @@ from mlx_packs.convert.task_fidelity import score_divergence
 from mlx_packs.packs.pack import Pack
 from tests.helpers.decoder_embedders import write_decoder
 from tests.helpers.encoders import all_pairs, all_rankings, write_pairs
-from tests.helpers.errors import raises
 
 PLAIN = {"iters": 4, "batch_size": 4, "learning_rate": 1e-2, "val_batches": 0}
 KINDS = {
@@ -72,13 +71,6 @@ def test_merged_embedder_has_the_vectors_of_the_pack(packs, folder, tmp_path):
         expected = base.encode(texts)
     merge_pack(packs["embedding"], folder, tmp_path / "merged")
     assert np.abs(load_base(tmp_path / "merged").encode(texts) - expected).max() < 1e-5
-
-
-def test_a_pack_with_a_score_head_is_rejected(folder, data, tmp_path):
-    train = TrainConfig(task="rerank", head="score", **PLAIN)
-    pack = train_pack(folder, data["lm head"], LoRAConfig(rank=4), train, tmp_path / "p").pack
-    with raises("unsupported", None, "score head", "--to peft"):
-        merge_pack(pack, folder, tmp_path / "merged")
 
 
 def test_divergence_of_scores_is_its_formula():

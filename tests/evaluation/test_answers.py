@@ -36,8 +36,6 @@ WANTED = '{"a": [1, true], "b": "x"}'
         ('{"b":"x","a":[1.0,true]}', {"json"}),
         (f"Here: {WANTED}.", {"contains"}),
         ('{"a": [1, 1], "b": "x"}', set()),
-        ('{"a": [1, true, 2], "b": "x"}', set()),
-        ('{"a": [1, true]}', set()),
         (WANTED[:-1], set()),
         ("[" * 5000, set()),
         ("", set()),
@@ -45,9 +43,6 @@ WANTED = '{"a": [1, true], "b": "x"}'
 )
 def test_when_an_answer_is_right(answer, right):
     assert {name for name in ANSWER_METRICS if METRICS[name].is_right(answer, WANTED)} == right
-
-
-def test_json_that_is_invalid_on_both_sides_is_not_the_same():
     assert not METRICS["json"].is_right("{", "{")
 
 
@@ -73,19 +68,11 @@ def test_examples_without_an_answer_or_too_long_are_not_asked(shared_tiny, tmp_p
     assert [(q.text, q.wanted) for q in questions] == [("a", "1"), ("d", "4")]
 
 
-@pytest.mark.parametrize(
-    ("row", "metric", "code", "named"),
-    [
-        ({"text": "hello there"}, "exact", "conflict", "text"),
-        (chat("a", "no JSON"), "json", "data", "test.jsonl:1"),
-        (chat("word " * 200, "b"), "exact", "conflict", "--max-seq-length"),
-    ],
-)
-def test_examples_that_a_metric_cannot_ask_are_named(
-    shared_tiny, tmp_path, row, metric, code, named
-):
-    with raises(code, "metric", named):
-        asked(shared_tiny, [row], metric, folder=tmp_path)
+def test_examples_that_a_metric_cannot_ask_are_named(shared_tiny, tmp_path):
+    with raises("data", "metric", "test.jsonl:1"):
+        asked(shared_tiny, [chat("a", "no JSON")], "json", folder=tmp_path)
+    with raises("conflict", "metric", "--max-seq-length"):
+        asked(shared_tiny, [chat("word " * 200, "b")], folder=tmp_path)
 
 
 def exam(base, metric: str, *wanted: str) -> Exam:
@@ -129,10 +116,6 @@ def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypa
     assert exam(shared_tiny, "exact", "7").answers() == ["7"]
 
 
-MARKS = {"<think>": "</think>", "<longcat_think>": "</longcat_think>"}
-
-
-@pytest.mark.parametrize("opening", MARKS)
 @pytest.mark.parametrize(
     ("prompt", "text", "answer"),
     [
@@ -145,13 +128,14 @@ MARKS = {"<think>": "</think>", "<longcat_think>": "</longcat_think>"}
         ("{open} {end}", "red", "red"),
     ],
 )
-def test_thoughts_end_at_their_mark(shared_tiny, monkeypatch, opening, prompt, text, answer):
+def test_thoughts_end_at_their_mark(shared_tiny, monkeypatch, prompt, text, answer):
     tokenizer = shared_tiny.tokenizer
-    monkeypatch.setattr(tokenizer, "_think_start", opening)
-    monkeypatch.setattr(tokenizer, "_think_end", MARKS[opening])
-    marks = {"open": opening, "end": MARKS[opening]}
-    tokens = tokenizer.encode(prompt.format(**marks))
-    assert answer_of(shared_tiny, tokens, text.format(**marks)) == answer.format(**marks)
+    for name in ("think", "longcat_think"):
+        marks = {"open": f"<{name}>", "end": f"</{name}>"}
+        monkeypatch.setattr(tokenizer, "_think_start", marks["open"])
+        monkeypatch.setattr(tokenizer, "_think_end", marks["end"])
+        tokens = tokenizer.encode(prompt.format(**marks))
+        assert answer_of(shared_tiny, tokens, text.format(**marks)) == answer.format(**marks)
 
 
 THOUGHT = "It is a colour, and I am asked to say its name."
@@ -175,15 +159,6 @@ def test_expected_answers_are_without_thoughts_whose_tokens_count(
     assert limits[0] >= len(shared_tiny.tokenizer.encode(f"<think>{THOUGHT}</think>\n\nred")) + 8
 
 
-def test_answers_that_begin_together_are_counted_together(shared_tiny, monkeypatch):
-    """One by one, the first would take the time of all, and the clock of the run jump."""
-    begun = []
-    stream = [(0, 7), (1, 7), (0, 8), (1, 8), (2, 7)]
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((*each, False) for each in stream))
-    exam(shared_tiny, "exact", *"123").answers(begun.append)
-    assert begun == [2, 1]
-
-
 def test_answers_go_on_past_the_longest_wanted_one(shared_tiny, monkeypatch):
     """Else a text that merely begins as it should would count."""
     limits = []
@@ -191,6 +166,12 @@ def test_answers_go_on_past_the_longest_wanted_one(shared_tiny, monkeypatch):
     for metric in ("contains", "exact"):
         exam(shared_tiny, metric, "ab").answers()
     assert limits[0] > limits[1] > len(shared_tiny.tokenizer.encode("ab"))
+
+    begun = []  # counted together: one by one, the first would take the time of all
+    stream = [(0, 7), (1, 7), (0, 8), (1, 8), (2, 7)]
+    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((*each, False) for each in stream))
+    exam(shared_tiny, "exact", *"123").answers(begun.append)
+    assert begun == [2, 1]
 
 
 @pytest.fixture(scope="module")

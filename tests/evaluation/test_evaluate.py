@@ -10,6 +10,8 @@ from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import chat, write_rows
 
+SHORT = {"sequence_length": 64, "max_tokens": 2, "rounds": 1}
+
 
 @pytest.fixture(scope="module")
 def loaded_encoder(encoder):
@@ -27,10 +29,9 @@ def held_out_data(tmp_path_factory) -> dict:
     }
 
 
-@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
-def test_limit_counts_examples(architecture, small_base, loaded_encoder, held_out_data):
+@pytest.mark.parametrize(("architecture", "count"), [("decoder", 5), ("encoder", 22)])
+def test_limit_counts_examples(architecture, count, small_base, loaded_encoder, held_out_data):
     base = {"decoder": small_base, "encoder": loaded_encoder}[architecture]
-    count = {"decoder": 5, "encoder": 22}[architecture]
     for limit, rows in ((3, 3), (-1, count), (100, count)):
         report = evaluate(base, None, held_out_data[architecture], limit=limit, batch_size=2)
         assert report.rows == rows
@@ -41,9 +42,10 @@ def test_limit_counts_examples(architecture, small_base, loaded_encoder, held_ou
 
 def test_the_base_is_loaded_or_named(held_out_data, shared_tiny):
     chats = held_out_data["decoder"]
-    assert evaluate("tiny", None, chats, progress=False) == evaluate(shared_tiny, None, chats)
-    (named,) = evaluate_batch("tiny", data=chats, batch_sizes=[1], max_tokens=2, rounds=1)
-    assert named.ppl == pytest.approx(evaluate(shared_tiny, None, chats).base.ppl)
+    loaded = evaluate(shared_tiny, None, chats, limit=2)
+    assert evaluate("tiny", None, chats, limit=2, progress=False) == loaded
+    (named,) = evaluate_batch("tiny", data=chats, limit=2, batch_sizes=[1], **SHORT)
+    assert named.ppl == pytest.approx(loaded.base.ppl)
 
 
 def test_evaluate_scores_base_and_pack_on_the_same_examples(small_base, held_out_data):
@@ -58,13 +60,12 @@ def test_evaluate_scores_base_and_pack_on_the_same_examples(small_base, held_out
     assert [line.split()[0] for line in alone.lines()] == ["base"]
 
 
-@pytest.mark.parametrize(("setting", "value"), [("loss_on", "all"), ("matmul_path", "quantized")])
-def test_an_encoder_has_no_targets_and_no_matmul_path(
-    loaded_encoder, held_out_data, setting, value
-):
-    with raises("conflict", setting, loaded_encoder.name):
-        evaluate(loaded_encoder, None, held_out_data["encoder"], **{setting: value})
-    report = evaluate(loaded_encoder, None, held_out_data["encoder"], matmul_path="dense")
+def test_an_encoder_has_no_targets_matmul_path_or_prefix(loaded_encoder, held_out_data):
+    pairs = held_out_data["encoder"]
+    for setting in ({"loss_on": "all"}, {"matmul_path": "quantized"}, {"share_prefix": "on"}):
+        with raises("conflict", next(iter(setting)), loaded_encoder.name):
+            evaluate(loaded_encoder, None, pairs, **setting)
+    report = evaluate(loaded_encoder, None, pairs, matmul_path="dense", share_prefix="auto")
     assert report.format == "triplets" and report.pack is None
     assert [line.split()[0] for line in report.lines()] == ["base", "data"]
 
@@ -106,12 +107,6 @@ def test_a_model_that_computes_trees_otherwise_is_scored_on_rows(small_base, ali
         evaluate(small_base, None, alike, share_prefix="on")
     expected = evaluate(small_base, None, alike, share_prefix="off")
     assert evaluate(small_base, None, alike, share_prefix="auto") == expected
-
-
-def test_an_encoder_shares_no_prefix(loaded_encoder, held_out_data):
-    with raises("conflict", "share_prefix", loaded_encoder.name):
-        evaluate(loaded_encoder, None, held_out_data["encoder"], share_prefix="on")
-    evaluate(loaded_encoder, None, held_out_data["encoder"], share_prefix="auto")
 
 
 def test_rows_of_another_architecture_are_named(small_base, loaded_encoder, held_out_data):

@@ -33,3 +33,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def flip_last_bit(file: Path) -> None:
     flip_bit(file, 8 * file.stat().st_size - 8)
+
+
+def snapshot_of(pack: Path, cache: Path) -> Path:
+    """A pack as huggingface_hub's own cache has it: links to blobs."""
+    repo = cache / "models--me--p"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for folder in (repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for file in pack.iterdir():
+        shutil.copyfile(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot

@@ -13,17 +13,12 @@ from huggingface_hub import constants
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import raises
 from tests.helpers.packs import BASE, EVAL, edit_manifest, write_pack
+from tests.packs.conftest import snapshot_of
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
 ONE = {"bytes": 1, "sha256": "0" * 64}
-
-
-def write_sparse(file: Path, size: int) -> None:
-    """Write a file of so many zeros, which take no space."""
-    with file.open("wb") as f:
-        f.truncate(size)
 
 
 def replaced(file: Path, make: Callable[[Path], object]) -> None:
@@ -51,20 +46,14 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
     assert sorted(result) == ["b", "deep/c", "deep/er/a"]
     b = result["b"]
     assert (b["base"], b["ranks"], b["ppl_before"], b["ppl_after"]) == (BASE["id"], [2], 10.0, 5.0)
-    assert (b["created"], b["license"], b["error"], b["hub"]) == (
-        MEASURED["created"],
-        "mit",
-        None,
-        None,
-    )
+    assert (b["created"], b["license"]) == (MEASURED["created"], "mit")
+    assert b["error"] is b["hub"] is None
     assert b["pack_mb"] == round(Pack.open(shelf / "b").size_mb, 3)
     assert result["deep/er/a"]["ranks"] == [3] and result["deep/er/a"]["ppl_after"] is None
     assert [entry["name"] for entry in mp.list_packs(shelf / "b")] == ["b"]
 
 
 DEEP = "[" * 200_000 + "]" * 200_000
-
-
 HARMS = {
     "no manifest": lambda p: (p / "pack.json").write_text("{"),
     "no adapters": lambda p: (p / "adapters.safetensors").unlink(),
@@ -72,7 +61,7 @@ HARMS = {
     "deep": lambda p: (p / "pack.json").write_text(DEEP),
     "loop": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to(file)),
     "pipe": lambda p: replaced(p / "pack.json", os.mkfifo),
-    "huge": lambda p: replaced(p / "pack.json", lambda file: write_sparse(file, 1 << 36)),
+    "huge": lambda p: os.truncate(p / "pack.json", 1 << 36),
     "loop of card": lambda p: replaced(p / "README.md", lambda file: file.symlink_to(file)),
     "long name": lambda p: edit_manifest(p, lambda m: m["files"].update({"x" * 3000: ONE})),
 }
@@ -108,22 +97,6 @@ def test_a_folder_that_cannot_be_read_is_listed(shelf, run, monkeypatch):
     assert code == 0 and "deep  damaged: deep: Permission denied" in out and "Some-4bit" in out
 
 
-def test_packs_below_a_thousand_folders_are_listed(tmp_path, run, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(1200):
-        os.mkdir("d")
-        os.chdir("d")
-    monkeypatch.chdir(tmp_path)
-    write_pack(tmp_path / "p")
-    code, out, err = run("list")
-    assert code == 0 and "Some-4bit" in out, err
-    for _ in range(1200):  # shutil's way is recursive
-        os.chdir("d")
-    for _ in range(1200):
-        os.chdir("..")
-        os.rmdir("d")
-
-
 def test_the_table_fits_60_columns_and_uses_more(shelf, run, monkeypatch):
     write_pack(shelf / "a-pack-with-quite-a-long-name-for-a-table", eval=EVAL)
     (shelf / "b" / "README.md").write_text("x")
@@ -146,24 +119,20 @@ def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
     assert run("list", "file")[0] == 2
 
 
-def test_list_shows_pulled_packs(tmp_path, run, monkeypatch):
+def test_list_shows_pulled_packs(local_pack, tmp_path, run, monkeypatch):
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
     monkeypatch.chdir(tmp_path)
     assert run("list", "--hub-cache") == (0, "no packs in the cache of pulled packs\n", "")
 
-    commit = "0123456789" * 4
+    commit = "a" * 40
     pulled = write_pack(tmp_path / "assets" / "mlx_packs" / "me--mine" / commit).path
     pin = {"repo": "me/mine", "revision": "main", "commit": commit}
     (pulled / "hub.json").write_text(json.dumps(pin))
 
-    blobs = write_pack(tmp_path / "hub" / "models--you--theirs" / "blobs").path
-    snapshot = blobs.parent / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    for file in blobs.iterdir():  # as huggingface_hub lays files out
-        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    snapshot = snapshot_of(local_pack, tmp_path / "hub")
 
     (listed,) = mp.list_packs(None, hub_cache=True)
-    assert (listed["name"], listed["error"], listed["hub"]) == ("me/mine@0123456", None, pin)
+    assert (listed["name"], listed["error"], listed["hub"]) == ("me/mine@aaaaaaa", None, pin)
     (pulled / "hub.json").write_bytes(b"\xff")
     assert mp.list_packs(None, hub_cache=True)[0]["hub"] is None
     Pack.open(snapshot).verify()
@@ -184,8 +153,3 @@ def test_list_loads_neither_mlx_nor_the_hub(shelf):
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_manifest_cannot_steer_the_terminal_by_errors(here, rejected):
-    write_pack(here / "p", base=BASE | {"id": "x\x1b[2J\n\x9by", "model_type": "qwen3\x7f"})
-    check(rejected("apply", "p", "--dry-run", "--model", "tiny"), "mismatch", None, "qwen3")

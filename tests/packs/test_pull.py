@@ -57,22 +57,15 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     pulled = contents(here / "q")
     pin = json.loads(pulled.pop("hub.json"))
     assert pulled == contents(here / "p") and set(pulled) == NAMES
-    assert pin == {
-        "repo": "me/p",
-        "revision": MAIN,
-        "commit": report["commit"],
-        "manifest_sha256": sha256(here / "q" / "pack.json"),
-    }
-    assert json.loads(out)["commit"] == report["commit"]
-    assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
-
-
-def test_inspect_shows_where_a_pulled_pack_comes_from(pushed, hub, run):
-    mp.pull("me/p", "q")
-    commit = hub.repos["me/p"].branches[MAIN]
+    commit = report["commit"]
+    digest = sha256(here / "q" / "pack.json")
+    source = {"repo": "me/p", "revision": MAIN, "commit": commit}
+    assert pin == {**source, "manifest_sha256": digest}
+    assert json.loads(out)["commit"] == commit
     assert f"hub     me/p@main · commit {commit}" in run("inspect", "q")[1]
     assert json.loads(run("inspect", "q", "--json")[1])["hub"]["commit"] == commit
     assert "hub" not in json.loads(run("inspect", "p", "--json")[1])
+    assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
 
 
 def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
@@ -95,9 +88,7 @@ def test_pull_replaces_a_pack_only_when_told_to(pushed, here, rejected, run):
     write_pack(here / "r", rank=5)
     check(rejected("pull", "me/p", "--out", "r"), "exists", "out", "--overwrite")
     assert run("pull", "me/p", "--out", "r", "--overwrite")[0] == 0
-    assert sha256(here / "r" / "adapters.safetensors") == sha256(
-        here / "p" / "adapters.safetensors"
-    )
+    assert contents(here / "r").items() >= contents(here / "p").items()
 
 
 def test_a_connection_that_is_cut_goes_on_from_there(pushed, hub, here):
@@ -133,14 +124,6 @@ def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
     assert hub.ranges("adapters.safetensors")[-1] == "bytes=300000-"
     assert contents(here / "q").items() >= contents(here / "p").items()
     assert not list(here.glob(".q.*"))
-
-
-def test_what_is_left_of_another_commit_is_not_gone_on_with(pushed, hub, here):
-    stale = here / ".q.pull-000000000000"
-    stale.mkdir()
-    (stale / "adapters.safetensors").write_bytes(b"x" * 100)
-    mp.pull("me/p", "q")
-    assert hub.ranges("adapters.safetensors") == [None, None] and not stale.exists()
 
 
 @pytest.mark.parametrize("left", [100, 10_000_000])
@@ -193,9 +176,20 @@ def test_names_that_no_disk_may_have_are_rejected_at_once(pushed, hub, here, rej
         assert {p.name for p in here.iterdir()} == {"p"}  # nothing of it is kept, nor in the cache
 
 
-@pytest.mark.parametrize("out", ["q" * 240, "q/" * 3000 + "q"], ids=["name", "path"])
-def test_a_folder_whose_name_is_too_long_is_refused_at_once(pushed, hub, here, rejected, out):
-    check(rejected("pull", "me/p", "--out", out), "unwritable", "out", "too long")
+@pytest.mark.parametrize(
+    ("out", "code", "said"),
+    [
+        ("q" * 240, "unwritable", "too long"),
+        ("q/" * 3000 + "q", "unwritable", "too long"),
+        ("", "invalid", ""),
+        ("..", "invalid", ""),
+    ],
+    ids=["name", "path", "none", "above"],
+)
+def test_a_folder_whose_name_is_too_long_is_refused_at_once(
+    pushed, hub, here, rejected, out, code, said
+):
+    check(rejected("pull", "me/p", "--out", out), code, "out", said)
     assert hub.fetched() == set() and {p.name for p in here.iterdir()} == {"p"}
 
 
@@ -218,13 +212,17 @@ def test_pull_refuses_what_the_disk_has_no_room_for(pushed, hub, here, rejected,
 
 
 def test_files_of_another_pack_where_a_download_was_are_fetched_anew(pushed, hub, here):
-    """A pull that is killed right after it took the old pack's place leaves that one there."""
+    """As a pull leaves them that is killed right after it took the old pack's place."""
+    stale = here / ".q.pull-000000000000"  # of another commit
+    stale.mkdir()
+    (stale / "adapters.safetensors").write_bytes(b"x" * 100)
     partial = partial_of(hub, here)
     shutil.copytree(here / "p", partial, dirs_exist_ok=True)
     for name in ("adapters.safetensors", "README.md"):
         flip_last_bit(partial / name)
     mp.pull("me/p", "q").verify()
     assert contents(here / "q") | {"hub.json": b""} == contents(here / "p") | {"hub.json": b""}
+    assert not stale.exists()
 
 
 def test_pickles_and_code_beside_a_pack_are_never_fetched(pushed, hub, here, run):
@@ -258,13 +256,11 @@ def test_safetensors_that_are_none_are_refused(pushed, hub, here, rejected):
 @pytest.mark.parametrize(
     ("name", "code", "flag"),
     [
-        ("nope", "invalid", "pack"),
         ("a/b/c", "invalid", "pack"),
         ("../x", "invalid", "pack"),
         ("me/..", "invalid", "pack"),
         ("me/p@", "invalid", "revision"),
         ("me/p@../../x", "invalid", "revision"),
-        ("me/p@a b", "invalid", "revision"),
         ("me/none", "not-found", None),
         ("me/p@none", "not-found", None),
         ("me/empty", "not-found", None),
@@ -289,11 +285,6 @@ def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypat
     assert {f.name for f in here.iterdir()} == {"p"}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check(rejected("pull", "me/p"), "network", None, "me/p@main", "HF_HUB_OFFLINE")
-
-
-@pytest.mark.parametrize("out", ["", ".", ".."])
-def test_pull_needs_a_name_for_the_folder(pushed, rejected, out):
-    check(rejected("pull", "me/p", "--out", out), "invalid", "out")
 
 
 HARMS = {

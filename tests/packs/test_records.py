@@ -1,6 +1,5 @@
 """What packs record for their use, compared where packs meet: each entry, in any order."""
 
-import logging
 from itertools import permutations
 
 import pytest
@@ -17,7 +16,7 @@ from mlx_packs.packs.compatibility import (
 from mlx_packs.packs.manifest import recorded_keys
 from mlx_packs.packs.weighted_sum import weighted_sum
 from tests.helpers.errors import raises
-from tests.helpers.models import SMALL_FAMILIES, base_of
+from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
 
 # Entries of other facts than the use: of training, of examples and of evaluations.
@@ -42,13 +41,9 @@ def _pack(part: str = "recipe", **entries) -> Pack:
     return Pack({**manifest, "sum_of": [{"pack": name, "weight": 1.0}]})
 
 
-def _entries() -> list[tuple[str, str]]:
-    return [
-        (part, name) for part in TRAINING_ONLY for name in sorted(recorded_keys(part) - {"task"})
-    ]
-
-
-@pytest.mark.parametrize("part, name", _entries())
+@pytest.mark.parametrize(
+    "part, name", [(p, name) for p in TRAINING_ONLY for name in sorted(recorded_keys(p) - {"task"})]
+)
 def test_every_checked_entry_is_compared_unless_it_is_known_to_be_of_training(part, name, caplog):
     pair = (_pack(part, **{name: "x"}), _pack(part, **{name: "y"}))
     if name in _KNOWN_TRAINING[part]:
@@ -64,11 +59,6 @@ def test_every_checked_entry_is_compared_unless_it_is_known_to_be_of_training(pa
     check_same_use(pair)
     assert f'{name} is "x" in 1 x and "y" in 1 y' in caplog.text
     assert agreed_records(pair) == agreed_records(pair[::-1])
-
-
-def test_mappings_agree_entry_by_entry():
-    parts = [_pack(template_kwargs={"a": 1, "b": n}) for n in (2, 3)]
-    assert agreed_records(parts)["recipe"] == {"template_kwargs": {"a": 1}}
 
 
 def test_a_pack_that_records_no_pooling_has_its_bases():
@@ -95,8 +85,24 @@ def test_a_sum_has_the_smaller_length_and_no_variable_that_differs(caplog):
         recipe = agreed_records(packs)["recipe"]
         assert recipe == {"max_seq_length": 256, "max_pixels": 100, "template_kwargs": {}}
 
+    check_same_use([_pack(), _pack(template_kwargs={}), _pack(text_feature="body")])
+    assert not caplog.records
     check_same_use([a, b])
     assert "template_kwargs is" in caplog.text and "not recorded" in caplog.text
+    parts = [_pack(template_kwargs={"a": 1, "b": n}) for n in (2, 3)]
+    assert agreed_records(parts)["recipe"] == {"template_kwargs": {"a": 1}}
+
+
+def test_a_weighted_sum_is_of_packs_of_one_use():
+    base = base_of("qwen3")
+    a, b = random_pack(base, 0), random_pack(base, 1)
+    a.manifest["objective"] = {"task": "embedding", "query_prompt": "Find: "}
+    b.manifest["objective"] = {"task": "embedding"}
+    total = weighted_sum([(a, 0.5), (b, 0.5)]).manifest
+    assert total["objective"] == {"task": "embedding"}
+    del b.manifest["objective"]
+    with raises("mismatch", None, "task is embedding in"):
+        weighted_sum([(a, 0.5), (b, 0.5)])
 
 
 def test_a_run_says_what_it_records_otherwise_than_the_pack_that_it_started_from():
@@ -104,27 +110,6 @@ def test_a_run_says_what_it_records_otherwise_than_the_pack_that_it_started_from
     note = note_of_start(start.manifest, end.manifest)
     assert note.startswith('query_prompt is not recorded, but was "Q: "')
     assert note_of_start(start.manifest, start.manifest) == ""
-
-
-def test_equal_packs_and_empty_records_are_silent(caplog):
-    caplog.set_level(logging.WARNING)
-    check_same_use([_pack(), _pack(template_kwargs={}), _pack(text_feature="body")])
-    assert not caplog.records
-
-
-def test_the_records_of_a_sum_do_not_depend_on_the_order():
-    base = base_of("qwen3", **SMALL_FAMILIES["qwen3"])
-    a, b = random_pack(base, 0), random_pack(base, 1)
-    a.manifest["objective"] = {"task": "embedding", "query_prompt": "Find: "}
-    b.manifest["objective"] = {"task": "embedding"}
-    sums = [weighted_sum([(p, 0.5) for p in packs]).manifest for packs in permutations((a, b))]
-    assert sums[0]["objective"] == sums[1]["objective"] == {"task": "embedding"}
-    assert sums[0]["base"] == sums[1]["base"]
-
-    del b.manifest["objective"]
-    for packs in permutations((a, b)):
-        with raises("mismatch", None, "task is embedding in"):
-            weighted_sum([(p, 0.5) for p in packs])
 
 
 def test_every_entry_of_tasks_is_checked_in_a_manifest():

@@ -66,11 +66,9 @@ def test_a_saved_pack_gives_the_same_scores(base, saved):
     assert scores.shape == (12,) and scores.dtype == np.float32 and scores.std() > 0.01
     assert np.array_equal(scores_of(base, Pack.open(saved.path)), scores)
     np.testing.assert_allclose(scores_of(base, saved.path, batch_size=5), scores, atol=1e-4)
+    roles = {"prompt": "user", "completion": "assistant"}
     messages = [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "completion": [{"role": "assistant", "content": row["completion"]}],
-        }
+        {key: [{"role": role, "content": row[key]}] for key, role in roles.items()}
         for row in COMPLETIONS
     ]
     as_messages = base.rewards(messages, saved, matmul_path="dense")
@@ -87,8 +85,6 @@ def test_the_head_is_beside_the_base_and_goes_with_the_pack(base, saved):
         attached.detach()
     assert dict(base.model.named_modules()) == modules
 
-
-def test_the_active_pack_comes_back(base, saved):
     other = random_pack(base, seed=2)
     with base.applied(other):
         base.rewards(COMPLETIONS[:1], saved)
@@ -96,48 +92,39 @@ def test_the_active_pack_comes_back(base, saved):
     assert base.active is None
 
 
-def test_what_generates_text_refuses_a_reward_model(base, folder, saved, tmp_path):
-    with raises("unsupported", None, str(saved.path)):
-        base.generate("Say red.", saved)
-    with raises("unsupported", None, str(saved.path)):
-        base.attach([(saved, 0.5), (random_pack(base), 0.5)])
-    with raises("unsupported", None, str(saved.path)):
-        merge_pack(saved, folder, tmp_path / "merged")
+def test_what_cannot_be_scored_is_named(base, saved):
+    with raises("unsupported"):
+        scores_of(base, random_pack(base))
+    for completions in ([], "tiny", [{"prompt": "x"}]):
+        with pytest.raises(PackError):
+            base.rewards(completions, saved)
 
+
+def test_what_generates_text_refuses_a_reward_model(base, folder, saved, tmp_path):
+    for use in (
+        lambda: base.generate("Say red.", saved),
+        lambda: base.attach([(saved, 0.5), (random_pack(base), 0.5)]),
+        lambda: merge_pack(saved, folder, tmp_path / "merged"),
+        lambda: PackSlots(load_base(folder)).add(saved),
+    ):
+        with raises("unsupported", None, str(saved.path)):
+            use()
     for to in ("mlx-lm", "gguf", "swift", "ollama", "lmstudio"):
         with raises("unsupported", "to", to):
             export_pack(saved, to, tmp_path / "out")
-
-    with raises("unsupported", None, str(saved.path)):
-        PackSlots(load_base(folder)).add(saved)
 
     assert not list(tmp_path.iterdir())
     run = CliRunner().invoke(packs, ["generate", "--pack", str(saved.path), "--prompt", "x"])
     assert run.exit_code != 0
 
 
-def test_what_is_no_reward_model_has_no_rewards(base):
-    with raises("unsupported"):
-        scores_of(base, random_pack(base))
-
-
-@pytest.mark.parametrize("completions", [[], "tiny", [{"prompt": "x"}], [{"text": "x"}]])
-def test_completions_that_cannot_be_scored_are_one_line(base, saved, completions):
-    with pytest.raises(PackError) as caught:
-        base.rewards(completions, saved)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_head_of_another_width_does_not_fit(base, folder, tmp_path):
+def test_a_head_of_another_width_does_not_fit(base, folder, saved, tmp_path):
     pack = reward_pack(base, width=128)
     with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 64]"):
         attach_pack(base, pack)
     with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 64]"):
         check_fit(pack.save(tmp_path / "p"), str(folder))
     assert "score" not in dict(base.model.named_modules())
-
-
-def test_a_saved_pack_fits_by_its_headers(folder, saved):
     assert check_fit(Pack.open(saved.path), str(folder))["full_tensors"] == 1
 
 

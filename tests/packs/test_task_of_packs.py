@@ -1,8 +1,8 @@
-"""The task of a pack, and what the facts of the task are for other commands."""
+"""The task of a pack, by what its manifest says."""
 
 import pytest
 
-from mlx_packs.config.choices import TASKS, PackFacts, TaskFacts
+from mlx_packs.config.choices import PackFacts
 from mlx_packs.packs.manifest import is_reward_model, pack_facts, task_code, task_of
 
 HEAD = {"replaced": [{"name": "score.weight", "shape": [1, 8]}]}
@@ -12,30 +12,23 @@ def manifest(task: str | None = None, adapters: dict | None = None, **parts) -> 
     return {"objective": {"task": task} if task else {}, "adapters": adapters or {}, **parts}
 
 
-@pytest.fixture
-def graded(monkeypatch) -> str:
-    """A task with a head of its own, whose packs are described by facts."""
-    pack = PackFacts("a grader", evaluator="mlx_packs.evaluation.rankings:RerankEvaluator")
-    facts = TaskFacts("a:B", "decoder", heads=("score",), pack=pack)
-    monkeypatch.setitem(TASKS, "grade", facts)
-    return "grade"
+@pytest.mark.parametrize(
+    ("stored", "task"),
+    [
+        (manifest("dpo"), "dpo"),
+        (manifest("rerank", HEAD), "rerank"),
+        (manifest(), None),
+        (manifest(adapters=HEAD), "reward"),
+        (manifest("unknown", HEAD), "reward"),
+        (manifest("lm", HEAD), "reward"),
+        (manifest("reward", HEAD, classifier={"head": "score"}), "classify"),
+        (manifest("classify", HEAD), "reward"),  # nothing says which labels it has
+    ],
+)
+def test_a_pack_is_of_the_task_that_trained_it_or_goes_with_its_head(stored, task):
+    assert task_of(stored) == task and is_reward_model(stored) == (task == "reward")
 
 
-def test_a_pack_is_of_the_task_that_trained_it(graded):
-    assert task_of(manifest("dpo")) == "dpo"
-    assert task_of(manifest(graded, HEAD)) == graded
-    assert not is_reward_model(manifest(graded, HEAD))
-
-
-def test_an_imported_head_is_of_the_task_that_it_goes_with():
-    assert task_of(manifest()) is None
-    assert task_of(manifest(adapters=HEAD)) == "reward"
-    assert task_of(manifest("unknown", HEAD)) == task_of(manifest("lm", HEAD)) == "reward"
-    assert task_of(manifest("reward", HEAD, classifier={"head": "score"})) == "classify"
-    assert is_reward_model(manifest("classify", HEAD))  # nothing says which labels it has
-
-
-def test_facts_name_the_code_for_a_pack(graded):
-    assert task_code(manifest(graded, HEAD), "evaluator").__name__ == "RerankEvaluator"
-    assert task_code(manifest(graded, HEAD), "worker") is None
+def test_facts_name_the_code_for_a_pack():
+    assert task_code(manifest("rerank", HEAD), "evaluator").__name__ == "RerankEvaluator"
     assert pack_facts(manifest("unknown")) == PackFacts()

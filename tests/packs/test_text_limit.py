@@ -24,39 +24,28 @@ def test_the_limit_is_the_smaller_of_training_and_context(recorded, context, lim
     assert text_limit({}, {}) == 1 << 15
 
 
-def test_a_reranker_and_an_embedder_read_as_much_as_in_training(shared_tiny):
-    base = shared_tiny
-    limit = text_limit({"recipe": {"max_seq_length": 160}}, base.config)
-    facts = {"recipe": {"max_seq_length": limit}}
+@pytest.mark.parametrize(
+    ("task", "recorded"), [("rerank", 160), ("embedding", 160), ("embedding", None)]
+)
+def test_a_text_is_read_as_far_as_in_training(small_tiny, task, recorded):
+    facts = {"objective": {"task": task}}
+    if recorded:
+        facts["recipe"] = {"max_seq_length": recorded}
     texts = [LONG + "red", LONG + "the sky is blue today"]
-    pack = random_pack(base, size=0.3, facts={**facts, "objective": {"task": "rerank"}})
-    with base.applied(pack):
-        scores = base.rerank("q", texts)
-    assert scores[0] == scores[1]
-
-    pack = random_pack(base, size=0.3, facts={**facts, "objective": {"task": "embedding"}})
-    with base.applied(pack):
-        vectors = base.encode(texts)
-    assert np.array_equal(vectors[0], vectors[1])
-
-    whole = random_pack(base, size=0.3, facts={"objective": {"task": "embedding"}})
-    with base.applied(whole):
-        vectors = base.encode(texts)
-    assert not np.array_equal(vectors[0], vectors[1])
+    with small_tiny.applied(random_pack(small_tiny, size=0.3, facts=facts)) as base:
+        first, second = base.rerank("q", texts) if task == "rerank" else base.encode(texts)
+    assert np.array_equal(first, second) == bool(recorded)
 
 
-def test_a_mix_reads_as_much_as_its_shorter_pack(shared_tiny):
-    base = shared_tiny
-    lengths = (160, 200)
+def test_a_mix_reads_as_much_as_its_shorter_pack(small_tiny):
     objective = {"task": "embedding"}
     packs = [
-        random_pack(base, n, facts={"recipe": {"max_seq_length": n}, "objective": objective})
-        for n in lengths
+        random_pack(small_tiny, n, facts={"recipe": {"max_seq_length": n}, "objective": objective})
+        for n in (160, 200)
     ]
-    with base.applied([(pack, 0.5) for pack in packs]):
-        assert base.text_limit == 160
-    with base.applied([(pack, 0.5) for pack in packs[::-1]]):
-        assert base.text_limit == 160
+    for order in (packs, packs[::-1]):
+        with small_tiny.applied([(pack, 0.5) for pack in order]):
+            assert small_tiny.text_limit == 160
 
 
 def test_sentence_transformers_is_given_the_length(shared_tiny):
