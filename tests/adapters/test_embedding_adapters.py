@@ -169,10 +169,11 @@ def test_merging_and_mlx_lm_compute_what_the_attached_pack_does(tied, tmp_path):
 
     pack = pack_of(trainable).save(tmp_path / "pack")
     merged(pack, folder, tmp_path / "merged")
-    assert mx.allclose(load_base(tmp_path / "merged").model(TOKENS), wanted, atol=1e-4).item()
+    result = load_base(tmp_path / "merged").model(TOKENS)
+    assert mx.abs(result - wanted).max().item() < 1e-4
     export_pack(pack, "mlx-lm", tmp_path / "out")
     stock = load_adapters(load_model(folder)[0], str(tmp_path / "out")).eval()
-    assert mx.allclose(stock(TOKENS), wanted, atol=1e-4).item()
+    assert mx.abs(stock(TOKENS) - wanted).max().item() < 1e-4
 
 
 def test_such_packs_are_not_mixed():

@@ -5,25 +5,31 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
 from mlx_packs.data.rows import tiny_path
 
+SCRIPTS = Path(__file__).parents[2] / "examples" / "tiny"
 SPLITS = ("train", "valid", "test")
 CLOCK = re.compile(
     r"(?:(\d+)(?::(\d\d))? (am|pm)|(half past )?(\w+)(?: o'clock)? in the (\w+)|(noon))"
 )
 
 
-@pytest.fixture(scope="module")
-def make_data() -> ModuleType:
-    """The script that makes the data, imported."""
-    file = Path(__file__).parents[2] / "examples" / "tiny" / "make_data.py"
-    spec = importlib.util.spec_from_file_location("make_data", file)
+def script(name: str) -> ModuleType:
+    """A script of examples/tiny, imported."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def make_data() -> ModuleType:
+    """The script that makes the data."""
+    return script("make_data")
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +76,18 @@ def test_held_out_rows_share_no_wording_and_no_answer_with_training_rows(make_da
     parts = [set(column) for column in zip(*trained, strict=True)]  # but each part by itself
     for _, answer in rows["test"]:
         assert all(value in part for value, part in zip(answer.values(), parts, strict=True))
+
+
+def test_the_picture_shows_what_a_report_says():
+    accuracy = {"share": 0.0, "se": 0.0}, {"share": 0.955, "se": 0.0147}
+    shown = {"prompt": "a < b & c", "wanted": "x", "before": "no " * 40, "after": '{"<": "&"}'}
+    report = {
+        "pack_mb": 2.1,
+        "answers": {"rows": 7, "before": accuracy[0], "after": accuracy[1]},
+        "samples": [shown],
+    }
+    root = ElementTree.fromstring(script("make_picture").picture(report))
+    texts = [element.text for element in root.iter() if element.text]
+    assert {"0.0 %", "95.5 ± 1.5 %", "“a < b & c”", '{"<": "&"}'} <= set(texts)
+    assert any(text.startswith("exact answers to 7 ") for text in texts)
+    assert " ".join(text for text in texts if text.startswith("no ")) == shown["before"].strip()

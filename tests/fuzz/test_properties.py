@@ -2,9 +2,11 @@
 
 import json
 
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows import read_rows
@@ -69,6 +71,20 @@ def test_a_recipe_of_any_values_is_complete_or_an_error(values):
     recipe = reads(resolve, values)
     if recipe is not None:
         assert resolve(recipe.to_json()) == recipe
+
+
+@given(st.fixed_dictionaries({}, optional={"rank": SCALARS, "alpha": SCALARS, "dropout": SCALARS}))
+def test_settings_that_are_built_have_their_types(values):
+    config = reads(LoRAConfig.from_mapping, values)
+    assert config is None or (type(config.rank) is int and isinstance(config.dropout, float))
+
+
+@given(NAMES, st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans())
+def test_yaml_and_json_files_mean_the_same(tmp_path, name, value):
+    files = tmp_path / "c.yaml", tmp_path / "c.json"
+    files[0].write_text(yaml.safe_dump({name: value}))
+    files[1].write_text(json.dumps({name: value}))
+    assert read_settings(files[0]) == read_settings(files[1])
 
 
 @given(st.from_regex(r"[\w.@/-]{0,30}", fullmatch=True) | st.text(max_size=30))

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_packs.bases import supported
@@ -60,6 +60,14 @@ def test_a_batch_equals_each_alone(family, case):
         assert tokens == [int(token) for token, _ in steps]
 
 
+@pytest.mark.parametrize("family", sweep(BATCHED))
+def test_log_probabilities_in_a_batch_are_those_alone(family):
+    model = family_base(family).model
+    together, alone = scores(model, PROMPTS), [scores(model, [p])[0] for p in PROMPTS]
+    for one, other in zip(together, alone, strict=True):
+        assert distance(one, other) < 2e-3
+
+
 @pytest.mark.parametrize(("family", "case"), swept("shared", "repeated", of_all=("repeated",)))
 def test_prompts_that_are_read_once_have_the_log_probabilities_of_each(family, case):
     """Of five tokens, the same ones, in the same order of samples."""
@@ -88,6 +96,17 @@ def distance(one: mx.array, other: mx.array) -> float:
     return mx.abs(mx.where(finite, one - other, 0)).max().item()
 
 
+def scores(model, prompts) -> list[mx.array]:
+    """The log-probabilities of the first token after each prompt."""
+    generator = BatchGenerator(model, completion_batch_size=8, prefill_batch_size=8)
+    numbers = generator.insert([list(p) for p in prompts], [1] * len(prompts))
+    rows = {}
+    while responses := generator.next_generated():
+        rows |= {response.uid: response.logprobs for response in responses}
+    generator.close()
+    return [rows[number] for number in numbers]
+
+
 @pytest.mark.parametrize("family", ["gemma2", "mamba", "qwen3"])
 def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
     warn_once.cache_clear()
@@ -98,8 +117,9 @@ def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
     again = sample_batch(base, PROMPTS, [5, 2, 5], 3)
     assert again[0] == first[0][: first[0].index(first[0][1]) + 1] and len(again[1]) <= 2
     base.tokenizer.eos_token_ids = set()
-    sevens = sample_batch(base, PROMPTS, [3] * 3, 3, lambda x: mx.array([7] * len(x)))
-    assert sevens == [[7] * 3] * 3
+    assert (
+        sample_batch(base, PROMPTS, [3] * 3, 3, lambda x: mx.array([7] * len(x))) == [[7] * 3] * 3
+    )
 
 
 def test_training_says_that_a_family_generates_as_another_model(caplog):
