@@ -318,7 +318,7 @@ def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
 
 
 def tied_tables(model: nn.Module, tensors: Iterable[str]) -> set[str]:
-    """Return those of the tensors that are tables of embeddings and the head as well."""
+    """Return the tensors of tables that are both the embedding and the head."""
     modules = dict(model.named_modules())
     paths = [name.removesuffix(".weight") for name in tensors]
     tables = [path for path in paths if hasattr(modules.get(path), "as_linear")]

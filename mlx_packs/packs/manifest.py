@@ -17,7 +17,7 @@ from ..config.choices import (
     architecture_of,
 )
 from ..config.data import COLUMN_SETTINGS, JSON_LAYOUT
-from ..errors import PackError, older_version
+from ..errors import PackError, older_version, warn_once
 from ..files import to_json
 from ..kinds import MISSING, check_keys, check_kind
 from ..reading import SEAL, check_seal, parse_json, read_json, read_text, sealed, without_seal
@@ -438,13 +438,19 @@ def architecture_facts(manifest: dict) -> ArchitectureFacts:
 def read_pin(folder: Path) -> dict | None:
     """Where a pulled pack comes from (repo, revision, commit), and the hash of its manifest.
 
-    None if it was not pulled; the pack does not need it, so that a damaged file counts as none.
+    None if it was not pulled. The pack does not need it: a line names a damaged file.
     """
+    file = folder / PIN
+    if not os.path.lexists(file):
+        return None
+
+    pin: dict = {}
     with suppress(PackError, OSError):
-        if os.path.lexists(file := folder / PIN):
-            pin = read_json(file)
-            pin = {key: pin[key] for key in _PINNED if isinstance(pin.get(key), str)}
-            return pin if pin.keys() >= {"repo", "revision", "commit"} else None
+        pin = read_json(file)
+    pin = {key: pin[key] for key in _PINNED if isinstance(pin.get(key), str)}
+    if pin.keys() >= {"repo", "revision", "commit"}:
+        return pin
+    warn_once("%s: is ignored, since it is damaged. Pull the pack again.", file)
     return None
 
 

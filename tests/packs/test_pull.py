@@ -68,6 +68,16 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
 
 
+def test_inspect_names_a_damaged_file_of_the_hub(here, run, caplog):
+    write_pack(here / "p")
+    (here / "p" / "hub.json").write_text("{}")
+    code, out, _ = run("inspect", "p")
+    assert code == 0 and "hub     " not in out
+    assert [r.getMessage() for r in caplog.records] == [
+        "p/hub.json: is ignored, since it is damaged. Pull the pack again."
+    ]
+
+
 def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
     first = hub.repos["me/p"].branches[MAIN]
     mp.push(write_pack(here / "new", rank=3), "me/p")
