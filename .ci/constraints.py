@@ -49,7 +49,7 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     own = f"{project['name']}["  # one extra names another, as mlx-packs[serve]
-    extras = [text for name in ("test", "serve", "sweep", "dev") for text in optional[name]]
+    extras = [text for name in ("test", "serve", "dev") for text in optional[name]]
     needed = [text for text in extras if not text.startswith(own)]
     versions = installed([*project["dependencies"], *needed])
     lines = [f"{n}=={v}; python_version >= '3.11'\n" for n, v in sorted(versions.items())]

@@ -13,8 +13,8 @@ train
 sweep
   Train and compare the trials of a recipe with a section sweep:
     packs sweep -c sweep.yaml
-  Let earlier trials choose the values:
-    packs sweep -c sweep.yaml --search tpe
+  Draw the values at random, whatever the file says:
+    packs sweep -c sweep.yaml --search random
 
 learn
   Train on the answers that were rated on a server, and serve the result if it wins:

@@ -282,26 +282,28 @@ def diff(a: str, b: str) -> None:
     "--out",
     metavar="FILE",
     help="File to write.  [default: report.html in the run folder or the folder of the seeds; "
-    "<pack>-report.html without one; leaderboard.html in the folder of a sweep]",
+    "<pack>-report.html without one]",
 )
 @options.as_json
 def report(run_or_pack: str, out: str | None) -> None:
-    """Write a page about a run, a pack, several seeds or a sweep.
+    """Write a page about a run, a pack or several seeds.
 
-    RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, the output folder of
-    `packs train --seeds`, or the folder of a sweep. The page is one self-contained HTML file with
-    the loss curve, results, samples, the mask view, changes by layer, memory and recipe. The page
-    of several seeds has the mean and standard error of every number, and the page of a sweep has
-    its leaderboard. The page of an unfinished run shows the available parts. No model is loaded.
+    RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, or the output folder
+    of `packs train --seeds`. The page is one self-contained HTML file with the loss curve, results,
+    samples, the mask view, changes by layer, memory and recipe. The page of several seeds has the
+    mean and standard error of every number. The page of an unfinished run shows the available
+    parts. No model is loaded.
     """
-    from ..sweeps import leaderboard
     from ..training.run_page import write_page
 
     folder = Path(run_or_pack).expanduser()
-    if (folder / leaderboard.FILE).is_file():
-        file = leaderboard.write_page(folder, out)
-    else:
-        file = write_page(run_or_pack, out)
+    if (folder / "sweep.json").is_file():
+        raise PackError(
+            f"{folder}: is a sweep, whose table is in leaderboard.json. Name the pack of a trial, "
+            f"such as {folder / 'trials' / '001' / 'pack'}.",
+            "unsupported",
+        )
+    file = write_page(run_or_pack, out)
     print_report({"page": str(file), "bytes": file.stat().st_size}, [f"page    {file}"])
 
 

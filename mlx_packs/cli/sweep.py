@@ -1,6 +1,5 @@
 """`packs sweep`: many runs of one recipe with other values of some settings."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -36,9 +35,8 @@ from .recipe import recipe_of
 @option(
     "--search",
     section="Optimization",
-    type=click.Choice(tuple(SEARCHES)),
-    help="How values are chosen: all combinations (grid), at random (random), or from the results "
-    "of earlier trials (tpe).",
+    metavar=options.one_of(SEARCHES),
+    help="How values are chosen: all combinations (grid) or at random (random).",
     default_text="search of the section sweep, else grid",
 )
 @options.as_json
@@ -46,19 +44,14 @@ from .recipe import recipe_of
 def sweep(file: str, out: str | None, search: str | None, quiet: bool) -> None:
     """Train a recipe with several settings, and compare the packs.
 
-    The section sweep of FILE names the search (grid, random or tpe) and the values by key of the
-    recipe. Every trial that is known is checked before the first one starts. Each is trained
-    in a process of its own; after an interruption the same command continues. The leaderboard is
-    printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out
-    metric among the packs that pass the recipe's gates; if none does, the exit code is 1.
+    The section sweep of FILE names the search (grid or random) and the values by key of the
+    recipe. Every trial is checked before the first one starts. Each is trained in a process of its
+    own; after an interruption the same command continues. The leaderboard is printed, and written
+    as JSON. The best pack is the one with the best held-out metric among the packs that pass the
+    recipe's gates; if none does, the exit code is 1.
     """
-    if find_spec("optuna") is None:
-        raise PackError(
-            "sweep: Optuna is not installed. Run `pip install 'mlx-packs[sweep]'`.", "dependency"
-        )
-
     from ..files import exclusive_writer, make_folder
-    from ..sweeps.leaderboard import text_table
+    from ..sweeps.leaderboard import leaderboard, text_table
     from ..sweeps.plan import SECTION, plan_sweep
     from ..sweeps.sweep import begin, train_trials
 
@@ -72,7 +65,7 @@ def sweep(file: str, out: str | None, search: str | None, quiet: bool) -> None:
     settings = translate(settings, file)
     out = out or settings.pop("out", None) or settings.pop("adapter_path", None)
     folder = Path(out or Path("sweeps") / Path(file).stem).expanduser()
-    plan = plan_sweep(
+    planned = plan_sweep(
         {**settings, SECTION: section},
         file,
         folder,
@@ -82,22 +75,22 @@ def sweep(file: str, out: str | None, search: str | None, quiet: bool) -> None:
     display = Display(QUIET if quiet else NORMAL)
     make_folder(folder.parent)
     with exclusive_writer(folder):
-        begun, continues = begin(plan)
-        text = f"{plan.config.search} · {begun.count} trials · {folder}"
+        continues = begin(planned)
+        text = f"{planned.config.search} · {len(planned.trials)} trials · {folder}"
         if continues:
-            over = sum(trial.result is not None for trial in begun.trials)
+            over = sum(trial.result is not None for trial in planned.trials)
             text += f" · continues, {over} have results"
         display.line("sweep", text)
         try:
-            train_trials(begun, display)
+            train_trials(planned, display)
         except (KeyboardInterrupt, Interrupted) as error:
             number = getattr(error, "exit_code", 128 + signals.number_of(error)) - 128
             raise Interrupted(
                 "interrupted. The same command continues the sweep.", number
             ) from error
 
-    content = begun.leaderboard()
-    lines = [*text_table(content), f"page    {folder / 'leaderboard.html'}"]
+    content = leaderboard(planned)
+    lines = [*text_table(content), f"table   {folder / 'leaderboard.json'}"]
     if content["best"] is not None:
         lines.append(f"best    {content['best']}")
     print_report(content, lines)

@@ -228,14 +228,6 @@ class PolicyFacts:
     described: str = ""
 
 
-@dataclass(frozen=True)
-class SearchFacts:
-    """Facts of a search of packs sweep."""
-
-    draws: bool = False  # whether values are drawn, as many as ``trials``; else all combinations
-    learns: bool = False  # whether values depend on the results of earlier trials
-
-
 ARCHITECTURES = {
     "decoder": ArchitectureFacts(
         described="a causal language model",
@@ -509,11 +501,7 @@ POLICIES = {
 }
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
-SEARCHES = {  # of packs sweep
-    "grid": SearchFacts(),
-    "random": SearchFacts(draws=True),
-    "tpe": SearchFacts(draws=True, learns=True),
-}
+SEARCHES = ("grid", "random")  # of packs sweep
 AUTO_ON_OFF = ("auto", "on", "off")
 DISTANCES = ("euclidean", "cosine", "manhattan")
 

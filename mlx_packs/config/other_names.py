@@ -142,7 +142,7 @@ _VALUES = {
     "compute_dtype": DTYPES,
     "pack_dtype": DTYPES,
     "on_nan": {"skip, and lower --learning-rate": "back-off"},
-    "search": {"random or tpe": "halving"},
+    "search": {"random": "halving tpe"},
     "exchange_dtype": DTYPES,
 }
 

@@ -8,7 +8,7 @@ drawn twice, wide and narrow, and the page shows the one that fits: text keeps i
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -200,39 +200,15 @@ def chart(
     batches = [batch for points in usable.values() for batch, _ in points]
     first = min(batches)
     last = max(batches)
-    bounds = _around(list(usable.values()))
-    y_values = ticks(*bounds, 5 if size[1] > 180 else 3)
+    low, high = _around(list(usable.values()))
+    y_values = ticks(low, high, 5 if size[1] > 180 else 3)
+    y_labels = _labels(y_values)
 
-    def x_ticks(width: float) -> list[tuple[float, str]]:
-        values = ticks(first, last, max(2, round(width / 90)), least=1)
-        return list(zip(values, _labels(values), strict=True))
-
-    dots = {}
-    for key, points in usable.items():
-        described = len(points) <= _MOST_DOTS
-        words = [f"batch {b:,.0f}: {key[0]} {shown(v)}" if described else "" for b, v in points]
-        dots[key] = [(b, v, text) for (b, v), text in zip(points, words, strict=True)]
-    labels = ("batch", y_label)
-    y_ticks = list(zip(y_values, _labels(y_values), strict=True))
-    return drawn(dots, size, labels, ((first, last), bounds), x_ticks, y_ticks, mark)
-
-
-def drawn(
-    series: Mapping[tuple[str, str], Sequence[tuple[float, float, str]]],
-    size: tuple[int, int],
-    labels: tuple[str, str],
-    bounds: tuple[tuple[float, float], tuple[float, float]],
-    x_ticks: Callable[[float], Sequence[tuple[float, str]]],
-    y_ticks: Sequence[tuple[float, str]],
-    mark: tuple[float, str] | None = None,
-) -> Chart:
-    """Return a chart of points, those with a description as dots; ``x_ticks`` are for a width."""
     width, height = size
-    left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
+    left = 14 + _LABEL * max(map(len, y_labels))
     right = width - 14
-    top = 34 if labels[1] or mark else 8
+    top = 34 if y_label or mark else 8
     bottom = height - 40
-    (first, last), (low, high) = bounds
 
     def x(value: float) -> float:
         return round(left + (value - first) / ((last - first) or 1) * (right - left), 1)
@@ -241,17 +217,20 @@ def drawn(
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
     lines = []
-    for (name, kind), points in series.items():
-        path = " ".join(f"{x(at)},{y(value)}" for at, value, _ in points)
-        dots = [(x(at), y(value), words) for at, value, words in points if words]
+    for (name, kind), points in usable.items():
+        path = " ".join(f"{x(batch)},{y(value)}" for batch, value in points)
+        dots = []
+        if len(points) <= _MOST_DOTS:
+            dots = [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
         lines.append(Line(name, kind, path, dots))
 
+    x_values = ticks(first, last, max(2, round((right - left) / 90)), least=1)
     return Chart(
         *size,
         *(left, right, top, bottom),
-        [(x(at), label) for at, label in x_ticks(right - left)],
-        [(y(at), label) for at, label in y_ticks],
+        list(zip(map(x, x_values), _labels(x_values), strict=True)),
+        list(zip(map(y, y_values), y_labels, strict=True)),
         lines,
-        *labels,
+        *("batch", y_label),
         (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
     )

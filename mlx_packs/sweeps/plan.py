@@ -1,27 +1,14 @@
-"""The plan of a sweep: its section and every trial that is known, checked before one is trained.
-
-The space of a sweep is Optuna's distributions, by key of the recipe.
-"""
+"""The plan of a sweep: its section and the values of every trial, checked before one is trained."""
 
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
-from optuna.samplers import RandomSampler, TPESampler
-from optuna.trial import FrozenTrial
 
 from ..bases.files import check_files, resolve_checkpoint
 from ..config.choices import SEARCHES
@@ -30,19 +17,12 @@ from ..config.recipe import Recipe, check_data_named
 from ..config.values import setting_error, typed_value
 from ..errors import PackError, did_you_mean
 from ..tasks.phases import check_overridden, resolve_phases
-from .trial import metrics_of
+from .trial import Result, Trial, metrics_of
 
 MOST_TRIALS = 10_000
 _ATTEMPTS = 100  # at drawing values that no trial has yet, for each trial
 
-Space = dict[str, BaseDistribution]  # by key of the recipe
 Values = dict[str, Any]  # of a trial, by key of the recipe
-
-optuna.logging.set_verbosity(optuna.logging.WARNING)  # else every study is announced
-# Lists and mappings are choices too; they are stored as JSON and found by their place.
-warnings.filterwarnings("ignore", "Choices for a categorical distribution")
-
-
 _key = partial(option, section="Optimization", flags=())
 
 
@@ -50,20 +30,16 @@ _key = partial(option, section="Optimization", flags=())
 class SweepConfig(Settings):
     """The section ``sweep`` of a recipe."""
 
-    search: str = _key("grid", "How values are chosen.", choices=tuple(SEARCHES))
+    search: str = _key("grid", "How values are chosen.", choices=SEARCHES)
     trials: int | None = _key(None, "Number of trials.", at_least=1, at_most=MOST_TRIALS)
     seed: int = _key(0, "Random seed of the values.", at_least=0, below=2**32)
     metric: str | None = _key(None, "Held-out metric that trials are compared by.")
     parameters: dict = _key({}, "Values by key of the recipe.")
 
     def _conflicts(self) -> Iterator[Fault]:
-        search = SEARCHES.get(self.search)
-        if search is None:
-            return  # a fault of its own
-
-        if search.draws and self.trials is None:
-            yield Fault("trials", f"is required with search {self.search}. Give a number.")
-        if not search.draws and self.trials is not None:
+        if self.search == "random" and self.trials is None:
+            yield Fault("trials", "is required with search random. Give a number.")
+        if self.search == "grid" and self.trials is not None:
             text = "a grid has as many trials as combinations. Leave it out, or use search random."
             yield Fault("trials", text, "conflict")
 
@@ -87,6 +63,31 @@ class Range(Settings):
             yield Fault("min", text)
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a range, both ends included: integers if the ends are integers."""
+
+    low: float
+    high: float
+    is_log: bool  # whether logarithms are drawn
+
+    def draw(self, random: np.random.Generator) -> float:
+        """Return a number; a float has four digits, so that a table shows it in full."""
+        is_integer = isinstance(self.low, int) and isinstance(self.high, int)
+        # half of the way to the next integers, so that the ends are as likely as the others
+        margin = 0.5 if is_integer else 0.0
+        ends = (self.low - margin, self.high + margin)
+
+        number = random.uniform(*ends)
+        if self.is_log:
+            number = math.exp(random.uniform(*map(math.log, ends)))
+        number = round(number) if is_integer else float(f"{number:.4g}")
+        return min(max(number, self.low), self.high)
+
+
+Space = dict[str, list | Numbers]  # by key of the recipe
+
+
 def parse_space(parameters: Mapping, where: str) -> Space:
     """Return the parameters of a sweep by key of the recipe, such as ``rank_pattern.v_proj``.
 
@@ -96,18 +97,17 @@ def parse_space(parameters: Mapping, where: str) -> Space:
     if not parameters:
         text = "names no key of the recipe. Give at least one, such as `rank: [8, 16]`."
         raise setting_error(text, "sweep.parameters", where)
-    return {str(k): _distribution(v, f"sweep.parameters.{k}", where) for k, v in parameters.items()}
+    return {str(k): _values_of(v, f"sweep.parameters.{k}", where) for k, v in parameters.items()}
 
 
-def _distribution(values: Any, key: str, where: str) -> BaseDistribution:
+def _values_of(values: Any, key: str, where: str) -> list | Numbers:
     if isinstance(values, Mapping):
         ends = Range.from_mapping(values, f"{where}: {key}")
         low = values["min"]
         high = values["max"]
-        is_log = ends.scale == "log"
         if type(low) is int and type(high) is int:
-            return IntDistribution(low, high, log=is_log)
-        return FloatDistribution(ends.min, ends.max, log=is_log)
+            return Numbers(low, high, ends.scale == "log")
+        return Numbers(ends.min, ends.max, ends.scale == "log")
 
     if not isinstance(values, list):
         text = f"must be a list of values, or {{min: …, max: …}}, but is {values!r}."
@@ -116,98 +116,58 @@ def _distribution(values: Any, key: str, where: str) -> BaseDistribution:
         raise setting_error("has no values. List at least one.", key, where)
     if twice := [v for i, v in enumerate(values) if v in values[:i]]:
         raise setting_error(f"lists {twice[0]!r} twice. List it once.", key, where)
-    return CategoricalDistribution(values)
-
-
-def listed(distribution: BaseDistribution) -> tuple[Any, ...] | None:
-    """Return all values of a list; None of a range."""
-    return getattr(distribution, "choices", None)
+    return values
 
 
 def planned_values(config: SweepConfig, space: Space, where: str) -> list[Values]:
-    """Return the values of all trials that are known before the first one is trained.
+    """Return the values of all trials; no two are equal, and the same seed gives the same ones.
 
-    No two are equal, and the same seed gives the same ones. A search that learns has none yet.
     Random search: https://jmlr.org/papers/v13/bergstra12a.html
 
     Raises:
         PackError: a grid has a range or is too large, or there are fewer combinations than trials.
     """
-    search = SEARCHES[config.search]
-    combinations = math.prod(len(listed(d) or ()) or math.inf for d in space.values())
+    ranges = [key for key, values in space.items() if isinstance(values, Numbers)]
+    combinations = math.inf
+    if not ranges:
+        combinations = math.prod(map(len, space.values()))
 
-    if not search.draws:
-        if ranged := [key for key, distribution in space.items() if listed(distribution) is None]:
+    if config.search == "grid":
+        if ranges:
             text = "is a range, which a grid cannot go through. List values, or use search random."
-            raise setting_error(text, f"sweep.parameters.{ranged[0]}", where, "conflict")
+            raise setting_error(text, f"sweep.parameters.{ranges[0]}", where, "conflict")
         if combinations > MOST_TRIALS:
             text = f"the grid has {combinations:,} trials, more than {MOST_TRIALS:,}."
             raise setting_error(f"{text} Use search random.", "sweep.parameters", where)
-        return corners(space)
+        return [dict(zip(space, row, strict=True)) for row in itertools.product(*space.values())]
 
-    trials = config.trials or 0
-    if combinations < trials:
-        text = f"is {trials}, but there are only {combinations:.0f} combinations. Use search grid."
+    if combinations < config.trials:
+        text = (
+            f"is {config.trials}, but there are only {combinations} combinations. Use search grid."
+        )
         raise setting_error(text, "sweep.trials", where)
-
-    if search.learns:
-        return []
-    values = list(itertools.islice(draws(config, space, [], trials), trials))
-    if len(values) < trials:
-        text = f"is {trials}, but only {len(values)} different trials were drawn."
-        raise setting_error(f"{text} Widen a parameter.", "sweep.trials", where)
-    return values
+    return _drawn(config, space, where)
 
 
-def corners(space: Space, most: int = MOST_TRIALS) -> list[Values]:
-    """Return all combinations of listed values and ends of ranges.
+def _drawn(config: SweepConfig, space: Space, where: str) -> list[Values]:
+    """Return different values at random, as many as ``trials``."""
+    random = np.random.default_rng(config.seed)
+    trials: list[Values] = []
+    for _ in range(_ATTEMPTS * config.trials):
+        drawn = {key: _draw(values, random) for key, values in space.items()}
+        if drawn not in trials:
+            trials.append(drawn)
+        if len(trials) == config.trials:
+            return trials
 
-    If they are more than ``most``, every value is there once, beside the first values of others.
-    """
-    ends = {key: listed(d) or (d.low, d.high) for key, d in space.items()}
-    if math.prod(map(len, ends.values())) <= most:
-        return [dict(zip(ends, row, strict=True)) for row in itertools.product(*ends.values())]
-
-    first = {key: values[0] for key, values in ends.items()}
-    return [{**first, key: value} for key, values in ends.items() for value in values]
-
-
-def draws(
-    config: SweepConfig,
-    space: Space,
-    earlier: Sequence[FrozenTrial],
-    trials: int,
-    lower: bool = True,
-) -> Iterator[Values]:
-    """Yield values that no trial has yet; the seed and the earlier trials determine them.
-
-    Args:
-        config: the section of the sweep.
-        space: its parameters.
-        earlier: trials that TPE learns from (https://papers.nips.cc/paper/4443).
-        trials: number of values to draw.
-        lower: whether less of the metric is better.
-    """
-    seed = int(np.random.SeedSequence([config.seed, len(earlier)]).generate_state(1)[0])
-    sampler = TPESampler if SEARCHES[config.search].learns else RandomSampler
-    direction = "minimize" if lower else "maximize"
-    study = optuna.create_study(sampler=sampler(seed=seed), direction=direction)
-    study.add_trials(earlier)
-    seen = [trial.params for trial in earlier]
-
-    for _ in range(_ATTEMPTS * trials):
-        drawn = study.ask(space).params
-        values = {key: _four_digits(value, space[key]) for key, value in drawn.items()}
-        if values not in seen:
-            seen.append(values)
-            yield values
+    text = f"is {config.trials}, but only {len(trials)} different trials were drawn."
+    raise setting_error(f"{text} Widen a parameter.", "sweep.trials", where)
 
 
-def _four_digits(value: Any, distribution: BaseDistribution) -> Any:
-    """Return a float of a range with four digits, so that a table shows it in full."""
-    if not isinstance(distribution, FloatDistribution):
-        return value
-    return min(max(float(f"{value:.4g}"), distribution.low), distribution.high)
+def _draw(values: list | Numbers, random: np.random.Generator) -> Any:
+    if isinstance(values, Numbers):
+        return values.draw(random)
+    return values[random.integers(len(values))]
 
 
 def with_values(recipe: Mapping, values: Values) -> dict:
@@ -227,32 +187,35 @@ def with_values(recipe: Mapping, values: Values) -> dict:
 SECTION = "sweep"  # of a recipe
 # Keys that a trial cannot choose.
 _OF_SWEEP = ("out", "adapter_path", "resume", "overwrite", "seeds")
-_CORNERS = 64  # at most, of a space whose trials are not known yet
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """A sweep that was checked."""
 
     name: str  # for people
     folder: Path  # for everything that it writes
     config: SweepConfig
     space: Space
-    values: list[Values]  # of the trials that are known before the first one is trained
-    recipe_of: Callable[[Values], Recipe]  # of a trial; raises a PackError if there is none
-    recipe: Recipe  # of the first trial or corner of the space
+    trials: list[Trial]
+    recipes: list[Recipe]  # of the trials
     metrics: tuple[str, ...]  # the first that a trial has counts
+
+    def metric_of(self, result: Result) -> tuple[str, float | None]:
+        """Return the metric that trials are compared by, and its value; None if it is not known."""
+        values = result.metrics or {}
+        name = next((name for name in self.metrics if name in values), self.metrics[0])
+        return name, values.get(name)
 
 
 def plan_sweep(
     settings: Mapping, where: str, folder: Path, recipe_of: Callable[[dict], Recipe]
-) -> Plan:
-    """Return the plan of a sweep; nothing is written or trained.
+) -> Sweep:
+    """Return a sweep that was checked; nothing is written or trained.
 
     ``settings`` is the recipe file ``where`` with its section ``sweep``; ``recipe_of`` returns the
     recipe of a file's settings, with the defaults of its base; all files of the sweep go into
-    ``folder``. A PackError if a key or a value is wrong, of the sweep, of one of its trials, or, if
-    trials are not known yet, of a corner of the space.
+    ``folder``. A PackError if a key or a value is wrong, of the sweep or of one of its trials.
     """
     recipe = {key: value for key, value in settings.items() if key != SECTION}
     section = typed_value(settings.get(SECTION), dict, SECTION, where)
@@ -268,20 +231,12 @@ def plan_sweep(
             raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
 
     values = planned_values(config, space, where)
-    recipes = [_recipe(recipe, v, where, recipe_of) for v in values or corners(space, _CORNERS)]
+    recipes = [_recipe(recipe, v, where, recipe_of) for v in values]
     metrics = _metrics(config, recipes, where)
     _check_inputs(recipes)
 
-    return Plan(
-        name=Path(where).stem,
-        folder=folder,
-        config=config,
-        space=space,
-        values=values,
-        recipe_of=lambda own: _recipe(recipe, own, where, recipe_of),
-        recipe=recipes[0],
-        metrics=metrics,
-    )
+    trials = [Trial(i, v, folder / "trials" / f"{i:03d}") for i, v in enumerate(values, 1)]
+    return Sweep(Path(where).stem, folder, config, space, trials, recipes, metrics)
 
 
 def _recipe(
