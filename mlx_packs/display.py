@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import IO, Any
@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from rich.progress import Task as RichTask
 from rich.text import Text
 
-from .run_clock import TRAIN, RunClock
 from .terminal import Guarded, guarded, printable, unguarded
 
 _NOTEBOOK_CELLS = 30
@@ -122,7 +121,6 @@ class Display:
 
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
-        self.clock: RunClock | None = None  # of the run whose progress is shown
 
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
@@ -141,23 +139,14 @@ class Display:
 
     @contextmanager
     def task(
-        self,
-        label: str,
-        total: int,
-        unit: str = "",
-        done: int = 0,
-        part: str = "",
-        whole: Sequence[str] = (),
+        self, label: str, total: int, unit: str = "", done: int = 0, shows_first: bool = False
     ) -> Iterator["Task"]:
         """Show a bar on a terminal, else a plain line every few seconds.
 
-        ``unit`` is shown beside the bar; ``done`` steps were done before. ``part`` names the part
-        of a run whose clock counts the steps; the time left is then the run's. If the part belongs
-        to a ``whole`` of several, the bar is of all of them.
+        ``unit`` is shown beside the bar; ``done`` steps were done before. ``shows_first`` prints
+        the line of the first step at once.
         """
-        if self.clock is not None and self.clock.count(whole)[1]:  # none before it is planned
-            done, total = self.clock.count(whole)
-        task = Task(self, label, total, unit, done, part)
+        task = Task(self, label, total, unit, done, shows_first)
         with self._moving(task.bar):
             yield task
 
@@ -225,7 +214,7 @@ def hanging(line: str, width: int) -> str:
 
 
 class _Left(ProgressColumn):
-    """The time that is left, of the task or of the whole run."""
+    """The time that is left of a task."""
 
     def __init__(self, task: "Task") -> None:
         self._task = task
@@ -240,16 +229,22 @@ class Task:
     """Progress of one long piece of work."""
 
     def __init__(  # noqa: PLR0913 - its display, and what it shows
-        self, display: Display, label: str, total: int, unit: str, done: int, part: str = ""
+        self,
+        display: Display,
+        label: str,
+        total: int,
+        unit: str,
+        done: int,
+        shows_first: bool = False,
     ) -> None:
         self.display = display
         self.label = label
         self.total = total
         self.unit = unit
         self.done = self.initial = done
-        self.clock = display.clock if part else None
-        self.part = part
-        self.start = self.last_line = time.monotonic()
+        self.shows_first = shows_first
+        self.last_line = time.monotonic()
+        self.start: float | None = None  # when the first step ended, which may compile
 
         self.bar: Progress | NotebookBar | None = None
         self.id = TaskID(0)
@@ -268,20 +263,19 @@ class Task:
             self.bar = NotebookBar(self, printable(unit))
 
     def left(self) -> float | None:
-        """Return the seconds left of the run, or of the task if it is no part of one."""
-        if self.clock is not None:
-            return self.clock.left()
-        if self.done == self.initial:
+        """Return the seconds left at the mean pace since the first step; None until it is known."""
+        if self.start is None or self.done == self.initial:
             return None
-
         pace = (time.monotonic() - self.start) / (self.done - self.initial)
         return pace * (self.total - self.done)
 
     def advance(self, text: str | None = None, steps: int = 1) -> None:
         """Count one more step, or several at once; ``text`` is shown beside the bar."""
         self.done += steps
-        if self.clock is not None:
-            self.clock.tick(self.part, steps)
+        is_first = self.start is None
+        if is_first:
+            self.start = time.monotonic()
+            self.initial = self.done
 
         if self.bar is not None:
             self.bar.update(self.id, completed=self.done)
@@ -289,8 +283,9 @@ class Task:
                 self.bar.update(self.id, text=_plain(text))
             return
 
-        is_first = self.part == TRAIN and self.done == self.initial + 1  # shown at once
-        is_due = is_first or time.monotonic() - self.last_line > _PLAIN_SECONDS
+        is_due = (
+            is_first and self.shows_first
+        ) or time.monotonic() - self.last_line > _PLAIN_SECONDS
         if is_due and self.display.level > QUIET:
             self.last_line = time.monotonic()
             line = f"{self.done}/{self.total} {text or self.unit}".rstrip()

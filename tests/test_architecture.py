@@ -14,7 +14,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors sandbox plugins signals late runtime kinds reading filesystem files cache tensors run_clock
+terminal errors sandbox plugins signals late runtime kinds reading filesystem files cache tensors
 display gates measurements chips macos
 distributed config report ops cpu optim nn bases offload vision adapters data objectives inference memory packs evaluation
 tasks training sweeps learning

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from mlx_packs.cli import output
-from mlx_packs.display import Display, hanging, wrapped
-from mlx_packs.run_clock import RunClock
+from mlx_packs.display import QUIET, Display, hanging, wrapped
 from mlx_packs.training.observers import Console, ObservedRun
 
 LORA = (
@@ -106,25 +105,12 @@ def test_reports_stay_above_the_bar(terminal):
     assert "batch 9" not in shown()  # a file has lines of the bar instead
 
 
-def test_parts_of_an_evaluation_have_one_bar_and_say_what_they_count(monkeypatch):
-    monkeypatch.setattr("mlx_packs.display._PLAIN_SECONDS", -1)
-    shown = Display()
-    file = io.StringIO()
-    shown.console.file = file
-    shown.clock = RunClock()
-    shown.clock.plan("evaluate", 2)
-    shown.clock.plan("answer", 3)
-
-    for part, steps, unit in (("evaluate", 2, "held-out batches"), ("answer", 3, "answers")):
-        with shown.task("eval", steps, unit, 0, part, ("evaluate", "answer")) as bar:
-            for _ in range(steps):
-                bar.advance()
-
-    lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-    assert lines == [
-        "eval 1/5 held-out batches",
-        "eval 2/5 held-out batches",
-        "eval 3/5 answers",
-        "eval 4/5 answers",
-        "eval 5/5 answers",
-    ]
+def test_the_time_left_is_at_the_mean_pace_after_the_first_step(monkeypatch):
+    """The first step compiles, and says nothing about the next ones."""
+    now = [0.0]
+    monkeypatch.setattr("mlx_packs.display.time.monotonic", lambda: now[0])
+    with Display(QUIET).task("train", 10) as task:
+        for seconds, left in ((84.0, None), (1.0, 8), (3.0, 14)):
+            now[0] += seconds
+            task.advance()
+            assert task.left() == left

@@ -18,7 +18,6 @@ from ..inference.generate import text_of as text_of_tokens
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..reading import parse_json
-from ..run_clock import DECODE, FORWARD
 
 _SAMPLES = 3
 _MOST_AT_ONCE = 64
@@ -176,12 +175,6 @@ class Exam:
 
     def first(self, count: int) -> "Exam":
         return Exam(self._base, self.metric, self.questions[:count], self._tokens_at_once)
-
-    @property
-    def cost(self) -> float:
-        """The mean time of a question, in training steps on a token."""
-        lengths = [len(question.tokens) for question in self.questions]
-        return FORWARD * sum(lengths) / len(lengths) + DECODE * self._limit
 
     def answers(self, advance: Callable[[int], None] = lambda begun: None) -> list[str]:
         """Return the base's greedy answers as it is now.

@@ -34,7 +34,6 @@ from ..objectives.reference import PhaseReference
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
-from ..run_clock import ANSWER, EVALUATE
 from .phases import PhaseData, RunPhase, phase_data
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
@@ -305,29 +304,17 @@ class CausalLMTask(TokenTask):
         return values
 
     def _limit_exam(self, data: PhaseData) -> None:
-        """Ask no more questions than there are examples evaluated, and plan their time."""
-        if self.exam is None:
-            return
-
-        if self.train.test_batches is None:
+        """Ask no more questions than there are examples evaluated."""
+        if self.exam is not None and self.train.test_batches is None:
             self.exam = self.exam.first(len(self.sampled(data)))
-        if (clock := self.display.clock) is not None:
-            tokens = self.train.batch_size * float(data.train.examples.lengths.mean())
-            clock.plan(ANSWER, 2 * len(self.exam.questions), self.exam.cost / tokens)
 
     def _answers(self) -> list[str] | None:
         """Return the base's answers as it is now; None without a metric."""
         if self.exam is None:
             return None
 
-        display = self.display
-        whole = EVALUATE, ANSWER
-        with display.task("eval", len(self.exam.questions), "answers", 0, ANSWER, whole) as bar:
-            answers = self.exam.answers(lambda begun: bar.advance(steps=begun))
-
-        if display.clock is not None:
-            display.clock.tick(ANSWER, 0)
-        return answers
+        with self.display.task("eval", len(self.exam.questions), "answers") as bar:
+            return self.exam.answers(lambda begun: bar.advance(steps=begun))
 
 
 def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from ..config.choices import METHODS, OBJECTIVES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
-from ..data.dataset import Dataset, ExampleSet
+from ..data.dataset import COMPUTED_PER_S, Dataset, ExampleSet
 from ..data.row_format import shown_counts
 from ..data.rows import Splits
 from ..display import Display, clock
@@ -38,7 +38,6 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.facts import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
-from ..run_clock import COMPUTED_PER_S
 from .phases import OWN, PhaseData, RunPhase
 
 # Takes prompts, completions and the other columns of the rows, a list each; returns a number each,

@@ -12,7 +12,7 @@ import mlx.optimizers as optimizers
 from .. import runtime
 from ..adapters.trainable import Trainable, round_adapters
 from ..config.choices import TASKS
-from ..data.dataset import Batch, prefetched
+from ..data.dataset import COMPUTED_PER_S, Batch, prefetched
 from ..display import VERBOSE, Display
 from ..errors import Float16Overflow, PackError, RunStopped
 from ..files import make_folder
@@ -22,7 +22,6 @@ from ..objectives.reference import PhaseReference
 from ..objectives.score import Score, StoredScore
 from ..ops import _backend, dispatch
 from ..optim import carry_state
-from ..run_clock import ANSWER, COMPUTED_PER_S, EVALUATE, FORWARD, TRAIN
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
@@ -48,18 +47,13 @@ from .watch import EarlyStop, Ending, Memory, Watch, better_earlier, interrupted
 Scores = dict[str, Score]  # by phase
 Objectives = Mapping[str, Objective]  # by phase
 
-# Parts of a run's time, in batches.
-VALIDATE = "validate"
-SAVE = "save"
-
 _STOPPING = ("stop", "stopping after this batch, which is saved; Ctrl-C again ends at once")
 
 
 def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
     held_out = {each.phase.name: each.held_out for each in data}
     total = sum(examples.batches_per_epoch() for examples in held_out.values())
-    whole = EVALUATE, ANSWER
-    with display.task("eval", total, "held-out batches", 0, EVALUATE, whole) as bar:
+    with display.task("eval", total, "held-out batches") as bar:
         return {
             name: objectives[name].score(examples, bar.advance)
             for name, examples in held_out.items()
@@ -122,7 +116,6 @@ class Fit:
         checkpoint = self._resume()
 
         mx.reset_peak_memory()
-        self._plan_time()
         optimizer = self._train_phases(checkpoint)
         if run.train.picks_best:
             self._load_best()
@@ -177,32 +170,6 @@ class Fit:
             return {}
         per_s = state.computed_tokens / state.train_s
         return {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
-
-    def _plan_time(self) -> None:
-        run = self.run
-        clock = run.display.clock
-        done = self.state.batches
-        if clock is None:
-            return
-
-        clock.plan(TRAIN, run.last_phase.stop - done, limit=run.train.seconds)
-        validations = 0
-        saves = 1
-        for data in self.data:
-            phase = data.phase
-            validation = data.validation
-            left = max(0, phase.stop - max(done, phase.first_batch))
-            if validation is not None:
-                validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
-            saves += left // phase.train.save_every
-
-        held_out = sum(data.held_out.batches_per_epoch() for data in self.data)
-        evaluations = len(run.phases) + (self.before is None)
-
-        clock.plan(VALIDATE, validations, FORWARD)
-        clock.plan(SAVE, saves, FORWARD)
-        clock.plan(EVALUATE, evaluations * held_out, FORWARD)
-        clock.restart()
 
     def _check_end(self) -> None:
         """Note that a resumed run had ended; it cannot end before batches that it has taken."""
@@ -310,7 +277,7 @@ class Fit:
         blocks = getattr(self.trainable.model, "blocks_on_disk", None)
         together = blocks_together if blocks is not None and blocks.together else None
         step = BatchStep(stepper, objective, data.train.collate, self.parts, together)
-        reports = Reports(self.observers, step, phase.name, run.display.clock)
+        reports = Reports(self.observers, step, phase.name)
         save = partial(self._save, optimizer, reports)
 
         return Loop(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..data.dataset import Batch, Dataset
 from ..errors import BaseChanged, ReadFailed, read_errors
 from ..objectives.score import Score
-from ..run_clock import RunClock
 from ..runtime import mx, set_random_state
 from .observer import Observer
 from .on_nan import UpdateGuard
@@ -65,19 +64,16 @@ def _has_multiple(numbers: range, factor: int) -> bool:
 
 @dataclass
 class Reports:
-    """Tells the observers of a phase what happens in it; ``clock`` estimates the time left."""
+    """Tells the observers of a phase what happens in it."""
 
     observers: Sequence[Observer]
     step: BatchStep
     phase: str = ""
-    clock: RunClock | None = None
 
     def phase_starts(self, batches: int, done: int) -> None:
         """Announce a phase, which goes on after its first ``done`` batches."""
         for observer in self.observers:
             observer.on_phase_start(batches, done)
-        if self.clock is not None:
-            self.clock.restart()  # what came before is no step
 
     def phase_ends(self) -> None:
         """Say that a phase is over, or was ended by an error."""
@@ -132,12 +128,6 @@ class Reports:
     def checkpoint_written(self, folder: Path) -> None:
         for observer in self.observers:
             observer.on_checkpoint(folder)
-        self.tick("save")
-
-    def tick(self, part: str, units: int = 1) -> None:
-        """Count the time since the last unit for a part of the run."""
-        if self.clock is not None:
-            self.clock.tick(part, units)
 
     def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
         line = {"batch": state.batches, **entries}
@@ -310,7 +300,6 @@ class Loop:
         """Score the validation split; return whether these weights are to be kept as the best."""
         start = time.perf_counter()
         score = self.guard.validate(self.validation)
-        self.reports.tick("validate", self.validation.batches_per_epoch())
         self.state.keep_score(score, self.phase.train.best)
         self.trainable.model.train()
         self.reports.validated(score, self.state, time.perf_counter() - start)

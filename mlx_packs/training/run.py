@@ -22,7 +22,6 @@ from ..errors import Float16Overflow
 from ..objectives.causal_lm import TargetLoss
 from ..ops import _backend, watchdog
 from ..packs.base import Base
-from ..run_clock import RunClock
 from .attached import attached, bound_objectives
 from .fit import start_fit
 from .observer import Observer
@@ -107,7 +106,6 @@ def train_request(request: Request) -> TrainRun:
 
     After an overflow in float16 it continues in bfloat16 from the last update, as if resumed.
     """
-    request.display.clock = RunClock(compiles=runtime.COMPILES)
     _backend.start_record()
     settings = RunSettings.of(request)
     resume = request.option("resume")

@@ -3,9 +3,8 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from ..data.dataset import Batch
+from ..data.dataset import COMPUTED_PER_S, Batch
 from ..objectives.score import REWARD, Score, StoredScore
-from ..run_clock import COMPUTED_PER_S
 from ..runtime import mx
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from ...data.dataset import COMPUTED_PER_S
 from ...display import Task
 from ...late import load
 from ...objectives.score import Score
-from ...run_clock import COMPUTED_PER_S, TRAIN
 from ..observer import Observer
 from ..settings import Run
 
@@ -36,7 +36,7 @@ class Console(Observer):
 
     def on_phase_start(self, batches: int, done: int) -> None:
         self._bar = self._open.enter_context(
-            self._display.task("train", batches, done=done, part=TRAIN)
+            self._display.task("train", batches, done=done, shows_first=True)
         )
 
     def on_step(self, line: dict) -> None:
