@@ -21,7 +21,7 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of, evaluation_rows
 from ..files import atomic_folder, atomic_write, exclusive_writer, to_json
 from ..packs.base import load_base_for
-from ..packs.compatibility import check_checkpoint, note_of_start, quantize_for, quantize_options
+from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
 from ..packs.manifest import MANIFEST, chat_template_of, template_kwargs_of
 from ..packs.pack import Pack
 from ..reading import read_json
@@ -154,11 +154,7 @@ def train_candidate(folder: LearningFolder, job: Job, model: str, display: Displ
             run["resume_adapter_file"] = str(start)
 
     recipe = _recipe(folder, job, run)
-    pack = train_request(Request(recipe, model, display=_Shown(display.level))).pack
-    served = folder.pack_of(job.start)
-    if served is not None and (note := note_of_start(served.manifest, pack.manifest)):
-        display.line("note", note)
-    return pack
+    return train_request(Request(recipe, model, display=_Shown(display.level))).pack
 
 
 class _Shown(Display):

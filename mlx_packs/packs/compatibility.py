@@ -20,15 +20,13 @@ from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_f
 from ..bases.readers import DENSE, is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS
-from ..config.data import COLUMN_SETTINGS
-from ..errors import PackError, file_errors, warn_once
+from ..errors import PackError, file_errors
 from ..files import is_hub_id
 from ..reading import read_json
 from .manifest import (
     check_quantization,
     generates,
     pack_facts,
-    recorded_keys,
     task_code,
     task_of,
 )
@@ -38,18 +36,11 @@ if TYPE_CHECKING:
     from ..bases.model import BaseModel
 
 
-# Facts of the training and of the examples: packs may differ in them, and use reads none of them.
-# Every other checked entry of `objective` and `recipe` is compared.
-TRAINING_ONLY = {
-    "objective": frozenset(
-        "task loss loss_on beta reward class_weights center_rewards_coefficient teacher graph note "
-        "stack ppl_before ppl_after".split()
-    ),
-    # `base.quantization` is compared instead of the option
-    "recipe": frozenset(("quantize", "template_date", *COLUMN_SETTINGS)),
-}
 # Packs that differ in these compute different things; one that records no pooling has its base's.
-_SAME = ("task", "classifier", "pooling", "normalize", "head", "chat_template")
+_SAME = {
+    "objective": ("pooling", "normalize", "head", "query_prompt", "instruction"),
+    "recipe": ("chat_template", "template_kwargs"),
+}
 _OF_BASE = ("pooling", "normalize")
 # What a sum of packs that differ records; other entries are left out, so that the base's hold.
 _SUMMED: Mapping[str, Callable[[Iterable], Any]] = {
@@ -243,60 +234,42 @@ def recipe_of_run(folder: Path) -> Mapping:
     return {}
 
 
-def use_records(manifest: Mapping) -> dict[str, Any]:
-    """All that a manifest records for the use of its pack, by name; empty values are left out."""
-    task = task_of(manifest)
+def _use_of(pack: Pack) -> dict[str, Any]:
+    """Return what packs must agree in to be used together, by name."""
+    task = task_of(pack.manifest)
     if task is None or (task in TASKS and not TASKS[task].pack.described):
         task = "text generation"  # such as DPO and SFT
 
-    records = {"task": task, "classifier": manifest.get("classifier")}
-    records |= (manifest.get("base") or {}).get("text_files") or {}
-
-    for part, ignored in TRAINING_ONLY.items():
-        values = manifest.get(part) or {}
-        names = {*recorded_keys(part), *(values if part == "objective" else ())}
-        records |= {name: values.get(name) for name in names - ignored}
-
-    return {name: value for name, value in records.items() if value not in (None, {}, "", [])}
-
-
-def differing_records(all_records: Sequence[Mapping]) -> list[str]:
-    """The names of the records that are not equal, in one order."""
-    names = {name for records in all_records for name in records}
-    first = all_records[0]
-    return sorted(n for n in names if any(r.get(n) != first.get(n) for r in all_records))
+    records = {"task": task, "classifier": pack.manifest.get("classifier")}
+    for part, names in _SAME.items():
+        records |= {name: pack._part(part).get(name) or None for name in names}
+    return records
 
 
 def check_same_use(packs: Sequence[Pack], flag: str | None = None) -> None:
-    """Raise a PackError if packs are for different uses, and log once where else they differ."""
-    all_records = [use_records(pack.manifest) for pack in packs]
-    differing = differing_records(all_records)
+    """Raise a PackError if packs are for different uses."""
+    uses = [_use_of(pack) for pack in packs]
+    for name in uses[0]:
+        values = [use[name] for use in uses]
+        is_unknown = name in _OF_BASE and None in values
+        if is_unknown or all(value == values[0] for value in values):
+            continue
 
-    where = ", ".join(sorted(pack.name for pack in packs))
-
-    for name in _SAME:
-        is_unknown = name in _OF_BASE and not all(name in records for records in all_records)
-        if name in differing and not is_unknown:
-            raise PackError(
-                f"{where}: {_values(name, packs, all_records)}. Use packs together only if they "
-                "agree in it.",
-                "mismatch",
-                flag,
-            )
-
-    if differing:
-        warn_once(
-            "%s: %s. Together they have the smaller length or size; of all else, the base's "
-            "default.",
-            where,
-            " · ".join(_values(name, packs, all_records) for name in differing),
+        where = ", ".join(sorted(pack.name for pack in packs))
+        places = zip(values, packs, strict=True)
+        shown = sorted(f"{_shown(value)} in {pack.short_name}" for value, pack in places)
+        raise PackError(
+            f"{where}: {name} is {' and '.join(shown)}. Use packs together only if they agree in "
+            "it.",
+            "mismatch",
+            flag,
         )
 
 
 def agreed_records(packs: Sequence[Pack]) -> dict[str, dict]:
     """The recipe and objective of the sum of packs: what they have in common."""
     parts = {}
-    for part in TRAINING_ONLY:
+    for part in _SAME:
         common = reduce(_common, (pack._part(part) for pack in packs))
 
         for name, choose in _SUMMED.items():
@@ -318,29 +291,8 @@ def _common(one: Mapping, other: Mapping) -> dict:
     return common
 
 
-def note_of_start(start: Mapping, manifest: Mapping) -> str:
-    """What the pack that a run started from records otherwise than the run's own; often nothing."""
-    both = [use_records(start), use_records(manifest)]
-    return " · ".join(
-        f"{name} is {_shown(name, both[1])}, but was {_shown(name, both[0])} in the pack that the "
-        "run started from"
-        for name in differing_records(both)
-    )
-
-
-def _values(name: str, packs: Sequence[Pack], all_records: Sequence[Mapping]) -> str:
-    by_value: dict[str, list[str]] = {}
-    for pack, records in zip(packs, all_records, strict=True):
-        by_value.setdefault(_shown(name, records), []).append(pack.short_name)
-
-    texts = (f"{value} in {', '.join(sorted(names))}" for value, names in sorted(by_value.items()))
-    return f"{name} is {' and '.join(texts)}"
-
-
-def _shown(name: str, records: Mapping) -> str:
-    value = records.get(name)
+def _shown(value: Any) -> str:
     if value is None:
         return "not recorded"
-
-    text = value if name == "task" else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{text[:59]}…" if len(text) > 60 else text

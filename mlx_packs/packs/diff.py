@@ -16,7 +16,6 @@ from ..adapters.spec import ModuleSpec, by_number, check_shapes, leaf_names, ran
 from ..bases.files import quantization_name
 from ..config.arguments import checked_arguments
 from ..errors import PackError
-from ..report.facts import Norms
 from ..runtime import mx
 from .manifest import replaced_of
 from .pack import Pack
@@ -59,12 +58,13 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             incomparable[path] = reason
             continue
 
-        factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
+        one = spec[0] or spec[1]
+        factors = [_factors(s, t) if s else _zero(one) for s, t in zip(spec, tensors, strict=True)]
         sums = _compare(*factors)
 
         ranks = {f"rank_{x}": s.rank if s else 0 for x, s in zip("ab", spec, strict=True)}
         modules.append({"path": path, **ranks, **_distances(sums)})
-        layers[layer_of(path)] = layers.get(layer_of(path), 0) + sums
+        layers[_layer_of(path)] = layers.get(_layer_of(path), 0) + sums
 
     for pack, spec, stored in zip(packs, specs, tensors, strict=True):
         incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
@@ -95,7 +95,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     }
 
 
-def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
+def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     """Both factors in float64, the scale of each slice in the first."""
     stored = {name: tensors[name].shape for name in spec.shapes if name in tensors}
     check_shapes(spec.shapes, stored, spec.path)
@@ -107,11 +107,14 @@ def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     return a * scale, b
 
 
-def _compare(a: Factors | None, b: Factors | None) -> Sums:
-    """Norms and product of two deltas; None is a delta of zero."""
-    if a is None or b is None:
-        return squared_norm(*(a or b)) * np.array([b is None, a is None, True, False])
+def _zero(spec: ModuleSpec) -> Factors:
+    """The factors of a delta of zero: of rank 0."""
+    experts = spec.experts or 1
+    return np.zeros((experts, spec.in_features, 0)), np.zeros((experts, 0, spec.out_features))
 
+
+def _compare(a: Factors, b: Factors) -> Sums:
+    """Norms and product of two deltas."""
     sums = np.zeros(4)
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
@@ -123,11 +126,6 @@ def _compare(a: Factors | None, b: Factors | None) -> Sums:
         of_b = left[:, r:] @ right[:, r:].T
         sums += [np.sum(x) for x in (of_a**2, of_b**2, (of_a - of_b) ** 2, of_a * of_b)]
     return sums
-
-
-def squared_norm(a: np.ndarray, b: np.ndarray) -> float:
-    """||A @ B||^2 = sum(A'A * BB'), summed over experts."""
-    return float(np.sum((a.swapaxes(-1, -2) @ a) * (b @ b.swapaxes(-1, -2))))
 
 
 def _distances(sums: Sums) -> dict:
@@ -163,48 +161,10 @@ def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
     return f"{a.size} in A, {b.size} in B"
 
 
-def layer_of(path: str) -> str:
+def _layer_of(path: str) -> str:
     """The path through the number of its block, or all of it."""
     match = re.match(r"(.*?\.\d+)\.", path)
     return match[1] if match else path
-
-
-def delta_norms(pack: Pack) -> Norms:
-    """||scale * A @ B|| of each LoRA of a pack, by layer and projection.
-
-    Tensors that are stored in full and adapters of other kinds have no delta of their own and are
-    left out; no base model is loaded. Raises PackError if a tensor is damaged.
-    """
-    specs = {path: spec for path, spec in pack.specs.items() if spec.kind == "lora" and spec.rank}
-    if not specs:
-        return Norms((), ())
-
-    tensors = pack.load_tensors()
-    layers = {}
-    for path in sorted(specs, key=by_number):
-        layer = layer_of(path)
-        name = path.removeprefix(layer).lstrip(".") or path
-        norm = squared_norm(*factors_of(specs[path], tensors)) ** 0.5
-        layers.setdefault(layer, {})[name] = norm
-
-    names = {name for row in layers.values() for name in row}
-    leaves = {name: name.rpartition(".")[2] for name in names}
-    if len(set(leaves.values())) == len(names):  # the last part tells them apart
-        layers = {at: {leaves[name]: v for name, v in row.items()} for at, row in layers.items()}
-
-    projections = list(dict.fromkeys(name for row in layers.values() for name in row))
-    rows = [
-        (_layer_name(layer), [row.get(name) for name in projections])
-        for layer, row in layers.items()
-    ]
-
-    return Norms(projections, rows)
-
-
-def _layer_name(layer: str) -> str:
-    """``layer 3`` for ``model.layers.3``; a path without a number as it is."""
-    *_, name, number = ["", *layer.split(".")]
-    return f"{name.removesuffix('s')} {number}" if number.isdecimal() else layer
 
 
 def _facts(pack: Pack) -> dict:

@@ -454,11 +454,6 @@ def read_pin(folder: Path) -> dict | None:
     return None
 
 
-def recorded_keys(part: str) -> frozenset[str]:
-    """The checked entries of a part of a manifest, such as ``recipe``."""
-    return frozenset(name for name in _PARTS[part] if "." not in name)
-
-
 def chat_template_of(manifest: dict) -> str | None:
     """Return the chat template that a pack was trained with; None if it is the base model's."""
     return (manifest.get("recipe") or {}).get("chat_template")

@@ -83,8 +83,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     """Return the pack whose delta is the weighted sum of the deltas of several packs.
 
     Ranks and targets may differ; the sum is exact. A single pack with weight 1 is returned
-    unchanged. Of recipe and objective, the sum keeps what all packs have in common; other
-    differences in what the packs record for their use are logged.
+    unchanged. Of recipe and objective, the sum keeps what all packs have in common.
 
     Args:
         packs: Pairs of a pack and its weight.

@@ -88,19 +88,6 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class Norms:
-    """Frobenius norms of deltas: a row for each layer, a value for each projection or None."""
-
-    projections: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[float | None]]]
-
-    @property
-    def largest(self) -> float:
-        """The largest of all norms; 0 without any."""
-        return max((v for _, row in self.rows for v in row if v is not None), default=0.0)
-
-
-@dataclass(frozen=True)
 class Confusions:
     """Numbers of held-out examples: a row for each label, a column for each that is predicted."""
 
@@ -157,7 +144,6 @@ class Page:
     samples: Sequence[SampleTexts] = ()
     masks: Sequence[Masked] = ()
     memory_gb: Sequence[tuple[str, float]] = ()
-    norms: Norms | None = None
     confusions: Confusions | None = None
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
     rows: Sequence[tuple[str, str]] = ()

@@ -15,8 +15,8 @@ from ..nn.quantized import bare_module
 from ..nn.wrapped import NoisyEmbedding, trained_module
 from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
-from ..packs.compatibility import check_base, note_of_start
-from ..packs.manifest import MANIFEST, read_manifest
+from ..packs.compatibility import check_base
+from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from ..reading import read_header
 from ..runtime import mx
@@ -24,7 +24,6 @@ from ..tasks.task import Binding
 from .fit import Objectives
 from .planning import matmul_paths_by_name, reads_limited
 from .prepare import FLAG, PreparedRun, adapters_file
-from .settings import Run
 
 
 def add_noise(trainable: Trainable, alpha: float) -> None:
@@ -127,15 +126,6 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     for group in trainable.groups:
         for geometry in group.members:
             display.line("", geometry.describe(), VERBOSE)
-
-
-def compare_with_initial_pack(run: Run, pack: Pack) -> None:
-    """Say where a pack records another use than the pack that its run started from."""
-    start = run.request.option("resume_adapter_file")
-    if start is None or not (manifest := adapters_file(start).parent / MANIFEST).is_file():
-        return
-    if note := note_of_start(read_manifest(manifest), pack.manifest):
-        run.display.line("note", note)
 
 
 def load_adapters(trainable: Trainable, start: str) -> None:

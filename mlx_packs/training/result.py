@@ -20,7 +20,6 @@ from ..packs.pack import Pack
 from ..report.facts import Points, curve_of, loss_name, progress_series, short_curve, thinned
 from ..tasks.phases import counts_of
 from ..tasks.task import Summary
-from .attached import compare_with_initial_pack
 from .fit import Fit
 from .prepare import PreparedRun
 
@@ -197,9 +196,7 @@ def save_pack(prepared: PreparedRun, trainable: Trainable, fit: Fit, summary: Su
         pack.examples = source
 
     replace = run.request.option("overwrite") or run.place.resume
-    pack = pack.save(run.pack, overwrite=replace)
-    compare_with_initial_pack(run, pack)
-    return pack
+    return pack.save(run.pack, overwrite=replace)
 
 
 def _check_gates(prepared: PreparedRun, pack: Pack, summary: Summary) -> Gates:

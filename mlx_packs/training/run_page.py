@@ -7,7 +7,6 @@ from pathlib import Path
 from ..config.arguments import checked_arguments
 from ..errors import PackError, file_errors
 from ..files import atomic_write, to_json
-from ..packs.diff import delta_norms
 from ..packs.facts import (
     all_changes,
     figures_of,
@@ -130,10 +129,9 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
     """Write a self-contained HTML page about a run, a pack or several seeds; return its file.
 
     The page shows the loss curve, the results with their errors, samples, the tokens that the loss
-    is computed on, how much each layer changed, memory, and the recipe. For an unfinished run it
-    shows the available parts, and for a pack without its run the contents of the manifest. Folders
-    appear without their paths. The page of the output folder of `train_seeds` has the mean and
-    standard error of every number.
+    is computed on, memory, and the recipe. For an unfinished run it shows the available parts, and
+    for a pack without its run the contents of the manifest. Folders appear without their paths. The
+    page of the output folder of `train_seeds` has the mean and standard error of every number.
 
     Args:
         of: A run folder, a pack's folder, the output folder of `train_seeds`, or the Hub id of a
@@ -159,7 +157,7 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
             default = run / PAGE
         else:
             name = pack.short_name.replace("/", "-")
-            facts = pack_facts(pack, pack.short_name)
+            facts = manifest_facts(pack.manifest, pack.short_name)
             default = Path(f"{name}-{PAGE}")
 
     file = page_file(out or default)
@@ -175,11 +173,6 @@ def page_file(out: str | Path) -> Path:
     return file
 
 
-def pack_facts(pack: Pack, title: str) -> Page:
-    """Return the facts of a pack for a page: its manifest, and the norms of its deltas."""
-    return replace(manifest_facts(pack.manifest, title), norms=delta_norms(pack))
-
-
 def run_facts(run: Path) -> Page:
     """Return the facts of a run folder for a page, with its pack once the run is over."""
     identity = RunFolder(run).read_identity()
@@ -189,7 +182,7 @@ def run_facts(run: Path) -> Page:
 
     facts = None
     if report is not None and (pack := _pack_of(run)) is not None:
-        facts = pack_facts(pack, title)
+        facts = manifest_facts(pack.manifest, title)
     return facts_of_run(title, identity["recipe"], lines, report, facts or run_stage(run, identity))
 
 

@@ -3,19 +3,16 @@
 import json
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from mlx_packs.config.choices import NUMBERS, Number
 from mlx_packs.config.recipe import Recipe
-from mlx_packs.packs.diff import delta_norms
 from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
 from mlx_packs.report.facts import (
     Confusions,
     Masked,
     MetricChange,
-    Norms,
     Page,
     SampleTexts,
     confusions_of,
@@ -71,7 +68,6 @@ def hostile_facts() -> Page:
         samples=[SampleTexts(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
         masks=[Masked(HOSTILE, 1, 2, [(HOSTILE, True), (HOSTILE, False)])],
         memory_gb=[(HOSTILE, 1.0)],
-        norms=Norms([HOSTILE], [(HOSTILE, [1.0])]),
         confusions=Confusions([HOSTILE] * 2, [[1, 2], [0, 3]]),
         recipe=recipe_sections(recipe),
         rows=[(HOSTILE, HOSTILE)],
@@ -110,7 +106,6 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
         curve=curve_of(lines),
         samples=samples_of([sample] * 100),
         masks=masks_of([mask] * 100),
-        norms=Norms([str(i) for i in range(14)], [(f"layer {i}", [1.0] * 14) for i in range(128)]),
         recipe=recipe_sections({"model": text, "target_modules": [text] * 1000}),
     )
 
@@ -203,16 +198,6 @@ def test_confusions_are_a_table_or_a_picture_or_left_out(labels):
     assert "label 1 → label 2: 4" in page and ('class="confusions"' in page) == (labels == 40)
     for bad in ([], {"labels": ["a"]}, {"labels": ["a", "b"], "counts": [[1, 2], [3]]}):
         assert confusions_of(bad) is None
-
-
-def test_norms_are_those_of_the_deltas(tmp_path):
-    pack = write_pack(tmp_path / "p")
-    norms = delta_norms(pack)
-    assert norms.projections == ["q_proj"]
-    assert [layer for layer, _ in norms.rows] == ["layer 0", "layer 1"]
-    for i, (_, row) in enumerate(norms.rows):
-        a, b = (np.array(pack.tensors[f"model.layers.{i}.self_attn.q_proj.lora_{x}"]) for x in "ab")
-        assert row == pytest.approx([np.linalg.norm(2 * a @ b)], rel=1e-5)  # scale: alpha / rank
 
 
 def test_a_manifest_alone_gives_a_page(tmp_path):
