@@ -14,7 +14,7 @@ from typing import IO
 
 from . import filesystem
 from .errors import PackError
-from .filesystem import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
+from .filesystem import OLD, discard, hidden_name, lock_text, sweep, temporary
 from .terminal import escaped
 
 TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe
@@ -39,7 +39,6 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     At every instant ``path`` is the old folder or the new one, complete; a process that is killed
     leaves what the next one removes. Without ``replace`` an existing ``path`` is an error.
     """
-    recover(path)
     if path.exists() and not replace:
         raise PackError(f"{path}: already exists. Choose another path.", "exists")
 
@@ -56,7 +55,7 @@ def replace_folder(partial: Path, path: Path) -> None:
     """Give a finished folder the name ``path``, durably; then remove the one that had it.
 
     The names are exchanged atomically. If kernel or file system cannot do that, the old folder is
-    moved away first, to a name from which `recover` puts it back; it stays on failure.
+    moved to a hidden name first; it stays on failure.
     """
     filesystem.sync_tree(partial)
 
@@ -83,20 +82,13 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
         return partial
 
     old = hidden_name(path, OLD)
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(BlockingIOError):
-            filesystem.lock(descriptor)  # so that `recover` does not take it for a leftover
-        try:
-            os.rename(path, old)
-            os.rename(partial, path)
-        except BaseException:  # an interruption too
-            if old.exists() and not path.exists():
-                os.rename(old, path)
-            raise
-    finally:
-        os.close(descriptor)
-
+        os.rename(path, old)
+        os.rename(partial, path)
+    except BaseException:  # an interruption too
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        raise
     return old
 
 

@@ -2,9 +2,10 @@
 
 ``.NAME.partial-HOST-RANDOM`` is a file or folder that becomes ``NAME``, or was it and is being
 removed: it is deleted once nobody uses it. ``.NAME.old-HOST-RANDOM`` was ``NAME`` and is complete:
-it is put back if nothing took its place. ``.NAME.lock`` shows that a process writes ``NAME``. Its
-user holds a lock on it, which ends with the process. Locks of other hosts may not be visible here
-(network folders, shared folders of virtual machines), so their leftovers are kept for a day.
+nothing removes it after a process was killed between two renames. ``.NAME.lock`` shows that a
+process writes ``NAME``. Its user holds a lock on it, which ends with the process. Locks of other
+hosts may not be visible here (network folders, shared folders of virtual machines), so their
+leftovers are kept for a day.
 """
 
 import ctypes
@@ -20,18 +21,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import PackError
-
 PARTIAL, OLD = "partial", "old"
-_NAME = re.compile(
-    r"\.(?P<target>.+)\.(?P<kind>partial|old)-"
-    r"(?P<host>[0-9a-f]{6})-[0-9a-f]{10}(?:\.safetensors)?"
-)
+_NAME = re.compile(r"\..+\.partial-(?P<host>[0-9a-f]{6})-[0-9a-f]{10}(?:\.safetensors)?")
 _STALE_S = 24 * 3600  # after which leftovers of another host are removed
-_WAIT_S = 2.0  # at most, for a live process between two renames
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _AT_FDCWD = -100  # Linux: names are relative to the current folder
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV}
@@ -125,20 +119,6 @@ def is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Leftover:
-    """A temporary file or folder, and its final name.
-
-    Attributes:
-        host: of the process that made it.
-    """
-
-    path: Path
-    target: Path
-    kind: str
-    host: str
-
-
 def hidden_name(path: Path, kind: str, suffix: str = "") -> Path:
     """Return a name beside ``path`` that no other process uses, on any host."""
     return path.with_name(f".{path.name}.{kind}-{_host()}-{secrets.token_hex(5)}{suffix}")
@@ -166,45 +146,16 @@ def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") ->
 
 
 def sweep(folder: Path) -> None:
-    """Remove what dead processes left in a folder, and put back what they moved away."""
-    for leftover in _leftovers(folder):
-        with suppress(OSError):
-            _settle(leftover)
+    """Remove what dead processes left in a folder, their lock files too."""
+    names: list[str] = []
+    with suppress(OSError, ValueError):
+        names = os.listdir(folder)
 
-    for file in folder.glob(".*.lock"):
-        _remove_dead_lock(file)
-
-
-def recover(path: Path) -> None:
-    """Put a folder back that a killed process moved away; a PackError if that is not allowed."""
-    start = time.monotonic()
-    waited = False
-
-    while not (os.path.exists(path) or waited):  # unlike Path.exists, False for a name too long
-        old = [x for x in _leftovers(path.parent) if x.kind == OLD and x.target.name == path.name]
-        if not old:
-            return
-        waited = time.monotonic() - start > _WAIT_S
-        try:
-            if not _settle(old[0], waited):  # a live process is between two renames
-                time.sleep(0.02)
-        except FileNotFoundError:  # another process was faster
-            pass
-        except OSError as error:
-            raise PackError(
-                f"{path}: is at {old[0].path} since a process was killed that replaced it, and "
-                f"cannot be put back ({error.strerror or error}). Rename it.",
-                "unwritable",
-            ) from None
-
-
-def recovered(folder: Path) -> list[str]:
-    """Put back what killed processes moved away in a folder, if possible; return the names."""
-    missing = {x.target for x in _leftovers(folder) if x.kind == OLD and not x.target.exists()}
-    for target in missing:
-        with suppress(PackError):  # a list shows what it can
-            recover(target)
-    return sorted(target.name for target in missing if target.is_dir())
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            _remove_dead(folder / name, match["host"])
+        elif name.startswith(".") and name.endswith(".lock"):
+            _remove_dead(folder / name, None)
 
 
 def discard(folder: Path, target: Path) -> None:
@@ -222,32 +173,25 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _settle(leftover: _Leftover, waited: bool = False) -> bool:
-    """Put a leftover back or remove it if its process is dead; return whether that was done.
-
-    After ``waited`` its process counts as dead, unless its lock is held.
-    """
+def _remove_dead(path: Path, host: str | None) -> None:
+    """Remove a leftover if its process is dead; the text of a lock file names its host."""
     try:
-        descriptor = os.open(leftover.path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # another process was faster
-        return False
+        return
 
     try:
-        has_lock = lock(descriptor)
-        is_dead = _is_unused(leftover.path, leftover.host, has_lock) or waited
-        if not is_dead or not is_named(descriptor, leftover.path):
-            return False
+        if host is None:
+            match = re.fullmatch(rb"mlx_packs lock ([0-9a-f]{6})\n", os.read(descriptor, 64))
+            if match is None:  # another program's
+                return
+            host = match[1].decode()
 
-        if leftover.kind == OLD and not leftover.target.exists():
-            os.rename(leftover.path, leftover.target)
-            sync(leftover.target.parent)
-        elif leftover.kind == OLD:
-            discard(leftover.path, leftover.target)
-        else:
-            remove(leftover.path)
-        return True
-    except BlockingIOError:  # a live process uses it
-        return False
+        is_unused = (lock(descriptor) and host == _host()) or _age_s(path) > _STALE_S
+        if is_unused and is_named(descriptor, path):
+            remove(path)
+    except OSError:  # a live process has it
+        pass
     finally:
         os.close(descriptor)
 
@@ -255,26 +199,6 @@ def _settle(leftover: _Leftover, waited: bool = False) -> bool:
 def lock_text() -> bytes:
     """Return the content of a lock file of this host, which shows that it is this program's."""
     return f"mlx_packs lock {_host()}\n".encode()
-
-
-def _remove_dead_lock(file: Path) -> None:
-    """Remove a lock file of this program that nobody holds."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return
-
-    try:
-        text = os.read(descriptor, 64)
-        match = re.fullmatch(rb"mlx_packs lock ([0-9a-f]{6})\n", text)
-        if match is None or not is_named(descriptor, file):
-            return
-        if _is_unused(file, match[1].decode(), lock(descriptor)):
-            file.unlink()
-    except OSError:  # a live process has it
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def _locked(path: Path) -> int | None:
@@ -290,23 +214,6 @@ def _locked(path: Path) -> int | None:
 
     os.close(descriptor)
     return None
-
-
-def _leftovers(folder: Path) -> list[_Leftover]:
-    """Return the entries of a folder with temporary names, the last renamed first."""
-    dated = []
-    with suppress(OSError, ValueError), os.scandir(folder) as entries:
-        for entry in entries:
-            if match := _NAME.fullmatch(entry.name):
-                target = folder / match["target"]
-                leftover = _Leftover(folder / entry.name, target, match["kind"], match["host"])
-                dated.append((entry.stat(follow_symlinks=False).st_ctime_ns, leftover))
-
-    return [leftover for _, leftover in sorted(dated, key=lambda pair: pair[0], reverse=True)]
-
-
-def _is_unused(path: Path, host: str, has_lock: bool) -> bool:
-    return (has_lock and host == _host()) or _age_s(path) > _STALE_S
 
 
 def _host() -> str:

@@ -15,9 +15,8 @@ import pytest
 
 from mlx_packs import filesystem
 from mlx_packs.files import atomic_folder, atomic_write, exclusive_writer
-from mlx_packs.filesystem import OLD, PARTIAL, hidden_name, recover, recovered, sweep, temporary
+from mlx_packs.filesystem import OLD, PARTIAL, hidden_name, sweep, temporary
 from tests.helpers.errors import raises
-from tests.helpers.packs import write_pack
 
 DAYS_AGO = time.time() - 2 * 24 * 3600
 
@@ -170,61 +169,13 @@ def test_what_cannot_be_known_to_be_dead_waits_a_day(tmp_path, monkeypatch, why)
     assert not partial.exists()
 
 
-def test_an_old_folder_comes_back_unless_it_was_replaced(tmp_path):
-    for name in ("x", "y"):
-        write(tmp_path / name, "old")
-        os.rename(tmp_path / name, hidden_name(tmp_path / name, OLD))
-    write(tmp_path / "y", "new")  # which cleans up the folder as well
-    assert names(tmp_path) == ["x", "y"]
-    assert (text_of(tmp_path / "x"), text_of(tmp_path / "y")) == ("old", "new")
-
-
-def test_recovery_waits_for_a_live_process(tmp_path, monkeypatch):
-    write(tmp_path / "x", "old")
-    old = hidden_name(tmp_path / "x", OLD)
-    descriptor = os.open(tmp_path / "x", os.O_RDONLY)
-    filesystem.lock(descriptor)
-    os.rename(tmp_path / "x", old)
-    write(tmp_path / "partial", "new")
-    timer = threading.Timer(0.1, os.rename, (tmp_path / "partial", tmp_path / "x"))
-    timer.start()
-    recover(tmp_path / "x")
-    timer.join()
-    os.close(descriptor)
-    assert text_of(tmp_path / "x") == "new" and old.exists()
-
-
-def test_recovery_without_locks_waits_a_moment(tmp_path, monkeypatch):
-    monkeypatch.setattr(filesystem, "lock", lambda _: False)
-    monkeypatch.setattr(filesystem, "_WAIT_S", 0.05)
-    write(tmp_path / "x", "old")
-    os.rename(tmp_path / "x", hidden_name(tmp_path / "x", OLD))
-    recover(tmp_path / "x")
-    assert text_of(tmp_path / "x") == "old" and names(tmp_path) == ["x"]
-
-
-def test_a_folder_that_cannot_come_back_is_named(tmp_path, monkeypatch):
+def test_a_folder_that_was_moved_away_stays(tmp_path):
+    """A process was killed between two renames; the user renames it."""
     write(tmp_path / "x", "old")
     old = hidden_name(tmp_path / "x", OLD)
     os.rename(tmp_path / "x", old)
-
-    def fail(*_):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "rename", fail)
-    with raises("unwritable", None, str(old)):
-        recover(tmp_path / "x")
-    assert recovered(tmp_path) == []
-
-
-def test_the_next_command_puts_a_pack_back(tmp_path, run):
-    pack = write_pack(tmp_path / "packs" / "p").path
-    for command in (["inspect", pack], ["list", tmp_path], ["export", pack, "--to", "peft"]):
-        os.rename(pack, hidden_name(pack, OLD))
-        out = ["--out", tmp_path / "out"] if command[0] == "export" else []
-        code, _, err = run(*command, *out)
-        assert code == 0, err
-        assert names(pack.parent) == ["p"]
+    sweep(tmp_path)
+    assert text_of(old) == "old"
 
 
 def test_lock_files_of_others_stay(tmp_path):
@@ -249,8 +200,6 @@ def test_two_writers_at_once_leave_one_whole_folder(tmp_path, both_ways):
     threads = [threading.Thread(target=_write_often, args=(tmp_path / "x", t)) for t in "ab"]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        recover(tmp_path / "x")
     for thread in threads:
         thread.join()
     assert text_of(tmp_path / "x") in "ab" and (tmp_path / "file").read_text() in "ab"

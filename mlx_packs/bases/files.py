@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ..errors import PackError, file_errors, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
-from ..filesystem import recover
 from ..kinds import check_keys
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
@@ -59,8 +58,6 @@ def resolve_checkpoint(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if is_local_model(str(name)) and not os.path.exists(path):
         path = local_model(str(name))
-
-    recover(path)
 
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():

@@ -8,7 +8,6 @@ from ..adapters.spec import ranks_of
 from ..config.arguments import checked_arguments
 from ..config.choices import METRICS
 from ..errors import PackError
-from ..filesystem import recover, recovered
 from ..reading import sha256
 from ..terminal import short
 from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest, read_pin, specs_of
@@ -18,7 +17,6 @@ _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
 def open_folder(folder: Path) -> dict:
     """The manifest; the sizes of the files are checked."""
-    recover(folder)
     if not folder.is_dir():
         raise PackError(f"{folder}: no such pack folder.", "not-found")
 
@@ -73,8 +71,6 @@ def check_hash(file: Path, expected: str, where: str) -> None:
 
 def check_output(folder: Path, overwrite: bool) -> None:
     """Check that nothing else is at ``folder``, and no pack unless ``overwrite``."""
-    recover(folder)
-
     if folder.exists() and not folder.is_dir():
         raise PackError(f"--out {folder}: is a file. Choose another path.", "exists")
     if not folder.exists() or not any(folder.iterdir()):
@@ -151,7 +147,6 @@ def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
     while waiting:
         path = waiting.pop()
         try:
-            recovered(path)
             with os.scandir(path) as entries:
                 is_folder = {e.name: e.is_dir(follow_symlinks=False) for e in entries}
         except OSError as error:

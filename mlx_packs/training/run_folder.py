@@ -15,7 +15,7 @@ from ..config.data import DataConfig
 from ..config.other_names import without_removed
 from ..errors import PackError, file_errors, older_version
 from ..files import atomic_write, exclusive_writer, is_pattern, make_folder, to_json, write_errors
-from ..filesystem import discard, recovered, sweep
+from ..filesystem import discard, sweep
 from ..packs.folder import check_output
 from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
 from ..report.facts import PAGE
@@ -67,7 +67,6 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
-        recovered(self.path)
         if not self.path.is_dir():
             return []
 
