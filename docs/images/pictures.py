@@ -58,8 +58,6 @@ INTENTS = (
 RUNS = {
     "reminders": "--steps-per-report 5 --steps-per-eval 25",
     "short": "--iters 40",
-    "intents": "--data intents --task classify --calibrate --batch-size 16 --iters 200 "
-    "--learning-rate 3e-3 --steps-per-report 10 --steps-per-eval 100 --test-batches -1",
 }
 
 
@@ -72,24 +70,16 @@ def packs(*args: str) -> list[str]:
 
 
 def write_data(work: Path, banking: Path) -> None:
-    """Write the messages of `INTENTS` as chats to tickets/, and with labels to intents/."""
+    """Write the messages of `INTENTS` as chats to tickets/."""
     import gzip
 
     for split in ("train", "valid", "test"):
         with gzip.open(banking / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
             chats = [json.loads(line) for line in lines]
         chats = [chat for chat in chats if chat["messages"][-1]["content"] in INTENTS]
-        rows = [labelled(*(message["content"] for message in chat["messages"])) for chat in chats]
-
-        for name, examples in (("tickets", chats), ("intents", rows)):
-            (work / name).mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(example) + "\n" for example in examples)
-            (work / name / f"{split}.jsonl").write_text(lines, "utf-8")
-
-
-def labelled(question: str, intent: str) -> dict[str, str]:
-    """Return a row for a classifier."""
-    return {"text": question.partition(": ")[2], "label": intent}
+        (work / "tickets").mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(chat) + "\n" for chat in chats)
+        (work / "tickets" / f"{split}.jsonl").write_text(text, "utf-8")
 
 
 def write_headers(folder: Path, config: dict[str, Any]) -> None:
@@ -236,18 +226,6 @@ def report(work: Path, browser: Browser) -> None:
             save_page(page, f"report-{scheme}", clip=clip, full_page=True)
 
 
-def confusion(work: Path, browser: Browser) -> None:
-    """The table of predicted labels on the report page of the classifier."""
-    with pages(browser, 780, 800) as opened:
-        for scheme, page in opened:
-            page.goto(report_of(work, "intents"))
-            heading = page.get_by_role("heading", name="Predicted labels")
-            box = page.locator("section", has=heading).bounding_box()
-            assert box, "the report has no table of predicted labels"
-            clip = {"x": 0, "y": box["y"] - 12, "width": 780, "height": box["height"] + 24}
-            save_page(page, f"confusion-{scheme}", clip=clip, full_page=True)
-
-
 @contextmanager
 def server(work: Path) -> Iterator[str]:
     """Serve the packs of reminders; yield the address."""
@@ -289,7 +267,7 @@ def serving(work: Path, browser: Browser) -> None:
 
 
 TERMINALS = (data, plan, leaderboard)
-PAGES = (report, confusion, serving)
+PAGES = (report, serving)
 
 
 def main() -> None:

@@ -190,15 +190,6 @@ def commonest_share(values: np.ndarray) -> float:
     return float(np.unique(values, axis=0, return_counts=True)[1].max() / len(values))
 
 
-def confusion_matrix(predictions: Predictions) -> np.ndarray | None:
-    """Return counts, int, by label (rows) and prediction (columns); None of sets and scores."""
-    if predictions.problem in (MULTI, REGRESSION):
-        return None
-    classes = predictions.logits.shape[1]
-    cells = predictions.values * classes + predictions.predicted()
-    return np.bincount(cells, minlength=classes**2).reshape(classes, classes)
-
-
 def fit_temperature(predictions: Predictions) -> float:
     """Return the temperature with the least log loss, by a search of thirds over its logarithm."""
     low = np.log(_COLDEST)

@@ -22,13 +22,11 @@ from ..report.facts import (
     loss_name,
     name_alone,
     number,
-    progress_series,
     rate_name,
     recipe_sections,
     samples_of,
     stored_curve,
     text,
-    thinned,
     unit_of,
 )
 from ..report.page import render_fragment
@@ -247,7 +245,7 @@ def model_card(manifest: dict, name: str) -> str:
         *("", "```", card_command(manifest), "```", ""),
     ]
     samples = len(lines)
-    lines += [*_card_curve(manifest), *_card_recipe(manifest)]
+    lines += _card_recipe(manifest)
     lines = [line.replace("<", "&lt;") for line in lines]  # no name or value is a tag
     lines[samples:samples] = _card_samples(manifest)
     return printable_text("\n".join([*_card_metadata(manifest), *lines]) + "\n")
@@ -289,27 +287,6 @@ def _card_samples(manifest: Mapping) -> list[str]:
     if not lines:
         return []
     return ["## Sample", "", *lines]
-
-
-def _card_curve(manifest: Mapping) -> list[str]:
-    curve = stored_curve(manifest)
-    names = progress_series(curve)
-    training, valid = (dict(thinned(curve.get(name, []), 10)) for name in names)
-    batches = sorted({*training, *valid})
-    if len(batches) < 2:
-        return []
-
-    rows = [
-        f"| {batch:,.0f} | {_decimals(training.get(batch))} | {_decimals(valid.get(batch))} |"
-        for batch in batches
-    ]
-    measure = names[0]
-    heads = [f"| batch | training {measure} | validation {measure} |", "|---:|---:|---:|"]
-    return [f"## {measure.capitalize()}", "", *heads, *rows, ""]
-
-
-def _decimals(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _card_recipe(manifest: Mapping) -> list[str]:

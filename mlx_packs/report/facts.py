@@ -31,9 +31,6 @@ _RATES = tuple(f"{unit}_per_s" for unit in _UNITS)
 SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
 MOST_SAMPLES = 12
-MOST_LABELS = 100  # of a picture of confusions
-_NAMED_LABELS = 12
-_MOST_MISTAKES = 10
 MOST_TEXT = 3000  # characters of a sample on a page
 _MANY = 1e9  # of a perplexity, whose digits say nothing then
 
@@ -78,44 +75,6 @@ class SampleTexts:
 
 
 @dataclass(frozen=True)
-class Masked:
-    """A training example in spans of text, each with whether the loss is on it."""
-
-    where: str
-    targets: int
-    tokens: int
-    spans: Sequence[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Confusions:
-    """Numbers of held-out examples: a row for each label, a column for each that is predicted."""
-
-    labels: Sequence[str]
-    counts: Sequence[Sequence[int]]
-
-    @property
-    def has_names(self) -> bool:
-        """Whether a table has room for the names of the labels."""
-        return len(self.labels) <= _NAMED_LABELS
-
-    def share(self, row: int, column: int) -> float:
-        """Return the share of the examples of a label that are predicted as another, or as it."""
-        return self.counts[row][column] / max(1, sum(self.counts[row]))
-
-    @property
-    def mistakes(self) -> list[tuple[str, str, int]]:
-        """The most frequent ones: the label, what is predicted, and the number of examples."""
-        wrong = [
-            (label, self.labels[column], count)
-            for row, label in enumerate(self.labels)
-            for column, count in enumerate(self.counts[row])
-            if count and column != row
-        ]
-        return sorted(wrong, key=lambda each: -each[2])[:_MOST_MISTAKES]
-
-
-@dataclass(frozen=True)
 class Page:
     """The content of a page; every part but the title may be empty.
 
@@ -142,9 +101,7 @@ class Page:
     loss_name: str = "loss"
     best: float | None = None
     samples: Sequence[SampleTexts] = ()
-    masks: Sequence[Masked] = ()
     memory_gb: Sequence[tuple[str, float]] = ()
-    confusions: Confusions | None = None
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
     rows: Sequence[tuple[str, str]] = ()
     command: str = ""
@@ -298,47 +255,6 @@ def samples_of(stored: object) -> list[SampleTexts]:
             texts = [text(entry.get(key), MOST_TEXT).strip() for key in keys]
             samples.append(SampleTexts(*texts))
     return samples
-
-
-def masks_of(stored: object) -> list[Masked]:
-    """Return training examples of `data.token_store`, each cut to so many characters."""
-    if not isinstance(stored, list):
-        return []
-
-    masks = []
-    for entry in stored[:MOST_SAMPLES]:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("spans"), list):
-            continue
-
-        left = MOST_TEXT
-        spans = []
-        for span in entry["spans"]:
-            if left > 0 and isinstance(span, Mapping):
-                shown = text(span.get("text"), left)
-                spans.append((shown, span.get("learned") is True))
-                left -= len(shown)
-
-        counts = (int(number(entry.get(key)) or 0) for key in ("learned", "total"))
-        masks.append(Masked(name_alone(entry.get("where")), *counts, spans))
-
-    return masks
-
-
-def confusions_of(stored: object) -> Confusions | None:
-    """Return ``labels`` and ``counts`` of a report, if these are a square of small numbers."""
-    if not isinstance(stored, Mapping):
-        return None
-
-    labels = stored.get("labels")
-    counts = stored.get("counts")
-    if not isinstance(labels, list) or not isinstance(counts, list):
-        return None
-    is_square = all(isinstance(row, list) and len(row) == len(labels) for row in (counts, *counts))
-    if not is_square or not 1 < len(labels) <= MOST_LABELS:
-        return None
-
-    rows = [[int(max(number(value) or 0, 0)) for value in row] for row in counts]
-    return Confusions([text(label, 60) for label in labels], rows)
 
 
 def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:

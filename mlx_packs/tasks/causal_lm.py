@@ -120,7 +120,6 @@ class CausalLMTask(TokenTask):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         encoded = encode_phases(phases, splits, base, self.train, self.display)
-        self.masks = self._masked(encoded[-1]["train"], base)
         data = phase_data(self, phases, encoded)
 
         split = data[-1].held_out_split

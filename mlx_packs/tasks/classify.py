@@ -21,7 +21,6 @@ from ..evaluation.classification import (
     VALIDATED,
     Predictions,
     class_score,
-    confusion_matrix,
     fit_temperature,
     predict,
     validated_numbers,
@@ -32,7 +31,6 @@ from ..objectives.reader import label_reader
 from ..objectives.score import check_best
 from ..objectives.text_loss import TextLoss, label_losses
 from ..packs.base import Base
-from ..report.facts import MOST_LABELS
 from .phases import PhaseData, RunPhase, encode_each
 from .task import Binding, Summary, Trained, summarized
 from .texts import TextsTask
@@ -168,7 +166,6 @@ class ClassifyTask(TextsTask):
         report = {
             "labels": len(classes.labels),
             "mistakes": held_out.mistakes(classes.labels),
-            "confusions": _confusions(held_out, classes),
         }
         facts = {"classifier": classes.to_json()}
         return summarized(trained, named, facts, report, results)
@@ -199,14 +196,3 @@ class ClassifyTask(TextsTask):
         )
         self.display.line("temperature", text)
         return replace(self.classes, temperature=temperature), values
-
-
-def _confusions(predictions: Predictions, classes: Classes) -> dict | None:
-    """Return labels and confusion matrix for the page of a run; None if no picture has room."""
-    if len(classes.labels) > MOST_LABELS:
-        return None
-
-    counts = confusion_matrix(predictions)
-    if counts is None:
-        return None
-    return {"labels": list(classes.labels), "counts": counts.tolist()}

@@ -114,9 +114,7 @@ class PreferenceTask(TokenTask):
         show_notes(read, phase.columns, self.base.tokenizer, display)
 
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
-        """Take some training examples for the page, and the prompt of the first held-out row."""
-        self.masks = self._masked(data.splits["train"], self.base)
-
+        """Take the prompt of the first held-out row."""
         row = splits.first_usable(data.held_out_split)
         columns = data.phase.columns
         if not TASKS[self.train.task].rated:

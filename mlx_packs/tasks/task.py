@@ -119,8 +119,6 @@ class Task(ABC):
     unplanned_recompute = "selective"  # where no memory plan is possible
     validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
 
-    masks: Sequence[dict] = ()  # some training examples as `data.token_store` has them
-
     def __init__(self, phase: RunPhase, lora: LoRAConfig, calls: Calls) -> None:
         check_best(phase.train.best, self.validated)
         # of its last phase; with --epochs only the phases of `PhaseData` have the final `iters`

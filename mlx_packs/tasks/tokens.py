@@ -22,7 +22,6 @@ from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.sharing import draws_at_random, plan_trees
 from ..data.token_cache import encode_cached, steps_of
-from ..data.token_store import masked
 from ..data.trees import LEAST, TreePlan
 from ..display import VERBOSE, Display
 from ..errors import PackError
@@ -34,8 +33,6 @@ from ..objectives.exactness import prepare_packing, why_not_shared
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase, counted, encode_each, sample, show_notes, show_phase
 from .task import Task
-
-MASKS = 2  # training examples that the page of a run shows
 
 
 class TokenTask(Task):
@@ -105,9 +102,6 @@ class TokenTask(Task):
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         if self.trees:
             check_trees(trainable, head)
-
-    def _masked(self, examples: Examples, base: Base) -> list[dict]:
-        return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
 
 
 def encode_phases(

@@ -388,7 +388,7 @@ def start_fit(
             check_scores(before, saved=False)
 
     unit = objectives[run.last_phase.name].unit
-    observed = ObservedRun(run, unit, prepared.identity["recipe"], masks=prepared.task.masks)
+    observed = ObservedRun(run, unit, prepared.identity["recipe"])
     observers = make_observers(observed)
 
     make_folder(run.folder)

@@ -1,6 +1,6 @@
 """The page of a run, a pack or several seeds: what their folders have, collected and written."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +19,8 @@ from ..reading import check_seal, read_json, sealed, without_seal
 from ..report.facts import (
     PAGE,
     Page,
-    confusions_of,
     curve_of,
     loss_name,
-    masks_of,
     name_alone,
     number,
     recipe_sections,
@@ -128,8 +126,8 @@ _SUFFIX = "-run"
 def write_page(of: str | Path, out: str | Path | None = None) -> Path:
     """Write a self-contained HTML page about a run, a pack or several seeds; return its file.
 
-    The page shows the loss curve, the results with their errors, samples, the tokens that the loss
-    is computed on, memory, and the recipe. For an unfinished run it shows the available parts, and
+    The page shows the loss curve, the results with their errors, samples, memory, and the recipe.
+    For an unfinished run it shows the available parts, and
     for a pack without its run the contents of the manifest. Folders appear without their paths. The
     page of the output folder of `train_seeds` has the mean and standard error of every number.
 
@@ -220,15 +218,13 @@ def facts_of_run(
         held_out=held_out_line({**report, **held_out}),
         best=number(report.get("best_batch")),
         samples=samples_of(samples) or facts.samples,
-        masks=masks_of(report.get("masks")),
-        confusions=confusions_of(report.get("confusions")),
         memory_gb=memory_of(report),
     )
 
 
-def write_report(run: Path, report: Mapping, masks: Iterable[Mapping]) -> None:
-    """Write what a run reported, and some of its training examples, into its folder."""
-    atomic_write(run / REPORT, to_json(sealed({**report, "masks": list(masks)})))
+def write_report(run: Path, report: Mapping) -> None:
+    """Write what a run reported into its folder."""
+    atomic_write(run / REPORT, to_json(sealed(dict(report))))
 
 
 def read_report(run: Path) -> dict | None:

@@ -10,14 +10,10 @@ from mlx_packs.config.recipe import Recipe
 from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
 from mlx_packs.report.facts import (
-    Confusions,
-    Masked,
     MetricChange,
     Page,
     SampleTexts,
-    confusions_of,
     curve_of,
-    masks_of,
     name_alone,
     points,
     recipe_sections,
@@ -66,9 +62,7 @@ def hostile_facts() -> Page:
         unit=HOSTILE,
         best=50,
         samples=[SampleTexts(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
-        masks=[Masked(HOSTILE, 1, 2, [(HOSTILE, True), (HOSTILE, False)])],
         memory_gb=[(HOSTILE, 1.0)],
-        confusions=Confusions([HOSTILE] * 2, [[1, 2], [0, 3]]),
         recipe=recipe_sections(recipe),
         rows=[(HOSTILE, HOSTILE)],
         command=HOSTILE,
@@ -98,14 +92,11 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
     lines = [{"batch": n, "loss": 1 / n, "valid_loss": 2 / n} for n in range(1, 20_000)]
     text = "word " * 10_000
     sample = {key: text for key in ("prompt", "wanted", "before", "after")}
-    spans = [{"text": "ab", "learned": i % 2 == 0} for i in range(50_000)]
-    mask = {"where": "t:1", "learned": 1, "total": 2, "spans": spans}
 
     facts = Page(
         title="long",
         curve=curve_of(lines),
         samples=samples_of([sample] * 100),
-        masks=masks_of([mask] * 100),
         recipe=recipe_sections({"model": text, "target_modules": [text] * 1000}),
     )
 
@@ -115,7 +106,7 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
 def test_a_page_shows_what_there_is_and_no_more():
     page = Elements(render(Page(title="bare"))).words
     assert "No curve" in page
-    for heading in ("Held-out", "Sample", "Memory", "Recipe", "Pack", "What the loss is on"):
+    for heading in ("Held-out", "Sample", "Memory", "Recipe", "Pack"):
         assert heading not in page
     facts = Page(title="x", samples=[SampleTexts("ask me", "wanted one", "", "said after")])
     page = Elements(render(facts)).words
@@ -185,19 +176,6 @@ def test_settings_that_differ_from_the_defaults_are_known():
     recipe = Recipe().to_json()
     assert recipe_sections(recipe) == recipe_sections(json.loads(json.dumps(recipe)))
     assert all(value for _, settings in recipe_sections(recipe) for _, value, _ in settings)
-
-
-@pytest.mark.parametrize("labels", [3, 40])
-def test_confusions_are_a_table_or_a_picture_or_left_out(labels):
-    counts = [[5 * (row == column) for column in range(labels)] for row in range(labels)]
-    counts[1][2] = 4
-    stored = {"labels": [f"label {i}" for i in range(labels)], "counts": counts}
-    confusions = confusions_of(stored)
-    assert confusions.mistakes == [("label 1", "label 2", 4)]
-    page = render(Page(title="x", confusions=confusions))
-    assert "label 1 → label 2: 4" in page and ('class="confusions"' in page) == (labels == 40)
-    for bad in ([], {"labels": ["a"]}, {"labels": ["a", "b"], "counts": [[1, 2], [3]]}):
-        assert confusions_of(bad) is None
 
 
 def test_a_manifest_alone_gives_a_page(tmp_path):

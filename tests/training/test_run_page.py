@@ -33,10 +33,9 @@ def finished(trained_copy) -> Path:
 def test_a_run_leaves_its_page(finished):
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "<h1>o</h1>" in page and "Perplexity" in page and "Not finished" not in page
-    assert "What the loss is on" in page and "train.jsonl:1" in page and "layer 1" in page
     assert str(finished.parent) not in page
     report = read_report(finished)
-    assert report["steps"] == 2 and len(report["masks"]) == 2
+    assert report["steps"] == 2
 
 
 def test_packs_report_writes_the_page_of_a_run_or_its_pack(finished, run):
@@ -55,7 +54,7 @@ def test_a_pack_without_its_run_has_a_page_of_its_own(finished, run):
     shutil.rmtree(finished)
     assert run("report", "o")[0] == 0
     page = Path("o-report.html").read_text(encoding="utf-8")
-    assert "Perplexity" in page and "polyline" in page and "What the loss is on" not in page
+    assert "Perplexity" in page and "polyline" in page
     files = {"README.md", "adapter_config.json", "adapters.safetensors", "pack.json"}
     assert {path.name for path in Path("o").iterdir()} == files
 
@@ -146,12 +145,12 @@ def test_a_notebook_shows_a_run_and_its_report(finished):
     assert json.loads(json.dumps(result.report)) == report
 
 
-def test_the_card_has_sample_curve_and_recipe(trained):
+def test_the_card_has_sample_and_recipe(trained):
     pack = mp.Pack.open(trained / "o")
     sample = {"prompt": "Say yes.", "wanted": "Yes.", "before": "no", "after": "completed"}
     card = model_card({**pack.manifest, "samples": [sample]}, "o")
     assert "<pre>Yes.</pre>" in card and "<pre>completed</pre>" in card
-    for row in ("| 1 | ", "| 2 | ", "| batch-size | `2` |", "| learning-rate | `0.001` |"):
+    for row in ("| batch-size | `2` |", "| learning-rate | `0.001` |"):
         assert row in card
     assert [b for b, _ in pack.manifest["measured"]["curve"]["loss"]] == [1, 2]
     hostile = {**pack.manifest, "samples": [{"prompt": "```\n<script>", "after": "````"}]}

@@ -1,6 +1,6 @@
 """Everything that follows a training run: its observers, in the order in which they are called."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -20,7 +20,6 @@ class ObservedRun:
     unit: str  # what the run counts: tokens, pairs
     recipe: dict  # its configuration as in config.json
     curve: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
-    masks: Sequence[dict] = ()  # some training examples, as `data.token_store` has them
 
 
 class Console(Observer):

@@ -40,7 +40,7 @@ class ReportPage(Observer):
     def on_end(self, report: dict) -> None:
         observed = self._observed
         folder = observed.run.folder
-        self._attempt(REPORT, lambda: write_report(folder, report, observed.masks))
+        self._attempt(REPORT, lambda: write_report(folder, report))
         self._attempt(PAGE, self._write_page)
         if PAGE not in self._noted:
             observed.run.display.line("page", str(folder / PAGE))
