@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, those without a loss too
 Array = Any  # NumPy's, or MLX's once an objective has prepared the batch
 Layout = tuple  # hashable, as the spans of packed examples
 Shape = tuple[int, int]  # of a batch, as the memory plan counts it

@@ -24,7 +24,7 @@ from ..config.choices import METHODS, OBJECTIVES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
-from ..data.dataset import COMPUTED_PER_S, Dataset, ExampleSet
+from ..data.dataset import Dataset, ExampleSet
 from ..data.row_format import shown_counts
 from ..data.rows import Splits
 from ..display import Display, clock
@@ -375,9 +375,9 @@ def _speed(report: Mapping) -> str:
             return f"{rate:,.{digits}f} {unit}/s"
 
     supervised = f"{report['tokens_per_s']:,.0f}"
-    if COMPUTED_PER_S not in report:
+    if (rate := report.get("computed_tokens_per_s")) is None:
         return f"{supervised} supervised tokens/s"
-    return f"{report[COMPUTED_PER_S]:,.0f} tokens/s, {supervised} of them supervised"
+    return f"{rate:,.0f} tokens/s, {supervised} of them supervised"
 
 
 def _cost(report: Mapping) -> str:

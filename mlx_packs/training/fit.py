@@ -12,7 +12,7 @@ import mlx.optimizers as optimizers
 from .. import runtime
 from ..adapters.trainable import Trainable, round_adapters
 from ..config.choices import TASKS
-from ..data.dataset import COMPUTED_PER_S, Batch, prefetched
+from ..data.dataset import Batch, prefetched
 from ..display import VERBOSE, Display
 from ..errors import Float16Overflow, PackError, RunStopped
 from ..files import make_folder
@@ -39,7 +39,7 @@ from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
 from .run_folder import NOT_FINITE
 from .settings import Run
-from .state import TrainingState
+from .state import COMPUTED_PER_S, TrainingState
 from .step import BatchStep, Stepper
 from .update import add_scale, scale_facts
 from .watch import EarlyStop, Ending, Memory, Watch, better_earlier, interrupted

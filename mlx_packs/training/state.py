@@ -3,9 +3,11 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from ..data.dataset import COMPUTED_PER_S, Batch
+from ..data.dataset import Batch
 from ..objectives.score import REWARD, Score, StoredScore
 from ..runtime import mx
+
+COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, those without a loss too
 
 
 @dataclass

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ...data.dataset import COMPUTED_PER_S
 from ...display import Task
 from ...late import load
 from ...objectives.score import Score
 from ..observer import Observer
 from ..settings import Run
+from ..state import COMPUTED_PER_S
 
 
 @dataclass(frozen=True)
