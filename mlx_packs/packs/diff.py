@@ -59,7 +59,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             continue
 
         one = spec[0] or spec[1]
-        factors = [_factors(s, t) if s else _zero(one) for s, t in zip(spec, tensors, strict=True)]
+        factors = [_factors(s or one, t if s else None) for s, t in zip(spec, tensors, strict=True)]
         sums = _compare(*factors)
 
         ranks = {f"rank_{x}": s.rank if s else 0 for x, s in zip("ab", spec, strict=True)}
@@ -95,8 +95,12 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     }
 
 
-def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
-    """Both factors in float64, the scale of each slice in the first."""
+def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array] | None) -> Factors:
+    """Both factors in float64, the scale of each slice in the first; of rank 0 without tensors."""
+    if tensors is None:
+        experts = spec.experts or 1
+        return np.zeros((experts, spec.in_features, 0)), np.zeros((experts, 0, spec.out_features))
+
     stored = {name: tensors[name].shape for name in spec.shapes if name in tensors}
     check_shapes(spec.shapes, stored, spec.path)
     a, b = (np.asarray(x.astype(mx.float32), np.float64) for x in read_factors(spec, tensors))
@@ -105,12 +109,6 @@ def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
         b = b[None]
     scale = np.concatenate([np.full(s.rank, s.scale) for s in spec.slices])
     return a * scale, b
-
-
-def _zero(spec: ModuleSpec) -> Factors:
-    """The factors of a delta of zero: of rank 0."""
-    experts = spec.experts or 1
-    return np.zeros((experts, spec.in_features, 0)), np.zeros((experts, 0, spec.out_features))
 
 
 def _compare(a: Factors, b: Factors) -> Sums:

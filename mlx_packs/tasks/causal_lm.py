@@ -195,7 +195,9 @@ class CausalLMTask(TokenTask):
         check_forward(self.base, self.sample.tokens)
 
         self.prepare_rows(binding.trainable, head)
-        self._limit_exam(binding.data[-1])
+        if self.exam is not None and self.train.test_batches is None:
+            # no more questions than there are examples evaluated
+            self.exam = self.exam.first(len(self.sampled(binding.data[-1])))
         if not self.trees:
             self.frozen = self._frozen_activations(binding, head)
 
@@ -301,11 +303,6 @@ class CausalLMTask(TokenTask):
             values["min_tps_ratio"] = with_pack.tps_ratio
 
         return values
-
-    def _limit_exam(self, data: PhaseData) -> None:
-        """Ask no more questions than there are examples evaluated."""
-        if self.exam is not None and self.train.test_batches is None:
-            self.exam = self.exam.first(len(self.sampled(data)))
 
     def _answers(self) -> list[str] | None:
         """Return the base's answers as it is now; None without a metric."""
