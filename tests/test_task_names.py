@@ -45,7 +45,6 @@ FEATURES = {
     "config/other_names.py": ("reward", "lm"),
     "serving/registry.py": ("lm",),  # what a server answers with if nothing else is asked for
     "serving/embedding.py": ("embedding", "rerank"),  # `/v1/embeddings` and `/v1/rerank`
-    "cli/data.py": ("distill",),  # `packs logits` writes the cache of a teacher
     "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with
     "learning/comparison.py": ("kto", "dpo", "lm"),  # what each gains
     "learning/rows.py": ("kto", "dpo", "lm"),  # the rows of each

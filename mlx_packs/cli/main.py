@@ -70,7 +70,6 @@ COMMANDS = {
 HIDDEN = {
     "apply": "inspect:apply",
     "completion": "main:completion",
-    "logits": "data:logits",
 }
 
 # Commands of other tools, and what to type for them.
@@ -101,7 +100,9 @@ OTHER_COMMANDS = {
 
 # Commands that were removed: a sentence that says what to use now.
 REMOVED_COMMANDS: Mapping[str, str] = {
-    "bench-serve": "Use python -m benchmarks serve --url URL in a clone of the repository."
+    "bench-serve": "Use python -m benchmarks serve --url URL in a clone of the repository.",
+    "logits": "Use packs train --task distill --teacher MODEL --teacher-cache DIR, which writes the "
+    "cache before the run.",
 }
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program

@@ -134,8 +134,8 @@ def write_teacher_cache(
 
     if recipe.train.phases:
         raise PackError(
-            "phases: `packs logits` reads the examples of one run without phases. Name those of "
-            "the phase by --data, and its lengths.",
+            "phases: --teacher-cache is written for a run without phases. Train each phase as a "
+            "run of its own, with --resume-adapter-file.",
             "conflict",
             "phases",
         )

@@ -70,7 +70,7 @@ def test_inspect_on_a_base_says_what_apply_says(answers, rejected):
 
 def test_commands_that_are_not_listed_still_work(answers):
     listed = invoke("--help").stdout
-    for name in ("apply", "logits", "completion"):
+    for name in ("apply", "completion"):
         assert f"\n  {name} " not in listed
         assert invoke(name, "--help").exit_code == 0
 

@@ -61,11 +61,10 @@ def rows(tmp_path):
     return file
 
 
-def commands_of_text(pack, rows, folder) -> dict[str, list]:
+def commands_of_text(pack, rows) -> dict[str, list]:
     return {
         "generate": ["--pack", pack, "--prompt", "a"],
         "chat": ["--pack", pack],
-        "logits": ["--pack", pack, "--data", rows, "--out", folder / "cache"],
         "eval-batch": [pack, "--data", rows],
         "eval-tasks": [pack, "--tasks", "x"],
         "serve": ["--pack", pack, "--task", "lm", "--port", "0"],
@@ -73,9 +72,9 @@ def commands_of_text(pack, rows, folder) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("kind", TEXTLESS)
-def test_commands_that_generate_reject_packs_without_text(packs, rows, tmp_path, run, kind):
+def test_commands_that_generate_reject_packs_without_text(packs, rows, run, kind):
     described, instead = USES[kind]
-    for command, arguments in commands_of_text(packs[kind].path, rows, tmp_path).items():
+    for command, arguments in commands_of_text(packs[kind].path, rows).items():
         if (command, kind) == ("serve", "classify"):  # which answers /v1/classify
             continue
         code, out, err = run(command, *arguments)
