@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PackError
-from .choices import METHODS
+from .choices import METHODS, OPTIMIZERS
 from .fields import unknown_setting
-from .optimizer import uncorrected
+from .optimizer import OptimizerConfig, with_arguments
 from .other_names import DTYPES, value_for, value_hint
 from .values import bytes_of, setting_error, typed_value
 
@@ -31,10 +31,11 @@ def with_its_optimizer(values: dict) -> dict:
 
     What the recipe says about it itself is kept.
     """
-    is_mapping = isinstance(values.get("lr_schedule"), Mapping)
-    if "bias_correction" in values or not (is_mapping or set(_FORM) & set(values)):
+    optimizer = OPTIMIZERS.get(str(values.get("optimizer", OptimizerConfig.optimizer)))
+    is_theirs = isinstance(values.get("lr_schedule"), Mapping) or set(_FORM) & set(values)
+    if optimizer is None or not (is_theirs and optimizer.corrects_bias):
         return values
-    return {**values, "optimizer_config": uncorrected(values.get("optimizer_config"))}
+    return {"bias_correction": False, **with_arguments(values)}
 
 
 def from_mlx_lm(values: Mapping, where: str) -> dict:

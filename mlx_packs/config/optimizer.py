@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import any_of
 from .choices import OPTIMIZERS, OptimizerFacts
 from .fields import Fault, Settings, option
 
@@ -22,7 +21,6 @@ _schedule = partial(_optimizer, phase=True)
 
 # Settings that are arguments of the optimizer, by the same names in `optimizer_config`.
 ARGUMENTS = ("bias_correction", "weight_decay", "betas")
-_CORRECTING = tuple(name for name, facts in OPTIMIZERS.items() if facts.corrects_bias)
 WSD_DECAY = 0.2  # share of the updates in which `wsd` decays
 
 
@@ -146,11 +144,6 @@ class OptimizerConfig(Settings):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        yield from self._conflicts_of_warmup()
-        if self.optimizer in OPTIMIZERS:
-            yield from self._conflicts_of_optimizer(OPTIMIZERS[self.optimizer])
-
-    def _conflicts_of_warmup(self) -> Iterator[Fault]:
         named = self.changed(("warmup_steps", "warmup_ratio"))
         if len(named) > 1:
             yield Fault(
@@ -162,11 +155,10 @@ class OptimizerConfig(Settings):
                 f"does not apply to a schedule with arguments. Write lr_schedule.warmup: {instead}."
             )
             yield Fault(named[0], text, "conflict")
+        if self.optimizer in OPTIMIZERS:
+            yield from self._conflicts_of_optimizer(OPTIMIZERS[self.optimizer])
 
     def _conflicts_of_optimizer(self, facts: OptimizerFacts) -> Iterator[Fault]:
-        if not self.bias_correction and not facts.corrects_bias:
-            text = f"is a setting of {any_of(_CORRECTING)}, not of {self.optimizer}. Leave it out."
-            yield Fault("bias_correction", text, "conflict")
         if self.weight_decay is not None and facts.weight_decay is None:
             text = f"{self.optimizer} has none. Use --optimizer adamw."
             yield Fault("weight_decay", text, "conflict")
@@ -176,95 +168,46 @@ class OptimizerConfig(Settings):
             text = f"must be two numbers in [0, 1), but is {', '.join(map(str, self.betas))}."
             yield Fault("betas", text)
 
-        own = arguments_of(vars(self))
-        for name in (argument for argument in ARGUMENTS if argument in own):
+        own = self.optimizer_config.get(self.optimizer)
+        for name in ARGUMENTS:
             ours = getattr(self, name)
-            # a value of another type is reported later
-            is_fault = name == "bias_correction" and not isinstance(own[name], bool)
-            if not is_fault and ours not in (None, ()) and not _equal(ours, own[name]):
+            if not isinstance(own, Mapping) or name not in own or ours in (None, ()):
+                continue
+            theirs = own[name]
+            if isinstance(theirs, list):
+                theirs = tuple(theirs)
+            is_typed = name != "bias_correction" or isinstance(theirs, bool)  # else reported later
+            if is_typed and ours != theirs:
                 text = (
                     f"is {_text(ours)}, but optimizer_config.{self.optimizer}.{name} is "
-                    f"{_text(own[name])}. Give one of them."
+                    f"{_text(theirs)}. Give one of them."
                 )
                 yield Fault(name, text, "conflict")
 
 
-def arguments_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what ``optimizer_config`` has for the chosen optimizer; empty if it is malformed."""
-    name = settings.get("optimizer", OptimizerConfig.optimizer)
+def with_arguments(settings: Mapping[str, Any], optimizer: Any = None) -> dict[str, Any]:
+    """Return settings with the arguments of their optimizer as keys, not in `optimizer_config`.
+
+    A value there that contradicts its key stays, as the fault that it is.
+    """
+    name = optimizer or settings.get("optimizer") or OptimizerConfig.optimizer
     every = settings.get("optimizer_config")
     if not isinstance(every, Mapping) or not isinstance(name, str):
-        return {}
+        return dict(settings)
     own = every.get(name)
-    return own if isinstance(own, Mapping) else {}
+    if not isinstance(own, Mapping):
+        return dict(settings)
 
-
-def uncorrected(optimizer_config: Any) -> Any:
-    """Return ``optimizer_config`` with mlx-lm's default, no bias correction, unless it has one."""
-    if not isinstance(optimizer_config, Mapping | None):
-        return optimizer_config
-    configs = dict(optimizer_config or {})
-    for name in _CORRECTING:
-        if isinstance(own := configs.get(name) or {}, Mapping):
-            configs[name] = {"bias_correction": False, **own}
-    return configs
-
-
-def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with ``bias_correction`` as a key of its own, not in ``optimizer_config``.
-
-    A value there that contradicts the key stays, as the fault that it is.
-    """
-    settings = dict(settings)
-    configs = settings.get("optimizer_config")
-    if isinstance(own := arguments_of(settings).get("bias_correction"), bool):
-        settings.setdefault("bias_correction", own)
-        if settings["bias_correction"] != own:
-            return settings
-
-    if not isinstance(configs, Mapping):
-        return settings
-
-    settings["optimizer_config"] = {}
-    for name, values in configs.items():
-        if not isinstance(values, Mapping) or not isinstance(values.get("bias_correction"), bool):
-            settings["optimizer_config"][name] = values
-        elif rest := {k: v for k, v in values.items() if k != "bias_correction"}:
-            settings["optimizer_config"][name] = rest
-    return settings
-
-
-def without_arguments(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without the arguments of the optimizer that ``over`` has, in either form."""
-    settings = dict(settings)
-    named = set(ARGUMENTS) & set(over)
-    configs = settings.get("optimizer_config")
-    if named and isinstance(configs, Mapping):
-        settings["optimizer_config"] = {
-            name: _without(values, named) for name, values in configs.items()
-        }
-
-    chosen = {}
-    if "optimizer" in settings:
-        chosen["optimizer"] = settings["optimizer"]
-    return _without(settings, set(ARGUMENTS) & set(arguments_of({**chosen, **over})))
-
-
-def _without(values: Any, names: set[str]) -> Any:
-    if not isinstance(values, Mapping):
-        return values
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    if _are_lists(ours, theirs):
-        return list(ours) == list(theirs)
-    return ours == theirs
-
-
-def _are_lists(*values: Any) -> bool:
-    return all(isinstance(value, (list, tuple)) for value in values)
+    values = {key: own[key] for key in ARGUMENTS if own.get(key) is not None}
+    moved = {key: value for key, value in values.items() if settings.get(key, value) == value}
+    rest = {key: value for key, value in own.items() if key not in moved}
+    kept = {key: each for key, each in every.items() if key != name}
+    if rest:
+        kept[name] = rest
+    return {**settings, **moved, "optimizer_config": kept}
 
 
 def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if _are_lists(value) else str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower()

@@ -13,7 +13,7 @@ from .data import DataConfig
 from .external import from_mlx_lm
 from .fields import Settings, fields_where, option, read_settings, unknown_setting
 from .lora import LoRAConfig
-from .optimizer import with_bias_correction, without_arguments
+from .optimizer import with_arguments
 from .schema import TrainConfig
 from .tasks import Phase
 
@@ -138,18 +138,17 @@ def merged(*layers: Mapping, where: str = "") -> dict:
     A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
     """
     result: dict = {}
+    optimizers = [layer["optimizer"] for layer in layers if layer.get("optimizer")]
     for layer in layers:
-        flat = from_mlx_lm(layer, where)
+        flat = with_arguments(from_mlx_lm(layer, where), *optimizers[-1:])
         if isinstance(flat.get("lr_schedule"), Mapping):
             own = ("learning_rate", "warmup_steps", "warmup_ratio")
             result = {k: v for k, v in result.items() if k not in own}
         for key, other in _INSTEAD:
             if key in flat and other not in flat:
                 result.pop(other, None)
-        result = without_arguments(result, flat) | flat
+        result |= flat
 
-    if "optimizer_config" in result:
-        result = with_bias_correction(result)
     if "scale" in result:
         result["alpha"] = result.pop("scale") * result.get("rank", LoRAConfig.rank)
     return result

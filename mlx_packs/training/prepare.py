@@ -17,7 +17,7 @@ from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
-from ..config.optimizer import with_bias_correction
+from ..config.optimizer import with_arguments
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
@@ -122,8 +122,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
-    then = _with_head(with_bias_correction(newest | earlier["recipe"]))
-    now = _with_head(with_bias_correction(newest | json.loads(json.dumps(identity["recipe"]))))
+    then = _with_head(with_arguments(newest | earlier["recipe"]))
+    now = _with_head(with_arguments(newest | json.loads(json.dumps(identity["recipe"]))))
 
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn

@@ -37,3 +37,18 @@ def test_two_values_of_one_argument_are_a_conflict():
     twice = {"weight_decay": 0.1, "optimizer_config": {"adamw": {"weight_decay": 0.3}}}
     with raises("conflict", "weight_decay", "0.3"):
         resolve(twice, "r.yaml")
+    with raises("conflict", "betas", "0.9,0.8"):
+        TrainConfig(betas=(0.9, 0.95), optimizer_config={"adamw": {"betas": [0.9, 0.8]}})
+    same = {"weight_decay": 0, "optimizer_config": {"adamw": {"weight_decay": 0, "eps": 1e-6}}}
+    assert TrainConfig(**same).weight_decay == 0
+    resolved = resolve({"learning_rate": 1}, under=[same]).train
+    assert resolved.optimizer_config == {"adamw": {"eps": 1e-6}}
+
+
+def test_arguments_of_the_chosen_optimizer_are_settings_that_later_layers_override():
+    file = {"optimizer_config": {"adam": {"betas": [0.9, 0.98]}, "lion": {"betas": [0.9, 0.9]}}}
+    assert resolve({}, under=[file]).train.betas == ()
+    assert resolve({"optimizer": "lion"}, under=[file]).train.betas == (0.9, 0.9)
+    flags = {"optimizer": "adam", "betas": "0.8,0.9"}
+    assert resolve(flags, under=[file]).train.betas == (0.8, 0.9)
+    assert resolve(file, under=[flags]).train.betas == (0.9, 0.98)
