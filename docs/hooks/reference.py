@@ -94,15 +94,14 @@ def _examples(epilog: str) -> Iterator[str]:
 
 
 def settings() -> str:
-    """Return the reference of all keys of a configuration, by section, the common ones first."""
+    """Return the reference of all keys of a configuration, by section."""
     sections: dict[str, list[dataclasses.Field]] = {}
     for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig):
         for field in dataclasses.fields(config):
             sections.setdefault(facts_of(field).section, []).append(field)
     parts = []
     for section in sorted(sections, key=SECTIONS.index):
-        common_first = sorted(sections[section], key=lambda field: not facts_of(field).common)
-        parts += [f"## {section}\n", *(_key(field, field.name) for field in common_first)]
+        parts += [f"## {section}\n", *(_key(field, field.name) for field in sections[section])]
     parts.append("## Keys of a phase\n")
     parts += [_key(field, f"phases-{field.name}") for field in dataclasses.fields(Phase)]
     return "\n".join(parts)

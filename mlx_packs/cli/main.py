@@ -101,8 +101,8 @@ OTHER_COMMANDS = {
 # Commands that were removed: a sentence that says what to use now.
 REMOVED_COMMANDS: Mapping[str, str] = {
     "bench-serve": "Use python -m benchmarks serve --url URL in a clone of the repository.",
-    "logits": "Use packs train --task distill --teacher MODEL --teacher-cache DIR, which writes the "
-    "cache before the run.",
+    "logits": "Use packs train --task distill --teacher MODEL --teacher-cache DIR, which writes "
+    "the cache before the run.",
 }
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program

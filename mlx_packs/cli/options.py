@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..config.choices import AUTO_ON_OFF, MATMUL_PATHS, TASKS, without_extras
+from ..config.choices import AUTO_ON_OFF, MATMUL_PATHS, TASKS
 from ..config.data import DataConfig
 from ..config.fields import SECTIONS, default_in_words, facts_of, flags_of
 from ..config.lora import LoRAConfig
@@ -46,10 +46,7 @@ class Option(click.Option):
         names: its flags.
         section: of help.
         default_text: the default in words, or a function that returns it, for a task in its help.
-        common: whether short help has it, or what it says there in place of ``help``.
-        common_metavar: the value in short help, where it differs.
         tasks: the tasks that it belongs to; empty where all have it.
-        extra: whether only the help of all options has it.
         settings: of `click.Option`.
     """
 
@@ -58,17 +55,11 @@ class Option(click.Option):
         names: Sequence[str],
         section: str = "Output",
         default_text: DefaultText = None,
-        common: bool | str = False,
-        common_metavar: str | None = None,
         tasks: Sequence[str] = (),
-        extra: bool = False,
         **settings,
     ) -> None:
         super().__init__(names, **settings)
-        self.common = common
-        self.common_metavar = common_metavar
         self.tasks = tuple(tasks)
-        self.extra = extra
         self.section = section
         self.default_text = default_text
 
@@ -167,14 +158,12 @@ def _of_field(field: dataclasses.Field, default_text: DefaultText, **overrides) 
     facts = facts_of(field)
     flags = flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
-    described |= {"common": facts.common, "extra": facts.extra}
 
     if isinstance(field.default, bool):
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
     elif facts.choices:
         described["metavar"] = one_of(facts.choices)
-        described["common_metavar"] = one_of(without_extras(facts.choices))
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
@@ -205,9 +194,8 @@ recipes = option(
     section="Model and data",
     metavar="FILE",
     multiple=True,
-    common="YAML file with options of a run; repeatable.",
-    help="YAML file with these options, or with the parts bnb_4bit and lora of QLoRA projects. "
-    "Repeatable.",
+    help="YAML file with these options, repeatable; it may have the parts bnb_4bit and lora of "
+    "QLoRA projects.",
 )
 model = setting("model", default="tiny")
 model_of_pack = setting("model", "the one that the pack was trained on", default=None)
@@ -236,7 +224,6 @@ as_json = option(
     expose_value=False,
     callback=_use_json,
     help="Print the result as JSON.",
-    common=True,
 )
 overwrite = option("--overwrite", is_flag=True, help="Replace the folder --out if it exists.")
 max_shard_gb = option(

@@ -82,10 +82,11 @@ def _size(flag: str, text: str) -> int:
 _memory = partial(option, section="Memory and speed")
 
 
-@click.command(cls=TopicCommand)
+@click.command(
+    cls=TopicCommand, common="memory budget device machines configs model data json".split()
+)
 @_memory(
     "--memory",
-    common="Memory of the machine (24, 24GB).",
     metavar="SIZE",
     help="Memory of the machine (24, 24GB). On a Mac, MLX uses what Metal recommends: two thirds "
     "if it is less than 36 GB, otherwise three quarters.",
@@ -93,13 +94,11 @@ _memory = partial(option, section="Memory and speed")
 )
 @_memory(
     "--budget",
-    common="Memory that the run itself must fit into (18GB).",
     metavar="SIZE",
     help="Memory that the run itself must fit into (18GB), in place of --memory.",
 )
 @_memory(
     "--device",
-    common="Device to plan for.",
     type=click.Choice(["cpu", "gpu"]),
     help="Device to plan for; needs --memory or --budget.",
     default_text="this machine's",
@@ -107,13 +106,11 @@ _memory = partial(option, section="Memory and speed")
 @options.setting(
     "data",
     "not counted",
-    common="Training data, whose memory is counted too.",
     help="Estimate with the lengths of these training examples, and count their memory too: a "
     "folder, a file, or 'tiny' (bundled).",
 )
 @_memory(
     "--machines",
-    common="Also show the plan for N such machines.",
     type=click.IntRange(min=1),
     help="Also show the simplest way that fits on N such machines with these settings: one "
     "machine, data-parallel training, a pipeline, which splits the base, or none.",
@@ -121,9 +118,7 @@ _memory = partial(option, section="Memory and speed")
 )
 @options.recipes
 @options.setting("model", _default_text("model"))
-@options.add(
-    *(options.setting(name, partial(_default_text, name), common=False) for name in _SETTINGS)
-)
+@options.add(*(options.setting(name, partial(_default_text, name)) for name in _SETTINGS))
 @options.as_json
 def plan(
     memory: str | None,

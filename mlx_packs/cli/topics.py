@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -19,8 +20,9 @@ ALL = "all"
 class TopicCommand(SectionedCommand):
     """A command whose help has topics: ``-h``, ``-h --all``, ``-h --task dpo``."""
 
-    def __init__(self, *args, **settings) -> None:
+    def __init__(self, *args, common: Sequence[str], **settings) -> None:
         super().__init__(*args, **settings)
+        self.common = {"help", *common}  # names of the options that short help has
         text = "Show all options; only together with -h."
         self.params.append(
             Option(["--all"], help=text, is_flag=True, expose_value=False, callback=_check_alone)
@@ -39,8 +41,6 @@ class TopicCommand(SectionedCommand):
                 callback=_show,
                 help="Show the common options, all of them (-h --all) or the options of a task "
                 "(-h --task dpo), and exit.",
-                common="Show this help; -h --all shows all options, -h --task dpo the options of "
-                "a task.",
             )
 
         return self._help_option
@@ -57,21 +57,14 @@ class TopicCommand(SectionedCommand):
             formatter.write_text("\n\n".join(paragraphs[:2]))
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
-        """Yield the options of the topic; common ones with one line of help, extras among all."""
+        """Yield the options of the topic; common ones with the first clause of their help."""
         topic = _topic(ctx)
         for param in self.get_params(ctx):
-            if getattr(param, "extra", False) and topic != ALL:
-                continue
-
-            tasks = getattr(param, "tasks", ())
-            summary = getattr(param, "common", False)
-
-            if topic == ALL or topic in tasks:
+            if topic == ALL or topic in param.tasks:
                 yield param
-            elif summary and (topic == COMMON or not tasks):
+            elif param.name in self.common and (topic == COMMON or not param.tasks):
                 shortened = copy.copy(param)
-                shortened.help = param.help if summary is True else summary
-                shortened.metavar = param.common_metavar or param.metavar
+                shortened.help = re.split(r"[.;:](?= |$)", param.help)[0] + "."
                 yield shortened
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

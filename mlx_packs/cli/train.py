@@ -43,6 +43,12 @@ _ENDED = re.compile(rb"\[WARN\] Node with rank (\d+) (?:exited with code (-?\d+)
 _OF_MLX = b"[ring] "  # begins what MLX prints of lost connections
 _LOCAL = ("127.0.0.1", "localhost")
 _REACH_S = 5
+# The options that the short help has.
+COMMON = """
+configs model data task out method rank alpha target_modules iters epochs learning_rate batch_size
+max_seq_length grad_accumulation_steps seed quantize loss_on packing grad_checkpoint offload_base
+metric time resume overwrite report_to json verbose quiet
+""".split()
 
 
 def _default_text(name: str, *task: str) -> str:
@@ -56,7 +62,7 @@ def _default_text(name: str, *task: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
-@click.command(cls=TopicCommand)
+@click.command(cls=TopicCommand, common=COMMON)
 @options.recipes
 @options.add(*(options.setting(name, partial(_default_text, name)) for name in options.SETTINGS))
 @option(
@@ -109,15 +115,8 @@ def _default_text(name: str, *task: str) -> str:
     "--verbose",
     is_flag=True,
     help="Also print details of data and adapters, and the reasons for automatic choices.",
-    common=True,
 )
-@option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    help="Print the result line only.",
-    common=True,
-)
+@option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def train(
     configs: tuple[str, ...],
     force: bool,

@@ -163,7 +163,6 @@ class MethodFacts:
     trains_base: bool = False
     # Whether outputs of adapted projections have a magnitude, whose gradient needs the output.
     magnitudes: bool = False
-    extra: bool = False  # whether it is in `extras`, so that only ``-h --all`` lists it
 
 
 @dataclass(frozen=True)
@@ -453,9 +452,9 @@ METHODS = Table(
     {
         "lora": MethodFacts("mlx_packs.adapters.attach:LoRA"),
         "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
-        "pissa": MethodFacts("mlx_packs.extras.initial_factors:PiSSA", extra=True),
-        "olora": MethodFacts("mlx_packs.extras.initial_factors:OLoRA", extra=True),
-        "loftq": MethodFacts("mlx_packs.extras.initial_factors:LoftQ", extra=True),
+        "pissa": MethodFacts("mlx_packs.extras.initial_factors:PiSSA"),
+        "olora": MethodFacts("mlx_packs.extras.initial_factors:OLoRA"),
+        "loftq": MethodFacts("mlx_packs.extras.initial_factors:LoftQ"),
         "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
     },
 )
@@ -539,12 +538,6 @@ def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:
             modes[path.removesuffix(".weight")] = mode  # bitsandbytes: x.weight.absmax
 
     return modes
-
-
-def without_extras(names: Iterable[str]) -> list[str]:
-    """Return the names of a listing without those of `extras`."""
-    facts = names if isinstance(names, Table) else {}
-    return [name for name in names if not getattr(facts.get(name), "extra", False)]
 
 
 def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:

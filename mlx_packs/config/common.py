@@ -44,21 +44,17 @@ class CommonConfig(Settings):
         choices=TASKS,
         memory=True,
         phase=True,
-        common="What to train.",
     )
     method: str = option(
         "lora",
-        "Train LoRA adapters; adapters with magnitudes (dora); adapters that start from the top "
-        "singular vectors of the weights (pissa), from columns of their QR (olora), or from the "
-        "quantization error (loftq); or all weights of the base model in float32 (full).",
+        "Train adapters, or all weights in float32 (full): LoRA; adapters with "
+        "magnitudes (dora); adapters that start from the top singular vectors of the weights "
+        "(pissa), from columns of their QR (olora), or from the quantization error (loftq).",
         section="Adapter",
         choices=METHODS,
         memory=True,
-        common="Train LoRA adapters, another kind of adapters, or all weights (full).",
     )
-    iters: int = _schedule(
-        600, "Batches to train on.", at_least=1, resumable=True, disk=True, common=True
-    )
+    iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True, disk=True)
     epochs: float | None = _optimization(
         None,
         "Train on all examples this many times, instead of --iters.",
@@ -66,35 +62,22 @@ class CommonConfig(Settings):
         above=0,
         at_most=10_000,
         resumable=True,
-        common="Passes over the examples, instead of --iters.",
     )
-    batch_size: int = _optimization(
-        4,
-        "Examples per batch.",
-        at_least=1,
-        memory=True,
-        common=True,
-    )
+    batch_size: int = _optimization(4, "Examples per batch.", at_least=1, memory=True)
     max_seq_length: int = _data(
         2048,
         "Maximum number of tokens per example; longer examples are truncated.",
         at_least=2,
         memory=True,
-        common="Maximum number of tokens per example.",
     )
     grad_accumulation_steps: int = _step(
-        1,
-        "Batches per update, weighted by their target tokens.",
-        at_least=1,
-        memory=True,
-        common="Batches per update.",
+        1, "Batches per update, weighted by their target tokens.", at_least=1, memory=True
     )
     seed: int = _step(
         0,
-        "Random seed of the adapters, the order of examples and dropout.",
+        "Random seed: of the adapters, the order of examples and dropout.",
         at_least=0,
         below=2**32,
-        common="Random seed.",
     )
     quantize: str = _memory(
         "none",
@@ -102,14 +85,12 @@ class CommonConfig(Settings):
         choices=("none", *WEIGHT_FORMATS),
         memory=True,
         dense=("none",),
-        common="Quantize the base model while loading it.",
     )
     grad_checkpoint: bool = _memory(
         False,
-        "Same as --recompute block, as in mlx-lm.",
+        "Recompute activations, which saves memory; same as --recompute block, as in mlx-lm.",
         memory=True,
         resumable="without-dropout",
-        common="Recompute activations, which saves memory.",
     )
     patience: int | None = _evaluation(
         None,
@@ -127,7 +108,6 @@ class CommonConfig(Settings):
         "rate follows --iters.",
         metavar="TIME",
         resumable=True,
-        common="End after this time (6h, 90m) and write the pack.",
     )
     max_grad_norm: float | None = _step(
         1.0,
@@ -159,7 +139,6 @@ class CommonConfig(Settings):
         choices=AUTO_ON_OFF,
         memory=True,
         resumable="without-dropout",
-        common="Leave the base on disk and read its blocks when they are computed.",
     )
     micro_batches: int = _memory(
         1,
@@ -274,7 +253,6 @@ class CommonConfig(Settings):
         False,
         "Split the blocks of the base over the machines of --hosts, for a base that one cannot "
         "hold; the pieces of --micro-batches pass from machine to machine.",
-        extra=True,
     )
     task_config: dict = _data(
         {},

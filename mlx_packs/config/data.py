@@ -83,11 +83,10 @@ class DataConfig(Settings):
 
     data: str | Any = _data(  # Python has examples in memory, too
         "tiny",
-        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face "
+        "Training data, as a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face "
         "dataset id (hf:ID streams it), or 'tiny' (bundled).",
         metavar="DATA",
         phase=True,
-        common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
     )
     chat_feature: str = _column("messages", "Column with the messages of a chat.")
     prompt_feature: str = _column("prompt", "Column with the prompt.")

@@ -57,8 +57,6 @@ class Facts:
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
     tasks: tuple[str, ...] = ()  # that have it; empty where all do
-    common: bool | str = False  # whether short help has it, or what it says there
-    extra: bool = False  # whether it is of `extras`, so that only ``-h --all`` shows it
     memory: bool = False  # whether the peak memory of a run depends on it
     disk: bool = False  # whether the disk space of a run depends on it
     # Whether it may differ when a run is resumed. "without-dropout": a change keeps the results up

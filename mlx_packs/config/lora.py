@@ -18,22 +18,14 @@ class LoRAConfig(Settings):
     LoRA: https://arxiv.org/abs/2106.09685. rsLoRA: https://arxiv.org/abs/2312.03732
     """
 
-    rank: int = _adapter(
-        16,
-        "Rank of the adapters.",
-        at_least=1,
-        memory=True,
-        own_layers="adapter",
-        common=True,
-    )
+    rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
     alpha: float | None = _adapter(
         None,
-        "LoRA alpha: the adapter's output is scaled by alpha / rank.",
+        "LoRA alpha, which scales the adapter's output by alpha / rank.",
         shown_default="2 x rank",
         metavar="ALPHA",
         above=0,
         own_layers="adapter",
-        common="The adapter's output is scaled by alpha / rank.",
     )
     dropout: float = _adapter(
         0.0,
@@ -45,11 +37,10 @@ class LoRAConfig(Settings):
     )
     target_modules: tuple[str, ...] = _adapter(
         (),
-        "Layers to adapt: names or paths, separated by commas (q_proj,v_proj); embeddings and the "
+        "Layers to adapt, names or paths separated by commas (q_proj,v_proj); embeddings and the "
         "head too (embed_tokens,lm_head). all-linear is the default, as in PEFT.",
         shown_default="all linear layers except MoE routers and experts",
         memory=True,
-        common="Layers to adapt, separated by commas (q_proj,v_proj).",
     )
     num_layers: int = _adapter(
         -1,

@@ -75,11 +75,10 @@ class OptimizerConfig(Settings):
 
     learning_rate: float = _schedule(
         2e-4,
-        "Peak learning rate, with the meaning that it has in PEFT and TRL.",
+        "Peak learning rate, as in PEFT and TRL.",
         metavar="RATE",
         above=0,
         flags=("--learning-rate", "--lr"),
-        common="Peak learning rate, as in PEFT and TRL.",
     )
     lr_schedule: str | dict = _schedule(
         "cosine",

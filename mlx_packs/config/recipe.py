@@ -31,10 +31,9 @@ class RunOptions(Settings):
 
     model: str = _data(
         "tiny",
-        "Base model: a folder, a GGUF file, a Hugging Face id, a model of Ollama "
-        "(ollama:NAME), or 'tiny' (bundled).",
+        "Base model, as a folder, a GGUF file, a Hugging Face id, a model of Ollama (ollama:NAME), "
+        "or 'tiny' (bundled).",
         metavar="MODEL",
-        common="Base model: a folder, a GGUF file, a Hugging Face id or 'tiny'.",
     )
     out: str | None = _output(
         None,
@@ -42,7 +41,6 @@ class RunOptions(Settings):
         shown_default="packs/<data>",
         metavar="DIR",
         flags=("--out", "--adapter-path"),
-        common=True,
     )
     resume_adapter_file: str | None = option(
         None,
@@ -52,9 +50,8 @@ class RunOptions(Settings):
     )
     report_to: str | None = _output(
         None,
-        "Services to log to: tensorboard, wandb, swanlab, separated by commas.",
+        "Log to tensorboard, wandb or swanlab; several are separated by commas.",
         metavar="NAMES",
-        common="Log to tensorboard, wandb or swanlab.",
     )
     project_name: str | None = _output(None, "Name of the project for --report-to.", metavar="NAME")
     trust_remote_code: bool = _data(
@@ -64,7 +61,6 @@ class RunOptions(Settings):
         False,
         "Replace the pack and the run of --out.",
         flags=("--overwrite",),
-        common=True,
     )
     seeds: int | None = option(
         None,
@@ -82,7 +78,6 @@ class RunOptions(Settings):
         "Continue the run of --out with its original settings; another --iters or --epochs also "
         "changes the learning rate from here on.",
         flags=("--resume",),
-        common="Continue the run of --out.",
     )
 
 

@@ -123,7 +123,6 @@ class TaskSettings(Settings):
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
-        common="Pack several examples into each sequence.",
         tasks=_TARGETS,
     )
     label_smoothing: float = _step(
@@ -187,17 +186,15 @@ class TaskSettings(Settings):
         "message.",
         shown_default="assistant for chats, completion for prompts with completions, all for texts",
         choices=("all", "completion", "assistant"),
-        common="Tokens to train on.",
         tasks=_TARGETS,
     )
     metric: str | None = _evaluation(
         None,
-        "Criterion for a right answer: it is the expected text (exact), contains it (contains), "
-        "or is the same JSON value (json). The share of right answers is reported before and "
-        "after training, for 100 evaluated examples at most and greedy decoding.",
+        "Also report the share of right answers: those that are the expected text (exact), contain "
+        "it (contains), or are the same JSON value (json). It is reported before and after "
+        "training, for 100 evaluated examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
-        common="Also report the share of right answers.",
         tasks=_TARGETS,
     )
     long_rows: str = _data(
@@ -250,7 +247,6 @@ class TaskSettings(Settings):
         "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "
         "attention output projections -> LM head) for comparison.",
         choices=OBJECTIVES,
-        extra=True,
         tasks=("lm",),
     )
     z_loss: float = _step(

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 from mlx_packs.cli.examples import EXAMPLES
 from mlx_packs.cli.main import COMMANDS, OTHER_COMMANDS, packs
 from mlx_packs.cli.options import SETTINGS
-from mlx_packs.config.choices import METHODS, TASKS
-from mlx_packs.config.fields import facts_of, flags_of
+from mlx_packs.cli.train import COMMON
+from mlx_packs.config.choices import TASKS
+from mlx_packs.config.fields import flags_of
 from mlx_packs.config.tasks import tasks_of
 from tests.helpers.errors import check
 
@@ -69,21 +70,9 @@ def test_help_of_a_task_has_its_options_and_no_others(task):
     for field in SETTINGS.values():
         tasks, flag = tasks_of(field.name), flags_of(field)[0]
         if tasks:
-            is_shown = task in tasks and not facts_of(field).extra
-            assert (flag in flags) == is_shown, flag
-        elif facts_of(field).common:
+            assert (flag in flags) == (task in tasks), flag
+        elif field.name in COMMON:
             assert flag in flags
-
-
-def test_extras_are_only_in_the_help_of_all_options():
-    extras = [name for name, facts in METHODS.items() if facts.extra]
-    assert extras
-    flags = {flags_of(field)[0] for field in SETTINGS.values() if facts_of(field).extra}
-    assert flags == {"--objective", "--pipeline"}
-    for text in (shown("train", "-h"), shown("train", "-h", "--task", "lm")):
-        assert not [name for name in extras if name in text] and not flags & flags_in(text)
-    text = shown("train", "-h", "--all")
-    assert all(name in text for name in extras) and flags <= flags_in(text)
 
 
 def test_the_last_task_of_a_command_line_is_the_topic_and_no_other_flag():
