@@ -248,15 +248,6 @@ def _in_range(value: Any, facts: Facts) -> bool:
     return value < facts.below if facts.at_most is None else value <= facts.at_most
 
 
-def incompatible(settings: Settings, mode: str, unfit: Mapping[str, bool]) -> Iterator[Fault]:
-    """Yield a fault of each unfit setting; ``mode`` is a flag that it cannot be combined with."""
-    for name in (name for name, is_unfit in unfit.items() if is_unfit):
-        value = getattr(settings, name)
-        shown = f"{value} " if isinstance(value, str) else ""
-        text = f"{shown}cannot be combined with {mode}. Leave one of them out."
-        yield Fault(name, text, "conflict")
-
-
 def valid_range(facts: Facts) -> str:
     """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:

@@ -4,17 +4,17 @@ Command line, checks and error messages are made from the facts at each field (`
 """
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from ..errors import any_of
+from ..errors import any_of, flag_of
 from ..gates import MEANING
 from .choices import PREFERENCE_TASKS, TASKS, answer_metric_of, task_defaults
 from .common import CommonConfig
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
-from .fields import Fault, Settings, incompatible
+from .fields import Fault, Settings
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .tasks import PAIR_LOSSES, TaskSettings, read_task_config, tasks_of
@@ -162,60 +162,65 @@ def _shares_settings(task: str, owners: Collection[str]) -> bool:
     return task in owners or (task in TASKS and TASKS[task].settings_of in owners)
 
 
-def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
-    if train.objective == "transformer":
-        return
+# By setting: the others that it cannot be combined with.
+_EXCLUDED = {
+    "objective": "phases cache_frozen neftune_noise_alpha",
+    "pipeline": "objective packing cache_frozen neftune_noise_alpha quantize train_fp16_fallback "
+    "metric min_tps_ratio",
+    "offload_base": "objective pipeline cache_frozen train_fp16_fallback",
+    "share_prefix": "objective pipeline packing cache_frozen",
+}
+_UNUSED = (None, False, 0, (), "auto", "none", "off", "transformer")  # values without an effect
 
+
+def _excluded_faults(train: TrainConfig) -> Iterator[Fault]:
+    tasks = [TASKS[task] for task in train.tasks if task in TASKS]
     checkpointing = "grad_checkpoint" if train.grad_checkpoint else "recompute"
-    unfit = {
-        checkpointing: train.recomputes not in ("auto", "none"),
-        "phases": bool(train.phases),
-        "method": train.trains_base or train.has_magnitudes,
-        "cache_frozen": train.cache_frozen == "on",
-        "neftune_noise_alpha": bool(train.neftune_noise_alpha),
+    by_value = {  # what depends on the value of the other
+        "objective": {
+            "method": train.trains_base or train.has_magnitudes,
+            checkpointing: train.recomputes not in ("auto", "none"),
+        },
+        "pipeline": {
+            "method": train.method != "lora",
+            "task": not all(facts.pipelined for facts in tasks),
+        },
+        "offload_base": {
+            "method": train.method not in ("lora", "dora"),
+            "recompute": train.recomputes != "block",
+        },
+        "share_prefix": {"task": any(facts.heads == ("score",) for facts in tasks)},
     }
-    yield from incompatible(train, f"--objective {train.objective}", unfit)
 
+    for name, others in _EXCLUDED.items():
+        value = getattr(train, name)
+        if value in _UNUSED:
+            continue
+        unfit = [other for other in others.split() if getattr(train, other) not in _UNUSED]
+        unfit += [other for other, is_unfit in by_value[name].items() if is_unfit]
+        mode = flag_of(name)
+        if isinstance(value, str):
+            mode += f" {value}"
+        yield from _incompatible(train, mode, unfit)
 
-def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
-    if not train.pipeline:
-        return
-
-    # what needs the whole base on one rank, or random numbers of its own
-    unfit = {
-        "method": train.method != "lora",
-        "task": not all(facts and facts.pipelined for facts in map(TASKS.get, train.tasks)),
-        "objective": train.objective != "transformer",
-        "packing": train.packing,
-        "cache_frozen": train.cache_frozen == "on",
-        "neftune_noise_alpha": bool(train.neftune_noise_alpha),
-        "quantize": train.quantize != "none",
-        "train_fp16_fallback": train.train_fp16_fallback,
-        "metric": train.metric not in (None, "none"),
-        "min_tps_ratio": train.min_tps_ratio is not None,
-    }
-    yield from incompatible(train, "--pipeline", unfit)
-
-
-def _offload_faults(train: TrainConfig) -> Iterator[Fault]:
-    if not train.offloads:
-        return
-
-    unfit = {
-        "recompute": train.recomputes != "block",
-        "method": train.method not in ("lora", "dora"),
-        "cache_frozen": train.cache_frozen == "on",
-        "objective": train.objective != "transformer",
-        "pipeline": train.pipeline,
-        "train_fp16_fallback": train.train_fp16_fallback,
-    }
-    yield from incompatible(train, "--offload-base on", unfit)
-    if train.quantize != "none":
+    if train.offloads and train.quantize != "none":
         text = (
             f"{train.quantize} cannot be combined with --offload-base on, which reads weights as "
             "they are stored. Quantize the base first: packs quantize."
         )
         yield Fault("quantize", text, "conflict")
+    if train.trains_base:
+        unfit = [*train.unfit_for_dense(), *train.changed(["loraplus_lr_ratio"])]
+        yield from _incompatible(train, "--method full", unfit)
+
+
+def _incompatible(train: TrainConfig, mode: str, unfit: Iterable[str]) -> Iterator[Fault]:
+    """Yield a fault of each unfit setting; ``mode`` is a flag that it cannot be combined with."""
+    for name in unfit:
+        value = getattr(train, name)
+        shown = f"{value} " if isinstance(value, str) else ""
+        text = f"{shown}cannot be combined with {mode}. Leave one of them out."
+        yield Fault(name, text, "conflict")
 
 
 def _length_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -264,28 +269,6 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
     tasks = [task for task in train.tasks if task in PREFERENCE_TASKS]
     if tasks and train.beta == 0 and train.changed(["beta"]):
         yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
-
-
-def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
-    if train.share_prefix != "on":
-        return
-
-    unfit = {
-        "task": any(facts and facts.heads == ("score",) for facts in map(TASKS.get, train.tasks)),
-        "packing": train.packing,
-        "pipeline": train.pipeline,
-        "objective": train.objective != "transformer",
-        "cache_frozen": train.cache_frozen == "on",
-    }
-    yield from incompatible(train, "--share-prefix on", unfit)
-
-
-def _full_faults(train: TrainConfig) -> Iterator[Fault]:
-    if not train.trains_base:
-        return
-
-    unfit = [*train.unfit_for_dense(), *train.changed(["loraplus_lr_ratio"])]
-    yield from incompatible(train, "--method full", dict.fromkeys(unfit, True))
 
 
 def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -349,13 +332,10 @@ def _distill_faults(train: TrainConfig) -> Iterator[Fault]:
         for name in train.changed(("max_completion_length", "temperature")):
             yield Fault(name, "needs an --on-policy share above 0.", "conflict")
         return
-    unfit = {
-        "ce_weight": train.ce_weight > 0,
-        "ce_last_k": train.ce_last_k is not None,
-        "long_rows": train.long_rows == "split",
-        "loss_on": train.loss_on == "all",
-    }
-    yield from incompatible(train, "--on-policy", unfit)
+    unfit = train.changed(("ce_weight", "ce_last_k", "long_rows"))
+    if train.loss_on == "all":
+        unfit.append("loss_on")
+    yield from _incompatible(train, "--on-policy", unfit)
 
 
 # The faults of settings of some tasks, in a run with one of them.
@@ -366,12 +346,8 @@ _CONFLICTS_OF_TASKS = {
 }
 # The faults of settings of different classes.
 _CONFLICTS = (
-    _objective_faults,
-    _pipeline_faults,
-    _offload_faults,
+    _excluded_faults,
     _length_faults,
     _task_faults,
-    _full_faults,
-    _prefix_faults,
     _score_head_faults,
 )
