@@ -114,6 +114,9 @@ def _in_words(value: Any) -> str:
     return str(value)
 
 
+_CLASSES: dict[str, Any] = {}  # of settings, by name
+
+
 class Fault(NamedTuple):
     """A fault of a setting; ``text`` follows the name of the setting."""
 
@@ -127,6 +130,9 @@ class Settings:
 
     Subclasses are dataclasses without a ``repr`` of their own.
     """
+
+    def __init_subclass__(cls) -> None:
+        _CLASSES[cls.__name__] = cls
 
     def __new__(cls, *args: Any, **settings: Any) -> "Settings":
         """Reject a name that is no field, and name the right one, as Python's error does not."""
@@ -286,7 +292,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
 
     if ours in valid:
         hint = f"It is called '{ours}' here{example}."
-    elif owner := _owner_of(ours or name, valid):
+    elif not parent and (owner := _owner_of(ours or name)):
         hint = f"It is called '{ours}' here, {owner}{example}."
         if not ours:
             fault = f"is {owner}."
@@ -297,30 +303,14 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     return PackError(f"{parent}{key}: {fault} {hint}", "unknown", key, where=where)
 
 
-def _owner_of(name: str, valid: Iterable[str]) -> str:
-    """Return where a setting belongs that is not among the ``valid`` ones; empty if nowhere."""
-    classes = _subclasses(Settings)
-    if set(valid) not in [_names(cls) for cls in classes]:
-        return ""  # a part of a file
-
-    for cls in classes:
-        if cls.__name__ in _PUBLIC and name in _names(cls):
-            return f"a setting of {cls.__name__}"
+def _owner_of(name: str) -> str:
+    """Return where a setting belongs; empty if nowhere."""
+    for cls in ("LoRAConfig", "TrainConfig", "DataConfig"):  # of `train_pack`
+        if name in getattr(_CLASSES.get(cls), "__dataclass_fields__", ()):
+            return f"a setting of {cls}"
     if name in OTHER_NAMES.values():
         return "an argument of train_pack"
     return ""
-
-
-_PUBLIC = ("LoRAConfig", "TrainConfig", "DataConfig")  # of `train_pack`
-
-
-def _names(cls: type[Settings]) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)}
-
-
-def _subclasses(cls: type[Settings]) -> list[type[Settings]]:
-    below = [each for sub in cls.__subclasses__() for each in (sub, *_subclasses(sub))]
-    return [each for each in below if dataclasses.is_dataclass(each)]
 
 
 def read_settings(path: str | Path) -> dict:
