@@ -9,7 +9,7 @@ from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
-from .output import exit_if_failed, print_report
+from .output import exit_if_failed, print_report, text_table
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -142,7 +142,7 @@ def _decoding_instances(
 
 
 def report_lines(report: dict, verbose: bool) -> list[str]:
-    """Return the machine and a table of kernels, or a line for each op and dtype without any."""
+    """Return the machine, and a table of the kernels; on a CPU, which has none, one line."""
     memory = report["memory"]
     blas = report["blas"]
 
@@ -164,10 +164,17 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
     if kernels[0]["backend"] != "reference":
         lines.append(f"kernels {kernels[0]['backend']}, compared with plain MLX")
     else:
-        lines.append("kernels none on a CPU; plain MLX compared with float64")
+        wrong = [f"{k['op']} {k['instance']}: {_verdict(k)}" for k in kernels if not k["ok"]]
+        verdict = ", ".join(wrong[:1]) or "ok"
+        lines.append(
+            f"kernels none on a CPU; plain MLX compared with float64 at {len(kernels)} sizes: "
+            f"{verdict}"
+        )
         if not verbose:
-            return lines + _group_lines(kernels)
-    return lines + _instance_lines(kernels)
+            return lines
+
+    head = ["", "error", "kernel us", "plain us", "gradients", "plain us", "choice", ""]
+    return lines + text_table(head, list(map(_row, kernels)))
 
 
 def _chip_line(chip: dict) -> str:
@@ -183,51 +190,23 @@ def _chip_line(chip: dict) -> str:
     )
 
 
-def _instance_lines(kernels: list[dict]) -> list[str]:
-    width = max(len(kernel["instance"]) for kernel in kernels)
-    lines = [
-        f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us  with gradients"
-        "       choice"
+def _row(kernel: dict) -> list[str]:
+    error = f"{kernel['max_error']:.1e}" if kernel["max_error"] is not None else "-"
+    times = ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us")
+    choice = {None: "-", "reference": "plain"}.get(kernel["choice"], "kernel")
+    return [
+        f"        {kernel['op']} {kernel['instance']}",
+        error,
+        *(_microseconds(kernel[name]) for name in times),
+        choice,
+        _verdict(kernel),
     ]
-
-    for k in kernels:
-        error = f"{k['max_error']:.1e}" if k["max_error"] is not None else "-      "
-        kernel_us, plain_us, kernel_gradient, plain_gradient = (
-            _microseconds(k[key])
-            for key in ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us")
-        )
-        choice = {None: "-", "reference": "plain"}.get(k["choice"], "kernel")
-        lines.append(
-            f"        {k['op']:<13} {k['instance']:<{width}}  {error}  {kernel_us:>9}"
-            f"  {plain_us:>8}  {kernel_gradient:>9} {plain_gradient:>9}  {choice:<6}  {_verdict(k)}"
-        )
-
-    return lines
 
 
 def _microseconds(time: float | None) -> str:
     if time is None:
         return "-"
     return f"{time:,.0f}" if time >= 100 else f"{time:,.1f}"
-
-
-def _group_lines(kernels: list[dict]) -> list[str]:
-    """Return a line for each op and dtype: its instances, the worst error, what is wrong."""
-    groups: dict[tuple[str, str], list[dict]] = {}
-    for kernel in kernels:
-        groups.setdefault((kernel["op"], kernel["instance"].split()[0]), []).append(kernel)
-
-    lines = []
-    for (op, dtype), group in groups.items():
-        worst = max((k["max_error"] for k in group if k["max_error"] is not None), default=None)
-        error = f"{worst:.1e}" if worst is not None else "-"
-        verdict = "ok"
-        wrong = next((k for k in group if not k["ok"]), None)
-        if wrong is not None:
-            verdict = f"{wrong['instance']}: {_verdict(wrong)}"
-        lines.append(f"        {op:<13} {dtype:<9} {len(group):>2} sizes  error {error}  {verdict}")
-
-    return lines
 
 
 def _verdict(kernel: dict) -> str:

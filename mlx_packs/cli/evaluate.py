@@ -12,7 +12,7 @@ from ..errors import PackError
 from ..terminal import with_error
 from . import options
 from .options import option
-from .output import exit_if_failed, print_report
+from .output import exit_if_failed, print_report, text_table
 
 if TYPE_CHECKING:
     from ..evaluation.compare import BatchReport
@@ -238,17 +238,16 @@ def _batch_sizes(text: str) -> list[int]:
 
 def _lines(compared: Sequence["BatchReport"]) -> list[str]:
     first = compared[0]
-    quality = [one for one in compared if one.batch_size == first.batch_size]
+    quality = [_quality(one) for one in compared if one.batch_size == first.batch_size]
+    speed = [_speed(one) for one in compared]
+    columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
     return [
         f"data    {first.rows} examples of at most {first.sequence_length} tokens · "
         f"{first.targets:,} targets · evaluated {first.scoring_path}",
-        *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
+        *text_table(["", "PPL", "ratio", "accuracy", "MB"], quality, columns),
         f"speed   prompts of {first.sequence_length} tokens, {first.generation_path} · "
         "first token in ms, peak in GB",
-        *_table(
-            ["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"],
-            [_speed(one) for one in compared],
-        ),
+        *text_table(["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"], speed, columns),
     ]
 
 
@@ -276,19 +275,3 @@ def _speed(one: "BatchReport") -> list[str]:
         f"{one.first_token_ms:,.0f}",
         f"{one.peak_gb:.2f}",
     ]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Return lines that fit the terminal; names are cut, numbers never."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
-    widths[0] = min(widths[0], max(8, columns - sum(width + 2 for width in widths[1:])))
-
-    lines = []
-    for name, *figures in [head, *rows]:
-        if len(name) > widths[0]:
-            name = name[: widths[0] - 1] + "…"
-        cells = [f"  {figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
-        lines.append(f"{name:<{widths[0]}}{''.join(cells)}")
-
-    return lines

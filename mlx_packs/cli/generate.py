@@ -3,6 +3,7 @@
 import signal
 import sys
 from contextlib import closing
+from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 import click
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from ..inference.chat import ChatSession
     from ..packs.base import Base
     from ..packs.pack import Pack
-
-_COMMANDS = """\
-/pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
-/base          answer without a pack
-/image FILE    add an image to the next message
-/history       show the conversation
-/clear         start a new conversation
-/quit          leave; so does Ctrl-D. Ctrl-C ends an answer"""
 
 
 @click.command()
@@ -163,7 +156,7 @@ def chat(
     """Chat with a base model, with or without packs.
 
     \b
-    /pack PACK    answer with this pack from now on
+    /pack PACK    answer with this pack from now on (PACK=0.7 applies 70 % of it)
     /base         answer without a pack
     /image FILE   add an image to the next message
     /history      show the conversation
@@ -290,7 +283,7 @@ def _obey(line: str, conversation: "ChatSession", model_in_use: _ModelInUse) -> 
             text = message["content"].replace(IMAGE_MARK, "[image]")
             echo(f"{message['role']}: {text}")
     elif command in ("/help", "/pack", "/image"):
-        echo(_COMMANDS)
+        echo(cleandoc(chat.help or "").split("\n\n")[1].removeprefix("\b\n"))
     else:
         raise PackError(f"{command}: is not a command. /help lists them.", "unknown")
 

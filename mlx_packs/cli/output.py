@@ -49,6 +49,21 @@ def _fitted(line: str) -> str:
     return hanging(line, shutil.get_terminal_size((100, 24)).columns)
 
 
+def text_table(head: list[str], rows: list[list[str]], width: int = 1000) -> list[str]:
+    """Return the lines of a table; the first column is cut to the width, numbers never."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths[0] = min(widths[0], max(8, width - sum(each + 2 for each in widths[1:])))
+
+    lines = []
+    for name, *figures in [head, *rows]:
+        if len(name) > widths[0]:
+            name = name[: widths[0] - 1] + "…"
+        cells = [f"  {figure:>{each}}" for figure, each in zip(figures, widths[1:], strict=True)]
+        lines.append(f"{name:<{widths[0]}}{''.join(cells)}".rstrip())
+
+    return lines
+
+
 def print_spans(title: str, spans: Iterable[tuple[str, bool]]) -> None:
     """Print texts one after the other below a title: those marked green, or between ⟦ and ⟧."""
     from rich.console import Console

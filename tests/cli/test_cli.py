@@ -129,7 +129,7 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         monkeypatch.setitem(_backend.MAKERS, "metal", lambda **_: 1 / 0)
         _backend._built.cache_clear()
         bad = invoke("doctor")
-        assert bad.exit_code == 1 and "  -        " in bad.stdout
+        assert bad.exit_code == 1 and "  -  " in bad.stdout
         assert bad.stdout.count("ZeroDivisionError") == len(small)
         assert "a kernel is wrong on this machine" in bad.stderr
 
