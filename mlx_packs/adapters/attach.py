@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..bases.families import is_of_projector
 from ..bases.geometry import Geometry, GeometryError, Group, find_groups, linears
 from ..bases.supported import check_trainable
 from ..config.lora import LoRAConfig
@@ -23,7 +22,6 @@ from ..nn.quantized import HalfLinear, apply_matmul_path
 from ..nn.surgery import replace_modules
 from ..nn.tables_on_disk import read_tables
 from ..runtime import mx
-from ..vision import projector
 from .lora import Attached, add_adapters
 from .spec import ModuleSpec, SliceSpec, Specs, factor_shapes
 
@@ -92,7 +90,6 @@ def attach(
     lora = lora or LoRAConfig()
 
     names = lora.target_modules if specs is None else specs
-    open_projector(base, names)
     read_tables(base.model, names)
     groups, fallback, notes = _probed(base, lora, specs, fp16_fallback)
     if not groups and specs != {}:
@@ -202,12 +199,6 @@ def _dense_weight(
         reason = " ".join(str(error).split())
         raise PackError(f"{path}: cannot be dequantized: {reason}{remedy}", code) from None
     return weight
-
-
-def open_projector(base: "BaseModel", names: Iterable[str]) -> None:
-    """Make the projector of a vision tower a part of a base if names of modules ask for it."""
-    if any(map(is_of_projector, names)):
-        projector.open_projector(base)
 
 
 def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:

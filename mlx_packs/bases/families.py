@@ -21,8 +21,6 @@ class ImageFacts:
     interleaved: whether three axes of positions take turns in the pairs of a head.
     sees: in which blocks the tokens of an image see each other: ``none``, ``all``, or ``config``,
         those with a window if ``use_bidirectional_attention`` is ``vision``.
-    projector: the linears, with GELU between them, that are the last part of the tower, as mlx-vlm
-        names them; none if the projector has other weights.
     """
 
     placeholder: str
@@ -32,7 +30,6 @@ class ImageFacts:
     divided: bool = False
     interleaved: bool = False
     sees: str = "none"
-    projector: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +86,8 @@ _LLAMA = Family(plan="dense", gguf="llama", gguf_names=_DENSE, permuted=True)
 _QWEN3_5 = Family(plan="hybrid", gguf="qwen35", gguf_names=_DENSE)
 
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
-_MERGER = ("vision_tower.merger.mlp.0", "vision_tower.merger.mlp.2")
-_MERGER_OF_QWEN3 = ("vision_tower.merger.linear_fc1", "vision_tower.merger.linear_fc2")
-_EMBEDDING = ("embed_vision.embedding_projection",)
-_TWO_LINEARS = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
-_QWEN2_VL = Family(plan="qwen2", images=ImageFacts(*_QWEN, projector=_MERGER))
-_IDEFICS3 = Family(
-    plan="llama",
-    text_model="llama",
-    images=ImageFacts("<image>", projector=("connector.modality_projection.proj",)),
-)
+_QWEN2_VL = Family(plan="qwen2", images=ImageFacts(*_QWEN))
+_IDEFICS3 = Family(plan="llama", text_model="llama", images=ImageFacts("<image>"))
 
 UNTRAINABLE = {
     "bitnet": "its projections (BitLinear) are a kernel for Metal that has no gradient",
@@ -141,9 +130,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(plan=None, gguf="gpt2", gguf_names=_GPT2),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": Family(
-        plan="qwen3", images=ImageFacts(*_QWEN, interleaved=True, projector=_MERGER_OF_QWEN3)
-    ),
+    "qwen3_vl": Family(plan="qwen3", images=ImageFacts(*_QWEN, interleaved=True)),
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "gemma3": Family(
@@ -152,11 +139,9 @@ FAMILIES: Mapping[str, Family] = {
         gguf_names=_DENSE,
         images=ImageFacts("<start_of_image>", scaled=True, divided=True, sees="all"),
     ),
-    "llava": Family(plan="llama", images=ImageFacts("<image>", projector=_TWO_LINEARS)),
-    "mistral3": Family(plan="mistral", images=ImageFacts("[IMG]", projector=_TWO_LINEARS)),
-    "gemma4": Family(
-        plan=None, images=ImageFacts("<|image|>", scaled=True, sees="config", projector=_EMBEDDING)
-    ),
+    "llava": Family(plan="llama", images=ImageFacts("<image>")),
+    "mistral3": Family(plan="mistral", images=ImageFacts("[IMG]")),
+    "gemma4": Family(plan=None, images=ImageFacts("<|image|>", scaled=True, sees="config")),
     "rwkv7": Family(
         plan=None,
         untrainable_on_metal="its kernel for Metal (the recurrence) has no gradient",
@@ -171,9 +156,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 _OTHER = Family(plan=None)
 VISION_FAMILIES = {name: family.images for name, family in FAMILIES.items() if family.images}
-
-# Where the last linears of a tower are in a base, if adapters on them are asked for.
-PROJECTOR = "projector"
 
 # How names of tensors of a language model begin, in files and in memory, and in one of mlx-lm.
 _TEXT_NAMES = {
@@ -202,21 +184,8 @@ def facts_of(name: str | None) -> Family:
     return FAMILIES.get(name, _OTHER) if name else _OTHER
 
 
-def is_of_projector(path: str) -> bool:
-    """Return whether a path names the projector, or a linear of it."""
-    return path.partition(".")[0] == PROJECTOR
-
-
-def projector_paths(model_type: str) -> dict[str, str]:
-    """Return the linears of a projector, as they are named here and in mlx-vlm."""
-    paths = VISION_FAMILIES[model_type].projector
-    return {f"{PROJECTOR}.linear_{i}": path for i, path in enumerate(paths, 1)}
-
-
 def name_in_text_model(stored: str) -> str | None:
     """Return the name of a tensor in a language model without images; None for other tensors."""
-    if is_of_projector(stored):
-        return stored
     begin = next((begin for begin in _TEXT_NAMES if stored.startswith(begin)), None)
     return begin and _TEXT_NAMES[begin] + stored.removeprefix(begin)
 
@@ -233,11 +202,7 @@ def path_from(path: str, model_type: str, program: str) -> str:
 
 
 def _names_in(program: str, model_type: str) -> dict[str, str]:
-    names = projector_paths(model_type)
-    if program == "transformers":
-        for here, there in names.items():
-            names[here] = "model." + there.replace("vision_tower.", "visual.")
-    return names | _ELSEWHERE[program][FAMILIES[model_type].text_model is not None]
+    return _ELSEWHERE[program][FAMILIES[model_type].text_model is not None]
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:

@@ -247,8 +247,8 @@ def select_targets(
     They are named by leaf (q_proj), by tail (self_attn.q_proj) or by path. Without names: every
     linear inside the last ``num_layers`` blocks but routers, indexers, the experts of a mixture,
     whose adapters would be as many as there are experts, and ``modules_to_save``. Names are those
-    of modules in these blocks, else of modules outside of all blocks, or of what these are in
-    (``projector``); a full path may be anywhere (as with mlx-lm's absolute keys).
+    of modules in these blocks, else of modules outside of all blocks; a full path may be anywhere
+    (as with mlx-lm's absolute keys).
     """
     prefixes = block_prefixes(model)
     check_num_layers(num_layers, len(prefixes))
@@ -276,7 +276,6 @@ def select_targets(
     for target in target_modules:
         matched = [(p, m) for p, m in inside if is_named(p, target)]
         matched = matched or [(p, m) for p, m in outside if is_named(p, target)]
-        matched = matched or [(p, m) for p, m in outside if p.rpartition(".")[0] == target]
         matched = matched or [(p, m) for p, m in every if p == target]
         if not matched:
             raise _no_target(model, target, every)
@@ -296,6 +295,13 @@ def select_targets(
 
 
 def _no_target(model: nn.Module, target: str, every: Sequence[tuple[str, nn.Module]]) -> PackError:
+    if target == "projector":
+        return PackError(
+            "--target-modules projector: the projector of images is frozen. Name linear layers of "
+            "the language model.",
+            "unsupported",
+        )
+
     names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
     other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
     if other is not None:

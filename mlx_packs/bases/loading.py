@@ -112,7 +112,7 @@ def load_base_model(
     _freeze_in(model, dtype, is_cast, lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code, ahead)
     if not lazy:
-        take_images(tokenizer, str(name), path, config, model)
+        take_images(tokenizer, path, config, model)
 
     return BaseModel(
         name=str(name),
@@ -159,7 +159,7 @@ def tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
     with library_errors(partial(unreadable, path, stored)):
         config = load_config(path)
     tokenizer = load_tokenizer(path, config, trust_remote_code)
-    take_images(tokenizer, model, path, stored)
+    take_images(tokenizer, path, stored)
     return tokenizer, vocab_size_of(stored, path)
 
 

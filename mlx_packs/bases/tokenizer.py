@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from .families import has_vision_tower
 from .sandboxed_tokenizer import confine, read_ahead
 from .turns import images_of, stop_at_answer_end, unnamed_ends
 from .unsupported import unreadable_tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 
 def load_tokenizer(
@@ -71,7 +68,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any = None) -> None:
+def take_images(tokenizer: Any, path: Path, config: dict, model: Any = None) -> None:
     """Let a tokenizer encode images, if its base has a vision tower.
 
     Without the language model they are counted and named, but their features are not computed.
@@ -79,7 +76,7 @@ def take_images(tokenizer: Any, name: str, path: Path, config: dict, model: Any 
     if has_vision_tower(config):
         IMAGES.start()
         open_images = late.load("vision.images:Images")
-        tokenizer._images = open_images(name, path, config, model)
+        tokenizer._images = open_images(path, config, model)
 
 
 def _parser_of_named_template(tokenizer: Any) -> str | None:

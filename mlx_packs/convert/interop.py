@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..adapters.attach import open_projector
 from ..adapters.spec import SCORE_WEIGHT
 from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
@@ -311,7 +310,6 @@ def _converted(
     form = FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
     form.drop_copies(adapter, base, stored.file)
-    open_projector(base, adapter.scales)
     specs = specs_for(base, adapter, stored.file)
 
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")

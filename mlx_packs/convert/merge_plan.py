@@ -12,7 +12,6 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..adapters.attach import open_projector
 from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec
 from ..bases import compressed_tensors
@@ -167,7 +166,6 @@ def plan_changes(request: MergeRequest) -> Changes:
     """Return which weights of the base change, and how each is quantized."""
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
-    open_projector(base, request.pack.specs)
     planner = _Planner(request, base)
     tensors = request.pack.load_tensors()
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .. import runtime
-from ..bases.families import is_of_projector
 from ..bases.precision import activation_bytes, stored_dtype
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
@@ -35,7 +34,6 @@ from .decoder_sizes import (
     has_images,
     language_model,
     plan_of,
-    projector_tensors,
     sizes_of,
     text_config,
 )
@@ -123,8 +121,6 @@ def estimate(
 
     text = language_model(headers)
     takes_images = has_images(headers.config)
-    if takes_images and any(map(is_of_projector, lora.target_modules)):
-        text = replace(text, tensors={**projector_tensors(headers), **text.tensors})
     text.check_formats()
 
     if plan_of(text.config) == "hybrid":

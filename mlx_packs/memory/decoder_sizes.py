@@ -10,11 +10,9 @@ from dataclasses import astuple, dataclass, replace
 from ..bases.families import (
     FAMILIES,
     facts_of,
-    is_of_projector,
     name_in_text_model,
-    projector_paths,
 )
-from ..bases.geometry import Heads, is_named
+from ..bases.geometry import Heads
 from ..bases.precision import activation_bytes
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
@@ -127,10 +125,6 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
         modules |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
-    for name, tensor in tensors.items():
-        path, _, parameter = name.rpartition(".")
-        if is_of_projector(path) and parameter == "weight":
-            modules[path] = tuple(tensor["shape"])
 
     norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
     return Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
@@ -141,8 +135,6 @@ def feature_bytes(text: Headers, headers: Headers, in_batch: int) -> int:
 
     ``text`` are the headers of the language model. Where rows are not known, each token of a batch
     is one of an image, and there are no others.
-    What enters a projector with adapters is stored in place of features; a batch has both, and what
-    is between its linears.
     """
     tokens = headers.image_tokens
     if tokens is None:
@@ -150,28 +142,5 @@ def feature_bytes(text: Headers, headers: Headers, in_batch: int) -> int:
 
     vision = headers.config.get("vision_config") or {}
     levels = len(vision.get("deepstack_visual_indexes") or ())
-    width = text.config["hidden_size"]
-    stored = width
-    computed = 0
-    for name, tensor in text.tensors.items():
-        if not is_of_projector(name) or len(tensor["shape"]) < 2:
-            continue
-        if not computed:
-            stored = tensor["shape"][1]
-        computed += 2 * tensor["shape"][0]
-
-    of_float = activation_bytes(headers.config, "auto")
-    of_batch = of_float * (stored + computed + levels * width)
-    of_store = of_float * (stored + levels * width)
-    return of_batch * min(tokens, in_batch) + min(of_store * tokens, KEPT_BYTES)
-
-
-def projector_tensors(headers: Headers) -> Tensors:
-    """Return the tensors of the linears of a projector, by the names of a base."""
-    tensors = {}
-    for here, there in projector_paths(headers.config["model_type"]).items():
-        of_linear = there.removeprefix("vision_tower.")
-        for part in ("weight", "bias"):
-            stored = [name for name in headers.tensors if is_named(name, f"{of_linear}.{part}")]
-            tensors |= {f"{here}.{part}": headers.tensors[name] for name in stored}
-    return tensors
+    of_token = activation_bytes(headers.config, "auto") * (1 + levels) * text.config["hidden_size"]
+    return of_token * min(tokens, in_batch) + min(of_token * tokens, KEPT_BYTES)

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from ..adapters.attach import plan_specs
 from ..adapters.trainable import find_method
-from ..bases.families import PROJECTOR, is_of_projector
 from ..bases.geometry import Geometry, Group, check_num_layers, is_named
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
@@ -108,17 +107,14 @@ def plan_adapters(
     inside = [path for path, place in projections.items() if int(place[1]) >= first]
 
     outside = [path for path in modules if path not in projections]
-    projector = {path for path in outside if is_of_projector(path)}
     heads = {path for path in outside if path.rpartition(".")[2] == "lm_head"}
-    tables = set(outside) - projector - heads
+    tables = set(outside) - heads
 
     weights = _weights_of(modules, tensors)
     saved = _named(weights, lora.modules_to_save, "--modules-to-save")
     selected = set(inside) - saved if not lora.target_modules else set()
     for target in lora.target_modules:
         matched = {p for p in inside if is_named(p, target)}
-        if target == PROJECTOR:
-            matched = projector
         if not matched:
             rest = [p for p in modules if p not in projections or p == target]
             matched = _named(rest, [target], "--target-modules", modules)
@@ -146,7 +142,7 @@ def plan_adapters(
 
     places = (_BLOCK.search(path) for path in trained)
     lowest = min((int(place[1]) for place in places if place), default=blocks - 1)
-    if trained & (tables | projector):
+    if trained & tables:
         lowest = 0
     shapes = tuple(shape for path in saved for shape in weights[path])
 

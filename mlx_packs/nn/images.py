@@ -34,7 +34,7 @@ Turns = tuple[mx.array, mx.array]  # cosines and sines [B, T, head_dim / 2]
 class ShownImages:
     """What a model is shown for tokens below zero.
 
-    features: [N, D]; or [N, C] where the model has a ``projector`` (vision/projector.py).
+    features: [N, D].
     begins: bool [N], where an image begins.
     levels: [K, N, D], added to what each of the first K blocks returns; None without.
     shifts: float32 [N, 4], the position of each feature on three axes less its place, the first
@@ -145,8 +145,6 @@ class ImageInputs:
         tokens = mx.maximum(inputs, 0)
         embedded = inner.embed_tokens(tokens)
         features = inner[_FEATURES]
-        if (projector := self._model.all[0].get("projector")) is not None:
-            features = projector(features)
         features = (features[rows] * self._rules.scale).astype(embedded.dtype)
         embedded = mx.where(is_image[..., None], features, embedded)
         if self._rules.sees != "none":

@@ -14,7 +14,6 @@ import numpy as np
 from .. import runtime
 from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
-from ..bases.families import is_of_projector
 from ..bases.geometry import is_embedding
 from ..config.schema import TrainConfig
 from ..data.batches import token_collate
@@ -195,8 +194,8 @@ def open_frozen_activations(
 def frozen_blocks(attached: Attached | WithSavedModules) -> int:
     """Return how many blocks are below the first one with trainable parameters.
 
-    0 if an embedding or the projector of images is trained. What else is outside of the blocks
-    comes after them; the probe of the cache checks it.
+    0 if an embedding is trained. What else is outside of the blocks comes after them; the probe of
+    the cache checks it.
     """
     modules = dict(attached.model.named_modules())
     saved = {name.rpartition(".")[0] for name in attached.replaced}
@@ -204,8 +203,6 @@ def frozen_blocks(attached: Attached | WithSavedModules) -> int:
     if any(spec.kind == "embedding" for spec in attached.specs.values()):
         return 0
     if any(is_embedding(trained_module(modules[path])) for path in saved):
-        return 0
-    if any(map(is_of_projector, attached.specs)):
         return 0
 
     prefixes = block_prefixes(attached.model)
@@ -233,7 +230,7 @@ class _Impossible(Exception):
 def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sampler) -> None:
     if not frozen:
         raise _Impossible(
-            "the first block, the embedding or the projector is trained: nothing below is frozen",
+            "the first block or the embedding is trained: nothing below is frozen",
             "conflict",
         )
     if train.neftune_noise_alpha:

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.attach import open_projector
 from ..adapters.lora import Attached
 from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
@@ -499,10 +498,7 @@ def load_base_for(
         options = {"quantize": quantize_for(pack, config), **quantize_options(pack)}
     is_auto = offload_base == "auto" and options.get("quantize", "none") == "none"
     options["offload"] = offload_base == "on" or (is_auto and exceeds_memory(model))
-    base = load_base(model, trust_remote_code=trust_remote_code, **options)
-    if pack is not None:
-        open_projector(base, pack.specs)  # before it encodes an image
-    return base
+    return load_base(model, trust_remote_code=trust_remote_code, **options)
 
 
 def loaded_base(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .. import runtime
-from ..adapters.attach import attach, open_projector, tied_tables
+from ..adapters.attach import attach, tied_tables
 from ..adapters.full_tensors import with_stored
 from ..adapters.lora import Attached
 from ..adapters.spec import Specs, check_shapes, weights_of
@@ -51,7 +51,6 @@ def check_fit(pack: Pack, model: str, trust_remote_code: bool = False) -> dict:
     base = lazy_base(model, trust_remote_code)
     # as it will be once it is loaded
     base.quantization = pack.manifest["base"]["quantization"] or {}
-    open_projector(base, pack.specs)
 
     modules = dict(base.model.named_modules())
     if missing := next((path for path in pack.specs if path not in modules), None):

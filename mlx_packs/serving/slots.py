@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..adapters.attach import attach, check_bare
 from ..adapters.lora import Attached, sliced_factors
 from ..adapters.spec import SCORE_WEIGHT, SliceSpec, Specs
-from ..bases.families import is_of_projector
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
@@ -164,8 +163,6 @@ def _unservable(pack: Pack, served: Specs) -> str:
             return f"{path} is {spec.kind}"
         if spec.experts is not None:
             return f"{path} has an adapter for each expert"
-        if is_of_projector(path):
-            return "it has adapters on the projector of images"
         if path in served and served[path].widths != spec.widths:
             return f"it divides {path} into other parts than a pack that is served"
     return ""

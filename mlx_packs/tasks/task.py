@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..adapters.attach import open_projector
 from ..adapters.full_tensors import fresh_score_head, with_score_head
 from ..adapters.spec import SCORE
 from ..adapters.trainable import Trainable
@@ -155,7 +154,6 @@ class Task(ABC):
         """Return `target`, once its modules are known to exist: nothing is encoded before."""
         target, lora = self.target(base)
         if not self.train.trains_base:
-            open_projector(target, lora.target_modules)
             select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
         return target, lora
 

@@ -41,7 +41,6 @@ class Image:
     start: the number of its first feature among those of all images of the process.
     shifts: float32 [count, 4], as `nn.images.ShownImages`; None where positions are places.
     features: None if they are in a `FeatureStore`.
-    before_projector: whether features are what enters the projector.
     """
 
     key: str
@@ -53,7 +52,6 @@ class Image:
     start: int
     shifts: np.ndarray | None
     features: Features | None = None
-    before_projector: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +131,6 @@ class Images:
         computed: images whose features were computed since `start_count`.
     """
 
-    name: str
     path: Path
     config: Mapping[str, Any]
     model: Any = None
@@ -150,8 +147,6 @@ class Images:
         self._lock = threading.Lock()
         self._stores: dict[int, FeatureStore] = {}
         self._tower: Tower | None = None
-        self._earlier: list[Image] = []
-        self._before: Sequence[str] = ()  # linears of a projector that the model computes itself
 
         self._rules = image_rules(self.config)
         self._inputs = None
@@ -222,7 +217,7 @@ class Images:
 
         with self._lock:
             known = self._known.get((picture.key, pixels))
-            if known is None or known.before_projector != bool(self._before):
+            if known is None:
                 known = self._added(picture, pixels)
             self._remember(known)
         return known
@@ -241,7 +236,6 @@ class Images:
             start=_TABLE.reserve(len(features.rows)),
             shifts=features.shifts,
             features=in_memory,
-            before_projector=bool(self._before),
         )
         _TABLE.add(image)
         return image
@@ -255,7 +249,7 @@ class Images:
                 return features
 
         if self._tower is None:
-            self._tower = Tower(self.path, self.family, self.token, self._before)
+            self._tower = Tower(self.path, self.family, self.token)
         image = _resized(picture.image, pixels)
         if self.model is None:
             return self._tower.counted(image)
@@ -284,25 +278,8 @@ class Images:
         self._tower = None
         mx.clear_cache()
 
-    def stop_before_projector(self) -> None:
-        """Take as features what enters the projector from now on: the model computes its linears.
-
-        Tokens of images of before are an error from now on.
-        """
-        with self._lock:
-            self._earlier = list(self._known.values())  # whose tokens may still be used
-            self._before = self.family.projector
-            self._stores = {}
-            self._tower = None
-
     def features(self, image: Image) -> Features:
         """Return the features of an image, from memory or from disk."""
-        if image.before_projector != bool(self._before):
-            raise PackError(
-                f"{self.name}: its projector got adapters after an image was encoded. Encode the "
-                "examples or the prompt again.",
-                "conflict",
-            )
         if image.features is not None:
             return image.features
 
@@ -394,9 +371,7 @@ class Images:
 
     def _store(self, pixels: int) -> FeatureStore:
         if pixels not in self._stores:
-            before_facts = {"before": self._before} if self._before else {}
-            facts = tower_facts(self.path, pixels) | before_facts
-            self._stores[pixels] = FeatureStore(facts)
+            self._stores[pixels] = FeatureStore(tower_facts(self.path, pixels))
         return self._stores[pixels]
 
     def _place_prompt(self, tokens: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
 """The vision tower, projector and image processor of a checkpoint, as mlx-vlm has them."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from .. import runtime
 from ..bases.families import ImageFacts
 from ..errors import PackError, library_errors
 from ..runtime import mx
-from .stop import Stop
 
 _LOADING = "its vision tower cannot be loaded"
 
@@ -26,7 +25,7 @@ class Features:
     """What a tower makes of one image.
 
     text: what stands for the image in a text, in which each token of the image is one feature.
-    rows: [n, D], features in the order of these tokens; or what enters the projector [n, C].
+    rows: [n, D], features in the order of these tokens.
     patches: in a row and in a column of the image; None where the processor does not say.
     levels: [K, n, D], added after the first K blocks; None without.
     shifts: float32 [n, 4], as `nn.images.ShownImages`; None where positions are places.
@@ -52,22 +51,16 @@ class Tower:
         path: of the checkpoint.
         family: of it.
         token: that stands for a feature.
-        before: the linears of the projector that features are taken before; none by default.
     """
 
-    def __init__(
-        self, path: Path, family: ImageFacts, token: int, before: Sequence[str] = ()
-    ) -> None:
-        self._model = load_tower(path)
+    def __init__(self, path: Path, family: ImageFacts, token: int) -> None:
+        self._model = _load_tower(path)
         self._processor = _processor_of(path)  # which the module of the model registers
 
         _stand_in(self._model)
         if runtime.on_cpu():
-            self._model.update(tree_map(in_float32, self._model.parameters()))
+            self._model.update(tree_map(_in_float32, self._model.parameters()))
         self._model.eval()
-        self._stop = None
-        if before:
-            self._stop = Stop(self._model, before)
         self._family = family
         self._token = token
 
@@ -90,8 +83,6 @@ class Tower:
         )
         places = np.flatnonzero(np.array(tokens[0]) == self._token)
         rows = entered.inputs_embeds[0][mx.array(places)]
-        if self._stop is not None:
-            rows = self._stop.rows(rows)
         if self._family.divided:
             rows = rows * self._model.config.hidden_size**0.5
         levels = None
@@ -147,7 +138,7 @@ def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:
     return columns, rows
 
 
-def load_tower(path: Path) -> nn.Module:
+def _load_tower(path: Path) -> nn.Module:
     """Return mlx-vlm's model of a checkpoint, lazy. Raises: PackError."""
     try:
         from mlx_vlm.utils import load_model
@@ -201,7 +192,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def in_float32(array: mx.array) -> mx.array:
+def _in_float32(array: mx.array) -> mx.array:
     """Return a float array in float32, others as they are."""
     if array.dtype in (mx.float16, mx.bfloat16):
         return array.astype(mx.float32)

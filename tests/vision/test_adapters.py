@@ -37,15 +37,6 @@ IN_MLX_VLM = [family for family in FAMILIES if family not in ("gemma3", "gemma4"
 # Of the largest logit; the states of Gemma 4 are large.
 ROUNDING = {"gemma4": 5e-4}
 TARGETS = 6
-# Projectors of one linear and of two, some of whose towers order or merge what enters them.
-WITH_PROJECTOR = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "mistral3"]
-MODULES = ("projector", "q_proj")
-
-
-def with_modules(families: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Families and --target-modules: all linears of blocks, or some and the projector."""
-    own = [(family, MODULES) for family in families if family in WITH_PROJECTOR]
-    return [(family, ()) for family in families] + own
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +44,12 @@ def trained(tmp_path_factory):
     """Trains a pack on each family once; returns the folders of its base and of the pack."""
 
     @cache
-    def of(family, modules=()):
+    def of(family):
         folder = tmp_path_factory.mktemp(family)
         base = write_vision_base(family, folder / "base")
         data = chats(folder / "data")
         train = TrainConfig(**(TRAIN | {"learning_rate": 0.05}))
-        lora = LoRAConfig(rank=2, target_modules=modules)
-        train_pack(base, data, lora, train, folder / "pack", progress=False)
+        train_pack(base, data, LoRAConfig(rank=2), train, folder / "pack", progress=False)
         return base, folder / "pack"
 
     return of
@@ -106,11 +96,11 @@ def loss_and_gradients_here(base, pack) -> tuple[float, dict[str, mx.array]]:
     return loss, attached.tensors()
 
 
-@pytest.mark.parametrize(("family", "modules"), with_modules(IN_MLX_VLM))
-def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, modules, trained, tmp_path):
+@pytest.mark.parametrize("family", IN_MLX_VLM)
+def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, tmp_path):
     from mlx_vlm.utils import load
 
-    folder, pack = trained(family, modules)
+    folder, pack = trained(family)
     base = load_base(folder)
     exported = tmp_path / "adapter"
     export_pack(Pack.open(pack), "mlx-lm", exported)
@@ -137,13 +127,13 @@ def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, modules, 
         assert mx.abs(ours[name] - gradient).max().item() <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize(("family", "modules"), with_modules(FAMILIES))
-def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, modules, trained, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, trained, tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    folder, pack = trained(family, modules)
+    folder, pack = trained(family)
     base = load_base(folder)
     exported = tmp_path / "adapter"
     export_pack(Pack.open(pack), "peft", exported)
@@ -188,9 +178,9 @@ def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, modules, t
 
 
 @pytest.mark.parametrize("form", ["mlx-lm", "peft"])
-@pytest.mark.parametrize(("family", "modules"), with_modules(FAMILIES))
-def test_an_exported_pack_comes_back_bit_identically(family, modules, form, trained, tmp_path):
-    folder, pack = trained(family, modules)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_pack_comes_back_bit_identically(family, form, trained, tmp_path):
+    folder, pack = trained(family)
     export_pack(Pack.open(pack), form, tmp_path / "adapter")
     again = import_adapter(tmp_path / "adapter", tmp_path / "again", folder)
     ours = Pack.open(pack).load_tensors()
@@ -212,14 +202,12 @@ def logits_here(folder, pack=None) -> np.ndarray:
     return logits_of(base)
 
 
-@pytest.mark.parametrize(
-    ("family", "modules"), [("smolvlm", MODULES), ("qwen3_vl", ()), ("mistral3", ())]
-)
-def test_quantized_and_merged_bases_keep_their_towers(family, modules, trained, tmp_path):
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "mistral3"])
+def test_quantized_and_merged_bases_keep_their_towers(family, trained, tmp_path):
     from mlx_vlm.convert import convert
     from mlx_vlm.utils import load
 
-    folder, pack = trained(family, modules)
+    folder, pack = trained(family)
     merge_pack(pack, folder, tmp_path / "merged")
     whole = logits_here(folder, pack)
     assert np.abs(logits_here(tmp_path / "merged") - whole).max() <= 1e-4 * np.abs(whole).max()
