@@ -71,7 +71,7 @@ class QuantizeOptions:
     weight_format: WeightFormat = field(default_factory=lambda: named_format("nf4"))
     keep: tuple[str, ...] = ()  # modules left dense: leaf (lm_head), tail or path
     bits_for: tuple[tuple[str, int], ...] = ()
-    max_shard_gb: float = 1.0  # in 10^9 bytes; an interruption loses one shard at most
+    max_shard_gb: float = 1.0  # in 10^9 bytes
 
     def check(self) -> None:
         """The error has all faults."""

@@ -1,11 +1,9 @@
 """Quantize a checkpoint to another, tensor by tensor: the whole model is never in memory.
 
 `plan_quantized` decides which modules are quantized and how, and spreads the result over shards
-(`packs merge` makes plans of its own); `write` executes a plan. Finished shards outlive an
-interruption.
+(`packs merge` makes plans of its own); `write` executes a plan.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -16,12 +14,12 @@ from mlx.utils import tree_flatten
 
 from .. import runtime
 from ..display import QUIET, Display, Task
-from ..errors import Interrupted, PackError
+from ..errors import PackError
 from ..files import (
+    atomic_folder,
     atomic_write,
     exclusive_writer,
     make_folder,
-    replace_folder,
     to_json,
     write_errors,
 )
@@ -85,21 +83,6 @@ class WritePlan:
     def items(self) -> list[Item]:
         return [item for items in self.shards.values() for item in items]
 
-    def request(self) -> dict:
-        """The start of a record: the options that a later run needs to continue this one.
-
-        Another version of this package or of MLX may quantize other tensors to other bits.
-        """
-        request = {
-            "version": 1,
-            "source": self.fingerprint,
-            "recipe": self.options.to_json(),
-            "versions": dict(runtime.versions()),
-        }
-        if self.merged:
-            request["merged"] = self.merged
-        return request
-
 
 def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
     """Items by file, in their order; tensors of one module stay together."""
@@ -133,12 +116,10 @@ def quantize(
 ) -> dict:
     """Write a quantized copy of a dense checkpoint; the folder appears when it is complete.
 
-    After an interruption the same call continues with the shard that was not finished. Returns what
-    `packs quantize --json` prints.
+    Returns what `packs quantize --json` prints.
 
     Raises:
         PackError: nothing was written.
-        Interrupted: finished shards are kept.
     """
     options = options or QuantizeOptions()
     display = display or Display(QUIET)
@@ -148,7 +129,7 @@ def quantize(
 
     output_folder(str(out), source, overwrite)
     plan = plan_quantized(source, options, trust_remote_code, str(model))
-    record, finished = write(out, source, plan, overwrite, display)
+    record = write(out, source, plan, overwrite, display)
 
     return {
         "out": str(out),
@@ -159,7 +140,6 @@ def quantize(
         "bits_per_quantized_weight": record["bits_per_quantized_weight"],
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
         "shards": len(plan.shards),
-        "shards_found": len(finished),
         "seconds": round(time.monotonic() - started, 2),
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
     }
@@ -167,36 +147,15 @@ def quantize(
 
 def write(
     folder: str | Path, source: Path, plan: WritePlan, overwrite: bool, display: Display
-) -> tuple[dict, list[str]]:
-    """Carry a plan out; return its record, and the shards that an earlier run had finished."""
+) -> dict:
+    """Carry a plan out; return the record of the folder, which is there when it is complete."""
     out = output_folder(str(folder), source, overwrite)
     make_folder(out.parent)
-    partial = out.with_name(f".{out.name}.partial")
     with exclusive_writer(out):
         output_folder(str(folder), source, overwrite)  # another run may have ended since
-        try:
-            with write_errors(out, "out"):
-                finished = _begin(partial, plan)
-                _write_shards(partial, plan, finished, display)
-                record = _write_rest(partial, source, plan)
-                replace_folder(partial, out)
-            return record, finished
-        except KeyboardInterrupt:
-            raise _interrupted(partial, out, plan) from None
-        except PackError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-def _interrupted(partial: Path, out: Path, plan: WritePlan) -> Interrupted:
-    if not partial.exists() and _begins_with(out / RECORD, plan.request()):
-        return Interrupted(f"interrupted, but {out} was complete.")
-
-    done = len(_finished(partial, plan))
-    return Interrupted(
-        f"interrupted. {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
-        "command continues from there."
-    )
+        with atomic_folder(out, replace=True) as partial, write_errors(out, "out"):
+            _write_shards(partial, plan, display)
+            return _write_rest(partial, source, plan)
 
 
 def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
@@ -293,50 +252,11 @@ def _new_config(
     return dict(sorted(new.items()))
 
 
-def _begin(partial: Path, plan: WritePlan) -> list[str]:
-    """Make the folder of a run, or continue in one of the same request; return finished shards."""
-    record = partial / RECORD
-    if _begins_with(record, plan.request()):
-        for file in partial.iterdir():
-            if file.is_dir():
-                shutil.rmtree(file)
-            elif file.name not in (*plan.shards, RECORD):
-                file.unlink()
-        return _finished(partial, plan)
-
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    atomic_write(record, to_json(plan.request()))
-    return []
-
-
-def _begins_with(record: Path, request: dict) -> bool:
-    """Whether a record, of a run that ended or not, is of this request."""
-    expected = json.loads(to_json(request))
-    try:
-        content = read_json(record)
-    except (OSError, PackError):
-        return False
-    return all(content.get(key) == value for key, value in expected.items())
-
-
-def _finished(partial: Path, plan: WritePlan) -> list[str]:
-    """Shards get their names when they are complete."""
-    return [shard for shard in plan.shards if (partial / shard).is_file()]
-
-
-def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: Display) -> None:
-    before = sum(len(plan.shards[shard]) for shard in finished)
+def _write_shards(partial: Path, plan: WritePlan, display: Display) -> None:
     cache = mx.set_cache_limit(_CACHE_BYTES)
-
     try:
-        with display.task("pack", len(plan.items), "tensors", before) as bar:
+        with display.task("pack", len(plan.items), "tensors") as bar:
             for shard, items in plan.shards.items():
-                if shard in finished:
-                    for item in items:
-                        del plan.tensors[item.name]
-                    continue
-
                 outline = {name: w for item in items for name, w in item.outline.items()}
                 written = _written(items, plan, bar)
                 write_tensors(partial / shard, outline, written, "mlx")
@@ -392,7 +312,10 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
 
     quantized = [item for item in plan.items if item.weight_format]
     record = {
-        **plan.request(),
+        "version": 1,
+        "source": plan.fingerprint,
+        "recipe": plan.options.to_json(),
+        "versions": dict(runtime.versions()),
         "format": "mlx",
         "quantization": plan.quantization,
         "quantized": len(quantized),
@@ -404,6 +327,8 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
             for shard in plan.shards
         },
     }
+    if plan.merged:
+        record["merged"] = plan.merged
 
     atomic_write(partial / "config.json", to_json(_with_ends(plan.config, plan.ends)))
 

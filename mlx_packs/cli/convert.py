@@ -304,8 +304,7 @@ def import_(
 def quantize(model: str, out: str, overwrite: bool, trust_remote_code: bool, **settings) -> None:
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
-    Tensors are quantized one by one, so the model may be larger than memory. After an interruption
-    the same command continues.
+    Tensors are quantized one by one, so the model may be larger than memory.
     """
     from ..bases.writer import quantize
 
@@ -344,11 +343,8 @@ def _bits_for(text: str) -> tuple[str, int]:
 
 
 def _lines(report: dict) -> list[str]:
-    finished = report["shards_found"]
-    earlier = f", {finished} of them already there" if finished else ""
     return [
-        f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, "
-        f"{report['shards']} shard(s){earlier})",
+        f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s))",
         bits_line(report),
         *_dense_lines(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",

@@ -108,7 +108,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         return report
 
     plan = _with_files(plan_merge(request, _facts(request, outcome)), request, source)
-    record, _ = writer.write(out, source, plan, overwrite, request.display)
+    record = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
         "names": record["merged"]["names"],

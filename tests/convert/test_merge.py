@@ -13,11 +13,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_packs import Pack, load_base
-from mlx_packs.bases import writer
 from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat
-from mlx_packs.bases.writer import quantize, verify
+from mlx_packs.bases.writer import quantize
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.reading import read_json, sha256
@@ -298,26 +297,6 @@ def test_another_base_and_a_link_to_the_own_are_named(faint, tmp_path):
     (tmp_path / "link").symlink_to(base)
     with raises("conflict", "out"):
         merge_pack(pack, base, tmp_path / "link", overwrite=True)
-
-
-def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
-    base, pack = faint
-    real, count = writer.write_tensors, []
-
-    def stop(file, *args):
-        count.append(file)
-        if len(count) == 3:
-            raise KeyboardInterrupt
-        real(file, *args)
-
-    monkeypatch.setattr(writer, "write_tensors", stop)
-    options = {"rows": 2, "max_drift": 10.0, "max_shard_gb": 0.0002}
-    with raises("interrupted", None, "2 of", ".out.partial"):
-        merge_pack(pack, base, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-    merge_pack(pack, base, tmp_path / "out", **options)
-    assert len(count) == len(list((tmp_path / "out").glob("*.safetensors"))) + 1
-    verify(tmp_path / "out")
 
 
 def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
