@@ -166,6 +166,8 @@ def plan_changes(request: MergeRequest) -> Changes:
     """Return which weights of the base change, and how each is quantized."""
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
+    if request.requantize == "nf4":  # which mlx-vlm does not read
+        _check_no_tower(base, request.requantize)
     planner = _Planner(request, base)
     tensors = request.pack.load_tensors()
 

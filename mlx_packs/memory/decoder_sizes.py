@@ -18,7 +18,6 @@ from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Headers, Tensors
 
-KEPT_BYTES = 512 << 20  # of the features that were read last, as vision/store.py keeps them
 _OTHER_TEXTS = ("mistral4",)  # of a mistral3: language models that are not of the Llama family
 
 
@@ -131,7 +130,7 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
 
 
 def feature_bytes(text: Headers, headers: Headers, in_batch: int) -> int:
-    """Return the bytes of the features of a batch of some tokens, and of those read before.
+    """Return the bytes of the features of a batch of some tokens, as read and as one array.
 
     ``text`` are the headers of the language model. Where rows are not known, each token of a batch
     is one of an image, and there are no others.
@@ -143,4 +142,4 @@ def feature_bytes(text: Headers, headers: Headers, in_batch: int) -> int:
     vision = headers.config.get("vision_config") or {}
     levels = len(vision.get("deepstack_visual_indexes") or ())
     of_token = activation_bytes(headers.config, "auto") * (1 + levels) * text.config["hidden_size"]
-    return of_token * min(tokens, in_batch) + min(of_token * tokens, KEPT_BYTES)
+    return 2 * of_token * min(tokens, in_batch)

@@ -48,7 +48,6 @@ class Image:
     pixels: int  # the limit that it was read with, as `Images.max_pixels`
     text: str
     count: int  # features
-    patches: tuple[int, int] | None  # in a row and in a column; None where it is cut into parts
     start: int
     shifts: np.ndarray | None
     features: Features | None = None
@@ -63,9 +62,7 @@ class Image:
     @property
     def label(self) -> str:
         """The image as people read it in a text."""
-        if self.patches is None:
-            return f"[image of {self.count} tokens]"
-        return f"[image {self.patches[0]}x{self.patches[1]} patches]"
+        return f"[image of {self.count} tokens]"
 
     @property
     def tokens(self) -> np.ndarray:
@@ -232,7 +229,6 @@ class Images:
             pixels=pixels,
             text=features.text,
             count=len(features.rows),
-            patches=features.patches,
             start=_TABLE.reserve(len(features.rows)),
             shifts=features.shifts,
             features=in_memory,

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ..runtime import dtype_name, mx
 from .tower import Features
 
 IMAGES = Cache("images", days=30, is_needed=True)
-_IN_MEMORY = 512 << 20  # bytes of features that were read last
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -30,22 +28,12 @@ class FeatureStore:
 
     def __init__(self, base: dict[str, Any]) -> None:
         self._base = base
-        self._last: OrderedDict[str, Features] = OrderedDict()
-        self._last_bytes = 0
         IMAGES.remove_unused()
 
     def get(self, key: str) -> Features | None:
         """Return the features of an image; None if they are not stored, or damaged."""
-        if key in self._last:
-            self._last.move_to_end(key)
-            return self._last[key]
-
         arrays = IMAGES.get(key_of(self._base, key))
-        if arrays is None:
-            return None
-        features = _features_of(arrays)
-        self._keep(key, features)
-        return features
+        return arrays and _features_of(arrays)
 
     def put(self, key: str, features: Features) -> None:
         """Store the features of an image; a PackError if the disk is full."""
@@ -55,14 +43,6 @@ class FeatureStore:
                 "MLX_PACKS_CACHE to a folder on another disk.",
                 "unwritable",
             )
-        self._keep(key, features)
-
-    def _keep(self, key: str, features: Features) -> None:
-        self._last[key] = features
-        self._last_bytes += features.nbytes
-        while self._last_bytes > _IN_MEMORY:
-            _, oldest = self._last.popitem(last=False)
-            self._last_bytes -= oldest.nbytes
 
 
 def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
@@ -84,7 +64,7 @@ def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
 
 def _arrays_of(features: Features) -> dict[str, np.ndarray]:
     dtype = dtype_name(features.rows.dtype)
-    facts = {"text": features.text, "patches": features.patches, "dtype": dtype}
+    facts = {"text": features.text, "dtype": dtype}
     arrays = {"facts": json_array(facts), "rows": _bytes_of(features.rows)}
     if features.levels is not None:
         arrays["levels"] = _bytes_of(features.levels)
@@ -101,7 +81,6 @@ def _features_of(arrays: dict[str, np.ndarray]) -> Features:
     return Features(
         text=facts["text"],
         rows=mx.array(arrays["rows"]).view(dtype),
-        patches=facts["patches"] and tuple(facts["patches"]),
         levels=None if levels is None else mx.array(levels).view(dtype),
         shifts=None if shifts is None else np.array(shifts),
     )

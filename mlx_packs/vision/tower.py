@@ -26,14 +26,12 @@ class Features:
 
     text: what stands for the image in a text, in which each token of the image is one feature.
     rows: [n, D], features in the order of these tokens.
-    patches: in a row and in a column of the image; None where the processor does not say.
     levels: [K, n, D], added after the first K blocks; None without.
     shifts: float32 [n, 4], as `nn.images.ShownImages`; None where positions are places.
     """
 
     text: str
     rows: mx.array
-    patches: tuple[int, int] | None = None
     levels: mx.array | None = None
     shifts: np.ndarray | None = None
 
@@ -57,7 +55,6 @@ class Tower:
         self._model = _load_tower(path)
         self._processor = _processor_of(path)  # which the module of the model registers
 
-        _stand_in(self._model)
         if runtime.on_cpu():
             self._model.update(tree_map(_in_float32, self._model.parameters()))
         self._model.eval()
@@ -69,12 +66,11 @@ class Tower:
         inputs = self._inputs(image)
         tokens = np.array(inputs["input_ids"][0])
         count = np.count_nonzero(tokens == self._token)
-        return Features(self._text(tokens), mx.zeros((count, 0)), _patches(inputs))
+        return Features(self._text(tokens), mx.zeros((count, 0)))
 
     def features(self, image: Any) -> Features:
         """Return the features of a PIL image, computed."""
         inputs = self._inputs(image)
-        patches = _patches(inputs)
         tokens = inputs.pop("input_ids")
         mask = inputs.pop("attention_mask", mx.ones_like(tokens))
 
@@ -91,7 +87,7 @@ class Tower:
 
         text = self._text(np.array(tokens[0]))
         mx.eval([rows] if levels is None else [rows, levels])
-        return Features(text, rows, patches, levels, _shifts(entered, places))
+        return Features(text, rows, levels, _shifts(entered, places))
 
     def _inputs(self, image: Any) -> dict[str, mx.array]:
         """Return what the processor makes of a text that has only this image; or a ValueError."""
@@ -118,24 +114,6 @@ class Tower:
             plain = plain[1:]
         text = tokenizer.decode(plain, skip_special_tokens=False)
         return text.removeprefix(self._family.before).removesuffix(self._family.after)
-
-
-def _stand_in(model: nn.Module) -> None:
-    """Replace embeddings of texts in NF4, which mlx-vlm does not read, by zeros without memory.
-
-    Features enter in their place, so that their values do not matter.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.weight.dtype == mx.uint8:
-            count, packed = module.weight.shape  # two weights in a byte
-            module.weight = mx.broadcast_to(mx.zeros((1, 1)), (count, 2 * packed))
-
-
-def _patches(inputs: dict[str, mx.array]) -> tuple[int, int] | None:
-    if "image_grid_thw" not in inputs:
-        return None
-    _, rows, columns = inputs["image_grid_thw"][0].tolist()
-    return columns, rows
 
 
 def _load_tower(path: Path) -> nn.Module:

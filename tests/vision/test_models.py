@@ -12,10 +12,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases import files
-from mlx_packs.bases.families import VISION_FAMILIES, image_token_of
+from mlx_packs.bases.families import VISION_FAMILIES
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.config.lora import LoRAConfig
-from mlx_packs.convert.merge import merge_pack
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate, TokenCollate
 from mlx_packs.data.dataset import Tree
@@ -30,10 +29,8 @@ from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.vision.images import for_step
 from mlx_packs.vision.pictures import ImageSource
-from mlx_packs.vision.tower import Tower
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
-from tests.helpers.packs import random_pack
 from tests.helpers.vision_bases import write_vision_base
 
 pytestmark = pytest.mark.interop
@@ -216,21 +213,6 @@ def test_batches_of_any_layout_equal_rows_alone(family, folder_of):
 def _common(one: Example, other: Example) -> int:
     length = min(len(one.tokens), len(other.tokens)) - 1
     return int(np.argmax(one.tokens[:length] != other.tokens[:length]))
-
-
-@pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
-def test_an_nf4_copy_has_the_same_features(family, folder_of, tmp_path):
-    """mlx-vlm cannot read its embeddings of texts."""
-    folder = folder_of(family)
-    pack = random_pack(load_base(folder), targets=("q_proj",))
-    merge_pack(pack, folder, tmp_path / "nf4", "nf4", max_drift=9.0, progress=False)
-    token = image_token_of(json.loads((folder / "config.json").read_text()))
-
-    towers = [Tower(each, VISION_FAMILIES[family], token) for each in (folder, tmp_path / "nf4")]
-    plain, ours = (tower.features(picture(0)) for tower in towers)
-    assert plain.text == ours.text and np.array_equal(plain.rows, ours.rows)
-    load_base(tmp_path / "nf4")
 
 
 def test_a_projector_gets_no_adapters(folder_of):

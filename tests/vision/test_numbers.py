@@ -7,7 +7,7 @@ from tests.helpers.errors import raises
 
 
 def added(table: images._Table, count: int) -> images.Image:
-    image = images.Image("", None, 0, "", count, None, table.reserve(count), None)
+    image = images.Image("", None, 0, "", count, table.reserve(count), None)
     table.add(image)
     return image
 

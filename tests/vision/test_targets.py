@@ -38,7 +38,7 @@ class FakeImages(Images):
 
     def add(self, _) -> Image:
         text = f"{PLACEHOLDER * 3}\n{PLACEHOLDER * 3}"
-        return Image("a", self, 0, text, FEATURES, None, 0, None)
+        return Image("a", self, 0, text, FEATURES, 0, None)
 
 
 @pytest.fixture
