@@ -89,18 +89,17 @@ def _weight(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    if (kind := state.get("quant_type")) != "nf4":
-        raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
-
-    block_size = state.get("blocksize")
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"blocksize must be one of {BLOCK_SIZES} but is {block_size!r}.")
+    valid = {"quant_type": ("nf4",), "blocksize": BLOCK_SIZES, "dtype": _DTYPES}
+    if nested_absmax is not None:
+        valid |= {"nested_blocksize": (NESTED_BLOCK_SIZE,), "nested_dtype": ("float32",)}
+    for key, values in valid.items():
+        if state.get(key) not in values:
+            raise ValueError(f"{key} must be one of {values} but is {state.get(key)!r}.")
 
     shape = state.get("shape")
     if not _is_matrix(shape):
         raise ValueError(f"shape must be [O, D] with even D but its quant_state says {shape!r}.")
 
-    _check_dtype("dtype", state.get("dtype"), _DTYPES)
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
         actual = f"its weight has {weight.nbytes}" if weight is not None else "there is no weight"
@@ -111,23 +110,13 @@ def _weight(
     offset = None
     if nested_absmax is not None:
         _check_table("nested_quant_map", nested_quant_map, dynamic_map())
-        if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
-            raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
-
-        _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))
-
         value = state.get("nested_offset")
         if not isinstance(value, (int, float)) or not abs(value) < _LARGEST_OFFSET:
             raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
         offset = mx.array([value], dtype=mx.float32)
 
     codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)
-    return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
-
-
-def _check_dtype(part: str, dtype: object, valid: tuple[str, ...]) -> None:
-    if dtype not in valid:
-        raise ValueError(f"{part} must be one of {', '.join(valid)} but is {dtype!r}.")
+    return NF4Weight(codes, absmax, nested_absmax, offset, state["blocksize"])
 
 
 def _is_matrix(shape: object) -> bool:

@@ -23,7 +23,6 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _OLLAMA = "ollama:"
 DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
-_LM_STUDIO = "lmstudio:"  # no longer read
 _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 _logged: set[str] = set()  # faults of packages, each of which is logged once
 
@@ -79,19 +78,13 @@ def _readers() -> Iterator[Reader]:
 
 def is_local_model(name: str) -> bool:
     """Whether a name is a model of Ollama on this machine, or a GGUF file with dense K-quants."""
-    return name.startswith((_OLLAMA, DENSE, _LM_STUDIO))
+    return name.startswith((_OLLAMA, DENSE))
 
 
 def local_model(name: str) -> Path:
     """The GGUF file of ``ollama:NAME``, or the folder of ``dense:FILE.gguf``."""
     if name.startswith(DENSE):
         return _dense(name.removeprefix(DENSE))
-    if name.startswith(_LM_STUDIO):
-        raise PackError(
-            f"--model {name}: 'lmstudio:' is not read any more. Name the GGUF file itself, below "
-            "~/.lmstudio/models.",
-            "unknown",
-        )
     return _ollama(name.removeprefix(_OLLAMA))
 
 

@@ -70,14 +70,12 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
             "write it into your texts.",
         )
 
+    with file_errors(path / SETTINGS):
+        check_keys(settings, {"max_seq_length": "an integer from 3 to 2147483647?"})
     longest = settings.get("max_seq_length")
     if longest is None:
         longest = _read(path / _TOKENIZER).get("model_max_length")
         longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
-
-    if longest is not None and not (type(longest) is int and longest > 2):
-        fault = f"max_seq_length must be an integer above 2, but is {longest!r}."
-        raise _unsupported(path / SETTINGS, fault, "unreadable")
 
     lower_case = settings.get("do_lower_case") is True
     with file_errors(path / PROMPTS):
@@ -95,21 +93,22 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
 def _modules(path: Path) -> tuple[str, bool, bool]:
     """The pooling, whether vectors are normalized, whether prompts are pooled (modules.json)."""
     file = path / MODULES
+    modules = _read(file, list)
+    with file_errors(file):
+        check_keys(modules, {"*": "a mapping", "*.type": "text", "*.path": "text?"})
+
     pooling = SentenceConfig.pooling
     pools_prompt = True
     kinds = []
-    for module in _read(file, list):
-        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-            fault = f"every module must have a 'type', but got {module}."
-            raise _unsupported(file, fault, "unreadable")
-
+    for module in modules:
         kind = module["type"].rpartition(".")[2]
-        place = module.get("path") or ""
-        if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
-            fault = f"the path of a module must be in the folder, but is {place!r}."
-            raise _unsupported(file, fault, "unreadable")
-
         kinds.append(kind)
+        place = module.get("path") or ""
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise _unsupported(
+                file, f"the path of a module must be in the folder, but is {place!r}.", "unreadable"
+            )
+
         if kind == "Transformer" and place:
             raise _unsupported(
                 file,
@@ -119,12 +118,6 @@ def _modules(path: Path) -> tuple[str, bool, bool]:
 
         if kind == "Pooling":
             pooling, pools_prompt = _pooling(path / place / "config.json")
-        elif kind not in ("Transformer", "Normalize"):
-            raise _unsupported(
-                file,
-                f"the module {kind} ('{place}') is not supported. Known are Transformer, Pooling "
-                "and Normalize.",
-            )
 
     if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise _unsupported(

@@ -115,9 +115,14 @@ TRANSFORMER, POOLING = module("Transformer"), module("Pooling", "1_Pooling")
 CONFIG, POOLING_CONFIG = "config.json", "1_Pooling/config.json"
 PROMPTS, LENGTH = "config_sentence_transformers.json", "sentence_bert_config.json"
 FAULTS = [  # file, its keys or content, code, what the message names
-    ("modules.json", [TRANSFORMER, POOLING, module("Dense", "2_Dense")], "unsupported", "2_Dense"),
+    (
+        "modules.json",
+        [TRANSFORMER, POOLING, module("Dense", "2_Dense")],
+        "unsupported",
+        "Pooling, Dense",
+    ),
     ("modules.json", [TRANSFORMER, module("Normalize"), POOLING], "unsupported", "Normalize, Pool"),
-    ("modules.json", [{"path": ""}], "unreadable", "'type'"),
+    ("modules.json", [{"path": ""}], "unreadable", "[0].type"),
     ("modules.json", [module("Transformer", "0_A"), POOLING], "unsupported", "'0_A'"),
     ("modules.json", "[}", "unreadable", "modules.json"),
     (POOLING_CONFIG, {"pooling_mode_cls_token": True}, "unsupported", "mean and cls"),

@@ -45,7 +45,7 @@ class Architecture:
     extend: Callable[[Config, GgufFile], None] | None = None  # adds what only this config has
     norm_offset: float = 0.0  # what llama.cpp has added to the weights of norms
     needs_bfloat16: bool = False  # whether its activations overflow float16
-    scalings: tuple[str, ...] = ("linear", "yarn")  # kinds of rope scaling that mlx-lm has for it
+    scalings: tuple[str, ...] = ("linear",)  # kinds of rope scaling that are read
     rope_tensors: tuple[str, ...] = ()  # the ones of `_ROPE_TENSORS` that are read
 
     @property
@@ -258,7 +258,7 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
 
 
 def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> None:
-    """Add linear or yarn scaling; raises PackError if mlx-lm would leave out what the file says."""
+    """Add linear scaling; raises PackError if mlx-lm would leave out what the file says."""
     unread = [n for n in _ROPE_TENSORS if n in file.tensors and n not in architecture.rope_tensors]
     if unread:
         raise file.fault(
@@ -277,8 +277,8 @@ def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> 
 
     if kind not in architecture.scalings:
         raise file.fault(
-            f"has the rope scaling {kind[:40]!r}, which {file.architecture} in mlx-lm does not "
-            f"have; it has {', '.join(architecture.scalings) or 'none'}. Take another model.",
+            f"has the rope scaling {kind[:40]!r}, which is not read for {file.architecture}, only "
+            f"{', '.join(architecture.scalings) or 'none'}. Take the safetensors.",
             "unsupported",
         )
     if kind == "longrope":  # by tensors
@@ -287,29 +287,6 @@ def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> 
     if factor is None or factor <= 0:
         raise file.fault(f"has a rope scaling by {factor}. Copy or download it again.")
     config["rope_scaling"] = {"type": kind, "rope_type": kind, "factor": factor}
-
-    if kind == "yarn":
-        config["rope_scaling"] |= _yarn(file)
-
-
-def _yarn(file: GgufFile) -> Config:
-    settings: Config = {
-        "original_max_position_embeddings": file.size("%.rope.scaling.original_context_length")
-    }
-
-    for name in ("beta_fast", "beta_slow"):
-        value = file.get(f"%.rope.scaling.yarn_{name}", float, None)
-        if value is not None:
-            settings[name] = value
-
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if file.get(f"%.rope.scaling.{name}", float, 1.0) != 1:
-            raise file.fault(
-                f"changes yarn by rope.scaling.{name}, which mlx-lm does not. Take another model.",
-                "unsupported",
-            )
-
-    return settings
 
 
 def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[str, str]:
