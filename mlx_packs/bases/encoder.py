@@ -19,7 +19,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..errors import PackError, library_errors
+from ..errors import PackError, file_errors, library_errors
+from ..kinds import check_keys
 from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
@@ -316,12 +317,8 @@ def check_config(config: dict, where: Path) -> dict:
     def unsupported(fault: str) -> PackError:
         return PackError(f"{where}: {fault}", "unsupported")
 
-    for key in _SIZES:
-        if not (type(config.get(key)) is int and config[key] > 0):
-            raise PackError(
-                f"{where}: {key} must be an integer above 0, but is {config.get(key)!r}.",
-                "unreadable",
-            )
+    with file_errors(where):
+        check_keys(config, dict.fromkeys(_SIZES, "an integer above 0"))
 
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -401,10 +398,22 @@ class Embedder:
             return ""
         return config.prompt(QUERY)
 
-    def encode(self, texts: Sequence[str], batch_size: int, limit: int) -> np.ndarray:
-        """Return the vectors of texts, float32 [N, D], of which ``limit`` tokens are read."""
-        tokens = tokens_of(self.tokenizer, texts, min(limit, self.vectors.longest))
+    def encode(
+        self, texts: Sequence[str], batch_size: int, limit: int, prompt: str = ""
+    ) -> np.ndarray:
+        """Return the vectors of texts, float32 [N, D], of which ``limit`` tokens are read.
 
+        ``prompt`` is put before each of them.
+        """
+        if batch_size < 1:
+            raise PackError(
+                f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
+            )
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise PackError("encode: texts must be a list of texts.", flag="texts")
+
+        prompted = [prompt + text for text in texts]
+        tokens = tokens_of(self.tokenizer, prompted, min(limit, self.vectors.longest))
         return embedded(self.vectors, tokens, batch_size)
 
 

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -32,7 +31,6 @@ from .files import (
     quantized_as,
     read_config,
     resolve_checkpoint,
-    vocab_size_of,
     weight_files,
 )
 from .fingerprint import fingerprint
@@ -49,7 +47,7 @@ from .quantization import (
 )
 from .sandboxed_tokenizer import read_ahead
 from .supported import check_supported
-from .tokenizer import load_encoder_tokenizer, load_tokenizer, take_images
+from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import unreadable
 from .weight_formats import named_format
 
@@ -110,15 +108,11 @@ def load_base_model(
 
     is_cast = runtime.on_cpu() or compute_dtype != "auto"
     _freeze_in(model, dtype, is_cast, lazy)
-    tokenizer = load_tokenizer(path, config, trust_remote_code, ahead)
-    if not lazy:
-        take_images(tokenizer, path, config, model)
-
     return BaseModel(
         name=str(name),
         path=path,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(path, config, trust_remote_code, ahead),
         config=config,
         fingerprint=fingerprint(path),
         quantization=dict(quantization),
@@ -148,19 +142,6 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
     return BaseModel(
         str(name), path, model, None, config, fingerprint(path), dict(quantization), sources
     )
-
-
-def tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
-    """Return the tokenizer of a base model and the size of its vocabulary; load no weights."""
-    from mlx_lm.utils import load_config
-
-    path = resolve_checkpoint(model)
-    stored = check_files(path)
-    with library_errors(partial(unreadable, path, stored)):
-        config = load_config(path)
-    tokenizer = load_tokenizer(path, config, trust_remote_code)
-    take_images(tokenizer, path, stored)
-    return tokenizer, vocab_size_of(stored, path)
 
 
 def load_model_of(

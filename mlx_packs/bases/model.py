@@ -1,23 +1,16 @@
 """A base model: a frozen checkpoint with its tokenizer, before packs are applied to it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import mlx.nn as nn
-import numpy as np
 
-from ..config.arguments import checked_arguments
 from ..config.choices import architecture_of
-from ..errors import PackError
-from ..late import load
 from ..runtime import mx
-from .encoder import Embedder
 from .files import (
-    context_of,
     public_name,
     quantization_name,
     text_config,
@@ -28,8 +21,6 @@ from .gguf.header import K_QUANTS
 from .supported import check_architecture
 from .tokenizer import with_template
 
-if TYPE_CHECKING:
-    from .encoder import Embedder
 Source = str | list[str]  # one tensor, or the experts' tensors that are stacked, in their order
 
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -130,59 +121,6 @@ class BaseModel:
 
     def check_architecture(self, command: str, wanted: str) -> None:
         check_architecture(command, wanted, self.name, self.config["model_type"])
-
-    @cached_property
-    def embedder(self) -> "Embedder":
-        """The base as it embeds texts: an encoder, or the states of a decoder."""
-        if self.architecture == "encoder":
-            return Embedder(self.model, self.tokenizer)
-
-        return load("objectives.embedding:embedder_of")(self)
-
-    @checked_arguments
-    def encode(
-        self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None
-    ) -> np.ndarray:
-        """Return the embeddings of texts, float32 [N, D], with the active pack.
-
-        Args:
-            texts: The texts, N in number.
-            batch_size: Number of texts that are computed together.
-            prompt_name: Name of the prompt that is put before each text, as the base's
-                config_sentence_transformers.json has it; ``"query"`` is the one that the active
-                pack was trained with, if it was. None puts nothing before them.
-
-        Raises:
-            PackError: If an item is not a text, or the base has no such prompt or embeds no texts.
-        """
-        if batch_size < 1:
-            raise PackError(
-                f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
-            )
-
-        if isinstance(texts, str):
-            raise PackError("encode: texts must be a list of texts, but got one.", flag="texts")
-
-        for at, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise PackError(
-                    f"encode: texts[{at}] must be a text, but is {text!r:.60}.", flag="texts"
-                )
-
-        if prompt_name is not None:
-            prompt = self.prompt(prompt_name)
-            texts = [prompt + text for text in texts]
-
-        return self.embedder.encode(texts, batch_size, self.text_limit)
-
-    @property
-    def text_limit(self) -> int:
-        """The tokens that are read of a text that is embedded or ranked."""
-        return context_of(self.config)
-
-    def prompt(self, name: str) -> str:
-        """Return the text that is put before texts of a kind, by its name."""
-        return self.embedder.vectors.sentence_config.prompt(name)
 
     @property
     def public_name(self) -> str:

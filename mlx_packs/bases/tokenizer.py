@@ -13,14 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import late
 from ..config.data import CHAT_TEMPLATES, MARKS, PLAIN
 from ..errors import PackError, library_errors
 from ..reading import read_json
-from ..sandbox.process import IMAGES
 from ..terminal import guarded_native
 from .chat_template import check_syntax
-from .families import has_vision_tower
 from .sandboxed_tokenizer import confine, read_ahead
 from .turns import images_of, stop_at_answer_end, unnamed_ends
 from .unsupported import unreadable_tokenizer
@@ -68,17 +65,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def take_images(tokenizer: Any, path: Path, config: dict, model: Any = None) -> None:
-    """Let a tokenizer encode images, if its base has a vision tower.
-
-    Without the language model they are counted and named, but their features are not computed.
-    """
-    if has_vision_tower(config):
-        IMAGES.start()
-        open_images = late.load("vision.images:Images")
-        tokenizer._images = open_images(path, config, model)
-
-
 def _parser_of_named_template(tokenizer: Any) -> str | None:
     """mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
     templates = tokenizer.chat_template
@@ -121,7 +107,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def readable_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens; an image is ``[image 32x28 patches]``."""
+    """The text of tokens; an image is ``[image of 224 tokens]``."""
     images = images_of(tokenizer)
     if images is None or min(tokens, default=0) >= 0:
         return tokenizer.decode(list(tokens))

@@ -139,13 +139,13 @@ def _readers(
 
     Raises a PackError for rows that the task does not train on.
     """
-    from ..bases.loading import tokenizer_of
     from ..data.formats import FORMATS, first_format, formats_of, own_formats
     from ..data.labels import find_classes
     from ..data.overview import Reader
     from ..data.rows import load_rows
     from ..data.task_formats import LABEL_FORMATS, PairFormat
     from ..tasks.tokens import encoding_options
+    from ..vision.tokenizer import tokenizer_of
 
     formats = formats_of(task) if task is not None else FORMATS
     splits = load_rows(columns, formats)
@@ -180,11 +180,11 @@ def _readers(
 def _text_tokenizer_of(model: str, trust_remote_code: bool) -> tuple[Any, int]:
     """Return the tokenizer with which a base embeds texts, and the most tokens that it reads."""
     from ..bases.files import check_files, resolve_checkpoint
-    from ..bases.loading import tokenizer_of
     from ..bases.sentence_config import read_sentence_config
     from ..bases.tokenizer import load_encoder_tokenizer
     from ..data.labelled import NO_LIMIT
     from ..objectives.embedding import with_eos
+    from ..vision.tokenizer import tokenizer_of
 
     path = resolve_checkpoint(model)
     config = check_files(path)
@@ -286,7 +286,6 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
 def show_mask(recipe: Recipe, display: Display) -> None:
     """Print the first training examples of each phase as `packs data` does."""
     from ..bases.chat_template import reads_clock
-    from ..bases.loading import tokenizer_of
     from ..bases.tokenizer import with_template
     from ..data.encoding import checked_format
     from ..data.formats import own_formats
@@ -294,6 +293,7 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     from ..data.overview import Reader
     from ..tasks.phases import resolve_phases
     from ..tasks.tokens import encoding_options
+    from ..vision.tokenizer import tokenizer_of
 
     tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
     phases = resolve_phases(recipe.train, recipe.data)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..bases.loading import tokenizer_of
 from ..bases.turns import images_of
 from ..config.choices import TASKS
 from ..config.data import DataConfig
@@ -32,6 +31,7 @@ from ..data.token_cache import encode_cached
 from ..display import size
 from ..errors import PackError
 from ..files import is_pattern
+from ..vision.tokenizer import tokenizer_of
 from .plan import Shape
 
 ShapesOf = Callable[[TrainConfig], set[Shape]]

@@ -8,6 +8,7 @@ arrays, so that going back and forth builds nothing.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..adapters.lora import Attached
+from ..bases.encoder import Embedder
 from ..bases.files import TINY, quantization_name
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
@@ -27,9 +29,11 @@ from ..errors import Float16Overflow, PackError
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..nn.quantized import apply_matmul_path
 from ..nn.surgery import replace_modules
+from ..objectives.embedding import embedder_of
 from ..objectives.reader import rerank
 from ..offload.placing import exceeds_memory, put_on_disk
 from ..runtime import mx
+from ..vision.tokenizer import take_images
 from .compatibility import (
     check_activates,
     check_base,
@@ -95,8 +99,16 @@ class Base(BaseModel):
             return {}
         return template_kwargs_of(self.active.pack.manifest)
 
+    @cached_property
+    def embedder(self) -> Embedder:
+        """The base as it embeds texts: an encoder, or the states of a decoder."""
+        if self.architecture == "encoder":
+            return Embedder(self.model, self.tokenizer)
+        return embedder_of(self)
+
     @property
     def text_limit(self) -> int:
+        """The tokens that are read of a text that is embedded or ranked."""
         manifest = self.active.pack.manifest if self.active else {}
         return text_limit(manifest, self.config)
 
@@ -108,7 +120,28 @@ class Base(BaseModel):
             if trained is not None:
                 return trained
 
-        return super().prompt(name)
+        return self.embedder.vectors.sentence_config.prompt(name)
+
+    @checked_arguments
+    def encode(
+        self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None
+    ) -> np.ndarray:
+        """Return the embeddings of texts, float32 [N, D], with the active pack.
+
+        Args:
+            texts: The texts, N in number.
+            batch_size: Number of texts that are computed together.
+            prompt_name: Name of the prompt that is put before each text, as the base's
+                config_sentence_transformers.json has it; ``"query"`` is the one that the active
+                pack was trained with, if it was. None puts nothing before them.
+
+        Raises:
+            PackError: If an item is not a text, or the base has no such prompt or embeds no texts.
+        """
+        prompt = ""
+        if prompt_name is not None:
+            prompt = self.prompt(prompt_name)
+        return self.embedder.encode(texts, batch_size, self.text_limit, prompt)
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
@@ -472,6 +505,8 @@ def load_base(
         lazy=lazy or offload,
     )
     base = Base(**vars(loaded))
+    if not base.is_lazy:
+        take_images(base.tokenizer, base.path, base.config, base.model)
     if offload:
         put_on_disk(base)
     return base
