@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..errors import PackError, file_errors, library_errors
 from ..kinds import check_keys
@@ -347,29 +346,13 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder | Mode
     model = make_encoder(path, config)
     tensors: dict[str, mx.array] = {}
 
-    for file in weight_files(path):
-        with library_errors(partial(unreadable, path, config)):
-            stored_tensors = mx.load(str(file))
+    with library_errors(partial(unreadable, path, config)):
+        for file in weight_files(path):
+            for stored, tensor in mx.load(str(file)).items():
+                if name := tensor_name(stored):
+                    tensors[name] = tensor if lazy else tensor.astype(mx.float32)
+        model.load_weights(list(tensors.items()))
 
-        for stored, tensor in stored_tensors.items():
-            if name := tensor_name(stored):
-                tensors[name] = tensor if lazy else tensor.astype(mx.float32)
-
-    shapes = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}
-    actual = {name: tuple(a.shape) for name, a in tensors.items()}
-    faults = [
-        f"{name}: is {actual.get(name, 'missing')}, must be {shapes.get(name, 'absent')}"
-        for name in sorted({*shapes, *actual})
-        if actual.get(name) != shapes.get(name)
-    ]
-    if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(
-            f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}{more}.",
-            "unreadable",
-        )
-
-    model.load_weights(list(tensors.items()))
     model.freeze()
     model.eval()
 
