@@ -19,7 +19,7 @@ from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
 CONFIG = "config.json"
-RECORD = "quantization.json"  # written by `packs quantize`: its options, and a hash of every shard
+RECORD = "quantization.json"  # written by `packs quantize`: what it did, and a hash of every shard
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates/*"  # besides chat_template.jinja, by name

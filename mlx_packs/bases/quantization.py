@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,15 +89,6 @@ class QuantizeOptions:
 
         if faults:
             raise PackError(" ".join(faults))
-
-    def to_json(self) -> dict:
-        return {
-            "packing": {"double_quant": True, **asdict(self.weight_format)},
-            "keep": list(self.keep),
-            "bits_for": [list(pair) for pair in self.bits_for],
-            "format": "mlx",
-            "max_shard_gb": self.max_shard_gb,
-        }
 
 
 def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:

@@ -68,7 +68,6 @@ class Item:
 class WritePlan:
     """The plan that `write` executes."""
 
-    options: QuantizeOptions
     tensors: dict[str, mx.array]  # of the source, lazy
     shards: dict[str, list[Item]]  # by file
     config: dict  # the new config.json
@@ -232,7 +231,7 @@ def plan_quantized(
     shards = in_shards(items, options.max_shard_gb)
     config = _new_config(config, options, formats, list(dense))
     quantization = options.weight_format.to_config()
-    return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
+    return WritePlan(tensors, shards, config, fingerprint(source), dense, quantization)
 
 
 def _new_config(
@@ -314,7 +313,6 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
     record = {
         "version": 1,
         "source": plan.fingerprint,
-        "recipe": plan.options.to_json(),
         "versions": dict(runtime.versions()),
         "format": "mlx",
         "quantization": plan.quantization,

@@ -33,6 +33,7 @@ from ..packs.manifest import pack_facts
 from ..packs.pack import Pack
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
+from .external import check_choice
 from .fidelity import (
     ROWS,
     FidelityMeter,
@@ -282,9 +283,7 @@ def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
 def _check_settings(
     weights: Sequence[float], method: str, rank: int | None, density: float | None
 ) -> None:
-    if method not in METHODS:
-        raise PackError(f"--method {method}: must be one of {', '.join(METHODS)}.", "unknown")
-
+    check_choice("method", method, METHODS)
     if len(weights) < 2:
         raise PackError(
             "combine takes two packs or more, each as PACK=WEIGHT.", flag="weighted_packs"

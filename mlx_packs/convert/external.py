@@ -69,6 +69,12 @@ def unreadable(where: object, fault: str) -> PackError:
     return PackError(fault, "unreadable", where=where)
 
 
+def check_choice(flag: str, value: str, choices: Iterable[str]) -> None:
+    """Check that a setting has one of its values."""
+    if value not in choices:
+        raise PackError(f"--{flag} {value}: must be one of {', '.join(choices)}.", "unknown")
+
+
 def check_no_pickle(path: Path) -> None:
     """Raise a PackError where there is no adapter besides pickles, which are never opened."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
@@ -77,8 +83,8 @@ def check_no_pickle(path: Path) -> None:
     if pickles and not any(file.suffix == ".safetensors" for file in files):
         raise unsupported(
             pickles[0],
-            "is a pickle, which can run any code when it is read. It was not "
-            "opened. Save the adapter as safetensors with the tool that made it.",
+            "is a pickle, which can run any code when it is read. It was not opened. Save the "
+            "adapter as safetensors with the tool that made it.",
         )
 
 

@@ -11,7 +11,7 @@ that is right for all. mlx-swift-lm opens a folder by ``LoRAContainer.from(direc
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -58,25 +58,13 @@ class AdapterFormat(Protocol):
         """Raise a PackError unless a pack can store the adapters of a config."""
 
     def read(self, stored: StoredAdapter, model_type: str) -> ExternalAdapter:
-        """Return an adapter under a pack's names.
-
-        Raises:
-            PackError: a tensor cannot be converted.
-        """
+        """Return an adapter under a pack's names; a PackError if a tensor cannot be converted."""
 
     def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
-        """Drop what an adapter stores twice, now that its base is known.
-
-        Raises:
-            PackError: the base has no place for what it stores.
-        """
+        """Drop what an adapter stores twice, or raise a PackError where its base lacks a place."""
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
-        """Return a pack as this format stores it; ``file`` is where its tensors will be.
-
-        Raises:
-            PackError: the format has no place for something in the pack.
-        """
+        """Return a pack as this format stores it, in ``file``; a PackError if it has no place."""
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return the other tool's delta of each module of a pack, from its own tensors."""
@@ -142,30 +130,40 @@ def write_for_ollama(pack: Pack, out: Path, start: str | None) -> dict:
     return {**report, "notes": [create, *notes]}
 
 
-def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
-    """Write the adapter as mlx-lm has it, on linears in blocks only."""
-    form = MlxLm()
-    for path, spec in pack.specs.items():
-        if spec.kind == "embedding" or spec.experts is not None:
-            raise unsupported(
-                pack.name,
-                f"{path}: is no linear, and mlx-swift-lm adapts linears alone. Merge the pack.",
-            )
-
-    stored = form.convert(pack, out / form.tensor_file)
-    keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
-    if not pack.specs or keys & set(pack.specs):
-        raise unsupported(
-            pack.name,
-            "has weights outside of the blocks, which mlx-swift-lm does not adapt. Merge the pack.",
-        )
-
+def write_adapter(
+    pack: Pack, form: AdapterFormat, stored: StoredAdapter, texts: Mapping[str, str] = {}
+) -> dict:
+    """Write a pack as a format stores it, verified, with other files beside it."""
+    out = stored.file.parent
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
     with atomic_folder(out) as folder:
         save_folder(stored, folder, form.convention)
-    notes = [*stored.notes, "docs/elsewhere.md has the Swift code that opens it"]
-    return {"tensors": len(stored.tensors), "notes": notes}
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
+
+
+def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:
+    """Write the adapter as mlx-lm has it, on linears in blocks only."""
+    form = MlxLm()
+    stored = form.convert(pack, out / form.tensor_file)
+    absolute = stored.config.get("lora_parameters", {}).get("keys", ())
+    others = [
+        path
+        for path, spec in pack.specs.items()
+        if spec.kind == "embedding" or spec.experts is not None or path in absolute
+    ]
+    if others or not pack.specs:
+        place = "".join(others[:1]) or "a weight in full"
+        raise unsupported(
+            pack.name,
+            f"{place}: mlx-swift-lm adapts only linear layers inside blocks. Merge the pack.",
+        )
+
+    report = write_adapter(pack, form, stored)
+    report["notes"].append("docs/elsewhere.md has the Swift code that opens it")
+    return report
 
 
 # Programs that open a pack in a form of their own. Each function writes the folder of a pack

@@ -2,12 +2,9 @@
 
 Every conversion is numerically verified. A folder that was exported here has the pack's manifest
 beside what the other tool reads; import takes from it what no other tool stores.
-
-Trainers save the tokenizer that an adapter was trained with next to it. A pack has none: it answers
-by its base's. Only its JSON and texts are read here; no tokenizer is loaded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
@@ -16,8 +13,8 @@ from ..bases.files import CHAT_TEMPLATE, TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.arguments import checked_arguments
 from ..data.labels import SINGLE, Classes
-from ..errors import PackError, printable
-from ..files import atomic_folder, is_hub_id, to_json
+from ..errors import PackError
+from ..files import is_hub_id, to_json
 from ..kinds import check_kind
 from ..packs.base import Base, name_of
 from ..packs.making import untrained_pack
@@ -38,80 +35,15 @@ from .external import (
     SIDECAR,
     StoredAdapter,
     Tensors,
+    check_choice,
     check_no_pickle,
     plain_file,
-    save_folder,
     specs_for,
     unreadable,
     unsupported,
     verify_numerically,
 )
-from .formats import DESTINATIONS, FORMATS, format_of
-
-_CONFIG = "tokenizer_config.json"
-
-
-def differing_texts(adapter: Path, base: Path, name: str) -> str:
-    """Return a note on how an adapter's tokenizer differs from its base's; empty if it does not.
-
-    What the folder of the adapter does not have does not differ; ``name`` is of the base.
-    """
-    try:
-        differences = list(_differences(adapter, base))
-    except PackError as error:
-        return f"the tokenizer beside the adapter cannot be compared with the base's: {error}"
-
-    if not differences:
-        return ""
-    return (
-        f"the adapter was trained with {' and '.join(differences)}: the pack answers as {name} "
-        "does. To answer as it was trained, use a copy of the base with the adapter's tokenizer "
-        "and template files"
-    )
-
-
-def _differences(adapter: Path, base: Path) -> Iterator[str]:
-    template = _template(adapter)
-    if template is not None and template != _template(base):
-        yield "another chat template"
-
-    eos = _eos(adapter)
-    eos_of_base = _eos(base)
-    if eos is not None and eos_of_base is not None and eos != eos_of_base:
-        yield f"another EOS ({printable(eos)} instead of {printable(eos_of_base)})"
-
-
-def _json_of(folder: Path, name: str) -> dict:
-    file = folder / name
-    if not file.is_file():
-        return {}
-    return read_json(file)
-
-
-def _template(folder: Path) -> str | None:
-    """Return a folder's default chat template, from where transformers looks for it."""
-    if (file := folder / CHAT_TEMPLATE).is_file():
-        return read_text(file).strip()
-
-    for name in (_CONFIG, "chat_template.json"):
-        template = _json_of(folder, name).get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
-        if isinstance(template, str):
-            return template.strip()
-    return None
-
-
-def _eos(folder: Path) -> str | None:
-    for name in (_CONFIG, "special_tokens_map.json"):
-        token = _json_of(folder, name).get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
-
+from .formats import DESTINATIONS, FORMATS, format_of, write_adapter
 
 # Parts of an exported pack's manifest that say how it is used, which no other tool stores.
 _PARTS = ("objective", "classifier", "recipe")
@@ -137,11 +69,7 @@ def export_pack(
     Raises:
         PackError: If the other format cannot store a part of the pack.
     """
-    if to not in (*FORMATS, *DESTINATIONS):
-        raise PackError(
-            f"--to {to}: must be one of {', '.join((*FORMATS, *DESTINATIONS))}.", "unknown"
-        )
-
+    check_choice("to", to, (*FORMATS, *DESTINATIONS))
     if not isinstance(pack, Pack):
         pack = Pack.open(pack)
     if has_score_head(pack.manifest) and to != "peft":
@@ -172,19 +100,11 @@ def export_pack(
 def _export_adapter(pack: Pack, to: str, out: Path) -> dict:
     """Write a pack as another tool reads it, with its manifest."""
     form = FORMATS[to]
-    stored = form.convert(pack, out / form.tensor_file)
-    deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
-    verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
-
-    with atomic_folder(out) as partial:
-        save_folder(stored, partial, form.convention)
-        if template := chat_template_of(pack.manifest):
-            (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        manifest = {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")}
-        sidecar = {"format_version": FORMAT_VERSION, "pack": manifest}
-        (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
-
-    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
+    manifest = {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")}
+    texts = {SIDECAR: to_json({"format_version": FORMAT_VERSION, "pack": manifest})}
+    if template := chat_template_of(pack.manifest):
+        texts[CHAT_TEMPLATE] = template
+    return write_adapter(pack, form, form.convert(pack, out / form.tensor_file), texts)
 
 
 @checked_arguments
@@ -235,10 +155,6 @@ def import_adapter(
     model = _base_name(model, config, folder)
     exported = _exported_manifest(folder)
     pack = _converted(name, stored, model, trust_remote_code, labels, exported)
-    note = ""
-    if chat_template_of(pack.manifest) is None:
-        note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
-
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.tensors, deltas, file)
     pack.save(out, overwrite)
@@ -253,8 +169,32 @@ def import_adapter(
         "replaced": list(replaced_of(pack.manifest)),
         "exported_here": bool(exported),
         "pack_mb": round(pack.size_mb, 3),
-        "notes": [note] if note else [],
+        "notes": _template_notes(pack, folder, model),
     }
+
+
+def _template_notes(pack: Pack, folder: Path, model: str | Path) -> list[str]:
+    """A note on an adapter that was trained with another chat template than its base has.
+
+    Trainers save their tokenizer next to an adapter. A pack has none, and answers by its base's.
+    """
+    template = _template(folder)
+    is_own = chat_template_of(pack.manifest) is None
+    if not is_own or template is None or template == _template(resolve_checkpoint(model)):
+        return []
+    return [
+        "the adapter was trained with another chat template: the pack answers as "
+        f"{public_name(str(model))} does. To answer as it was trained, use a copy of the base with "
+        "the adapter's tokenizer and template files"
+    ]
+
+
+def _template(folder: Path) -> str | None:
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return read_text(file).strip()
+    file = folder / "tokenizer_config.json"
+    template = read_json(file).get("chat_template") if file.is_file() else None
+    return template.strip() if isinstance(template, str) else None
 
 
 def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Path:

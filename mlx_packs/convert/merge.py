@@ -30,7 +30,7 @@ from ..packs.manifest import (
     task_code,
 )
 from ..packs.pack import Pack
-from .external import unsupported
+from .external import check_choice, unsupported
 from .fidelity import ROWS, Outcome, check_max_drift, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 
@@ -119,11 +119,8 @@ def merge_pack(  # noqa: PLR0913 - a public facade
 
 
 def _check(request: MergeRequest) -> None:
-    if request.requantize not in REQUANTIZE:
-        valid = ", ".join(REQUANTIZE)
-        raise PackError(f"--requantize {request.requantize}: must be one of {valid}.", "unknown")
-    if request.dtype not in DTYPES:
-        raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
+    check_choice("requantize", request.requantize, REQUANTIZE)
+    check_choice("dtype", request.dtype, DTYPES)
     if request.requantize != "none" and not architecture_facts(request.pack.manifest).quantizable:
         raise PackError(
             f"--requantize {request.requantize}: an encoder is written dense, as transformers "

@@ -3,7 +3,6 @@
 Everything is lazy: planning reads headers, and a tensor is computed when it is written.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +77,6 @@ class Changes:
     changes: list[Change]
     tensors: dict[str, mx.array]  # parameters stored in full that are not weights of linears
     config: dict
-    options: QuantizeOptions
 
 
 class _Planner:
@@ -186,7 +184,7 @@ def plan_changes(request: MergeRequest) -> Changes:
 
     stored = read_json(base.path / "config.json")
     config = _config(stored, base.quantization, changes, planner.options, request.requantize)
-    return Changes(base, changes, others, config, planner.options)
+    return Changes(base, changes, others, config)
 
 
 def _check_mergeable(pack: Pack) -> None:
@@ -293,7 +291,6 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
         origin = "mlx-lm"
 
     items, tensors = _items(planned, names, DTYPES[request.dtype])
-    options = dataclasses.replace(planned.options, max_shard_gb=request.max_shard_gb)
 
     quantized = base_files.stored_quantization(planned.config)
     short = {k: v for k, v in quantized.items() if not isinstance(v, dict) and v is not False}
@@ -301,9 +298,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     merged = {**(facts or {}), "changed": changed, "names": origin}
 
     shards = in_shards(items, request.max_shard_gb)
-    return WritePlan(
-        options, tensors, shards, planned.config, base.fingerprint, {}, short or None, merged
-    )
+    return WritePlan(tensors, shards, planned.config, base.fingerprint, {}, short or None, merged)
 
 
 def _check_no_tower(base: BaseModel, requantize: str) -> None:

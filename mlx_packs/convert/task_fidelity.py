@@ -15,7 +15,7 @@ from ..bases.sentence_config import MODULES, PROMPTS, QUERY, SETTINGS, read_sent
 from ..config.choices import MATMUL_PATHS
 from ..data.formats import TOKEN_FORMATS, RowFormat, format_of
 from ..data.rankings import INSTRUCTION, answer_tokens, question_parts
-from ..data.task_formats import PAIR_FORMATS, RANKING_FORMATS, RankingFormat
+from ..data.task_formats import PAIR_FORMATS, RANKING_FORMATS
 from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..files import to_json
@@ -43,7 +43,6 @@ _LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
 _ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
 _TEXTS_AT_ONCE = 32
 _DOCUMENTS_AT_ONCE = 8
-_DOCUMENTS = 8  # of a query, of rows that have no rankings
 _POOLING = "1_Pooling"
 _SCORE = "1_LogitScore"
 _TRANSFORMER = "base.modules.transformer.Transformer"
@@ -63,7 +62,7 @@ Distance = Callable[[np.ndarray, np.ndarray], float]
 def compare_vectors(request: MergeRequest) -> Outcome:
     """Return the mean of 1 - cosine of embeddings, and the cheapest setting within the limit."""
     formats = (*PAIR_FORMATS, *RANKING_FORMATS, *TOKEN_FORMATS)
-    texts = [text for _, row_texts in _texts(request, formats) for text in row_texts if text]
+    texts = [text for row in _texts(request, formats) for text in row if text]
     if not texts:
         raise PackError(f"--data {request.columns.data}: has no text to compare on.", "data")
     base = load_for_comparison(request.pack, request.model, request.trust_remote_code)
@@ -90,7 +89,7 @@ def compare_scores(request: MergeRequest) -> Outcome:
     limit = text_limit(request.pack.manifest, base.config)
     rows = [
         tokens
-        for query, documents in _queries(request)
+        for query, *documents in _queries(request)
         for tokens in rerank_rows(base, query, documents, instruction, limit)
     ]
 
@@ -117,34 +116,23 @@ def score_divergence(one: np.ndarray, other: np.ndarray) -> float:
     return float(max(0.0, (yes * of_yes + (1 - yes) * of_no).mean()))
 
 
-def _queries(request: MergeRequest) -> list[tuple[str, list[str]]]:
-    """Return queries with documents: of rankings, or of any texts as they follow each other."""
-    formats = (*RANKING_FORMATS, *PAIR_FORMATS, *TOKEN_FORMATS)
-    queries = []
-    others = []
-    for is_ranking, row_texts in _texts(request, formats):
-        texts = [text for text in row_texts if text.strip()]
-        if is_ranking and len(texts) > 1:
-            queries.append((texts[0], texts[1:]))
-        else:
-            others += texts
-
-    for start in range(0, len(others) - 1, _DOCUMENTS + 1):
-        query, *documents = others[start : start + _DOCUMENTS + 1]
-        if documents:
-            queries.append((query, documents))
-
-    if not queries:
+def _queries(request: MergeRequest) -> list[list[str]]:
+    """Return queries, each with its documents; texts of other rows as they follow each other."""
+    texts = [
+        [text for text in row if text.strip()]
+        for row in _texts(request, (*RANKING_FORMATS, *PAIR_FORMATS, *TOKEN_FORMATS))
+    ]
+    queries = [row for row in texts if len(row) > 1] or [[text for row in texts for text in row]]
+    if len(queries[0]) < 2:
         raise PackError(f"--data {request.columns.data}: has no texts to compare on.", "data")
     return queries
 
 
-def _texts(request: MergeRequest, formats: Sequence[RowFormat]) -> Iterator[tuple[bool, list[str]]]:
-    """Yield whether an example is a ranking, and its texts, by the first format that it has."""
+def _texts(request: MergeRequest, formats: Sequence[RowFormat]) -> Iterator[list[str]]:
+    """Yield the texts of each example, by the first format that it has."""
     columns = request.columns
     for row in evaluation_rows(columns, "test", request.rows):
-        row_format = format_of(row, columns, formats)
-        yield isinstance(row_format, RankingFormat), row_format.texts(row, columns)
+        yield format_of(row, columns, formats).texts(row, columns)
 
 
 def _compared(

@@ -39,17 +39,10 @@ def test_a_folder_without_texts_or_with_equal_ones_says_nothing(adapter):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        ("chat_template.jinja", TEMPLATE, [ANOTHER]),
-        (CONFIG, config(chat_template=TEMPLATE), [ANOTHER]),
-        (CONFIG, config(chat_template=[{"name": "default", "template": TEMPLATE}]), [ANOTHER]),
-        (CONFIG, config(eos_token={"content": "<|stop|>"}), ["another EOS (<|stop|> instead of "]),
-        (CONFIG, "[" * 100_000, ["cannot be compared", CONFIG]),
-    ],
-    ids=["file", "config", "by name", "EOS", "unreadable"],
+    ("file", "text"),
+    [("chat_template.jinja", TEMPLATE), (CONFIG, config(chat_template=TEMPLATE))],
 )
-def test_what_differs_or_cannot_be_read_is_named(adapter, file, text, said):
+def test_another_chat_template_is_named(adapter, file, text):
     (adapter / file).write_text(text)
     (note,) = notes(adapter)
-    assert all(part in note for part in said)
+    assert ANOTHER in note
