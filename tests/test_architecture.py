@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_packs.late import load
 from mlx_packs.training.observers import OBSERVERS
-from tests.helpers.imports import PACKAGE, imported_modules, imported_names
+from tests.helpers.imports import PACKAGE, dotted, imported_modules, imported_names, nodes_of
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
@@ -58,13 +59,15 @@ def test_packages_have_a_place_and_import_only_from_above():
     assert not upward
 
 
-@pytest.fixture(scope="module")
-def nodes_of() -> dict[str, list[ast.AST]]:
-    """The syntax tree of every module, as a list of its nodes."""
-    return {
-        file.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(file.read_bytes())))
-        for file in sorted(PACKAGE.rglob("*.py"))
-    }
+@cache
+def nodes() -> dict[str, tuple[ast.AST, ...]]:
+    """The syntax tree of every module, as its nodes."""
+    return {f.relative_to(PACKAGE).as_posix(): nodes_of(f) for f in sorted(PACKAGE.rglob("*.py"))}
+
+
+def files_with(holds: Callable[[ast.AST], bool]) -> set[str]:
+    """The modules of which a node has some property."""
+    return {file for file, found in nodes().items() if any(map(holds, found))}
 
 
 @pytest.mark.parametrize("package", [PACKAGE, PACKAGE.parent / "benchmarks"], ids=lambda p: p.name)
@@ -93,15 +96,15 @@ FACADES = {"train_pack", "train_seeds", "merge_pack", "combine_packs"}
 FACADES |= {"evaluate", "evaluate_batch", "evaluate_tasks"}
 
 
-def test_functions_and_modules_are_short_and_take_few_parameters(nodes_of):
+def test_functions_and_modules_are_short_and_take_few_parameters():
     long_modules = set()
     long_functions = []
     facades = set()
 
-    for file, nodes in nodes_of.items():
+    for file, found in nodes().items():
         if (PACKAGE / file).read_text(encoding="utf-8").count("\n") > 600:
             long_modules.add(file)
-        for node in nodes:
+        for node in found:
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             lines = (node.end_lineno or 0) - node.lineno + 1
@@ -150,18 +153,19 @@ def is_read(node: ast.AST) -> bool:
     """Whether a call opens or parses a file; what was just written as text does not count."""
     if not isinstance(node, ast.Call):
         return False
-    function = ast.unparse(node.func)
-    owner, _, name = function.rpartition(".")
+    function = dotted(node.func)
+    if function in PARSERS:
+        return not any(ast.unparse(a).startswith(("json.dumps", "to_json")) for a in node.args)
+
+    name = getattr(node.func, "attr", None)
+    if name not in READS and function not in READS - {"read_text"}:  # that of `reading` is bounded
+        return False
     modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-    written = [ast.unparse(arg).startswith(("json.dumps", "to_json")) for arg in node.args]
-    is_bounded = function == "read_text"  # that of `reading`, not of a path
-    reads = name in READS and owner != "Pack" and not modes & WRITES and not is_bounded
-    return reads or (function in PARSERS and not any(written))
+    return function != f"Pack.{name}" and not modes & WRITES
 
 
-def test_files_of_others_are_read_by_one_module(nodes_of):
-    readers = {file for file, nodes in nodes_of.items() if any(map(is_read, nodes))}
-    assert readers - {"reading.py"} <= OWN_READERS
+def test_files_of_others_are_read_by_one_module():
+    assert files_with(is_read) - {"reading.py"} <= OWN_READERS
 
 
 # What writes to a terminal, all of it through `terminal.echo` or of text that is `printable`.
@@ -172,7 +176,7 @@ def writes_to_a_terminal(node: ast.AST) -> bool:
     """Whether a node prints, imports rich, or takes stdout or stderr in its hands."""
     if isinstance(node, ast.Call):
         echoes = ("print", "click.echo", "click.secho", "click.echo_via_pager")
-        return ast.unparse(node.func) in echoes
+        return dotted(node.func) in echoes
 
     if isinstance(node, ast.ImportFrom):
         names = {alias.name for alias in node.names}
@@ -183,13 +187,12 @@ def writes_to_a_terminal(node: ast.AST) -> bool:
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "rich" for alias in node.names)
 
-    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
+    return isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr")
 
 
-def test_only_three_modules_write_to_a_terminal(nodes_of):
-    writers = {file for file, nodes in nodes_of.items() if any(map(writes_to_a_terminal, nodes))}
+def test_only_three_modules_write_to_a_terminal():
     # the harness prints, and stdout is for results
-    assert writers - {"evaluation/lm_eval.py"} == OUTPUT
+    assert files_with(writes_to_a_terminal) - {"evaluation/lm_eval.py"} == OUTPUT
 
 
 PRIVATE = {"_tokenizer": "mlx-lm", "_chat_template": "mlx-lm", "_no_grad": "mlx"}
@@ -202,17 +205,18 @@ def private_names(node: ast.AST) -> list[tuple[str, str]]:
         return [(package, a.name) for a in node.names if package and a.name.startswith("_")]
 
     name = None
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+    if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
         name = node.attr
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         name = node.value
     return [(PRIVATE[name], name)] if name in PRIVATE else []
 
 
-def test_private_names_of_mlx_are_known(nodes_of):
+def test_private_names_of_mlx_are_known():
     """Their packages have upper bounds in pyproject.toml (test_policy.py)."""
-    nodes = (node for nodes in nodes_of.values() for node in nodes)
-    assert {name for node in nodes for name in private_names(node)} == {
+    assert {
+        name for found in nodes().values() for node in found for name in private_names(node)
+    } == {
         *(("mlx-lm", name) for name in ("_byte_decoder", "_get_classes")),
         *((package, name) for name, package in PRIVATE.items()),
     }
@@ -221,13 +225,12 @@ def test_private_names_of_mlx_are_known(nodes_of):
 LATE_NAME = re.compile(r"(?:\w+\.)+\w+:\w+(?:\.\w+)*")
 
 
-def test_every_name_that_is_loaded_late_exists(nodes_of):
+def test_every_name_that_is_loaded_late_exists():
     names = {f"training.observers.{name}" for name in OBSERVERS.values() if isinstance(name, str)}
-    nodes = [
-        node for nodes in nodes_of.values() for node in nodes if isinstance(node, ast.Constant)
-    ]
-    strings = {node.value for node in nodes if isinstance(node.value, str)}
-    names |= {text.removeprefix("mlx_packs.") for text in strings if LATE_NAME.fullmatch(text)}
+    for node in (node for found in nodes().values() for node in found):
+        text = getattr(node, "value", None)
+        if isinstance(text, str) and LATE_NAME.fullmatch(text):
+            names.add(text.removeprefix("mlx_packs."))
 
     assert "cpu.blas:bind" in names and len(names) > 40
     for name in names:

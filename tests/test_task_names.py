@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from mlx_packs.config.choices import PREFERENCE_TASKS, TASKS
-from tests.helpers.imports import PACKAGE
+from tests.helpers.imports import PACKAGE, nodes_of
 
 # Its facts, its settings, and the default of --task.
 OF_ALL = {"config/choices.py", "config/tasks.py", "config/common.py"}
@@ -74,7 +74,7 @@ def named() -> set[tuple[str, str]]:
     """Files of the package, each with a task that a text in it is the name of."""
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Constant) and node.value in list(TASKS):
                 found.add((path.relative_to(PACKAGE).as_posix(), node.value))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.config import choices
+from tests.helpers.imports import dotted, nodes_of
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {
@@ -27,9 +28,10 @@ def registries() -> list[tuple[str, str]]:
     calls = []
     for file in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(("mlx_packs", *file.relative_to(PACKAGE).with_suffix("").parts))
-        text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text if "registered(" in text else "")):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "registered":
+        if "registered(" not in file.read_text(encoding="utf-8"):
+            continue
+        for node in nodes_of(file):
+            if isinstance(node, ast.Call) and dotted(node.func) == "registered":
                 calls.append((ast.unparse(node.args[0]).removeprefix("choices."), module))
     return sorted(set(calls))
 

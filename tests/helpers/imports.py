@@ -1,6 +1,7 @@
 """Which module of the package imports which, read from the sources."""
 
 import ast
+import gc
 import re
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,25 @@ def written_files(package: Path = PACKAGE) -> list[Path]:
     return [file for file in sorted(package.rglob("*.py")) if not file.name.endswith("_pb2.py")]
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """The syntax tree of a file as its nodes, read once for all tests."""
+    gc.disable()  # garbage collections, now and in later tests, would pass over all nodes
+    nodes = tuple(ast.walk(ast.parse(file.read_bytes())))
+    gc.freeze()
+    gc.enable()
+    return nodes
+
+
+def dotted(node: ast.AST) -> str:
+    """The name that a chain of attributes spells; empty for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
 def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> list[str]:
     """Dotted names of all that a file of a package imports, wherever the import stands.
 
@@ -27,12 +47,11 @@ def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> 
 def _imports(file: Path, package: Path) -> list[tuple[str, bool]]:
     """Each imported name, and whether the import is for types only."""
     parents = [package.name, *file.relative_to(package).parts[:-1]]
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     names = []
     of_types = set()
 
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    for node in nodes_of(file):
+        if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
             of_types.update(ast.walk(node))
         elif isinstance(node, ast.ImportFrom):
             prefix = parents[: len(parents) - node.level + 1] if node.level else []
