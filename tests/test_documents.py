@@ -134,9 +134,9 @@ def test_pictures_of_pages_exist():
     assert not missing
 
 
-def few_batches(recipe: str) -> str:
-    """A recipe in YAML with two batches for each phase, or two trials of a sweep."""
-    return re.sub(r"\b(iters|trials): \d+", r"\1: 2", recipe)
+def few_batches(text: str) -> str:
+    """A recipe in YAML, or Python, with two batches for each phase, or two trials of a sweep."""
+    return re.sub(r'\b(iters|trials)("?): \d+', r"\1\2: 2", text)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,10 @@ def material(tmp_path_factory) -> Path:
 
 def shortened(args: list[str]) -> list[str]:
     """The arguments of a command that is short; a run's result replaces an earlier one."""
+    for flag, value in (("--iters", "2"), ("--epochs", "0.2")):
+        if flag in args:
+            args[args.index(flag) + 1] = value
+
     quick = {} if "-c" in args else dict(QUICK.get(args[0], {}))
     if "--epochs" in args:
         quick.pop("--iters", None)
@@ -208,7 +212,7 @@ def test_commands_and_python_run_on_the_tiny_base(document, material, here, run)
             (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))
         elif language == "python":
             if not ELSEWHERE.search(python):  # later blocks use names of earlier ones
-                exec(compile(block, document, "exec"), names)
+                exec(compile(few_batches(block), document, "exec"), names)
         else:
             check_commands(block, run)
 

@@ -18,6 +18,7 @@ from mlx_packs.distributed.link import GONE
 from mlx_packs.errors import CRASHED
 from tests.fuzz.kinds import KINDS
 from tests.helpers.documents import ROOT
+from tests.helpers.variants import nightly_except
 
 
 def text(page: str) -> str:
@@ -84,10 +85,10 @@ def test_readme_says_what_fits_as_the_plan_does():
     )
 
 
-@pytest.mark.slow
-def test_readme_says_the_speeds_that_captured_graphs_give():
-    rows = table("README.md", "## Memory and speed on Macs")
-    assert [row[-len(CHIPS) :] for row in rows] == [tokens_per_s(c) for c in FITTED.values()], (
+@pytest.mark.parametrize("name", nightly_except(FITTED, "Qwen3-4B"))
+def test_readme_says_the_speeds_that_captured_graphs_give(name):
+    rows = {row[0]: row for row in table("README.md", "## Memory and speed on Macs")}
+    assert rows[name][-len(CHIPS) :] == tokens_per_s(FITTED[name]), (
         "run python -m benchmarks.plan_table --fits"
     )
 

@@ -9,12 +9,11 @@ import pytest
 from tests.helpers import documents, notebooks
 from tests.helpers.notebooks import NOTEBOOKS, ROOT
 
-# Up to 40 s each: runs are not shortened, since their figures are compared.
+# Up to 40 s each: runs are not shortened, since their figures are compared; one is in each CI run.
 # docs/systems.md has a row for the layers; the loop needs the SDK of Tinker.
 MARKS = {
     "own_layers": (pytest.mark.slow, pytest.mark.systems),
-    "quick_start": pytest.mark.slow,
-    "your_own_loop": pytest.mark.interop,
+    "your_own_loop": (pytest.mark.interop, pytest.mark.nightly),
 }
 EXECUTED = [
     pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.nightly))

@@ -30,6 +30,7 @@ from tests.helpers.family_sweep import (
     REPRESENTATIVE,
     sweep,
 )
+from tests.helpers.variants import slow_except
 
 RANK = 2
 TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
@@ -139,7 +140,7 @@ def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
     check_step(family, None)
 
 
-@pytest.mark.parametrize("family", sweep(QUANTIZABLE))
+@pytest.mark.parametrize("family", slow_except(QUANTIZABLE, *REPRESENTATIVE))
 def test_step_on_quantized_weights_has_the_gradients_of_plain_lora(family):
     check_step(family, 4)
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_packs.bases.families import UNTRAINABLE
 from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from tests.helpers.families import architectures
-from tests.helpers.variants import slow_except
+from tests.helpers.variants import nightly_except
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 ROWS = re.findall(r"^\| ([\w.-]+) \| (\w[^|]*) \|", DOCS.read_text(), re.M)[1:]
@@ -22,7 +22,7 @@ if OLD:  # mixtures are rejected, phi3small writes beyond its logits, falcon_h1 
     FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
     FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
 # One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent
-# attention, parallel blocks, soft capping. The rest is slow.
+# attention, parallel blocks, soft capping. The rest is nightly, but for the gradients of a step.
 REPRESENTATIVE = (
     "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
 ).split()
@@ -32,7 +32,7 @@ GROUPED = ("llama", "qwen2", "qwen3")  # whose attention and SwiGLU are ours
 
 def sweep(families: list[str]) -> list:
     """Parameters of a sweep over families, of which the default suite runs the representative."""
-    return slow_except(families, *REPRESENTATIVE)
+    return nightly_except(families, *REPRESENTATIVE, often_is=())
 
 
 def recomputed_sweep(families: list[str]) -> list:

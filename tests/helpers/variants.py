@@ -10,11 +10,9 @@ def slow_except(cases: Iterable, *default: object) -> list:
     return [_marked(case, () if case in default else pytest.mark.slow) for case in cases]
 
 
-def nightly_except(cases: Iterable, *slow: object) -> list:
-    """Return parameters that are nightly but for some, which are slow."""
-    return [
-        _marked(case, pytest.mark.slow if case in slow else pytest.mark.nightly) for case in cases
-    ]
+def nightly_except(cases: Iterable, *often: object, often_is: object = pytest.mark.slow) -> list:
+    """Return parameters that are nightly but for some, which are slow or have another mark."""
+    return [_marked(case, often_is if case in often else pytest.mark.nightly) for case in cases]
 
 
 def _marked(case: object, marks: object) -> object:
