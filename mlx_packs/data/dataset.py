@@ -8,10 +8,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 Array = Any  # NumPy's, or MLX's once an objective has prepared the batch
 Layout = tuple  # hashable, as the spans of packed examples
 Shape = tuple[int, int]  # of a batch, as the memory plan counts it
@@ -158,10 +159,10 @@ def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:], strict=False))
 
 
-def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the same batches; an error of one is raised in its place."""
-    with ThreadPoolExecutor(1, "batches") as thread:
-        ahead = thread.submit(next, batches, None)
-        while (batch := ahead.result()) is not None:
-            ahead = thread.submit(next, batches, None)
-            yield batch
+def prefetched(items: Iterator[T]) -> Iterator[T]:
+    """Yield the same items, each made while the one before is used; errors keep their places."""
+    with ThreadPoolExecutor(1, "ahead") as thread:
+        ahead = thread.submit(next, items, None)
+        while (item := ahead.result()) is not None:
+            ahead = thread.submit(next, items, None)
+            yield item

@@ -18,6 +18,7 @@ from ..cache import blocks, json_array
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
 from .conversations import Content, Conversation, Span, continued, render_ahead, split_prompts
+from .dataset import prefetched
 from .fim import SPARE, FillInTheMiddle, arranged, sentinels
 from .formats import (
     PROMPT,
@@ -327,17 +328,10 @@ class Encoder:
 
     def _rendered(self, start: int, stop: int) -> Iterator[tuple[int, Row, Any]]:
         """Yield each row with its text and targets, or its error, while the next are rendered."""
-        with ThreadPoolExecutor(1, "renderer") as thread:
-            ahead: Future | None = None
-            for begin in range(start, stop, _RENDERED_ROWS):
-                rows = list(self.rows[begin : min(begin + _RENDERED_ROWS, stop)])
-                before = ahead
-                ahead = thread.submit(self._render, begin, rows)
-                if before is not None:
-                    yield from before.result()
-
-            if ahead is not None:
-                yield from ahead.result()
+        rows = self.rows[:stop]
+        begins = range(start, stop, _RENDERED_ROWS)
+        parts = ((begin, list(rows[begin : begin + _RENDERED_ROWS])) for begin in begins)
+        return itertools.chain.from_iterable(prefetched(itertools.starmap(self._render, parts)))
 
     def _render(self, begin: int, rows: Sequence[Row]) -> list[tuple[int, Row, Any]]:
         """Read rows once; the chat template renders all of them in one call of its sandbox."""

@@ -14,13 +14,11 @@ import hashlib
 import json
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -258,12 +256,10 @@ def encode_parts(
     missing = [part for part in parts if not part.file.exists()]
     encoder = job.encoder()
 
-    with _encoding(job, missing, process_count(job.rows, len(missing), num_proc)) as futures:
+    with _encoding(job, missing, process_count(job.rows, len(missing), num_proc)) as encode_part:
         for part in parts:
-            if part in futures:
-                futures[part].result()
-            elif part in missing:
-                job.encode(part)
+            if part in missing:
+                encode_part(part)
 
             if (arrays := read_arrays(part.file, part.key)) is not None:
                 encoder.add_part(arrays)
@@ -275,70 +271,52 @@ def encode_parts(
 
 
 @contextmanager
-def _encoding(job: EncodingJob, parts: list[Part], count: int) -> Iterator[dict[Part, Future]]:
-    """Encode parts in ``count`` processes, and yield their futures; one process has none."""
+def _encoding(
+    job: EncodingJob, parts: list[Part], count: int
+) -> Iterator[Callable[[Part], object]]:
+    """Yield what returns once a part is encoded: here, or by one of ``count`` processes."""
     if count == 1:
-        yield {}
+        yield job.encode
         return
 
-    stored = pickle.dumps(job)
     workers: list[_Worker] = []
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-
-    def encode(part: Part) -> None:
-        worker = idle.get()
-        try:
-            worker.encode(part)
-        finally:
-            idle.put(worker)
-
-    with ThreadPoolExecutor(count, "encoding") as threads:
-        try:
-            for _ in range(count):
-                workers.append(_Worker(stored))
-                idle.put(workers[-1])
-            yield {part: threads.submit(encode, part) for part in parts}
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                worker.end()
+    try:
+        for first in range(count):
+            workers.append(_Worker(job, parts[first::count]))
+        yield lambda part: workers[parts.index(part) % count].wait()
+    finally:
+        for worker in workers:
+            worker.end()
 
 
 class _Worker:
-    def __init__(self, job: bytes) -> None:
+    """A process that encodes parts, one after the other."""
+
+    def __init__(self, job: EncodingJob, parts: list[Part]) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **_ONE_THREAD},
-        )
-        self._job: bytes | None = job
+        with tempfile.TemporaryFile() as source:
+            pickle.dump((job, parts), source)
+            source.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE],
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **_ONE_THREAD},
+            )
 
-    def encode(self, part: Part) -> None:
-        """Wait until the process has encoded a part; a PackError if it has ended."""
-        stdin = self._process.stdin
-        stdout = self._process.stdout
-        assert stdin is not None and stdout is not None
+    def wait(self) -> None:
+        """Wait until the process has encoded one more part; a PackError if it has ended."""
+        assert self._process.stdout is not None
+        if self._process.stdout.read(1):
+            return
 
-        with suppress(BrokenPipeError):
-            if self._job is not None:
-                stdin.write(self._job)
-                self._job = None
-            stdin.write(pickle.dumps(part))
-            stdin.flush()
-
-        if not stdout.read(1):
-            raise self._ended()
-
-    def _ended(self) -> PackError:
         code = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         reason = f"by {Signals(-code).name}" if code < 0 else f"with code {code}: {last:.200}"
-        return PackError(
+        raise PackError(
             f"--num-proc: a process that tokenizes ended {reason}. Start again, with a smaller "
             "--num-proc if memory was short; what is done is not tokenized again.",
             "interrupted",
@@ -346,30 +324,20 @@ class _Worker:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
-
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            with suppress(OSError):  # what was not sent is not needed
-                if pipe is not None:
-                    pipe.close()
+        self._process.communicate()
+        self._errors.close()
 
 
 def work() -> None:
-    """Encode the parts that stdin has after the job, and write a byte to stdout after each.
+    """Encode the parts that stdin has with their job, and write a byte to stdout after each.
 
-    The process ends with its stdin, and so with the process that started it.
+    The process ends with the process that started it, once a part is complete.
     """
     signal(SIGINT, SIG_IGN)  # Ctrl-C is for who started it
     done = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no reply
-    source = sys.stdin.buffer
-    job: EncodingJob = pickle.load(source)
+    job, parts = pickle.load(sys.stdin.buffer)
 
-    while True:
-        try:
-            part = pickle.load(source)
-        except EOFError:
-            return
-
+    for part in parts:
         job.encode(part)
         done.write(b".")

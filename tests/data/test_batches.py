@@ -144,7 +144,7 @@ def test_row_of_the_maximal_length_fills_a_packed_row():
 
 
 def batch_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("batches")]
+    return [t for t in threading.enumerate() if t.name.startswith("ahead")]
 
 
 def test_prefetched_batches_are_the_same_in_order(ragged_examples):
