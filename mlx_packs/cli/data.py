@@ -267,9 +267,7 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
         )
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
-    if look.repeats is not None and split == "train":
-        facts += look.repeats.lines()
-    elif look.common:
+    if look.common:
         share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
         facts.append(
             f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "

@@ -21,7 +21,6 @@ from .recipe import read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
-    from ..data.sharing import Repeats
     from ..memory.headers import Headers
     from ..memory.recommend import PlanOption
     from ..memory.row_shapes import ExampleMemory, RowShapes
@@ -171,12 +170,11 @@ def plan(
         headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
         known = recipe.lora, recipe.train, names, rows and rows.shapes_of
         choices = recommend(headers, limit - least, *known)
-        repeats = rows.repeats_of(choices[0].train.batch_size) if rows else None
 
         report = []
         for choice in choices:
             command = shlex.join([*shlex.split(choice.command(model, configs, unflagged)), *data])
-            report.append({**_facts(choice, headers, examples, repeats), "command": command})
+            report.append({**_facts(choice, headers, examples), "command": command})
 
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
@@ -189,7 +187,7 @@ def plan(
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & DATA_SETTINGS:
-        lines[1:1] = _data_lines(recipe.data.data, examples, rows, repeats, choices[0])
+        lines[1:1] = _data_lines(recipe.data.data, examples, rows, choices[0])
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
     print_report({"model": model, "fits": fits, "options": report}, lines)
@@ -230,18 +228,12 @@ def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
     return arguments
 
 
-def _facts(
-    choice: "PlanOption",
-    headers: "Headers",
-    examples: "ExampleMemory | None",
-    repeats: "Repeats | None",
-) -> dict:
+def _facts(choice: "PlanOption", headers: "Headers", examples: "ExampleMemory | None") -> dict:
     return {
         **choice.to_json(),
         "compute_dtype": choice.dtype(headers.config).to_json(),
         "code": headers.code,
         "data_gb": examples and examples.nbytes / 1e9,
-        "repeats": repeats and repeats.to_json(),
     }
 
 
@@ -249,7 +241,6 @@ def _data_lines(
     data: str | None,
     examples: "ExampleMemory | None",
     rows: "RowShapes | None",
-    repeats: "Repeats | None",
     best: "PlanOption",
 ) -> list[str]:
     if examples is None:
@@ -264,6 +255,4 @@ def _data_lines(
         lines.append(
             f"images  {rows.image_tokens:,} tokens in all · their features count as activations"
         )
-    if repeats is not None:
-        lines += [f"prefix  {line}" for line in repeats.lines()]
     return lines

@@ -13,8 +13,8 @@ its *segments*. The arrays of B rows of T inputs, with room for M targets:
 """
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +35,6 @@ from .shapes import (
     sequence_inputs,
 )
 
-_COUNTED_BATCHES = 2000
 PADDING = {"positions": 0, "targets": 0, "owners": -1}  # of what each target has
 # What batches may be: shapes, or of aligned ones the targets that they have room for by spans.
 Allowed = Collection[Shape] | Mapping[Spans, int]
@@ -79,6 +78,12 @@ class TokenCollate(_RowCollate):
         order = order[order >= 0]
         longest = int(examples.lengths[order].max()) - 1
         return self.shape_of(longest, int(examples.target_counts[order].sum()))
+
+    def largest(self, lengths: np.ndarray) -> Shape:
+        """Return (T, M) that holds any batch of examples of such lengths."""
+        width, _ = self.shape_of(int(lengths.max()) - 1, 0)
+        slots = self.batch_size * width
+        return width, padded_targets(slots, slots)
 
     def shape_of(self, longest: int, targets: int) -> Shape:
         """Return (T, M) of a batch whose longest row has ``longest`` inputs."""
@@ -237,26 +242,16 @@ def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
 def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozenset[Shape]:
     """Return at most `MOST_SHAPES` shapes, one of which holds any batch of unpacked examples.
 
-    Rows are padded after ``prefix`` inputs. The shapes of the first batches are joined, two at a
-    time that add the least padding. They do not depend on the number of batches, so that a run
-    resumed for more has the same ones.
+    Rows are padded after ``prefix`` inputs. The shapes do not depend on the number of batches, so
+    that a run resumed for more has the same ones.
     """
     draw = sampler.draw
     first = 0 if draw.replay else draw.first
     lengths = examples.lengths[first : draw.stop]
-    batch_size = sampler.batch_size
-
-    batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
-    collate = TokenCollate(batch_size, sampler.inputs, prefix=prefix)
-    orders = zip(range(batches), sampler.batches(), strict=False)
-    counts = Counter(collate.shape(examples, order) for _, order in orders)
-
-    # a later epoch may put any examples together
-    longest, _ = collate.shape_of(int(lengths.max()) - 1, 0)
-    slots = batch_size * longest
-    counts[longest, padded_targets(slots, slots)] += 0
-
-    return joined_shapes(counts, batch_size)
+    collate = TokenCollate(sampler.batch_size, sampler.inputs, prefix=prefix)
+    orders = itertools.islice(sampler.batches(), -(-len(lengths) // sampler.batch_size))
+    shapes = (collate.shape(examples, order) for order in orders)
+    return joined_shapes(shapes, collate.largest(lengths), sampler.batch_size)
 
 
 def evaluation_set(

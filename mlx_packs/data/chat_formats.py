@@ -3,7 +3,8 @@
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
@@ -24,11 +25,17 @@ CONVERSATION_COLUMNS = (
 _LEAST_WORDS = 3  # of a prompt: an answer may begin with a word of it
 
 
+@dataclass(frozen=True, eq=False)
 class TokenFormat(RowFormat):
-    """Rows that a causal model trains on."""
+    """Rows that a causal model trains on.
 
-    loss_on: ClassVar[str]  # what is supervised by default
-    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
+    Attributes:
+        loss_on: What is supervised by default.
+        special_tokens: Whether the tokenizer adds what begins and ends a text.
+    """
+
+    loss_on: str = "all"
+    special_tokens: bool = False
 
     @abstractmethod
     def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Conversation | PlainText:
@@ -38,15 +45,15 @@ class TokenFormat(RowFormat):
         return loss_on or self.loss_on
 
 
+@dataclass(frozen=True, eq=False)
 class ConversationFormat(TokenFormat):
     """Rows that are conversations, which the base's chat template renders."""
+
+    optional: tuple[str, ...] = CONVERSATION_COLUMNS
 
     @abstractmethod
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the turns of a row without what its other columns say."""
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return CONVERSATION_COLUMNS
 
     def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> Conversation:
         if unpacked(optional(row, "documents")):
@@ -91,31 +98,26 @@ class ConversationFormat(TokenFormat):
         return next((i for i in answers if i and turns[i].is_target), 1)
 
 
+@dataclass(frozen=True, eq=False)
 class Chat(ConversationFormat):
-    """Messages with roles, in a column that the settings name or in ``column``."""
+    """Messages with roles."""
 
-    loss_on = "assistant"
-
-    def __init__(self, name: str = "chat", column: str | None = None) -> None:
-        self.name = name
-        self._column = column
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (self._column or names.chat_feature,)
+    name: str = "chat"
+    required: tuple[str, ...] = ("chat_feature",)
+    loss_on: str = "assistant"
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         (column,) = self.columns(names)
         return _turns(row, _listed(row, column))
 
 
+@dataclass(frozen=True, eq=False)
 class Completion(ConversationFormat):
     """A prompt and its completion, most often of one message each."""
 
-    name = "completion"
-    loss_on = "completion"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.prompt_feature, names.completion_feature)
+    name: str = "completion"
+    required: tuple[str, ...] = ("prompt_feature", "completion_feature")
+    loss_on: str = "completion"
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Either column may have messages, as in TRL; what repeats the prompt is left out."""
@@ -130,6 +132,7 @@ class Completion(ConversationFormat):
         return all(isinstance(row.value[name], str) for name in columns)
 
 
+@dataclass(frozen=True, eq=False)
 class Alpaca(ConversationFormat):
     """An instruction, its input (often empty), and the output.
 
@@ -138,17 +141,11 @@ class Alpaca(ConversationFormat):
     prompt.
     """
 
-    name = "alpaca"
-    loss_on = "completion"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("instruction", "output")
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("history", *super().optional_columns(names))
-
-    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
-        return ["instruction", "input", "output"]
+    name: str = "alpaca"
+    required: tuple[str, ...] = ("instruction", "output")
+    optional: tuple[str, ...] = ("history", *CONVERSATION_COLUMNS)
+    with_texts: tuple[str, ...] = ("instruction", "input", "output")
+    loss_on: str = "completion"
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the instruction with its input, and the output."""

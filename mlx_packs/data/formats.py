@@ -6,6 +6,7 @@ in the facts of the task.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..config.choices import TASKS
@@ -22,15 +23,13 @@ from .task_formats import PREFERENCE as PREFERENCE
 from .task_formats import PROMPT as PROMPT
 
 
+@dataclass(frozen=True, eq=False)
 class Text(TokenFormat):
     """A plain text, all of which is supervised."""
 
-    name = "text"
-    loss_on = "all"
-    special_tokens = True
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.text_feature,)
+    name: str = "text"
+    required: tuple[str, ...] = ("text_feature",)
+    special_tokens: bool = True
 
     def read(self, row: Row, names: DataConfig, tokenizer: Any = None) -> PlainText:
         return PlainText(row.where, text_of(row, names.text_feature), names.text_feature, tokenizer)
@@ -46,9 +45,10 @@ class Text(TokenFormat):
 
 COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
+CHAT = Chat()
 TEXT = Text()
-SHAREGPT = Chat("sharegpt", "conversations")  # turns with from and value, or role and content
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), SHAREGPT)
+SHAREGPT = Chat("sharegpt", ("conversations",))  # turns with from and value, or role and content
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, CHAT, TEXT, Alpaca(), SHAREGPT)
 _OF_TASKS: dict[str, tuple[RowFormat, ...]] = {
     name: TASKS.resolve(name, facts.formats) for name, facts in TASKS.items() if facts.formats
 }

@@ -7,7 +7,7 @@ in ordinary batches.
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .batches import TokenCollate
 from .dataset import Batch, Dataset, FixedOrder, Tree
 from .encoding import Examples
 from .sampler import Sampler
-from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
+from .shapes import Shape, joined_shapes, sequence_inputs
 from .token_store import Example
 from .trees import (
     LEAST,
@@ -34,7 +34,6 @@ from .trees import (
 
 EMPTY = -1  # in an order, a row without an example
 _WINDOW = 32  # batches among which blocks of like prefixes are put together, as are like lengths
-_COUNTED_BATCHES = 2000
 # Tokens of each example that are compared at a time.
 _NARROWEST = 16
 _WIDEST = 32
@@ -420,22 +419,19 @@ def _few_shapes(
         return {}
 
     groups = sampler.groups
-    size = sampler.batch_size
-    collates = {key: TokenCollate(size, sampler.inputs, None, p) for key, p in prefixes.items()}
-    counts: dict[int, Counter] = {key: Counter() for key in prefixes}
-    for order in sampler.epoch(0)[:_COUNTED_BATCHES]:
-        key = groups.prefix_of(order)
-        counts[key][collates[key].shape(examples, order)] += 1
+    orders: dict[int, list[np.ndarray]] = defaultdict(list)
+    for order in sampler.epoch(0):
+        orders[groups.prefix_of(order)].append(order)
 
-    # a later epoch may put any blocks together
-    for key, collate in collates.items():
+    few = {}
+    for key, prefix in prefixes.items():
         own = groups.rest
         if key:
             parts = zip(groups.members, groups.prefixes, strict=True)
             own = np.concatenate([part for part, prefix in parts if prefix >= key])
         if len(own):
-            longest, _ = collate.shape_of(int(examples.lengths[own].max()) - 1, 0)
-            slots = padded_targets(size * longest, size * longest)
-            counts[key][longest, slots] += 0
-
-    return {key: joined_shapes(own, size) for key, own in counts.items() if own}
+            collate = TokenCollate(sampler.batch_size, sampler.inputs, None, prefix)
+            shapes = (collate.shape(examples, order) for order in orders[key])
+            largest = collate.largest(examples.lengths[own])
+            few[key] = joined_shapes(shapes, largest, sampler.batch_size)
+    return few

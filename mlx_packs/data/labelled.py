@@ -15,8 +15,8 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .chat_formats import about_conversation
 from .encoding import EncodingOptions, Examples
-from .formats import COMPLETION, TEXT, Row
-from .labels import CHAT, COLUMNS, Classes, Label, check_input, read_label
+from .formats import CHAT, COMPLETION, TEXT, Row
+from .labels import COLUMNS, Classes, Label, check_input, read_label
 from .row_format import BadRows
 from .sources import ConvertedRows, Rows, as_rows
 from .texts import Selected, TextGroups

@@ -14,8 +14,7 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .chat_formats import Chat
-from .formats import TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
+from .formats import CHAT, TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
 from .row_format import RowError, list_of, number_of, optional
 from .task_formats import LABEL_COLUMNS
 
@@ -29,7 +28,6 @@ ORDINAL = "ordinal"  # one label of a scale
 PROBLEMS = dict(zip(LABEL_COLUMNS, (SINGLE, MULTI, REGRESSION), strict=True))
 COLUMNS = {problem: column for column, problem in PROBLEMS.items()} | {ORDINAL: "label"}
 MOST_CLASSES = 5_000  # a head of that many rows is already as large as many an adapter
-CHAT = Chat()
 INPUTS: tuple[RowFormat, ...] = (CHAT, TEXT)  # what is classified
 
 Label = str | tuple[str, ...] | float  # of a row: by the problem

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..config.common import CommonConfig
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
@@ -26,7 +25,6 @@ from .prompts import encode_prompts
 from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
 from .row_format import BadRows, RowError
 from .rows import Splits, held_out
-from .sharing import Repeats, repeats_of
 from .sources import Rows, as_rows
 from .task_formats import RATED, PairFormat, RankingFormat
 from .token_store import masked
@@ -47,9 +45,6 @@ class SplitOverview:
     beyond: int = 0  # rows that have images beyond the maximum, which are not cut
     learned: float | None = None  # share of the tokens that the loss is on; None without one
     common: int = 0  # tokens that every example begins with; 0 if fewer than 16
-    # What examples, cut to the maximum, repeat of each other in batches of the default size; None
-    # unless they are single sequences.
-    repeats: Repeats | None = None
     labels: Mapping[str, int] = field(default_factory=dict)  # and how many rows have each
     rows: int = 0
     looked_at: int = 0  # rows that all facts above are about
@@ -85,7 +80,6 @@ class SplitOverview:
             "images_beyond": self.beyond,
             "learned": self.learned,
             "common": self.common,
-            "repeats": self.repeats and self.repeats.to_json(),
             "labels": dict(self.labels),
             "bad_rows": self.bad.counts(),
             "near_copies": self.near_copies,
@@ -157,10 +151,6 @@ class Reader:
 
         step = len(examples) // len(lengths)
         cut = [i * step for i in np.flatnonzero(lengths > self.limit).tolist()]
-        repeats = None
-        if isinstance(self.format, TokenFormat) and not labels:
-            repeats = repeats_of(examples, CommonConfig.batch_size, self.limit)
-
         return SplitOverview(
             lengths,
             examples.bad,
@@ -169,7 +159,6 @@ class Reader:
             beyond=int(sum(examples.items[i].tokens[self.limit :].min() < 0 for i in cut)),
             learned=examples.targets / max(1, int(examples.lengths.sum())),
             common=common_inputs(examples.items),
-            repeats=repeats,
             labels=labels,
         )
 

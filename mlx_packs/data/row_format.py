@@ -5,7 +5,6 @@ One reader of cells serves all tasks and kinds of files, in some of which every 
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.data import DataConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import Code, PackError
 
 TOO_LONG = "images beyond --max-seq-length"  # the reason of such a row
@@ -162,19 +161,29 @@ class Row:
         return PackError(fault, code, flag, self.where)
 
 
-class RowFormat(ABC):
-    """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
+@dataclass(frozen=True, eq=False)
+class RowFormat:
+    """A kind of row, recognized by its columns; a setting such as ``text_feature`` may name one.
+
+    Attributes:
+        name: What reports and manifests call it.
+        required: Columns that a row of this format has.
+        optional: Other columns that are read if a row has them.
+        one_of: Columns of which a row has a value in one or more.
+        with_texts: Columns that texts are in; by default the required ones.
+        other_names: Other names that a column may have.
+    """
 
     name: str
-    other_names: Mapping[str, tuple[str, ...]] = {}  # that a column may have
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
+    with_texts: tuple[str, ...] = ()
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    @abstractmethod
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return the columns that a row of this format has."""
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return other columns that are read if a row has them."""
-        return ()
+        return _named_columns(self.required, names)
 
     def column(self, row: Row, name: str) -> str:
         """Return the name that a column has in a row; without such a column its own."""
@@ -187,7 +196,8 @@ class RowFormat(ABC):
 
     def text_columns(self, row: Row, names: DataConfig) -> list[str]:
         """Return the columns of a row that its texts are in; a row need not have all of them."""
-        return [self.column(row, name) for name in self.columns(names)]
+        columns = _named_columns(self.with_texts or self.required, names)
+        return [self.column(row, name) for name in columns]
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return every text of a row, for what needs texts of whatever kind."""
@@ -196,14 +206,21 @@ class RowFormat(ABC):
 
     def used(self, row: Row, names: DataConfig) -> set[str]:
         """Return the columns that are read; a row need not have all of them."""
-        return {*self.text_columns(row, names), *self.optional_columns(names)}
+        return {*self.text_columns(row, names), *self.optional}
 
     def matches(self, row: Row, names: DataConfig) -> bool:
+        if self.one_of and all(optional(row, column) is None for column in self.one_of):
+            return False
         return all(self.column(row, name) in row.value for name in self.columns(names))
 
     def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return rows with those joined that are one example."""
         return rows
+
+
+def _named_columns(columns: Sequence[str], names: DataConfig) -> tuple[str, ...]:
+    settings = {name: getattr(names, name) for name in COLUMN_SETTINGS}
+    return tuple(settings.get(column, column) for column in columns)
 
 
 def check_unicode(row: Row, text: str) -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ Shape = tuple[int, int]  # (T, M) of a batch
 # as long as some hundred tokens (0.4 s for 36 blocks), and memory for its graph.
 MOST_SHAPES = 48
 COMPILATION_TOKENS = 300
+_COUNTED_BATCHES = 2000
 
 
 class TreeShape(NamedTuple):
@@ -118,11 +120,14 @@ def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | Non
     return min(fitting, key=lambda s: _shape_cost(s, batch_size))
 
 
-def joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Shape]:
-    """Join the shapes of batches that cost the least to join; ``counts`` are batches of each.
+def joined_shapes(batches: Iterable[Shape], largest: Shape, batch_size: int) -> frozenset[Shape]:
+    """Return at most `MOST_SHAPES` shapes, one of which holds any batch up to the ``largest``.
 
-    At most `MOST_SHAPES` are left, and padding from one to another costs more than a compilation.
+    The shapes of the first ``batches`` are joined, two at a time that add the least padding, while
+    padding from one to another costs less than a compilation.
     """
+    counts = Counter(itertools.islice(batches, _COUNTED_BATCHES))
+    counts[largest] += 0
     shapes = np.array(sorted(counts))  # [n, 2]
     numbers = np.array([counts[length, slots] for length, slots in shapes.tolist()])
     alive = np.ones(len(shapes), dtype=bool)

@@ -1,6 +1,4 @@
-"""Which batches of a run are trees, by `--share-prefix`, and what it saves before a run."""
-
-from dataclasses import asdict, dataclass
+"""Which batches of a run are trees, by `--share-prefix`."""
 
 import numpy as np
 
@@ -74,32 +72,6 @@ def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
     return lora.dropout > 0 or train.neftune_noise_alpha > 0
 
 
-@dataclass(frozen=True)
-class Repeats:
-    batch_size: int  # of the batches that save it
-    tokens: float  # that the others begin with, or the examples of a group on average
-    groups: int  # 0 if all begin alike
-    saved: float  # share of all inputs that `--share-prefix on` saves
-
-    def to_json(self) -> dict:
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        tokens = f"{self.tokens:,.0f} tokens"
-        saved = f"saves {self.saved:.0%} of all inputs at --batch-size {self.batch_size}"
-        if self.groups:
-            return [
-                f"{tokens}, on average, begin the examples of each of {self.groups:,} groups: "
-                f"--share-prefix on puts these together and {saved}"
-            ]
-        if self.tokens:
-            return [
-                f"{tokens} begin every example: --share-prefix computes them once a batch and "
-                f"{saved}"
-            ]
-        return []
-
-
 def cut_to(examples: Examples, limit: int) -> Examples:
     """Cut to ``limit`` tokens; examples that lose all targets by that are left out."""
     if examples.lengths.max() <= limit:
@@ -108,15 +80,3 @@ def cut_to(examples: Examples, limit: int) -> Examples:
     items = [Example(e.tokens[:limit], e.target[:limit], e.where) for e in examples.items]
     items = [e for e in items if e.target.any()]
     return Examples(items, examples.format, examples.loss_on)
-
-
-def repeats_of(examples: Examples, batch_size: int, limit: int) -> Repeats | None:
-    """Examples are of texts, completions or chats; None if no target is left in ``limit``."""
-    examples = cut_to(examples, limit)
-    if not len(examples):
-        return None
-
-    chosen = np.arange(len(examples))
-    of_all = TreePlan.of(examples, chosen, batch_size, 0, 0.0)
-    facts = with_groups(examples, chosen, of_all).to_json(examples)
-    return Repeats(batch_size, facts["tokens"], facts.get("groups", 0), facts["saved"])

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,73 +39,12 @@ _MOST_LABEL = 1e6
 _NAMES = DataConfig()  # rankings have names of their own
 
 
-class Preference(RowFormat):
-    """A prompt with a completion that is chosen and one that is rejected, as TRL has them.
-
-    Without a prompt both are conversations that begin with the same messages.
-    """
-
-    name = "preferences"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The prompt may be part of both, so its own column is optional."""
-        return ("chosen", "rejected")
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return CONVERSATION_COLUMNS
-
-    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
-        return [names.prompt_feature, *self.columns(names)]
-
-
-class RatedCompletion(Completion):
-    """A prompt, a completion, and whether that is desirable."""
-
-    name = "rated completions"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (*super().columns(names), "label")
-
-
+@dataclass(frozen=True, eq=False)
 class Prompt(RowFormat):
     """A prompt whose completions are generated; a reward function sees all columns of its row."""
 
-    name = "prompts"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.prompt_feature,)
-
     def used(self, row: Row, names: DataConfig) -> set[str]:
         return set(row.value)
-
-
-class LabelledText(RowFormat):
-    """A text with its label, its labels, or a score."""
-
-    name = "labelled texts"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (names.text_feature,)
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return LABEL_COLUMNS
-
-    def matches(self, row: Row, names: DataConfig) -> bool:
-        return super().matches(row, names) and _is_labelled(row)
-
-
-class LabelledChat(Chat):
-    """A chat with its label, its labels, or a score."""
-
-    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        return (*LABEL_COLUMNS, *super().optional_columns(names))
-
-    def matches(self, row: Row, names: DataConfig) -> bool:
-        return super().matches(row, names) and _is_labelled(row)
-
-
-def _is_labelled(row: Row) -> bool:
-    return any(optional(row, column) is not None for column in LABEL_COLUMNS)
 
 
 def negative_columns(row: Row, column: str) -> list[str]:
@@ -127,29 +66,52 @@ def negatives_of(row: Row, column: str, most: int | None = None) -> list[str]:
     return texts
 
 
-PREFERENCE = Preference()
-PROMPT = Prompt()
-RATED = RatedCompletion()
+# A prompt with a completion that is chosen and one that is rejected, as TRL has them. Without a
+# prompt both are conversations that begin with the same messages.
+PREFERENCE = RowFormat(
+    "preferences",
+    ("chosen", "rejected"),
+    CONVERSATION_COLUMNS,
+    with_texts=("prompt_feature", "chosen", "rejected"),
+)
+PROMPT = Prompt("prompts", ("prompt_feature",))
+# A prompt, a completion, and whether that is desirable.
+RATED = Completion("rated completions", (*Completion.required, "label"))
+# A text or a chat with its label, its labels, or a score.
+LABELLED_TEXT = RowFormat("labelled texts", ("text_feature",), LABEL_COLUMNS, LABEL_COLUMNS)
+LABELLED_CHAT = Chat(
+    "labelled chats", optional=(*LABEL_COLUMNS, *CONVERSATION_COLUMNS), one_of=LABEL_COLUMNS
+)
 PREFERENCE_FORMATS: tuple[RowFormat, ...] = (PREFERENCE,)
 RATED_FORMATS: tuple[RowFormat, ...] = (RATED,)
 PROMPT_FORMATS: tuple[RowFormat, ...] = (PROMPT,)
-LABEL_FORMATS: tuple[RowFormat, ...] = (LabelledChat("labelled chats"), LabelledText())
+LABEL_FORMATS: tuple[RowFormat, ...] = (LABELLED_CHAT, LABELLED_TEXT)
+
+
+def _checked(row: Row, column: str, texts: list[str]) -> list[str]:
+    """Return texts of a column, none of which may be empty."""
+    for text in texts:
+        check_unicode(row, text)
+        if not text.strip():
+            raise row.error(f"'{column}' is empty.", "empty")
+    return texts
 
 
 @dataclass(frozen=True, eq=False)
 class PairFormat(RowFormat):
     """Rows of sentence-transformers, which an encoder trains on.
 
-    Attributes:
-        sides: the columns of texts: anchor, positive and negative, or two sentences.
-        score_column: the column of a score; None if rows have no score.
-        other_names: names that a column may have instead.
+    Columns are texts (anchor, positive and negative, or two sentences), and maybe a score.
     """
 
-    name: str
-    sides: tuple[str, ...]
-    score_column: str | None = None
-    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The columns of texts."""
+        return tuple(column for column in self.required if column != "score")
+
+    @property
+    def has_scores(self) -> bool:
+        return "score" in self.required
 
     @property
     def has_anchors(self) -> bool:
@@ -167,13 +129,8 @@ class PairFormat(RowFormat):
         return [
             name
             for name, facts in LOSSES.items()
-            if facts.scored == bool(self.score_column) and facts.texts <= len(self.sides)
+            if facts.scored == self.has_scores and facts.texts <= len(self.sides)
         ]
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        if not self.score_column:
-            return self.sides
-        return (*self.sides, self.score_column)
 
     def text_columns(self, row: Row, names: DataConfig) -> list[str]:
         columns = super().text_columns(row, names)
@@ -190,15 +147,9 @@ class PairFormat(RowFormat):
     def usable(self, row: Row) -> Iterator[tuple[list[str], float | None]]:
         """Yield the texts of each pair of a row and its score; a RowError says what is wrong."""
         columns = [self._texts(row, column) for column in self.sides]
-        for name, texts in zip(self.sides, columns, strict=True):
-            for text in texts:
-                check_unicode(row, text)
-                if not text.strip():
-                    raise row.error(f"'{self.column(row, name)}' is empty.", "empty")
-
         score = None
-        if self.score_column is not None:
-            score = number_of(row, self.column(row, self.score_column))
+        if self.has_scores:
+            score = number_of(row, self.column(row, "score"))
         (first,), seconds, *negatives = columns
         for second in seconds:
             yield [first, second, *chain.from_iterable(negatives)], score
@@ -207,14 +158,18 @@ class PairFormat(RowFormat):
         """Return one text, of answers to an anchor one or several."""
         column = self.column(row, name)
         if name == "positive":
-            return texts_of(row, column)
-        if name == "negative":
-            return negatives_of(row, column, MOST_NEGATIVES)
-        return [text_of(row, column)]
+            texts = texts_of(row, column)
+        elif name == "negative":
+            texts = negatives_of(row, column, MOST_NEGATIVES)
+        else:
+            texts = [text_of(row, column)]
+        return _checked(row, column, texts)
 
 
 PAIR_FORMATS: tuple[PairFormat, ...] = (
-    PairFormat("scored pairs", ("sentence1", "sentence2"), "score", {"score": ("label",)}),
+    PairFormat(
+        "scored pairs", ("sentence1", "sentence2", "score"), other_names={"score": ("label",)}
+    ),
     PairFormat(
         "triplets",
         ("anchor", "positive", "negative"),
@@ -248,16 +203,9 @@ class RankingFormat(RowFormat):
     label; `grouped` joins those of a query.
     """
 
-    name: str
-    parts: tuple[str, ...]
-    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return self.parts
-
     @property
     def is_labelled(self) -> bool:
-        return "labels" in self.parts
+        return "labels" in self.required
 
     def text_columns(self, row: Row, names: DataConfig) -> list[str]:
         query, documents, others = super().text_columns(row, names)
@@ -267,24 +215,20 @@ class RankingFormat(RowFormat):
 
     def usable(self, row: Row) -> Ranking:
         """Return the ranking of a row, or raise the RowError that says what is wrong."""
-        query, documents, others = (self.column(row, part) for part in self.parts)
+        query, documents, others = (self.column(row, part) for part in self.required)
+        (text,) = _checked(row, query, [text_of(row, query)])
+        texts = _checked(row, documents, texts_of(row, documents))
         if self.is_labelled:
-            ranking = Ranking(text_of(row, query), *_labelled(row, documents, others))
+            labels = _labels(row, documents, len(texts), others)
         else:
-            positives = texts_of(row, documents)
-            negatives = negatives_of(row, others)
-            labels = [1.0] * len(positives) + [0.0] * len(negatives)
-            ranking = Ranking(text_of(row, query), positives + negatives, labels)
+            negatives = _checked(row, others, negatives_of(row, others))
+            labels = [1.0] * len(texts) + [0.0] * len(negatives)
+            texts += negatives
 
-        for text in (ranking.query, *ranking.documents):
-            check_unicode(row, text)
-            if not text.strip():
-                raise row.error("a query or document is empty.", "empty")
-
-        if len(set(ranking.labels)) < 2:
+        if len(set(labels)) < 2:
             fault = "all labels are equal, but a ranking needs documents of different ones."
             raise row.error(fault, "no target")
-        return ranking
+        return Ranking(text, texts, labels)
 
     def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
         if not self.is_labelled:
@@ -321,14 +265,14 @@ class RankingFormat(RowFormat):
 
     def _group_of(self, row: Row) -> Row:
         """Return a row without documents; its other columns are those of the first row."""
-        columns = {self.column(row, name): name for name in self.columns(_NAMES)}
+        columns = [self.column(row, name) for name in self.required]
         others = {name: value for name, value in row.value.items() if name not in columns}
         query = row.value[self.column(row, "query")]
         return row.with_value({**others, "query": query, "documents": [], "labels": []})
 
 
-def _labelled(row: Row, documents: str, labels: str) -> tuple[list[str], list[float]]:
-    """Return the documents of a row and the label of each, by the names of their columns."""
+def _labels(row: Row, documents: str, count: int, labels: str) -> list[float]:
+    """Return the labels of a row with ``count`` documents, by the names of their columns."""
     values = plain(unpacked(row.value[labels]))
     if not isinstance(values, list):
         values = [values]
@@ -337,11 +281,9 @@ def _labelled(row: Row, documents: str, labels: str) -> tuple[list[str], list[fl
     if len(relevances) != len(values):
         raise wrong_type(row, labels, "numbers of 0 or more")
 
-    texts = texts_of(row, documents)
-    if len(relevances) != len(texts):
-        fault = f"has {len(texts)} documents, but {len(relevances)} labels."
-        raise row.error(fault, "wrong type")
-    return texts, relevances
+    if len(relevances) != count:
+        raise row.error(f"has {count} documents, but {len(relevances)} labels.", "wrong type")
+    return relevances
 
 
 def relevance(value: object) -> float | None:
@@ -360,12 +302,16 @@ RANKING_FORMATS: tuple[RankingFormat, ...] = (
     RankingFormat(
         "queries with negatives",
         ("query", "positive", "negatives"),
-        {"query": ("anchor",), "positive": POSITIVE_NAMES, "negatives": NEGATIVE_NAMES},
+        other_names={
+            "query": ("anchor",),
+            "positive": POSITIVE_NAMES,
+            "negatives": NEGATIVE_NAMES,
+        },
     ),
     RankingFormat(
         "labelled documents",
         ("query", "documents", "labels"),
-        {
+        other_names={
             "query": ("anchor",),
             "documents": ("document", "docs", "passage", "passages"),
             "labels": RELEVANCE_NAMES,

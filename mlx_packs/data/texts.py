@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +23,6 @@ from .sources import as_rows, canonical_line
 from .token_store import Example, JoinedExamples, StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
-_COUNTED_BATCHES = 2000
 NAMES = DataConfig()  # such rows have column names of their own
 
 # Tokens int32 [L] of each text, and whether it was cut.
@@ -325,12 +323,13 @@ def joined_widths(texts: TextGroups, sampler: Sampler) -> tuple[int, ...]:
         return ()
 
     collate = TextCollate(sampler.batch_size, sampler.inputs)
-    orders = itertools.islice(sampler.batches(), min(len(sampler.epoch(0)), _COUNTED_BATCHES))
     lengths = texts.lengths
     count = sampler.batch_size * texts.groups.shape[1]
-    shapes = Counter((collate.width(int(lengths[list(order)].max())), count) for order in orders)
-    shapes[collate.width(int(lengths.max())), count] += 0
-    return tuple(sorted(width for width, _ in joined_shapes(shapes, count)))
+    orders = itertools.islice(sampler.batches(), len(sampler.epoch(0)))
+    longest = (int(lengths[list(order)].max()) for order in orders)
+    shapes = ((collate.width(tokens), count) for tokens in longest)
+    few = joined_shapes(shapes, (collate.width(int(lengths.max())), count), count)
+    return tuple(sorted(width for width, _ in few))
 
 
 def texts_once(texts: TextGroups, collate: TextCollate, chosen: np.ndarray) -> Dataset:

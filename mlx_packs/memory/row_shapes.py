@@ -15,18 +15,11 @@ from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.batches import training_set
-from ..data.encoding import EncodingOptions, Examples
-from ..data.near_copies import MOST_COMPARED, compared_indices
+from ..data.encoding import EncodingOptions
 from ..data.rows import SPLITS, load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
-from ..data.sharing import (
-    Repeats,
-    cut_to,
-    plan_trees,
-    repeats_of,
-    training_batches,
-)
+from ..data.sharing import cut_to, plan_trees, training_batches
 from ..data.token_cache import encode_cached
 from ..display import size
 from ..errors import PackError
@@ -35,7 +28,6 @@ from ..vision.tokenizer import tokenizer_of
 from .plan import Shape
 
 ShapesOf = Callable[[TrainConfig], set[Shape]]
-RepeatsOf = Callable[[int], Repeats | None]
 
 
 class RowShapes(NamedTuple):
@@ -43,14 +35,13 @@ class RowShapes(NamedTuple):
 
     longest: int  # tokens of the longest row
     shapes_of: ShapesOf  # of a run's batches
-    repeats_of: RepeatsOf  # in batches of a size
     image_tokens: int = 0  # of all images
 
 
 def row_shapes(
     model: str, columns: DataConfig, train: TrainConfig, lora: LoRAConfig
 ) -> RowShapes | None:
-    """Return the shapes of a run's batches, and what its rows repeat of each other.
+    """Return the shapes of a run's batches.
 
     None where rows are not encoded here: for tasks that have no single row for an example, phases,
     and a base whose tokenizer is not on this machine or has code.
@@ -92,15 +83,8 @@ def row_shapes(
         sampler = Sampler(rows.lengths, batch_size, inputs, train.seed, train.packing)
         return training_batches(trees, rows, sampler).shapes(train.iters)
 
-    def repeats(batch_size: int) -> Repeats | None:
-        if train.packing:
-            return None
-        chosen = compared_indices(len(examples), MOST_COMPARED)
-        compared = Examples([examples[i] for i in chosen], examples.format, examples.loss_on)
-        return repeats_of(compared, batch_size, train.max_seq_length)
-
     image_tokens = images.counts()["tokens"] if (images := images_of(tokenizer)) else 0
-    return RowShapes(int(lengths.max()), shapes_of, repeats, image_tokens)
+    return RowShapes(int(lengths.max()), shapes_of, image_tokens)
 
 
 # The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.

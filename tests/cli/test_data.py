@@ -62,35 +62,10 @@ def test_what_every_example_begins_with_is_shown(here, run, report_of):
     rows = [chat(f"{i} or {i * i}?", "red") for i in range(12)]
     rows = [{"messages": [system, *row["messages"]]} for row in rows]
     write_rows(here / "d", train=rows[:8], valid=rows[8:])
-    report = report_of("d")["splits"]["train"]
-    repeats = report["repeats"]
-    assert report["common"] >= repeats["tokens"] >= 16 and 0.3 < repeats["saved"] < 0.75
-    assert (repeats["groups"], repeats["batch_size"]) == (0, 4)
+    common = report_of("d")["splits"]["train"]["common"]
+    assert common >= 16
     shown = run("data", "d", "--samples", 0)[1]
-    assert f"{repeats['tokens']} tokens begin every example: --share-prefix computes" in shown
-    assert f"saves {repeats['saved']:.0%} of all inputs at --batch-size 4" in shown
-    assert f"{report['common']} tokens begin every example" in shown.split("valid")[1]
-
-
-def test_groups_are_shown(here, run, report_of):
-    """Questions on two texts are two groups."""
-    texts = [" ".join(f"{word} {i}" for i in range(20)) for word in ("tide", "price")]
-    questions = [
-        {"prompt": f"{each} Day {i}?", "completion": str(i)} for each in texts for i in range(8)
-    ]
-
-    write_rows(here / "q", train=questions, valid=questions[:2])
-    groups = report_of("q")["splits"]["train"]["repeats"]
-    assert groups["groups"] == 2 and groups["tokens"] >= 40 and groups["saved"] > 0.3
-
-    assert "begin the examples of each of 2 groups: --share-prefix on puts" in run("data", "q")[1]
-
-    pairs = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(6)]
-    write_rows(here / "p", train=pairs, valid=pairs[:2])
-    assert report_of("p")["splits"]["train"]["repeats"] is None
-
-    cut = report_of("q", "--samples", 0, "--max-seq-length", 8)["splits"]["train"]
-    assert cut["dropped"] == 16 and cut["repeats"] is None
+    assert shown.count(f"{common} tokens begin every example, ") == 2
 
 
 def test_splits_are_written_and_train_alike(here, run):

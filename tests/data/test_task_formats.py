@@ -18,17 +18,8 @@ from mlx_packs.tasks.phases import resolve_phases
 from tests.helpers.errors import raises
 from tests.helpers.rows import write_rows
 
-
-class Sums(RowFormat):
-    """Two numbers as texts, which also match the format of texts."""
-
-    name = "sums"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return ("text", "other")
-
-
-SUMS = (Sums(),)
+# Two numbers as texts, which also match the format of texts.
+SUMS = (RowFormat("sums", ("text", "other")),)
 
 
 @pytest.fixture

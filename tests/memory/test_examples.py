@@ -78,25 +78,6 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     assert run(*with_rows, "--memory", "0.01")[0] == 2
 
 
-def test_plan_says_what_examples_repeat(here, run):
-    texts = [" ".join(f"{word} {i}" for i in range(20)) for word in ("tide", "price")]
-    write_rows(
-        here / "d",
-        train=[
-            {"prompt": f"{text} Day {i}?", "completion": str(i)} for text in texts for i in range(8)
-        ],
-    )
-
-    code, out, err = run("plan", "--data", "d")
-    assert code == 0, err
-    (line,) = (line for line in out.splitlines() if line.startswith("prefix"))
-    assert "begin the examples of each of 2 groups: --share-prefix on puts" in line
-
-    repeats = json.loads(run("plan", "--json", "--data", "d")[1])["options"][0]["repeats"]
-    assert repeats["groups"] == 2 and f"saves {repeats['saved']:.0%} of all inputs" in line
-    assert json.loads(run("plan", "--json")[1])["options"][0]["repeats"] is None
-
-
 def test_plan_counts_what_share_prefix_computes(here, run):
     """Rows of which most is common."""
     text = " ".join(f"tide {i}" for i in range(40))
@@ -113,7 +94,6 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     assert on["planned_length"] == whole["planned_length"]
     assert "--share-prefix on" in on["command"] and "--share-prefix off" in whole["command"]
     assert "--share-prefix" not in auto["command"]
-    assert whole["repeats"]
 
 
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):
