@@ -228,7 +228,7 @@ class Encoder:
             )
 
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
-        self.bad = BadRows(columns.on_bad_row == "stop")
+        self.bad = BadRows(columns.on_bad_row == "stop", rows.per_row)
         self.fingerprint = hashlib.sha256()
         self.lines = ByteFile() if is_part else None
         self.store = TokenStore()
@@ -249,7 +249,7 @@ class Encoder:
                 self._store(waiting[0], waiting[1].result())
 
     def examples(self) -> Examples:
-        self.bad.check_some_left(len(self.rows))
+        self.bad.check_some_left(len(self.rows) // self.rows.per_row)
         if not len(self.store):
             raise PackError(
                 f"{self.rows.where(0)}: no example has a target within --max-seq-length "
@@ -264,7 +264,7 @@ class Encoder:
             self.loss_on,
             self.cut + self.pieces.cut,
             self.dropped,
-            self.bad.in_order(),
+            self.bad,
             self.fingerprint.hexdigest(),
         )
 
@@ -284,9 +284,7 @@ class Encoder:
 
     def add_part(self, part: Mapping[str, np.ndarray]) -> None:
         """Add the `part` of an encoder that continued after the rows encoded here."""
-        bad = BadRows.from_json(json.loads(part["bad"].tobytes()), self.rows, self.bad.stops)
-        self.bad.errors += bad.errors
-
+        self.bad.add_json(json.loads(part["bad"].tobytes()), self.rows.where)
         self.store.extend(part)
         for block in blocks(part["lines"]):
             self.fingerprint.update(block.data)

@@ -16,8 +16,7 @@ from ..errors import PackError
 from .chat_formats import about_conversation
 from .encoding import EncodingOptions, Examples
 from .formats import CHAT, COMPLETION, TEXT, Row
-from .labels import COLUMNS, Classes, Label, check_input, read_label
-from .row_format import BadRows
+from .labels import COLUMNS, Classes, check_input, read_label
 from .sources import ConvertedRows, Rows, as_rows
 from .texts import Selected, TextGroups
 from .token_cache import encode_cached
@@ -47,21 +46,9 @@ def encode_labelled(
     rows = as_rows(rows)
     column = COLUMNS[classes.problem]
 
-    def read(row: Row) -> Label | None:
-        _check_input(row, names, classes)
-        if not labelled:
-            return None
-        label = read_label(row, column)
-        classes.check(row, label)
-        return label
-
-    bad = BadRows(names.on_bad_row == "stop")
-    usable = [(i, label) for i, _, label in bad.usable(rows, read)]
-    used = np.array([i for i, _ in usable])
-
-    convert = partial(_input_rows, names=names, column=column, is_chat=classes.chat)
-    how = f"{column} {classes.chat}"
-    source = Rows([ConvertedRows(rows.select(used), convert, how)])
+    convert = partial(_input_rows, names=names, classes=classes, labelled=labelled)
+    how = f"{column} {classes.chat} {classes.labels} {labelled}"
+    source = Rows([ConvertedRows(rows, convert, how)])
     whole = replace(options, max_seq_length=NO_LIMIT, loss_on=None)
 
     row_format = COMPLETION if classes.chat else TEXT
@@ -77,21 +64,22 @@ def encode_labelled(
         )
 
     numbers = examples.items.parts["rows"]
-    for i, error in examples.bad.errors:
-        bad.leave_out(int(used[i]), error)
-
     labels = np.zeros(len(numbers), np.int32)
     if labelled:
-        labels = classes.encoded([usable[i][1] for i in numbers])
-    examples = replace(examples, bad=bad.in_order())
+        labels = classes.encoded([read_label(row, column) for row in rows.select(numbers)])
     return _fitted(examples, labels, tokenizer, classes, options.max_seq_length)
 
 
-def _input_rows(row: Row, names: DataConfig, column: str, is_chat: bool) -> Iterator[Row]:
+def _input_rows(row: Row, names: DataConfig, classes: Classes, labelled: bool) -> Iterator[Row]:
     """Yield a row as it is encoded: a text, or a prompt with an answer that is not read."""
+    _check_input(row, names, classes)
+    column = COLUMNS[classes.problem]
+    if labelled:
+        classes.check(row, read_label(row, column))
+
     text = row.value.get(names.text_feature)
     content = {names.text_feature: text}
-    if is_chat:
+    if classes.chat:
         prompt = row.value.get(names.chat_feature)
         content = {
             **about_conversation(row),

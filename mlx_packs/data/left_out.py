@@ -83,8 +83,8 @@ class _Rendered:
 
     def add(self, conversation: Conversation) -> None:
         self.variables = dict.fromkeys(conversation.variables, conversation.where) | self.variables
-        for part in lost_parts(conversation, self.kept, lambda kind: kind not in self.lost):
-            self.lost.setdefault(part.kind, f"{conversation.where}{part.place}")
+        for kind, place in lost_parts(conversation, self.kept, lambda kind: kind not in self.lost):
+            self.lost.setdefault(kind, f"{conversation.where}{place}")
 
         if not self.bare_answer and self.answers < _MOST_ANSWERS:
             self.answers += 1

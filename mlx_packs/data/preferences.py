@@ -20,13 +20,13 @@ from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
 from .chat_formats import about_conversation, prompt_and_completion
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import EncodingOptions, Example, Examples, encode
-from .formats import COMPLETION, PREFERENCE, Row, check_format
+from .formats import COMPLETION, PREFERENCE, Row, format_of
 from .messages import Turn
-from .row_format import BadRows, RowError, RowFormat, messages_of, optional, truth_of
+from .row_format import RowFormat, messages_of, optional, truth_of
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .sources import ConvertedRows, Rows, as_rows
-from .task_formats import RATED
+from .task_formats import PREFERENCE_FORMATS, RATED, RATED_FORMATS
 from .texts import Selected, TextGroups
 from .token_cache import encode_cached
 from .trees import TreeCollate, TreePlan, felled
@@ -52,26 +52,29 @@ def encode_preferences(
     ``columns.on_bad_row`` leaves such rows out. ``advance`` is called as by `encode_cached`.
     """
     rows = as_rows(rows)
-    used, labels, bad = _checked(rows, columns, row_format)
-    options = replace(options, loss_on="completion")
-    usable = rows.select(used)
-
-    shared = {"row_format": COMPLETION, "num_proc": num_proc, "advance": advance}
+    sides = both_completions(rows, columns)
     if row_format is RATED:
-        examples, _ = encode_cached(usable, tokenizer, columns, options, **shared)
-        kept = examples.items.parts["rows"]
-        items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
-    else:
-        both = both_completions(usable, columns)
-        examples, _ = encode_cached(both, tokenizer, columns, options, **shared)
-        sides = examples.items.parts["rows"]
-        first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))
-        kept = sides[first] // 2
-        items = Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+        sides = Rows([ConvertedRows(rows, partial(_rated_rows, names=columns), "rated")])
 
-    per_row = 1 if row_format is RATED else 2
-    for i, error in examples.bad.errors:
-        bad.leave_out(int(used[i // per_row]), error)
+    options = replace(options, loss_on="completion")
+    examples, _ = encode_cached(
+        sides,
+        tokenizer,
+        columns,
+        options,
+        row_format=COMPLETION,
+        num_proc=num_proc,
+        advance=advance,
+    )
+    kept = examples.items.parts["rows"]
+    if row_format is RATED:
+        items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
+        labels = np.float32([truth_of(row, "label") for row in rows.select(kept)])
+    else:
+        first = np.flatnonzero((kept[:-1] % 2 == 0) & (kept[:-1] + 1 == kept[1:]))
+        kept = kept[first] // 2
+        items = Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+        labels = np.ones(len(kept), np.float32)
 
     if not len(kept):
         raise PackError(
@@ -81,16 +84,15 @@ def encode_preferences(
             "max_seq_length",
         )
 
-    left_out = {i for i, _ in bad.errors}
     return Examples(
         items,
         row_format.name,
         examples.loss_on,
         examples.cut,
-        len(rows) - len(left_out) - len(kept),
-        _once(bad),
+        len(rows) - len(examples.bad) - len(kept),
+        examples.bad,
         examples.fingerprint,
-        labels=labels[kept],
+        labels=labels,
         per_row=2,
     )
 
@@ -107,23 +109,12 @@ def encode_tokens(
     return encoded(rows, tokenizer, columns, options, row_format)
 
 
-def _checked(
-    rows: Rows, columns: DataConfig, row_format: RowFormat
-) -> tuple[np.ndarray, np.ndarray, BadRows]:
-    """Return the numbers of usable rows, their labels, and the other rows."""
-    bad = BadRows(columns.on_bad_row == "stop")
-
-    def read(row: Row) -> bool:
-        check_format(row, row_format, rows.where(0), columns, (row_format,))
-        if row_format is not RATED:
-            _check_sides(row, columns)
-            return True
-        _split_turns(row, columns.completion_feature, columns)
-        return truth_of(row, "label")
-
-    usable = [(i, label) for i, _, label in bad.usable(rows, read)]
-    used = np.array([i for i, _ in usable])
-    return used, np.array([label for _, label in usable], np.float32), bad
+def _rated_rows(row: Row, names: DataConfig) -> Iterator[Row]:
+    """Yield a row whose label and completion can be used."""
+    format_of(row, names, RATED_FORMATS)
+    _split_turns(row, names.completion_feature, names)
+    truth_of(row, "label")
+    yield row
 
 
 def _check_sides(row: Row, names: DataConfig) -> None:
@@ -179,6 +170,8 @@ def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
 
 
 def _completion_rows(row: Row, names: DataConfig) -> Iterator[Row]:
+    format_of(row, names, PREFERENCE_FORMATS)
+    _check_sides(row, names)
     for column in PREFERENCE.columns(names):
         prompt, completion = split_prompt(row, column, names)
         value = {names.prompt_feature: prompt, names.completion_feature: completion}
@@ -218,14 +211,6 @@ class Mismatched(Sequence):
         prompt = int(self._prompts[i // 2])
         tokens = np.concatenate([own.tokens[:prompt], other.tokens[other.target]])[: self._limit]
         return Example(tokens, np.arange(len(tokens)) >= prompt, own.where)
-
-
-def _once(bad: BadRows) -> BadRows:
-    """Keep the first error of each row."""
-    first: dict[int, RowError] = {}
-    for i, error in bad.in_order().errors:
-        first.setdefault(i, error)
-    return BadRows(bad.stops, list(first.items()))
 
 
 def encode_scored(

@@ -51,13 +51,20 @@ class BadRows:
     """The rows of a split that cannot be used, in their order."""
 
     stops: bool = True  # whether the first one is raised as an error (``--on-bad-row stop``)
-    errors: list[tuple[int, RowError]] = field(default_factory=list)  # with the index of the row
+    per_row: int = 1  # examples of a row
+    _errors: dict[int, RowError] = field(default_factory=dict)  # the first of each row
 
-    def add(self, index: int, error: RowError) -> None:
-        """Record a row, or raise its error if rows stop the run."""
+    @property
+    def errors(self) -> list[tuple[int, RowError]]:
+        """The number of each row and its error, by row: some errors show after those of others."""
+        return sorted(self._errors.items(), key=lambda entry: entry[0])
+
+    def add(self, example: int, error: RowError) -> None:
+        """Record the row of an example, or raise its error if rows stop the run."""
         if self.stops:
             raise error
-        self.leave_out(index, error)
+        error.__traceback__ = None  # of a million rows the frames would stay
+        self._errors.setdefault(example // self.per_row, error)
 
     def usable(self, rows: Sequence[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
         """Yield the number of each row, the row, and what ``read`` returns for it.
@@ -80,20 +87,15 @@ class BadRows:
 
         self.check_some_left(len(rows))
 
-    def leave_out(self, index: int, error: RowError) -> None:
-        """Record a row, whether bad rows stop the run or not."""
-        error.__traceback__ = None  # of a million rows the frames would stay
-        self.errors.append((index, error))
-
     def __len__(self) -> int:
-        return len(self.errors)
+        return len(self._errors)
 
     def counts(self) -> dict[str, int]:
-        return dict(Counter(error.reason for _, error in self.errors).most_common())
+        return dict(Counter(error.reason for error in self._errors.values()).most_common())
 
     def check_some_left(self, count: int) -> None:
         """Raise a PackError if all of ``count`` rows are bad."""
-        if not self.errors or len(self.errors) < count:
+        if not self._errors or len(self) < count:
             return
 
         flag = "data"
@@ -107,21 +109,14 @@ class BadRows:
         raise PackError(f"{fault} The first: {first.message}", "data", flag)
 
     def to_json(self) -> list:
-        """`from_json` reads it; the places of rows are left out."""
+        """`add_json` reads it; the places of rows are left out."""
         return [[i, e.text, e.reason, e.code, e.flag] for i, e in self.errors]
 
-    @classmethod
-    def from_json(cls, entries: Iterable, rows: Sequence, stops: bool) -> "BadRows":
-        """With ``stops`` the first bad row is raised."""
-        bad = cls(stops)
-        for index, fault, reason, code, flag in entries:
-            bad.add(index, RowError(rows[index].where, fault, reason, code, flag))
-
-        return bad
-
-    def in_order(self) -> "BadRows":
-        """Sort by row: what is wrong with a row may show after later ones."""
-        return BadRows(self.stops, sorted(self.errors, key=lambda entry: entry[0]))
+    def add_json(self, entries: Iterable, where: Callable[[int], str]) -> None:
+        """Add rows of `to_json`; ``where`` returns the place of an example."""
+        for row, fault, reason, code, flag in entries:
+            example = row * self.per_row
+            self.add(example, RowError(where(example), fault, reason, code, flag))
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
@@ -16,7 +16,7 @@ from ..errors import Code, PackError
 from ..reading import sha256
 from .formats import Row
 from .images import hashed_text
-from .row_format import label_names, parquet_features
+from .row_format import RowError, label_names, parquet_features
 
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
@@ -35,6 +35,8 @@ def file_error(place: object, fault: str, code: Code = "unreadable") -> PackErro
 
 class Source(ABC):
     """A file, list or data set whose rows are read by number."""
+
+    per_row = 1  # of each row that bad rows are counted by
 
     @abstractmethod
     def __len__(self) -> int:
@@ -84,6 +86,7 @@ class Rows(Sequence[Row]):
         self.sources = sources
         self._edges: list[int] = np.cumsum([0, *map(len, sources)]).tolist()
         self.indices = range(self._edges[-1]) if indices is None else indices
+        self.per_row = max((source.per_row for source in sources), default=1)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -208,6 +211,18 @@ class RowList(Source):
         return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
 
+class BadRow(Row):
+    """A row whose columns cannot be read."""
+
+    def __init__(self, where: str, fault: RowError) -> None:
+        object.__setattr__(self, "where", where)
+        object.__setattr__(self, "fault", fault)
+
+    @property
+    def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise self.fault
+
+
 class ConvertedRows(Source):
     """Rows that are made of others, ``per_row`` of each; messages name the row they are made of.
 
@@ -231,9 +246,17 @@ class ConvertedRows(Source):
         return self.per_row * len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        converted = itertools.chain.from_iterable(map(self.convert, self._originals(start, stop)))
+        originals = self._originals(start, stop)
+        converted = itertools.chain.from_iterable(map(self._converted, originals))
         first = start % self.per_row
         return itertools.islice(converted, first, first + stop - start)
+
+    def _converted(self, row: Row) -> Iterable[Row]:
+        """A row that cannot be converted has its error in place of its columns."""
+        try:
+            return list(self.convert(row))
+        except RowError as error:
+            return [BadRow(row.where, error)] * self.per_row
 
     def _originals(self, start: int, stop: int) -> Rows:
         return self.rows[start // self.per_row : -(-stop // self.per_row)]

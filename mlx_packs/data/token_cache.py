@@ -175,8 +175,8 @@ def _read(
 
     _, token_format = checked_format(rows, columns, row_format)
     loss_on = token_format.resolve_loss_on(options.loss_on)
-    entries = json.loads(parts["bad"].tobytes())
-    bad = BadRows.from_json(entries, rows, columns.on_bad_row == "stop")
+    bad = BadRows(columns.on_bad_row == "stop", rows.per_row)
+    bad.add_json(json.loads(parts["bad"].tobytes()), rows.where)
     cut, dropped = parts["counts"].tolist()
     fingerprint = parts["fingerprint"].tobytes().hex()
 
