@@ -127,14 +127,14 @@ def _print_versions(folder: "LearningFolder") -> None:
     versions = folder.versions()
     lines = []
 
-    for version in versions:
-        mark = "*" if version.number == current else " "
-        lines.append(f"{mark} {version.number:<4} {_figures_line(version.figures)}")
+    for number, figures in versions.items():
+        mark = "*" if number == current else " "
+        lines.append(f"{mark} {number:<4} {_figures_line(figures)}")
 
     report = {
         "name": folder.name,
         "current": current,
-        "versions": [{"number": v.number, **v.figures} for v in versions],
+        "versions": [{"number": n, **figures} for n, figures in versions.items()],
     }
     print_report(report, lines)
 

@@ -60,12 +60,6 @@ folder too, or set MLX_PACKS_CACHE=off before.
 
 
 @dataclass(frozen=True)
-class Version:
-    number: int  # 0 is what the server began with
-    figures: Mapping[str, Any]  # of the comparison that it won; empty for version 0
-
-
-@dataclass(frozen=True)
 class LearningFolder:
     """A folder of rated answers and versions, and the pack and base model that it is for."""
 
@@ -170,7 +164,7 @@ class LearningFolder:
 
         folder = self.version_folder(number) / PACK
         if not folder.is_dir():
-            numbers = ", ".join(str(version.number) for version in self.versions())
+            numbers = ", ".join(map(str, self.versions()))
             raise PackError(
                 f"{self.path}: has no version {number}. It has {numbers}: packs learn {self.path} "
                 "--use N.",
@@ -179,15 +173,16 @@ class LearningFolder:
             )
         return Pack.open(folder)
 
-    def versions(self) -> list[Version]:
-        versions = [Version(0, {})]
+    def versions(self) -> dict[int, Mapping[str, Any]]:
+        """Return the figures of the comparison that each version won; version 0 has none."""
+        versions: dict[int, Mapping[str, Any]] = {0: {}}
         if not self.versions_folder.is_dir():
             return versions
 
         for folder in sorted(self.versions_folder.iterdir()):
             is_version = _VERSION.fullmatch(folder.name) and (folder / PACK / MANIFEST).is_file()
             if is_version and int(folder.name):
-                versions.append(Version(int(folder.name), read_json(folder / FIGURES)))
+                versions[int(folder.name)] = read_json(folder / FIGURES)
         return versions
 
     def version_folder(self, number: int) -> Path:
@@ -196,7 +191,7 @@ class LearningFolder:
     def add_version(self) -> int:
         """Make the candidate the next version, atomically, and return its number."""
         make_folder(self.versions_folder)
-        number = self.versions()[-1].number + 1
+        number = max(self.versions()) + 1
 
         filesystem.sync_tree(self.candidate)
         os.rename(self.candidate, self.version_folder(number))

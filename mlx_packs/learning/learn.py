@@ -22,10 +22,9 @@ from ..evaluation.rows import columns_of, evaluation_rows
 from ..files import atomic_folder, atomic_write, exclusive_writer, to_json
 from ..packs.base import load_base_for
 from ..packs.compatibility import check_checkpoint, quantize_for, quantize_options
-from ..packs.manifest import MANIFEST, chat_template_of, template_kwargs_of
+from ..packs.manifest import MANIFEST, template_kwargs_of
 from ..packs.pack import Pack
 from ..reading import read_json
-from ..tensors import save_tensors
 from ..training.attached import adapter_settings
 from ..training.run import train_request
 from ..training.run_folder import RunFolder, run_folder
@@ -36,7 +35,6 @@ from .rows import FILES, LEAST_HELD_OUT, Split, read_rows
 
 DATA = "data"
 _JOB = "job.json"
-START = "start.safetensors"
 _DEFAULTS = {"epochs": 3, "on_bad_row": "skip"}
 
 
@@ -82,7 +80,7 @@ def unfinished_job(folder: LearningFolder, settings: Mapping[str, Any]) -> Job |
 
 
 def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping[str, Any]) -> Job:
-    """Write rows and first adapters of a candidate in place of the last one.
+    """Write the rows of a candidate in place of the last one.
 
     Raises:
         PackError: a setting is wrong, or there are too few rows, or none that are new.
@@ -95,8 +93,6 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
     job = Job(task, folder.current, len(split.train), len(split.held_out), settings, rows)
     _check_new(folder, job)
 
-    start = folder.pack_of(job.start)
-
     with atomic_folder(folder.candidate, replace=True) as partial:
         partial.chmod(0o700)
         data = partial / DATA
@@ -104,9 +100,6 @@ def begin_job(folder: LearningFolder, task: str, split: Split, settings: Mapping
         for name, rows in (("train", split.train), ("valid", split.held_out)):
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             (data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-        if start is not None:
-            save_tensors(partial / START, dict(start.load_tensors()))
         (partial / _JOB).write_text(to_json(asdict(job)), encoding="utf-8")
     return job
 
@@ -117,9 +110,7 @@ def _check_new(folder: LearningFolder, job: Job) -> None:
     Otherwise each night would continue on the rows of the last, or train again what was put back.
     """
     served = folder.version_folder(job.start)
-    numbers = [version.number for version in folder.versions()]
-
-    for earlier in (folder.candidate, *map(folder.version_folder, numbers)):
+    for earlier in (folder.candidate, *map(folder.version_folder, folder.versions())):
         if not ((earlier / FIGURES).is_file() and (earlier / _JOB).is_file()):
             continue
 
@@ -144,14 +135,14 @@ def train_candidate(folder: LearningFolder, job: Job, model: str, display: Displ
 
     checkpoint = RunFolder.of(out).latest_checkpoint()
     run: dict[str, Any] = {"model": model, "out": str(out)}
-    start = folder.candidate / START
+    start = folder.pack_of(job.start)
 
     if checkpoint is not None:
         run["resume"] = True
     else:
         run["overwrite"] = True
-        if start.is_file():
-            run["resume_adapter_file"] = str(start)
+        if start is not None:
+            run["resume_adapter_file"] = str(start.path)
 
     recipe = _recipe(folder, job, run)
     return train_request(Request(recipe, model, display=_Shown(display.level))).pack
@@ -179,13 +170,12 @@ def _check_settings(folder: LearningFolder, task: str, settings: Mapping[str, An
 
 
 def _recipe(folder: LearningFolder, job: Job, run: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a candidate, with base, adapters and template of what it continues."""
+    """Return the recipe of a candidate, with base and adapters of what it continues."""
     adapters: dict[str, Any] = {}
     start = folder.pack_of(job.start)
     if start is not None:
         adapters = {**adapter_settings(start), **_quantization(start, run["model"])}
         adapters["template_kwargs"] = template_kwargs_of(start.manifest)
-        adapters["chat_template"] = chat_template_of(start.manifest)
 
     settings = {**job.settings, **adapters, **run, "task": job.task}
     settings["data"] = str(folder.candidate / DATA)
@@ -329,7 +319,6 @@ def _write_figures(
 
     for part in (folder.candidate / DATA, run_folder(folder.candidate / PACK)):
         shutil.rmtree(part, ignore_errors=True)
-    (folder.candidate / START).unlink(missing_ok=True)
 
 
 def _figures(folder: LearningFolder) -> dict[str, Any]:

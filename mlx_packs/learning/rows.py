@@ -103,7 +103,7 @@ def write_rows(folder: Path, rows: Mapping[str, Row], replaced: str | None = Non
                 continue
 
             stack.enter_context(write_errors(path))
-            kept = _complete_lines(path)
+            kept = list(_lines(path))
             if replaced is not None:
                 kept = [line for line in kept if _identity_of(line) != replaced]
             if name in lines:
@@ -133,21 +133,16 @@ def _line(row: Row) -> str:
     return line + "\n"
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Return the lines of a file; a torn last one, which was never confirmed, is left out."""
-    lines = list(_lines(path))
-    if lines and not lines[-1].endswith("\n"):
-        last = lines.pop()
-        if _parsed_json(last) is not None:
-            lines.append(last + "\n")
-    return lines
-
-
 def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file; a torn last one, which was never confirmed, is left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", newline="\n", errors="surrogateescape") as file:
-        yield from file
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+            elif _parsed_json(line) is not None:
+                yield line + "\n"
 
 
 def _identity_of(line: str) -> str | None:
@@ -221,10 +216,9 @@ def read_rows(folder: Path, task: str) -> Split:
     held_out: list[Row] = []
 
     for number, line in enumerate(_lines(path), 1):
-        row = _parsed(path, number, line) if line.strip() else None
-        if row is None:
+        if not line.strip():
             continue
-
+        row = _parsed(path, number, line)
         own = {name: value for name, value in row.items() if name not in _ABOUT}
         if is_held_out(row["prompt"]):
             held_out.append(own)
@@ -234,22 +228,15 @@ def read_rows(folder: Path, task: str) -> Split:
     return Split(train, held_out)
 
 
-def _parsed(path: Path, number: int, line: str) -> Row | None:
-    """Return a row; None of a last line that a crash cut off."""
-    fault = ""
-    row = None
+def _parsed(path: Path, number: int, line: str) -> Row:
+    fault = "must be an object with a prompt"
     try:
         row = parse_json(line)
+        if isinstance(row, dict) and "prompt" in row:
+            return row
     except ValueError as error:
-        if not line.endswith("\n"):
-            return None
         fault = f"is not valid JSON: {error}"
-
-    if not fault and (not isinstance(row, dict) or "prompt" not in row):
-        fault = "must be an object with a prompt"
-    if fault:
-        raise PackError(f"{path}:{number}: {fault}. Correct or remove the line.", "data")
-    return row
+    raise PackError(f"{path}:{number}: {fault}. Correct or remove the line.", "data")
 
 
 def is_held_out(prompt: Any) -> bool:
