@@ -1,90 +1,36 @@
-"""Answers and tool calls of a given schema: what may follow is left, everything else is masked.
+"""Answers in JSON of a given schema: what may follow is left, everything else is masked.
 
-Of tool calls only those that are JSON between marks have a grammar, as mlx-lm's parser
-``json_tools`` reads them: ``<tool_call>``, a line with ``{"name": ..., "arguments": {...}}``,
-``</tool_call>``. The grammar is llguidance's (https://github.com/guidance-ai/llguidance), which
-knows the tokens of a Hugging Face tokenizer and gives a bit for each of them.
+The grammar is llguidance's (https://github.com/guidance-ai/llguidance), which knows the tokens of a
+Hugging Face tokenizer and gives a bit for each of them.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import PackError, library_errors
 from ..runtime import mx
-from .protocol import Tool
 
 # What llguidance calls the options of a schema.
 _OPTIONS = "x-guidance"
 _INDENTATION = "{0,64}"  # levels
 
 
-def has_tool_grammar(tokenizer: Any) -> bool:
-    """Return whether the calls of a model are JSON between marks."""
-    module = getattr(tokenizer.tool_parser, "__module__", "")
-    return tokenizer.has_tool_calling and module.endswith(".json_tools")
-
-
-def tool_grammar(
-    tokenizer: Any,
-    tools: Sequence[Tool],
-    state: str,
-    must_call: bool,
-    is_special: Callable[[int], bool],
-    layout: Mapping[str, Any],
-) -> str:
-    """Return the grammar of an answer with calls of some functions.
-
-    Args:
-        tokenizer: mlx-lm's wrapper, for which `has_tool_grammar` holds.
-        tools: the functions; the arguments of a strict one obey its parameters.
-        state: where the answer begins, as `first_state` has it.
-        must_call: whether the answer is a call; else calls may stand anywhere in a text.
-        is_special: whether a token is special to llguidance, and so no part of a text.
-        layout: that of JSON in the rows of the pack, as `schema_in_layout` has it.
-    """
-    mark = partial(_mark, tokenizer, is_special)
-    opening = mark(tokenizer.tool_call_start)
-    closing = mark(tokenizer.tool_call_end)
-    # Templates write arguments, and other separators than in the answers of the pack.
-    layout = {part: layout[part] for part in ("inside", "keys") if part in layout}
-    bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
-    rules = [f"call: ({bodies}) {closing}", r"TEXT: /(.|\n)*/"]
-    for i, tool in enumerate(tools):
-        name = json.dumps(tool.function.name, ensure_ascii=False)
-        before = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
-        rules.append(f"body_{i}: {before} %json {json.dumps(_arguments(tool, layout))} " + r'"}\n"')
-
-    thoughts = []
-    if tokenizer.has_thinking:
-        thoughts = [mark(text) for text in (tokenizer.think_start, tokenizer.think_end)]
-    if must_call:
-        thought = ""
-        if state == "reasoning":
-            thought = "thought "
-            rules += _up_to("thought", "TEXT", thoughts[1], r'"\n"*')
-        start = f'start: {thought}{opening} call ("\\n" {opening} call)*'
-    else:
-        start = "start: called* text"
-        special = [each for each in thoughts if not each.startswith('"')]
-        rules.append(f"text: {' | '.join(['TEXT', *(f'TEXT {each} text' for each in special)])}")
-        rules += _up_to("called", "text", opening, "call")
-
-    return "\n".join([start, *rules])
-
-
 def json_after_thoughts(
     tokenizer: Any, schema: Mapping[str, Any], state: str, is_special: Callable[[int], bool]
 ) -> str:
     """Return the grammar of thoughts, which may be open in the ``state``, and JSON after them."""
-    mark = partial(_mark, tokenizer, is_special)
-    rules = _up_to("thought", "TEXT", mark(tokenizer.think_end), r'"\n"*')
-    thoughts = f"({mark(tokenizer.think_start)} thought)?" if state != "reasoning" else "thought"
-    start = f"start: {thoughts} %json {json.dumps(schema)}"
-    return "\n".join([start, r"TEXT: /(.|\n)*/", *rules])
+    start = _mark(tokenizer, is_special, tokenizer.think_start)
+    end = _mark(tokenizer, is_special, tokenizer.think_end)
+    thoughts = f"({start} thought)?" if state != "reasoning" else "thought"
+    rules = [f"start: {thoughts} %json {json.dumps(schema)}", r"TEXT: /(.|\n)*/"]
+    if end.startswith('"'):  # up to the first one
+        rules += [f"thought_mark[lazy]: TEXT {end}", r'thought: thought_mark "\n"*']
+    else:
+        rules.append(rf'thought: TEXT {end} "\n"*')
+    return "\n".join(rules)
 
 
 def _mark(tokenizer: Any, is_special: Callable[[int], bool], text: str) -> str:
@@ -93,21 +39,6 @@ def _mark(tokenizer: Any, is_special: Callable[[int], bool], text: str) -> str:
     if token is not None and is_special(token):
         return text
     return json.dumps(text)
-
-
-def _up_to(rule: str, text: str, mark: str, then: str) -> list[str]:
-    """Return a rule for a text up to the first mark, and what follows it."""
-    if mark.startswith('"'):
-        return [f"{rule}_mark[lazy]: TEXT {mark}", f"{rule}: {rule}_mark {then}"]
-    return [f"{rule}: {text} {mark} {then}"]
-
-
-def _arguments(tool: Tool, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments: any object where it is not strict."""
-    schema: dict[str, Any] = {"type": "object"}
-    if tool.function.strict and tool.function.parameters is not None:
-        schema = tool.function.parameters
-    return schema_in_layout(schema, layout)
 
 
 def schema_in_layout(schema: dict[str, Any], layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,34 +95,15 @@ class Grammars:
 
         ``layout`` is as of `schema_in_layout`, and ``state`` as of `first_state`.
         """
+        from llguidance import LLMatcher
+
         schema = schema_in_layout(schema, layout)
         lark = f"start: %json {json.dumps(schema)}"
         if state == "reasoning" or layout.get("thoughts"):
             is_special = self._known().is_special_token
             lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
-        return self._checked(lark, "response_format", "the schema")
 
-    def check_tools(
-        self, tools: Sequence[Tool], state: str, must_call: bool, layout: Mapping[str, Any]
-    ) -> str:
-        """Return the grammar of an answer with tool calls, as `tool_grammar` has it."""
-        for tool in tools:
-            if tool.function.strict and tool.function.parameters is not None:
-                schema = _arguments(tool, layout)
-                self._checked(f"start: %json {json.dumps(schema)}", "tools", "a schema")
-
-        is_special = self._known().is_special_token
-        lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special, layout)
-        return self._checked(lark, "tools", "a schema")
-
-    def _checked(self, lark: str, field: str, what: str) -> str:
-        """Return a grammar that an answer can obey; errors name the ``field`` of the request."""
-        from llguidance import LLMatcher
-
-        def to_error(reason: str) -> PackError:
-            return PackError(f"{field}: {what} cannot be used: {reason}.", flag=field)
-
-        with library_errors(to_error):
+        with library_errors(_unusable):
             grammar = LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{lark}")
             fault = LLMatcher.validate_grammar(grammar, self._known())
         if not fault:  # that no answer obeys it, the first mask alone says
@@ -201,7 +113,7 @@ class Grammars:
 
         if fault:
             reason = fault.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
-            raise to_error(reason.rstrip("."))
+            raise _unusable(reason.rstrip("."))
         return grammar
 
     def processor(self, grammar: str, prompt_tokens: int) -> Callable[..., mx.array]:
@@ -237,8 +149,7 @@ class Grammars:
             backend = getattr(fast, "backend_tokenizer", None)
             if backend is None:
                 raise PackError(
-                    "response_format, tools: this base's tokenizer is not a fast one, which JSON "
-                    "and strict or required calls need.",
+                    "response_format: this base's tokenizer is not a fast one, which JSON needs.",
                     "unsupported",
                     "response_format",
                 )
@@ -246,3 +157,8 @@ class Grammars:
             eos = sorted(self._tokenizer.eos_token_ids)
             self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
         return self._tokens
+
+
+def _unusable(reason: str) -> PackError:
+    text = f"response_format: the schema cannot be used: {reason}."
+    return PackError(text, flag="response_format")

@@ -26,7 +26,7 @@ from ..inference.generate import (
 )
 from ..vision.pictures import open_picture
 from .generation import TextWorker
-from .grammar import Grammars, has_tool_grammar
+from .grammar import Grammars
 from .protocol import ChatBody, CompletionBody, GenerationBody
 from .request import Event, MakeRequest, Processor, TextRequest, first_state, sampler_of
 
@@ -91,7 +91,7 @@ class RequestPrompts:
         prompt = chat_prompt(self._base, messages, tools, tokenizer, **variables)
         if images:
             check_end(prompt)
-        if body.is_json and not body.must_call and "opening" in layout:
+        if body.is_json and "opening" in layout:
             prompt += tokenizer.encode(layout["opening"], add_special_tokens=False)
         self._checked([token for token in prompt if not images or token >= 0])
         return prompt
@@ -114,14 +114,11 @@ class RequestPrompts:
         state: str | None = first_state(tokenizer, prompt)
         if not self._base.tokenizer.has_thinking:  # answers would contain the thoughts
             layout = {**layout, "thoughts": False}
-        grammar = self._tool_grammar(body, state, layout)
-        if grammar is None and body.is_json:
+        grammar = None
+        if body.is_json:
             grammar = self._grammars.check(body.answer_schema, layout, state)
             if state == "normal" and not layout.get("thoughts"):
                 state = None
-
-        is_named = body.tool_choice is not None and body.tool_choice.function is not None
-        one_call = is_named or not body.parallel_tool_calls
 
         def make(i: int, on_event: Callable[[Event], None]) -> TextRequest:
             processors = self._processors(body)
@@ -138,7 +135,7 @@ class RequestPrompts:
                 **self._choosing(body, i),
                 processors=processors,
                 state=state,
-                one_call=one_call,
+                one_call=not body.parallel_tool_calls,
                 top_logprobs=top,
                 deadline=deadline,
                 tokenizer=tokenizer,
@@ -166,32 +163,6 @@ class RequestPrompts:
 
     def _default(self, prompt: list[int]) -> int:
         return max(1, min(self._max_tokens, self._context - len(prompt)))
-
-    def _tool_grammar(self, body: ChatBody, state: str, layout: Mapping[str, Any]) -> str | None:
-        """Return the grammar of an answer with calls that are required or strict."""
-        tools = body.usable_tools
-        choice = body.tool_choice
-        if body.must_call and choice.function is not None:
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-
-        is_strict = any(tool.function.strict for tool in tools)
-        if not body.must_call and (body.is_json or not is_strict):
-            return None
-
-        if not has_tool_grammar(self._base.tokenizer):
-            field = "tools"
-            remedy = "strict calls are not supported. Send strict: false"
-            if body.must_call:
-                field = "tool_choice"
-                remedy = "a call cannot be enforced. Send 'auto'"
-            raise PackError(
-                f"{field}: {self._base.name} does not write calls as JSON between marks, so that "
-                f"{remedy}.",
-                "unsupported",
-                field,
-            )
-
-        return self._grammars.check_tools(tools, state, body.must_call, layout)
 
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
         seed = None if body.seed is None else body.seed + i

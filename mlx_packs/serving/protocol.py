@@ -220,24 +220,6 @@ class _StreamOptions(Object):
     include_obfuscation: bool | None = None
 
 
-class ToolChoice(Object):
-    """Whether the model may, must or must not call functions, or which one it must call."""
-
-    type: Literal["none", "auto", "required", "function"]
-    function: Function | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _to_object(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _check_name(self) -> "ToolChoice":
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError("type 'function', and it alone, has the name of a function")
-        return self
-
-
 class GenerationBody(Object):
     """What chat and text completions have in common."""
 
@@ -297,7 +279,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: ToolChoice | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
@@ -308,34 +290,31 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise PackError("top_logprobs: needs logprobs.", flag="top_logprobs")
 
-        choice = self.tool_choice
-        if choice is None or choice.type in ("none", "auto"):
-            return self
-        if not self.tools:
-            raise PackError(f"tool_choice: '{choice.type}' needs tools.", flag="tool_choice")
-
-        names = [tool.function.name for tool in self.tools]
-        if choice.function is not None and choice.function.name not in names:
-            message = f"tool_choice: '{choice.function.name}' is none of the tools."
-            raise PackError(message, flag="tool_choice")
-
+        if any(tool.function.strict for tool in self.usable_tools):
+            raise PackError(
+                "tools: strict calls are not supported here. Send strict: false.",
+                "unsupported",
+                "tools",
+            )
         return self
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _check_choice(cls, value: Any) -> Any:
+        if value not in (None, "none", "auto"):
+            raise ValueError("a call cannot be enforced here. Send 'auto' or 'none'")
+        return value
 
     @property
     def usable_tools(self) -> list[Tool]:
         """The tools that the model may call."""
-        if self.tool_choice is not None and self.tool_choice.type == "none":
+        if self.tool_choice == "none":
             return []
         return self.tools or []
 
     @property
-    def must_call(self) -> bool:
-        """Whether the answer is a call of a function."""
-        return self.tool_choice is not None and self.tool_choice.type in ("required", "function")
-
-    @property
     def is_json(self) -> bool:
-        """Whether the answer is JSON, unless it is a call."""
+        """Whether the answer is JSON."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property

@@ -8,7 +8,6 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.formats import Chat, Row
 from mlx_packs.data.messages import normal_calls, normal_tools
-from mlx_packs.runtime import mx
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody, CompletionBody, EmbeddingBody, Message, PackBody
@@ -185,88 +184,15 @@ def prompts(small_tiny):
     return RequestPrompts(small_tiny, 512, 600)
 
 
-def written(prompts, base, tools=(TOOL,), start=(), **fields) -> str:
-    """The answer of a model that writes ``start``, and then at random what it may."""
-    body = parse(ChatBody, tools=list(tools), **fields)
-    prompt = prompts.of_chat(body)
-    request = prompts.chat_maker(body, prompt, 0.0)(0, print)
-
-    tokens, forced = list(prompt), list(start)
-    for i in range(80):
-        logits = mx.random.normal((1, base.vocab_size), key=mx.random.key(i))
-        if forced:
-            logits[0, forced.pop(0)] = 99
-        for process in request.processors:
-            logits = process(mx.array(tokens), logits)
-        tokens.append(int(logits.argmax()))
-        if tokens[-1] in base.tokenizer.eos_token_ids:
-            break
-
-    return base.tokenizer.decode(tokens[len(prompt) :])
-
-
-def calls_in(text: str) -> list[dict]:
-    parts = [part.split("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
-    return [json.loads(part) for part in parts if part.endswith("}\n")]
-
-
-def check_weather(call: dict) -> None:
-    assert call["name"] == "weather" and set(call["arguments"]) == {"city", "days"}
-    assert call["arguments"]["city"] in ("Bonn", "Rome") and call["arguments"]["days"] in (1, 2)
-
-
-def test_a_required_call_is_written_at_once_and_obeys_its_schema(prompts, small_tiny):
-    text = written(prompts, small_tiny, tool_choice="required")
-    assert text.startswith("<tool_call>") and calls_in(text)
-    for call in calls_in(text):
-        check_weather(call)
-
-    choice = {"type": "function", "function": {"name": "weather"}}  # the one that is called
-    check_weather(calls_in(written(prompts, small_tiny, [OTHER, TOOL], tool_choice=choice))[0])
-
-
-def test_a_strict_call_obeys_its_schema_and_text_is_free(prompts, small_tiny):
-    tokenizer = small_tiny.tokenizer
-    thought = tokenizer.encode("<think>Hm.</think>Well ", add_special_tokens=False)
-    start = [*thought, tokenizer.tool_call_start_tokens[0]]
-    text = written(prompts, small_tiny, start=start)
-    assert text.startswith("<think>Hm.</think>Well <tool_call>")
-    check_weather(calls_in(text)[0])
-    assert "<tool_call>" not in written(prompts, small_tiny).split()[:1]
-
-
-def test_tools_that_are_not_strict_are_not_constrained(prompts):
-    for fields in ({"tools": [OTHER]}, {"tools": [TOOL], "tool_choice": "none"}):
-        body = parse(ChatBody, **fields)
-        assert not prompts.chat_maker(body, [5], 0.0)(0, print).processors
-
-
-def test_one_call_ends_an_answer_without_parallel_calls(shared_server):
-    base = shared_server.worker.base.tokenizer
-    fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 90, "temperature": 0}
-    body = {"model": "notes", "messages": MESSAGES, **fields, "parallel_tool_calls": False}
-    body["logit_bias"] = {str(token): -100 for token in base.eos_token_ids}
-    status, answer = shared_server.json("POST", CHAT, body)
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls"
-    check_weather({**call["function"], "arguments": json.loads(call["function"]["arguments"])})
-
-
-def test_calls_that_are_not_json_cannot_be_constrained(prompts, monkeypatch):
-    from mlx_lm.tool_parsers import pythonic
-
-    monkeypatch.setattr(prompts._base.tokenizer, "_tool_parser", pythonic.parse_tool_call)
-    for fields, named in (({}, "tools"), ({"tool_choice": "required"}, "tool_choice")):
-        with raises("unsupported", named, "JSON"):
-            prompts.chat_maker(parse(ChatBody, tools=[TOOL], **fields), [5], 0.0)
-    plain = parse(ChatBody, tools=[OTHER], parallel_tool_calls=False)
-    assert prompts.chat_maker(plain, [5], 0.0)(0, print).one_call
-
-
-def test_schemas_of_strict_tools_that_cannot_be_obeyed(prompts):
-    function = {"name": "f", "strict": True, "parameters": {"type": "nope"}}
-    with raises("invalid", "tools"):
-        body = parse(ChatBody, tools=[{"type": "function", "function": function}])
-        prompts.chat_maker(body, [5], 0.0)
+def test_calls_are_not_enforced(prompts):
+    for fields, code, named in (
+        ({}, "unsupported", "tools"),
+        ({"tool_choice": "required"}, "invalid", "tool_choice"),
+        ({"tool_choice": TOOL}, "invalid", "tool_choice"),
+    ):
+        with raises(code, named, "Send"):
+            parse(ChatBody, tools=[TOOL], **fields)
+    assert parse(ChatBody, tools=[TOOL], tool_choice="none").usable_tools == []
+    plain = parse(ChatBody, tools=[OTHER], tool_choice="auto", parallel_tool_calls=False)
+    request = prompts.chat_maker(plain, [5], 0.0)(0, print)
+    assert request.one_call and not request.processors
