@@ -252,10 +252,6 @@ class Models:
     def all(self) -> list[TrainedModel]:
         return list(self._models.values())
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._models) + self._making >= MOST_MODELS
-
     def find(self, model_id: str) -> TrainedModel:
         model = self._models.get(model_id)
         if model is None:
@@ -270,10 +266,10 @@ class Models:
         await self._add(model_id, session_id, partial(self._trainer.create, config))
 
     async def _add(self, model_id: str, session_id: str, make: Callable[[], TrainedModel]) -> None:
-        if self.is_full:
+        if len(self._models) + self._making >= MOST_MODELS:
             raise PackError(
-                f"{MOST_MODELS} models are in training, which is the most. Unload one, or close "
-                "its client.",
+                f"{MOST_MODELS} models are in training, which is the most. Close a client, or "
+                "start the server again: saved models stay.",
                 "conflict",
             )
 

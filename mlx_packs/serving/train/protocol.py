@@ -25,10 +25,6 @@ class _Request(Object):
     type: Name = ""
 
 
-class ClientConfigBody(Object):
-    sdk_version: Name
-
-
 class CreateSessionBody(_Request):
     tags: list[Name] = Field(default_factory=list, max_length=_MOST)
     user_metadata: JsonObject = Field(default_factory=dict)

@@ -1,10 +1,8 @@
 """The Tinker protocol on a server's port: its routes below ``/api/v1``, sessions and results."""
 
-import asyncio
-import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from ..http import (
 from ..registry import BASE_NAME
 from .models import Models, TrainedModel
 from .protocol import (
-    ClientConfigBody,
     CreateModelBody,
     CreateSessionBody,
     LoadWeightsBody,
@@ -45,11 +42,15 @@ from .protocol import (
 from .results import Result, Results
 from .rows import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 from .sampling import Samplers
-from .states import find_saved, remove_saved
+from .states import find_saved
 
-log = logging.getLogger("mlx_packs.serving")
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
-_SILENT_SECONDS = 600.0  # without a heartbeat, after which a session is taken for gone
+_CONFIG = {
+    "parallel_fwdbwd_chunks": False,  # they arrive in their order
+    "use_pyqwest_transport": False,  # with it a client's process may abort at its end
+    "fwdbwd_max_chunk_len": MOST_DATUMS,
+    "fwdbwd_max_chunk_bytes_count": BODY_BYTES // 2,
+}
 _FIRST = "first"  # in place of the number of the request that makes a model
 
 
@@ -72,17 +73,17 @@ class TrainingService:
         self._models = Models(generator, folder)
         self._samplers = Samplers(generator, settings)
         self.results = Results()
-        self._sessions: dict[str, float] = {}  # by id, when it was heard of last
-        self._making_room = asyncio.Lock()
+        self._sessions: set[str] = set()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         handlers: dict[tuple[str, str], Handler] = {
-            ("GET", "healthz"): self.health,
+            ("GET", "healthz"): _constant({"status": "ok"}),
             ("GET", "get_server_capabilities"): self.capabilities,
             ("GET", "samplers/{id:path}"): self.sampling_session,
-            ("POST", "client/config"): self.client_config,
-            ("POST", "client/dynamic_config"): self.dynamic_config,
-            ("POST", "telemetry"): self.telemetry,
+            ("POST", "client/config"): _constant(_CONFIG),
+            ("POST", "client/dynamic_config"): _constant({"sample_cancel_enabled": True}),
+            # What a client reports of itself is neither read nor kept.
+            ("POST", "telemetry"): _constant({"status": "accepted"}),
             ("POST", "create_session"): self.create_session,
             ("POST", "session_heartbeat"): self.heartbeat,
             ("POST", "sessions/{id}/finish"): self.finish_session,
@@ -98,7 +99,6 @@ class TrainingService:
             ("POST", "asample"): self.sample,
             ("POST", "retrieve_future"): self.retrieve,
             ("POST", "cancel_future"): self.cancel,
-            ("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}"): self.delete_checkpoint,
         }
 
         return {
@@ -117,9 +117,6 @@ class TrainingService:
 
     # The service and sessions
 
-    async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def capabilities(self, _: Request) -> Response:
         model = {
             "model_name": self._sdk_name,
@@ -129,39 +126,21 @@ class TrainingService:
         }
         return JSONResponse({"supported_models": [model]})
 
-    async def client_config(self, _: Request, __: ClientConfigBody) -> Response:
-        return JSONResponse(
-            {
-                "parallel_fwdbwd_chunks": False,  # they arrive in their order
-                "use_pyqwest_transport": False,  # with it a client's process may abort at its end
-                "fwdbwd_max_chunk_len": MOST_DATUMS,
-                "fwdbwd_max_chunk_bytes_count": BODY_BYTES // 2,
-            }
-        )
-
-    async def dynamic_config(self, _: Request, __: ClientConfigBody) -> Response:
-        return JSONResponse({"sample_cancel_enabled": True})
-
-    async def telemetry(self, _: Request) -> Response:
-        """Accept what a client reports of itself; nothing of it is read or kept."""
-        return JSONResponse({"status": "accepted"})
-
     async def create_session(self, _: Request, __: CreateSessionBody) -> Response:
         session_id = uuid.uuid4().hex[:16]
-        self._sessions[session_id] = time.monotonic()
+        self._sessions.add(session_id)
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, _: Request, body: SessionBody) -> Response:
         if body.session_id not in self._sessions:
             return JSONResponse({"error": "This session has ended."}, 410)
-        self._sessions[body.session_id] = time.monotonic()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         """End a session; its models are unloaded, and what was not saved of them is gone."""
         session_id = request.path_params["id"]
         self._check_session(session_id)
-        del self._sessions[session_id]
+        self._sessions.remove(session_id)
 
         for model in self._models.all:
             if model.session_id == session_id:
@@ -176,7 +155,6 @@ class TrainingService:
         model_id = _model_id(body.session_id, body.model_seq_id)
 
         async def create() -> Result:
-            await self._make_room()
             await self._models.create(model_id, body.session_id, body.lora_config)
             return {"type": "create_model", "model_id": model_id}
 
@@ -211,21 +189,6 @@ class TrainingService:
     async def _unload(self, model: TrainedModel) -> None:
         await self._models.unload(model)
         await self._samplers.forget_steps(model.id)
-
-    async def _make_room(self) -> None:
-        """If no other model fits, save and unload those whose clients have gone without a word."""
-        async with self._making_room:
-            if not self._models.is_full:
-                return
-
-            now = time.monotonic()
-            for model in self._models.all:
-                if now - self._sessions.get(model.session_id, 0.0) < _SILENT_SECONDS:
-                    continue
-
-                saved = await self._models.save(model, "weights", "unloaded", {}, overwrite=True)
-                log.info("%s: its client has gone; it was saved as %s.", model.id, saved.uri)
-                await self._unload(model)
 
     # Training
 
@@ -285,17 +248,10 @@ class TrainingService:
         model_id = _model_id(body.session_id, body.model_seq_id)
 
         async def load() -> Result:
-            await self._make_room()
             await self._models.load(model_id, body.session_id, saved, body.optimizer)
             return {"type": "load_weights", "path": saved.uri, "model_id": model_id}
 
         return self._started(load(), model_id, (model_id, _FIRST))
-
-    async def delete_checkpoint(self, request: Request) -> Response:
-        params = request.path_params
-        uri = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
-        remove_saved(find_saved(self._folder, uri))
-        return Response(status_code=204)
 
     # Sampling
 
@@ -387,13 +343,19 @@ class TrainingService:
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._sessions:
             raise not_found("session_id", session_id, "is not known here. Make a new client.")
-        self._sessions[session_id] = time.monotonic()
 
     def _check_base(self, name: str) -> None:
         base = self._generator.base
         if name not in (BASE_NAME, base.name, base.public_name, self._sdk_name):
             reason = f"is not the base of this server, which is {base.public_name}."
             raise not_found("base_model", name, reason)
+
+
+def _constant(content: Mapping[str, Any]) -> Handler:
+    async def answer(_: Request) -> Response:
+        return JSONResponse(content)
+
+    return answer
 
 
 def _model_id(session_id: str, number: int) -> str:

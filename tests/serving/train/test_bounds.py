@@ -70,8 +70,9 @@ def with_value(body: Any, path: Path, value: object) -> Any:
     return {**fields, first: with_value(fields.get(first), tuple(rest), value)}
 
 
-# These read no JSON: the first is of Protocol Buffers, and the others have no body.
-OTHERS = {"/api/v1/forward_backward", "/api/v1/telemetry", "/api/v1/sessions/{id}/finish"}
+# These read no JSON: the first is of Protocol Buffers, and the others read no body.
+OTHERS = {f"/api/v1/{name}" for name in ("forward_backward", "telemetry", "sessions/{id}/finish")}
+OTHERS |= {"/api/v1/client/config", "/api/v1/client/dynamic_config"}
 NUMBERS = (-1, 2**31 - 1, 2**32, 2**63 - 1, 2**63, 2**100, -(2**100))
 NUMBERS += (float("nan"), float("inf"), 1e39, -1e39)
 
