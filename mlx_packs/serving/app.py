@@ -26,7 +26,6 @@ from ..objectives.reader import rerank_prompt
 from ..packs.compatibility import text_limit
 from ..packs.manifest import chat_template_of, json_layout_of, specs_of, template_kwargs_of
 from ..packs.scored import Prediction, input_row
-from ..runtime import mx
 from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
@@ -368,26 +367,6 @@ class Server:
             facts["training"] = self.training.load
         return JSONResponse(facts, 200 if alive else 503)
 
-    async def metrics(self, _: Request) -> Response:
-        """Answer with the load, and tokens and bytes so far, in Prometheus's text format."""
-        worker = self.worker
-        running, waiting = worker.counts
-        numbers = {
-            "running": running,
-            "waiting": waiting,
-            "packs": len(worker.registry.packs),
-            "steps": worker.steps,
-            "training_passes": self.training.load["passes"] if self.training is not None else 0,
-            'tokens{kind="generated"}': worker.generated,
-            'tokens{kind="prompt"}': worker.prefilled,
-            'tokens{kind="prompt_cached"}': worker.reused,
-            'memory_bytes{kind="mlx_active"}': mx.get_active_memory(),
-            'memory_bytes{kind="adapters"}': worker.registry.slots.nbytes,
-            'memory_bytes{kind="cached_prompts"}': worker.cached_bytes,
-        }
-        text = "".join(f"mlx_packs_{name} {number}\n" for name, number in numbers.items())
-        return Response(text, media_type="text/plain; version=0.0.4")
-
     async def page(self, _: Request) -> Response:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
@@ -482,7 +461,6 @@ def make_app(server: Server) -> Starlette:
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/"): server.page,
         ("GET", "/health"): server.health,
-        ("GET", "/metrics"): server.metrics,
         ("GET", "/v1/models"): server.models,
         ("GET", "/v1/models/{name:path}"): server.model,
         ("GET", "/v1/packs"): server.packs,

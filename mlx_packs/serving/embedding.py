@@ -45,7 +45,6 @@ class EmbeddingWorker(Worker):
 
     Attributes:
         registry: the packs; only `call` may touch it.
-        prefilled: tokens so far.
     """
 
     route = "/v1/embeddings"
@@ -57,7 +56,6 @@ class EmbeddingWorker(Worker):
         self._batch_size = batch_size
         self._limit = waiting
         self.registry = PackRegistry(PackSlots(base), self.task)
-        self.generated = self.prefilled = self.reused = self.cached_bytes = 0
         self._waiting: deque[_WaitingTexts] = deque()
         self._most_tokens = 4 * _LEAST_TOKENS  # until one was timed
 
@@ -116,7 +114,6 @@ class EmbeddingWorker(Worker):
         vectors = np.array(self.compute(entries, mx.array(padded(rows)), lengths))
         pace = len(rows) * max(map(len, rows)) / (time.monotonic() - began + 1e-9)
         self._most_tokens = max(_LEAST_TOKENS, min(_TOKENS, int(pace * _STEP_SECONDS)))
-        self.prefilled += sum(map(len, rows))
 
         for (texts, _), vector in zip(batch, vectors, strict=True):
             texts.vectors.append(vector)

@@ -40,7 +40,6 @@ class TextWorker(Worker):
 
     Attributes:
         registry: the packs; only `call` may touch it.
-        generated: tokens so far; ``prefilled`` and ``reused``: of prompts.
     """
 
     route = "/v1/chat/completions"
@@ -52,7 +51,6 @@ class TextWorker(Worker):
 
         self.base = base
         self.limits = limits
-        self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
         self._model = BatchedModel(self.registry.slots)
         check_batches(base)
@@ -75,10 +73,6 @@ class TextWorker(Worker):
     @property
     def counts(self) -> tuple[int, int]:
         return len(self._running), len(self._waiting)
-
-    @property
-    def cached_bytes(self) -> int:
-        return self._prompts.nbytes
 
     # Called by the thread that computes.
 
@@ -229,8 +223,6 @@ class TextWorker(Worker):
             self.registry.release(entry)
             raise
 
-        self.prefilled += len(prompt) - known
-        self.reused += known
         output = Output(tokenizer, request.stop, request.state, request.after, request.one_call)
         self._running[uid] = _Running(request, entry, output, faults)
 
@@ -261,7 +253,6 @@ class TextWorker(Worker):
             return
 
         running.tokens += 1
-        self.generated += 1
         ended = response.finish_reason
         pieces = []
         if ended != "stop":

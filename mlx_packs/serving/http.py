@@ -176,6 +176,8 @@ def no_route(path: str, routes: Iterable[str], usual: str) -> JSONResponse:
     Clients have paths of their own (OpenAI's ``/v1/responses``), or a base URL without ``/v1``.
     """
     route = next((r for r in routes if r == f"/v1{path}" or path.endswith(r)), usual)
+    if path == "/metrics":
+        route = "/health"
     return failure(404, f"{path[:100]}: this server has no such route. Use {route}.", "not-found")
 
 

@@ -91,4 +91,3 @@ def test_an_encoder_counts_and_lists_as_a_decoder(server):
     packs = server.json("GET", "/v1/packs")[1]
     assert packs["architecture"] == "encoder" and len(packs["data"]) == 2
     assert server.json("GET", "/health")[1]["status"] == "ok"
-    assert b"mlx_packs_tokens" in server.request("GET", "/metrics")[2]

@@ -57,10 +57,7 @@ def test_texts_of_a_batch_are_those_of_each_request_alone(expected, generator, s
     requests, texts = expected
     with_packs(generator, shelf)
     assert texts_of(generator, requests) == texts
-    assert generator.reused < generator.prefilled
     assert texts_of(generator, requests) == texts  # with prompts that are in memory now
-    assert generator.reused > 0
-    assert generator.generated <= 2 * sum(tokens for _, _, tokens in requests)
     assert generator.counts == (0, 0)
 
 

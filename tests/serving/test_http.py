@@ -221,22 +221,11 @@ def test_packs_tell_what_they_are(shared_server):
     assert len(packs["law"]["sha256"]) == 64 and packs["law"]["parameters"] > 0
 
 
-def test_health_and_metrics(shared_server):
+def test_health(shared_server):
     load = {"status": "ok", "running": 0, "waiting": 0}
     assert shared_server.json("GET", "/health") == (200, load)
-
-    def values() -> dict:
-        status, headers, body = shared_server.request("GET", "/metrics")
-        assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
-        return {name: float(value) for name, value in map(str.split, body.decode().splitlines())}
-
-    before = values()
-    shared_server.chat("base", TEXT, max_tokens=4)
-    after = values()
-    generated = 'mlx_packs_tokens{kind="generated"}'
-    assert after[generated] - before[generated] == 4
-    assert after["mlx_packs_steps"] - before["mlx_packs_steps"] >= 4
-    assert after["mlx_packs_packs"] == 3
+    status, answer = shared_server.json("GET", "/metrics")
+    assert status == 404 and "Use /health" in answer["error"]["message"]
 
 
 def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch):
@@ -244,7 +233,7 @@ def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch)
         for path in ("/", "/health"):
             assert server.request("GET", path)[0] == 200
 
-        routes = [("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/v1/packs/notes")]
+        routes = [("GET", "/v1/models"), ("DELETE", "/v1/packs/notes")]
         routes += [("POST", path) for path in (CHAT, "/v1/packs", "/v1/feedback")]
         routes.append(("GET", "/nowhere"))
 
@@ -268,7 +257,7 @@ def test_a_token_is_asked_for_where_the_server_is_changed(shared_server):
     changes += [("DELETE", "/api/v1/training_runs/a")]
 
     with Running(shared_server.worker, token="tml-secret") as server:
-        assert server.json("GET", "/v1/packs")[0] == server.request("GET", "/metrics")[0] == 200
+        assert server.json("GET", "/v1/packs")[0] == 200
         assert server.chat("base", "a")["choices"]
 
         for sent in (None, "Bearer any", "Bearer tml-secre", "tml-secret", "Basic tml-secret"):
