@@ -14,7 +14,7 @@ import numpy as np
 from ..bases.tokenizer import token_bytes
 from .generation import TextWorker
 from .protocol import Message, RerankBody, Tool, new_id, now, tool_calls
-from .request import Event, Finished, Logprob, MakeRequest, Piece, Progress, Started
+from .request import Event, Finished, Logprob, MakeRequest, Progress, Started
 
 
 @dataclass
@@ -140,9 +140,7 @@ class ChatAnswer:
                 yield self._chunk(i, {}, self._reason(choice))
                 continue
 
-            before = len(choice.calls)
-            self._add(choice, event)
-            deltas = self._deltas(event.pieces, choice.calls[before:], before)
+            deltas = self._add(choice, event)
             logprobs = None
             if event.logprob:
                 logprobs = self._logprobs([event.logprob])
@@ -155,21 +153,28 @@ class ChatAnswer:
             empty = {**self._head, "object": self.stream_kind, "choices": []}
             yield {**empty, "usage": self._usage()}
 
-    def _add(self, choice: Choice, event: Progress) -> None:
+    def _add(self, choice: Choice, event: Progress) -> list[dict[str, Any]]:
+        """Add what a token ended to a choice, and return it as deltas of a stream."""
+        deltas: list[dict[str, Any]] = []
         for piece in event.pieces:
-            if piece.kind == "reasoning":
-                choice.reasoning.append(piece.text)
-                continue
-
             calls = []
             if piece.kind == "tool_call" and self._tools:
-                calls = tool_calls(self._tokenizer.tool_parser, [piece.text], self._tools)
-            choice.calls += calls
-            if not calls:  # content, or a call that cannot be read: shown as it was written
+                calls = tool_calls(self._tokenizer.tool_parser, piece.text, self._tools)
+
+            if calls:
+                numbered = enumerate(calls, len(choice.calls))
+                deltas.append({"tool_calls": [{"index": i, **call} for i, call in numbered]})
+                choice.calls += calls
+            elif piece.kind == "reasoning":
+                deltas.append({"reasoning_content": piece.text})
+                choice.reasoning.append(piece.text)
+            else:  # content, or a call that cannot be read: shown as it was written
+                deltas.append({"content": piece.text})
                 choice.content.append(piece.text)
 
         if event.logprob is not None:
             choice.logprobs.append(event.logprob)
+        return deltas
 
     def _usage(self) -> dict[str, Any]:
         choices = self._texts.choices
@@ -191,21 +196,6 @@ class ChatAnswer:
     ) -> dict[str, Any]:
         choice = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return {**self._head, "object": self.stream_kind, "choices": [choice]}
-
-    def _deltas(
-        self, pieces: Sequence[Piece], calls: Sequence[dict], first: int
-    ) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        for piece in pieces:
-            if piece.kind == "tool_call" and calls:
-                continue
-            name = "reasoning_content" if piece.kind == "reasoning" else "content"
-            deltas.append({name: piece.text})
-
-        if calls:
-            numbered = [{"index": first + k, **call} for k, call in enumerate(calls)]
-            deltas.append({"tool_calls": numbered})
-        return deltas
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
         return {

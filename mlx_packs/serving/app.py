@@ -296,35 +296,38 @@ class Server:
     # Models and packs
 
     async def models(self, _: Request) -> Response:
-        data = [self._model(name) for name in self.worker.registry.names]
+        data = [self._model(entry) for entry in self.worker.registry.entries.values()]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.worker.registry.names:
+        entry = self.worker.registry.entries.get(name)
+        if entry is None:
             raise not_found("model", name, "is not served.")
-        return JSONResponse(self._model(name))
+        return JSONResponse(self._model(entry))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        base = self.worker.base.public_name
+    def _model(self, entry: Served) -> dict[str, Any]:
         return {
-            "id": name,
+            "id": entry.name,
             "object": "model",
-            "created": self.library.created(name),
+            "created": entry.created,
             "owned_by": "mlx-packs",
-            "root": base,
-            "parent": None if name == "base" else "base",
+            "root": self.worker.base.public_name,
+            "parent": None if entry.name == "base" else "base",
         }
 
     async def packs(self, _: Request) -> Response:
         data = []
-        for name, pack in self.worker.registry.packs.items():
+        for name, entry in self.worker.registry.entries.items():
+            pack = entry.pack
+            if pack is None:
+                continue
             adapters = pack.manifest["adapters"]
             scores = pack._part("eval")
             data.append(
                 {
                     "name": name,
-                    "source": self.library.source(name),
+                    "source": entry.source,
                     "parameters": adapters["parameters"],
                     "ranks": ranks_of(specs_of(pack.manifest)),
                     "sha256": pack._adapters_hash,

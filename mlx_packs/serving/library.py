@@ -16,8 +16,7 @@ from ..packs.pack import Pack
 from .embedding import EmbeddingWorker
 from .fields import not_found
 from .generation import TextWorker
-from .protocol import now
-from .registry import BASE_NAME, check_name
+from .registry import check_name
 
 log = logging.getLogger("mlx_packs.serving")
 _WATCH_SECONDS = 2.0
@@ -33,25 +32,12 @@ class Library:
         self._worker = worker
         self._folder = folder
         self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one
-        self._sources: dict[str, str] = {}
-        self._created: dict[str, int] = {BASE_NAME: now()}
         self._held: set[str] = set()  # names that `put` alone serves
 
-    def source(self, name: str) -> str | None:
-        """Return where a pack came from: the name of its folder, or of the Hub."""
-        return self._sources.get(name)
-
-    def created(self, name: str) -> int:
-        return self._created.get(name, 0)
-
-    def load(self, name: str, source: str | Path) -> bool:
-        """Serve a pack of a folder or the Hub under a name, and wait; return whether it is new."""
-        pack = Pack.open(source)
-        changed = self._worker.call(lambda: self._worker.registry.add(name, pack)).result()
-        if changed:
-            self._sources[name] = Path(source).name
-            self._created[name] = now()
-        return changed
+    def load(self, name: str, folder: Path, source: str | None = None) -> bool:
+        """Serve a pack of a folder under a name, and wait; return whether it is new."""
+        add = partial(self._worker.registry.add, name, Pack.open(folder), source or folder.name)
+        return self._worker.call(add).result()
 
     def put(self, name: str, pack: Pack | None, source: str) -> None:
         """Serve a pack, or the base model for None, under a name, and wait.
@@ -60,9 +46,7 @@ class Library:
         """
         self._held.add(name)
         self._watched.pop(name, None)
-        self._worker.call(partial(self._worker.registry.add, name, pack)).result()
-        self._sources[name] = source
-        self._created[name] = now()
+        self._worker.call(partial(self._worker.registry.add, name, pack, source)).result()
 
     async def add(self, source: str, name: str | None) -> tuple[str, bool]:
         """Serve a pack that a client names: of the watched folder or the Hub, else a PackError."""
@@ -78,20 +62,17 @@ class Library:
         check_name(name)
         self._check_free(name)
 
+        shown = None
         if is_of_hub:  # never a folder of that name below the current one
             folder = await run_in_threadpool(cached, source)
-        changed = await run_in_threadpool(self.load, name, folder)
-        if is_of_hub:
-            self._sources[name] = source
-
-        return name, changed
+            shown = source
+        return name, await run_in_threadpool(self.load, name, folder, shown)
 
     async def remove(self, name: str) -> None:
         """Serve a pack no more; it comes back if it changes in the watched folder."""
         self._check_free(name)
         registry = self._worker.registry
         await self._worker.result_of(lambda: registry.remove(name))
-        self._sources.pop(name, None)
 
     def _check_free(self, name: str) -> None:
         """Raise a PackError for a name that `put` serves."""

@@ -410,19 +410,17 @@ def now() -> int:
     return int(time.time())
 
 
-def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return what a model wrote as tool calls; a text between marks that is none is left out."""
+def tool_calls(parser: Any, text: str, tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return what a model wrote between marks as tool calls; none if it cannot be read."""
     described = [tool.to_template() for tool in tools]
-    calls = []
-    for text in texts:
-        try:
-            with library_errors(lambda reason: PackError(reason, "unreadable")):
-                written = parser(text, described)
-            several = written if isinstance(written, list) else [written]
-            calls += [_call(each) for each in several]
-        except (PackError, *_NO_CALL) as error:  # cut off at max_tokens, or written otherwise
-            _log.info("A tool call cannot be read and is answered as text: %s", reason_of(error))
-    return calls
+    try:
+        with library_errors(lambda reason: PackError(reason, "unreadable")):
+            written = parser(text, described)
+        several = written if isinstance(written, list) else [written]
+        return [_call(each) for each in several]
+    except (PackError, *_NO_CALL) as error:  # cut off at max_tokens, or written otherwise
+        _log.info("A tool call cannot be read and is answered as text: %s", reason_of(error))
+    return []
 
 
 _NO_CALL = (AttributeError, KeyError, TypeError, ValueError)  # of a mapping that is no call

@@ -15,6 +15,7 @@ from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..packs.scored import OpenClassifier, classifier_of
 from .fields import not_found
+from .protocol import now
 from .slots import PackSlots
 
 BASE_NAME = "base"
@@ -29,6 +30,8 @@ class Served:
         key: differs between any two entries that ever were; prompt caches are kept by it.
         classifier: what it labels texts with, if it is a classifier.
         head: the head of a classifier or reranker that has a new one.
+        source: the name of the folder or of the Hub that it came from.
+        created: when it was added, in seconds since 1970.
         users: requests that compute with it.
     """
 
@@ -36,6 +39,8 @@ class Served:
     slot: int
     pack: Pack | None
     key: int
+    source: str | None = None
+    created: int = field(default_factory=now)
     classifier: OpenClassifier | None = None
     head: nn.Linear | None = None
     users: int = 0
@@ -69,10 +74,14 @@ class PackRegistry:
         return list(self._entries)
 
     @property
-    def packs(self) -> dict[str, Pack]:
-        return {name: e.pack for name, e in self._entries.copy().items() if e.pack is not None}
+    def entries(self) -> dict[str, Served]:
+        return self._entries.copy()
 
-    def add(self, name: str, pack: Pack | None) -> bool:
+    @property
+    def packs(self) -> dict[str, Pack]:
+        return {name: e.pack for name, e in self.entries.items() if e.pack is not None}
+
+    def add(self, name: str, pack: Pack | None, source: str | None = None) -> bool:
         """Serve a pack, or the base for None, under a name; return whether it is another.
 
         A pack that had the name is used to the end by the requests that began with it.
@@ -80,12 +89,12 @@ class PackRegistry:
         check_name(name)
         before = self._entries.get(name)
         if pack is None:
-            entry = Served(name, BASE, None, next(self._keys))
+            entry = Served(name, BASE, None, next(self._keys), source)
         else:
             self.check_pack(pack)
             if before is not None and before.pack and before.adapters == pack._adapters_hash:
                 return False
-            entry = self._load(name, pack)
+            entry = self._load(name, pack, source)
 
         self._entries[name] = entry
         if before is not None:
@@ -145,7 +154,7 @@ class PackRegistry:
         elif not pack.is_classifier:
             check_generates(pack)
 
-    def _load(self, name: str, pack: Pack) -> Served:
+    def _load(self, name: str, pack: Pack, source: str | None) -> Served:
         slot = self.slots.add(pack)
         head = None
         if has_score_head(pack.manifest):
@@ -158,7 +167,7 @@ class PackRegistry:
 
         if pack.path is not None:
             pack.tensors = None  # they are in the slot now
-        return Served(name, slot, pack, next(self._keys), classifier, head)
+        return Served(name, slot, pack, next(self._keys), source, classifier=classifier, head=head)
 
     def _retire(self, entry: Served) -> None:
         """Free a slot, as soon as no request uses it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_packs.serving.app import Server
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, until
@@ -308,11 +309,11 @@ def test_a_request_that_takes_too_long(generator):
 
 
 def test_a_connection_outlives_an_error_of_ours(shared_server, monkeypatch, caplog):
-    def fails(name):
+    def fails(_, entry):
         raise RuntimeError("a defect")
 
     connection = http.client.HTTPConnection("127.0.0.1", shared_server.port, timeout=SECONDS)
-    monkeypatch.setattr(shared_server.library, "created", fails)
+    monkeypatch.setattr(Server, "_model", fails)
     for path, status in (("/v1/models", 500), ("/health", 200), ("/v1/models", 500)):
         connection.request("GET", path)
         response = connection.getresponse()

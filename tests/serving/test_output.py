@@ -165,7 +165,7 @@ def test_what_is_no_call_is_shown_as_it_was_written(written):
 
 
 def test_a_call_of_very_many_lists_is_no_call():
-    assert tool_calls(json_tools.parse_tool_call, ["[" * 5_000], [WEATHER]) == []
+    assert tool_calls(json_tools.parse_tool_call, "[" * 5_000, [WEATHER]) == []
 
 
 @pytest.mark.parametrize(
