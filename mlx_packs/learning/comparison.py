@@ -35,19 +35,11 @@ class Comparison:
     error: float | None  # standard error of the gain, paired by prompt; None of too few prompts
     held_out: int  # number of prompts
 
-    @property
-    def is_won(self) -> bool:
-        """Whether the candidate is better by more than `WINS_BY` standard errors."""
+    def is_above(self, errors: float) -> bool:
+        """Whether the gain is more than some standard errors; never if there are too few rows."""
         if self.error is None or self.held_out < LEAST_HELD_OUT:
             return False
-        return self.gain > WINS_BY * self.error
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the candidate is worse by more than `WINS_BY` standard errors, or may be."""
-        if self.error is None or self.held_out < LEAST_HELD_OUT:
-            return True
-        return self.gain < -WINS_BY * self.error
+        return self.gain > errors * self.error
 
     @property
     def text(self) -> str:

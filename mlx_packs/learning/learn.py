@@ -305,13 +305,13 @@ def _write_figures(
     folder: LearningFolder, job: Job, comparison: Comparison, others: Comparison | None
 ) -> None:
     """Write what came of a candidate, and remove its copies of the rows."""
-    is_worse = others is not None and others.is_lost
+    is_worse = others is not None and not others.is_above(-WINS_BY)
     figures = {
         "task": job.task,
         "continues": job.start,
         "rows": job.train,
         **asdict(comparison),
-        "won": comparison.is_won and not is_worse,
+        "won": comparison.is_above(WINS_BY) and not is_worse,
         "worse_on_data": is_worse,
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }

@@ -43,7 +43,7 @@ from .http import (
     no_route,
     unless_gone,
 )
-from .library import Library
+from .library import Library, follow
 from .prompts import RequestPrompts, read_images
 from .protocol import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PackBody, RerankBody
 from .registry import Served
@@ -93,7 +93,7 @@ class Server:
             read = functools.partial(
                 read_images, generator, body, self.settings.allow_urls, deadline
             )
-            images = await self._until(deadline, request, self._decoded(read))
+            images = await self._until(deadline, request, self._in_thread(read, self._decoding))
 
         recorded = generator.registry.recorded(body.model)
         variables = {**template_kwargs_of(recorded), **self.settings.template_kwargs}
@@ -261,7 +261,7 @@ class Server:
         generator = self._worker(TextWorker, "/v1/classify")
         registry = generator.registry
         deadline = self._deadline()
-        entry = await generator.result_of(lambda: registry.lease_classifier(body.model))
+        entry = await generator.result_of(lambda: registry.lease(body.model, classifies=True))
 
         try:
             work = self._predictions(generator, entry, body.input)
@@ -378,13 +378,11 @@ class Server:
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.request_seconds
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        async with self._tokenizing:
+    async def _in_thread(
+        self, function: Callable[[], T], limit: anyio.CapacityLimiter | None = None
+    ) -> T:
+        async with limit or self._tokenizing:
             return await run_in_threadpool(function)
-
-    async def _decoded(self, read: Callable[[], list[Any]]) -> list[Any]:
-        async with self._decoding:
-            return await run_in_threadpool(read)
 
     async def _until(self, deadline: float, request: Request, work: Awaitable[T]) -> T:
         """Return what is waited for; raise when it is too late, or the client goes before."""
@@ -422,6 +420,7 @@ def _texts(generator: TextWorker, count: int, maker: MakeRequest) -> Texts:
     return Texts(generator, count, maker)
 
 
+_WATCH_SECONDS = 1.0
 _PART = 200_000  # characters that are tokenized between two requests
 _PART_TEXTS = 64
 _ROWS = 8  # of a batch that is classified between two steps
@@ -438,9 +437,10 @@ def make_app(server: Server) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watches = [asyncio.ensure_future(server.library.watch())]
+        scans = [server.library.scan]
         if server.learning is not None:
-            watches.append(asyncio.ensure_future(server.learning.watch()))
+            scans.append(server.learning.serve_current)
+        watches = [asyncio.ensure_future(follow(scan, _WATCH_SECONDS)) for scan in scans]
         try:
             yield
         finally:

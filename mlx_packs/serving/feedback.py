@@ -25,7 +25,6 @@ log = logging.getLogger("mlx_packs.serving")
 _ANSWERS = 1000  # that are remembered
 _BYTES = 64 << 20  # of them
 _CHARACTERS = 100_000  # of a correction
-_WATCH_SECONDS = 1.0
 
 
 class FeedbackBody(Object):
@@ -68,7 +67,10 @@ class Learning:
     # Versions
 
     def serve_current(self) -> None:
-        """Serve the version that the folder names, unless it is served; waits for the worker."""
+        """Serve the version that the folder names, unless it is served; waits for the worker.
+
+        Requests that run end with the version that they began with.
+        """
         number = self.folder.current
         if number == self.version:
             return
@@ -78,27 +80,9 @@ class Learning:
 
         self._numbers[adapters] = number
         self._library.put(self.folder.name, pack, f"version {number}")
+        if self.version >= 0:
+            log.info("%s: version %d is served.", self.folder.name, number)
         self.version = number
-
-    async def watch(self) -> None:
-        """Follow the folder; requests that run end with the version that they began with."""
-        fault = ""
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-
-            before = self.version
-            try:
-                await run_in_threadpool(self.serve_current)
-                fault = ""
-            except PackError as error:
-                if error.message != fault:  # once, not every second
-                    log.warning("%s", error.message)
-                fault = error.message
-            except Exception:
-                log.exception("The folder of versions could not be read.")
-
-            if self.version != before:
-                log.info("%s: version %d is served.", self.folder.name, self.version)
 
     # Answers
 

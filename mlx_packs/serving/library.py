@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +20,28 @@ from .generation import TextWorker
 from .registry import check_name
 
 log = logging.getLogger("mlx_packs.serving")
-_WATCH_SECONDS = 2.0
+
+
+async def follow(scan: Callable[[], None], seconds: float) -> None:
+    """Call a function again and again; a fault is logged once, not every time."""
+    fault = ""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await run_in_threadpool(scan)
+            fault = ""
+        except PackError as error:
+            if error.message != fault:
+                log.warning("%s", error.message)
+            fault = error.message
+        except Exception:
+            log.exception("A folder that is watched could not be read.")
 
 
 class Library:
     """Adds packs to a worker and takes them away, by name.
 
-    ``folder`` is watched for packs that come and go; None watches nothing.
+    ``folder`` is scanned for packs that come and go; None has none.
     """
 
     def __init__(self, worker: TextWorker | EmbeddingWorker, folder: Path | None) -> None:
@@ -84,16 +100,10 @@ class Library:
                 "name",
             )
 
-    async def watch(self) -> None:
-        while self._folder is not None:
-            await asyncio.sleep(_WATCH_SECONDS)
-            try:
-                await run_in_threadpool(self.scan)
-            except Exception:
-                log.exception("The folder of packs could not be read.")
-
     def scan(self) -> None:
         """Add packs of the folder that are new or changed, and remove those that are gone."""
+        if self._folder is None:
+            return
         present = {}
         for folder, fault in packs_below(self._folder):
             name = self._name_of(folder)

@@ -122,16 +122,13 @@ class PackRegistry:
         if pack is not None and self.task == "lm":
             check_generates(pack)
 
-    def lease(self, model: str) -> Served:
-        """Return what a request for ``base`` or a pack computes with, until `release`."""
-        entry = self._entry(model)
-        entry.users += 1
-        return entry
+    def lease(self, model: str, classifies: bool = False) -> Served:
+        """Return what a request for ``base`` or a pack computes with, until `release`.
 
-    def lease_classifier(self, model: str) -> Served:
-        """As `lease`, for a pack that labels texts; PackError if it does not."""
+        A PackError if it ``classifies`` and the pack does not label texts.
+        """
         entry = self._entry(model)
-        if entry.classifier is None:
+        if classifies and entry.classifier is None:
             raise PackError(
                 f"model '{model}': is no classifier. Name a pack of --task classify.",
                 "unsupported",

@@ -191,7 +191,7 @@ def test_rows_of_one_prompt_are_no_evidence_of_their_own(task):
     assert (again.gain, again.error) == pytest.approx((once.gain, once.error))
 
     none = scores([1.0] * 6 * sides, [0] * 6 * sides)
-    assert not GAINS[task](none, none, labels, prompts).is_won
+    assert not GAINS[task](none, none, labels, prompts).is_above(0.0)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_rows_of_one_prompt_are_no_evidence_of_their_own(task):
         (0.19, 0.1, 9, False, False),  # within two errors
         (-0.1, 0.06, 9, False, False),
         (-0.1, 0.04, 9, False, True),
-        (math.nan, 0.1, 9, False, False),
+        (math.nan, 0.1, 9, False, True),
         (1.0, None, 9, False, True),
         (1.0, 0.1, 7, False, True),  # others were longer than the maximum
     ],
 )
 def test_a_gain_wins_beyond_two_errors(gain, error, rows, is_won, is_lost):
     comparison = Comparison("nats", gain, error, rows)
-    assert (comparison.is_won, comparison.is_lost) == (is_won, is_lost)
+    assert (comparison.is_above(2.0), not comparison.is_above(-2.0)) == (is_won, is_lost)
 
 
 def test_a_candidate_continues_the_served_pack(base, folder, tmp_path, run, rejected):

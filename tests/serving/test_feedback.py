@@ -17,7 +17,7 @@ from mlx_packs.data.row_format import Row
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import parse_json
-from mlx_packs.serving import feedback
+from mlx_packs.serving import app, feedback
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running, until
 
@@ -211,7 +211,7 @@ def test_a_server_without_learn_keeps_nothing(shared_server):
 
 @pytest.fixture
 def base_folder(small_tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(feedback, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(app, "_WATCH_SECONDS", 0.02)
     return LearningFolder.begin(tmp_path / "base", "learned", small_tiny, None)
 
 

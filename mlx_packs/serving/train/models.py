@@ -42,7 +42,7 @@ from ..slots import PackSlots
 from .losses import Datum, Grads, Loss, compute, find_loss, split_passes
 from .protocol import AdamBody, LoraConfigBody
 from .rows import checked_row, forward_output
-from .states import Kind, Saved, optimizer_of, save_model, uri_of
+from .states import Kind, Saved, new_saved, optimizer_of, save_model
 
 ALPHA = 32.0  # of every model: the scale of the adapters' output is ALPHA / rank
 MOST_INPUTS = 2048  # inputs of one pass; 512 where all logits are in memory
@@ -357,16 +357,16 @@ class Models:
         overwrite: bool = False,
     ) -> Saved:
         """Save a model; one of ``weights`` has the state of its optimizer."""
-        uri = uri_of(model.id, kind, name)
+        saved = new_saved(self._folder, model.id, kind, name, facts)
 
-        def write() -> Saved:
+        def write() -> None:
             optimizer = self._trainer.state_of(model) if kind == "weights" else None
-            pack = self._trainer.pack(model)
-            return save_model(self._folder, uri, pack, facts, optimizer, overwrite)
+            save_model(saved, self._trainer.pack(model), optimizer, overwrite)
 
         async with model.lock:
             self.find(model.id)
-            return await self._generator.result_of(write)
+            await self._generator.result_of(write)
+        return saved
 
     async def load(self, model_id: str, session_id: str, saved: Saved, optimizer: bool) -> None:
         """Make a model of a saved one."""

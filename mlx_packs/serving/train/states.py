@@ -49,35 +49,36 @@ class Saved:
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
+def new_saved(top: Path, model_id: str, kind: Kind, name: str, facts: Mapping[str, Any]) -> Saved:
+    """Return what a model will be saved as below ``top``; its name is checked."""
+    if not _NAME.fullmatch(name):
+        raise PackError(
+            f"path '{name:.80}': cannot name a saved model. Use up to 64 letters, digits and . _ -",
+            flag="path",
+        )
+    run = run_of(model_id)
+    return Saved(run, kind, name, top / run / kind / name, facts)
+
+
 def save_model(
-    top: Path,
-    uri: str,
+    saved: Saved,
     pack: Pack,
-    facts: Mapping[str, Any],
     optimizer: Mapping[str, mx.array] | None = None,
     overwrite: bool = False,
-) -> Saved:
-    """Save a pack atomically; a PackError if the path is in use or the disk is full.
+) -> None:
+    """Save a pack atomically, with the state of an ``optimizer`` if there is one.
 
-    Args:
-        top: folder of all saved models.
-        uri: its path, as `uri_of` makes it.
-        pack: the pack.
-        facts: JSON that is kept with it.
-        optimizer: state of the optimizer; None keeps none.
-        overwrite: whether an earlier model of that path is replaced.
+    A PackError if the path is in use and is not to be overwritten, or the disk is full.
     """
-    run, kind, name = _parts(uri)
-    folder = top / run / kind / name
-    if folder.exists() and not overwrite:
+    if saved.folder.exists() and not overwrite:
         raise PackError(
-            f"path: '{name}' is saved already. Choose another name or pass overwrite.",
+            f"path: '{saved.name}' is saved already. Choose another name or pass overwrite.",
             "exists",
             "path",
         )
 
     def write_more(partial: Path) -> None:
-        content = dict(facts)
+        content = dict(saved.facts)
         if optimizer is not None:
             moments = {key: value for key, value in optimizer.items() if key != _STEP}
             save_tensors(partial / OPTIMIZER, moments)
@@ -85,8 +86,7 @@ def save_model(
             content |= {"step": optimizer[_STEP].item()}
         (partial / FACTS).write_text(to_json(content), encoding="utf-8")
 
-    pack._save_with(write_more, folder, overwrite)
-    return Saved(run, kind, name, folder, facts)
+    pack._save_with(write_more, saved.folder, overwrite)
 
 
 def find_saved(top: Path, uri: str) -> Saved:
@@ -112,16 +112,6 @@ def optimizer_of(saved: Saved) -> dict[str, mx.array]:
 
     moments = read_tensors(saved.folder / OPTIMIZER)
     return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
-
-
-def uri_of(model_id: str, kind: Kind, name: str) -> str:
-    """Return the path of a model under a name, which is checked."""
-    if not _NAME.fullmatch(name):
-        raise PackError(
-            f"path '{name:.80}': cannot name a saved model. Use up to 64 letters, digits and . _ -",
-            flag="path",
-        )
-    return f"{SCHEME}{run_of(model_id)}/{kind}/{name}"
 
 
 def run_of(model_id: str) -> str:

@@ -1,13 +1,21 @@
 """Saved models: paths that stay in their folder, and damage."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.serving.train.states import OPTIMIZER, find_saved, optimizer_of, save_model, uri_of
+from mlx_packs.serving.train.states import (
+    OPTIMIZER,
+    Saved,
+    find_saved,
+    new_saved,
+    optimizer_of,
+    save_model,
+)
 from tests.helpers.packs import write_pack
 
 MODEL = "abc:train:0"
@@ -24,12 +32,17 @@ def states(tmp_path):
     return tmp_path / "states"
 
 
+def save(states, pack, facts=None, optimizer=None, overwrite=False) -> Saved:
+    saved = new_saved(states, MODEL, "weights", "one", facts or {})
+    save_model(saved, pack, optimizer, overwrite)
+    return saved
+
+
 def test_a_name_is_not_used_twice_unless_asked_to(states, pack):
-    uri = uri_of(MODEL, "weights", "one")
-    save_model(states, uri, pack, {}, OPTIMIZER_STATE)
+    save(states, pack, optimizer=OPTIMIZER_STATE)
     with pytest.raises(PackError, match="saved already"):
-        save_model(states, uri, pack, {})
-    save_model(states, uri, pack, {}, overwrite=True)
+        save(states, pack)
+    save(states, pack, overwrite=True)
     with pytest.raises(PackError, match="no optimizer state"):
         optimizer_of(find_saved(states, f"tinker://{MODEL}/weights/one"))  # the same as its URI
 
@@ -57,11 +70,11 @@ def test_paths_that_are_none(states, path):
 def test_names_that_are_none():
     for name in ("", "..", "a/b", ".hidden", "a" * 65, "a b"):
         with pytest.raises(PackError, match="cannot name"):
-            uri_of(MODEL, "weights", name)
+            new_saved(Path(), MODEL, "weights", name, {})
 
 
 def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
-    saved = save_model(states, uri_of(MODEL, "weights", "one"), pack, {})
+    saved = save(states, pack)
     saved.folder.rename(tmp_path / "outside")
     saved.folder.symlink_to(tmp_path / "outside")
     with pytest.raises(PackError, match="nothing is saved"):
@@ -69,7 +82,7 @@ def test_a_link_out_of_the_folder_is_not_followed(states, pack, tmp_path):
 
 
 def test_damaged_ones(states, pack):
-    saved = save_model(states, uri_of(MODEL, "weights", "one"), pack, {}, OPTIMIZER_STATE)
+    saved = save(states, pack, optimizer=OPTIMIZER_STATE)
     file = saved.folder / OPTIMIZER
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -83,18 +96,17 @@ def test_damaged_ones(states, pack):
 
 
 def test_a_full_disk_leaves_what_was_there(states, pack, monkeypatch):
-    uri = uri_of(MODEL, "weights", "one")
-    saved = save_model(states, uri, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
+    saved = save(states, pack, {"user_metadata": {"a": "b"}}, OPTIMIZER_STATE)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mlx_packs.serving.train.states.file_facts", full)
     with pytest.raises(PackError, match="No space left") as caught:
-        save_model(states, uri, pack, {}, OPTIMIZER_STATE, overwrite=True)
+        save(states, pack, {}, OPTIMIZER_STATE, overwrite=True)
     assert caught.value.code == "unwritable"
 
-    again = find_saved(states, uri)
+    again = find_saved(states, saved.uri)
     assert again.facts == json.loads((saved.folder / "training.json").read_text())
     assert again.facts["user_metadata"] == {"a": "b"}
     assert sorted(each.name for each in saved.folder.parent.iterdir()) == ["one"]
