@@ -13,7 +13,6 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.bases.families import FAMILIES
 from mlx_packs.cli.main import packs
-from mlx_packs.config.data import CHAT_TEMPLATES
 from mlx_packs.convert.gguf import family_of, gguf_tensors, verify_gguf, write_gguf
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.frozen_weight import frozen_weight
@@ -160,15 +159,11 @@ def test_a_modelfile_names_base_and_adapter(pack, tmp_path):
     assert "ollama create my-notes" in report["notes"][0]
     assert shlex.quote(str(tmp_path / "My Notes"))[:-1] in report["notes"][0]
 
-    pack.manifest["recipe"] = {"chat_template": CHAT_TEMPLATES["plain"]}
-    write_gguf(pack, tmp_path / "plain", None)
-    assert '\nTEMPLATE """{{ .Prompt }}"""' in (tmp_path / "plain" / "Modelfile").read_text()
-
     pack.manifest["base"]["id"] = 'me/it\nFROM http://x\nTEMPLATE y")\\(exit())'
     hint = export_pack(pack, "gguf", tmp_path / "a b")["notes"][0]
     assert shlex.quote(str(tmp_path / "a b"))[:-1] in hint
     lines = (tmp_path / "a b" / "Modelfile").read_text().splitlines()
-    assert not [line for line in lines if line.startswith(("FROM h", "TEMPLATE y"))]
+    assert not [line for line in lines if line.startswith(("FROM h", "TEMPLATE"))]
 
 
 def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
@@ -223,7 +218,7 @@ def test_from_is_a_path_that_ollama_finds(pack_of_gguf, tmp_path, monkeypatch):
         report = export_pack(pack_of_gguf, to, Path(to), "./llama.gguf")
         lines = (tmp_path / to / "Modelfile").read_text().splitlines()
         assert f"FROM {tmp_path / 'llama.gguf'}" in lines and f"ADAPTER ./{to}.gguf" in lines
-        assert report["notes"][0] == hint and "TEMPLATE" in report["notes"][1]
+        assert report["notes"][0] == hint
 
 
 def test_from_must_be_the_model_of_the_pack(pack_of_gguf, llama, tmp_path, monkeypatch):
