@@ -23,7 +23,7 @@ from ..objectives.reader import label_reader
 from ..objectives.text_loss import TextLoss, label_losses
 from ..packs.facts import mistake_lines
 from .embeddings import pearson, spearman
-from .scores import HeadReport, MetricScore, TextEvaluator, over_batches, standard_error
+from .scores import MetricReport, MetricScore, TextEvaluator, over_batches, standard_error
 
 _BINS = 15
 _RESAMPLES = 200
@@ -262,7 +262,7 @@ class ClassifierEvaluator(TextEvaluator):
         objective = TextLoss(reader, partial(label_losses, problem=problem))
         return predict(objective, self.batches, problem, advance)
 
-    def report(self, base: None, pack: Predictions) -> HeadReport:
+    def report(self, base: None, pack: Predictions) -> MetricReport:
         classes = self.classes
         predictions = pack.at(classes.temperature)
         mistakes = predictions.mistakes(classes.labels)
@@ -278,4 +278,4 @@ class ClassifierEvaluator(TextEvaluator):
         if classes.temperature != 1:
             text = f"        probabilities at temperature {classes.temperature:.3f}"
             notes.insert(0, text)
-        return HeadReport.of(predictions.metrics(), self.examples, facts, notes)
+        return MetricReport(self.examples, base, predictions.metrics(), facts, notes)

@@ -6,9 +6,9 @@ answers to a whole batch of prompts (throughput.py).
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -180,30 +180,27 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
 def named_packs(packs: OnePack | Sequence | Mapping) -> list[tuple[str, Pack]]:
     """Return packs with names for people: short ones, or the whole path where two have the same.
 
-    No name comes twice, and none is the base's. Raises a PackError if a pack comes twice, or a
-    mapping calls one as the base is called.
+    Raises a PackError if a pack comes twice, or a name is another model's too.
     """
     if isinstance(packs, (str, Path, Pack)):
         packs = [packs]
-    is_mapping = isinstance(packs, Mapping)
-    opened = [as_pack(pack) for pack in (packs.values() if is_mapping else packs)]
-    check_distinct(opened)
-    if is_mapping:
-        if BASE in packs:
-            raise PackError(
-                f"packs: '{BASE}' is what the base is called. Choose another name.",
-                "conflict",
-                "pack",
-            )
-        return list(zip(packs, opened, strict=True))
+    if isinstance(packs, Mapping):
+        names = list(packs)
+        opened = [as_pack(pack) for pack in packs.values()]
+    else:
+        opened = [as_pack(pack) for pack in packs]
+        short = Counter([BASE, *(pack.short_name for pack in opened)])
+        names = [p.name if short[p.short_name] > 1 else p.short_name for p in opened]
 
-    short = [BASE, *(pack.short_name for pack in opened)]
-    names = [BASE]
-    for pack in opened:
-        name = pack.short_name if short.count(pack.short_name) == 1 else pack.name
-        numbered = (f"{name} ({i})" for i in count(2))
-        names.append(next(each for each in chain([name], numbered) if each not in names))
-    return list(zip(names[1:], opened, strict=True))
+    check_distinct(opened)
+    if shared := [name for name, count in Counter([BASE, *names]).items() if count > 1]:
+        raise PackError(
+            f"packs: '{shared[0]}' is the name of two models ('{BASE}' is the base model's). "
+            "Rename a folder, or in Python pass a mapping from names to packs.",
+            "conflict",
+            "pack",
+        )
+    return list(zip(names, opened, strict=True))
 
 
 def _common(packs: Sequence[Pack]) -> Pack | None:

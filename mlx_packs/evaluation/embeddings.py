@@ -161,4 +161,4 @@ class EmbeddingEvaluator:
             return score_pairs(self._vectors, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> MetricReport:
-        return MetricReport.of(len(self._pairs), self._pairs.format.name, base, pack)
+        return MetricReport(self._pairs, base, pack)

@@ -16,9 +16,9 @@ from ..packs.weighted_sum import as_pack
 from .embeddings import EmbeddingEvaluator
 from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
-from .scores import HeadReport, MetricReport
+from .scores import MetricReport
 
-Report = EvalReport | MetricReport | HeadReport
+Report = EvalReport | MetricReport
 
 
 class Evaluator(Protocol):

@@ -1,29 +1,14 @@
 """The images of a run: progress while their features are computed, and how many there were."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from ..bases.turns import images_of
 from ..config.data import DataConfig
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import Row
 from ..display import QUIET, Display
-from ..display import Task as Bar
 from ..packs.base import Base
-
-
-def advance_of(bar: Bar, tokenizer: Any) -> Callable[[], None]:
-    """Return what counts a step of a bar; it also shows how many images were computed."""
-    images = images_of(tokenizer)
-    if images is None:
-        return bar.advance
-
-    def advance() -> None:
-        text = f"{bar.unit}, {images.computed:,} images computed" if images.computed else bar.unit
-        bar.advance(text)
-
-    return advance
 
 
 @contextmanager
@@ -39,8 +24,12 @@ def images_of_run(base: Base, display: Display) -> Iterator[None]:
     images.close_tower()
 
     counts = images.counts()
-    if counts["count"]:
-        display.line("images", _line(counts))
+    if count := counts["count"]:
+        origins = {"computed": counts["computed"], "from earlier runs": counts["recalled"]}
+        parts = [f"{number:,} {origin}" for origin, number in origins.items() if number]
+        mean = counts["tokens"] / count
+        text = f"{count:,}, {mean:,.0f} tokens each on average: {', '.join(parts)}"
+        display.line("images", text)
 
 
 def encode_shown(
@@ -66,14 +55,7 @@ def encoding_progress(
 
     display = display or Display(QUIET)
     with images_of_run(base, display), display.task("data", count, "examples") as bar:
-        yield advance_of(bar, base.tokenizer)
-
-
-def _line(counts: Mapping[str, int]) -> str:
-    origins = {"computed": counts["computed"], "from earlier runs": counts["recalled"]}
-    parts = [f"{count:,} {origin}" for origin, count in origins.items() if count]
-    mean = counts["tokens"] / counts["count"]
-    return f"{counts['count']:,}, {mean:,.0f} tokens each on average: {', '.join(parts)}"
+        yield bar.advance
 
 
 def images_report(base: Base) -> dict:

@@ -17,7 +17,7 @@ from ..objectives.text_loss import TextLoss, reward_losses
 from ..runtime import mx
 from .images import encoding_progress
 from .perplexity import perplexity
-from .scores import HeadReport, MetricScore, TextEvaluator, over_batches, standard_error
+from .scores import MetricReport, MetricScore, TextEvaluator, over_batches, standard_error
 
 VALIDATED = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
 
@@ -103,5 +103,5 @@ class RewardEvaluator(TextEvaluator):
         reader = score_reader(self.base, self.base.active.attached.score, "reward")
         return score_pairs(TextLoss(reader, reward_losses), self.batches, advance)
 
-    def report(self, base: None, pack: MetricScore) -> HeadReport:
-        return HeadReport.of(pack.metrics, self.examples, {"loss": pack.loss})
+    def report(self, base: None, pack: MetricScore) -> MetricReport:
+        return MetricReport(self.examples, base, pack.metrics, {"loss": pack.loss})

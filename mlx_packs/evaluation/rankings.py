@@ -14,14 +14,7 @@ from ..data.rankings import INSTRUCTION, RankingCollate, RerankPrompt, encode_ra
 from ..data.texts import TextGroups
 from ..objectives.reader import ranking_reader
 from ..objectives.text_loss import TextLoss, infonce_loss
-from .scores import (
-    MetricReport,
-    Metrics,
-    MetricScore,
-    TextEvaluator,
-    over_batches,
-    standard_error,
-)
+from .scores import Metrics, MetricScore, TextEvaluator, over_batches, standard_error
 
 TOP = 10  # of MRR and NDCG
 VALIDATED = ("valid_loss", "valid_mrr_at_10", "valid_ndcg_at_10")
@@ -74,6 +67,3 @@ class RerankEvaluator(TextEvaluator):
         head = active.attached.score if (active := self.base.active) is not None else None
         objective = TextLoss(ranking_reader(self.base, head), infonce_loss)
         return score_rankings(objective, self.batches, advance).metrics
-
-    def report(self, base: Metrics | None, pack: Metrics | None) -> MetricReport:
-        return MetricReport.of(len(self.examples), self.examples.format.name, base, pack)

@@ -5,8 +5,8 @@ The standard error of a metric is the metric ``<name>_se``; it is None for a sin
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import mlx.nn as nn
 import numpy as np
@@ -134,79 +134,48 @@ def format_with_errors(metrics: Metrics) -> str:
 class MetricReport:
     """Metrics of a base, and of the base with a pack, on the same examples.
 
-    A base has none if they need the head of the pack.
+    A base has none if they need the head of the pack. ``facts`` are others of the JSON, ``notes``
+    lines for people.
     """
 
-    rows: int
-    format: str
+    examples: TextGroups
     base: Metrics | None
     pack: Metrics | None
-    base_se: Metrics | None = None
-    pack_se: Metrics | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
-    @classmethod
-    def of(
-        cls, rows: int, row_format: str, base: Metrics | None, pack: Metrics | None
-    ) -> "MetricReport":
-        base, base_se = _split(base)
-        pack, pack_se = _split(pack)
-        return cls(rows, row_format, base, pack, base_se, pack_se)
+    @property
+    def rows(self) -> int:
+        return self.examples.count
 
-    def to_json(self) -> dict[str, Any]:
-        report = asdict(self)
-        if self.base_se is None and self.pack_se is None:
-            del report["base_se"], report["pack_se"]
-        return report
-
-    def lines(self) -> list[str]:
-        lines = []
-        for name, metrics in (("base", self.base), ("pack", self.pack)):
-            if metrics is not None:
-                errors = getattr(self, f"{name}_se") or {}
-                errors = {f"{metric}_se": error for metric, error in errors.items()}
-                lines.append(f"{name}    {format_with_errors({**metrics, **errors})}")
-        return [*lines, f"data    {self.rows} examples ({self.format})"]
-
-
-@dataclass(frozen=True)
-class HeadReport:
-    """Metrics of a pack with a head on held-out examples; a base alone has none to compare with."""
-
-    metrics: Metrics
-    examples: Mapping[str, Any]  # their number, what was left out, and their format
-    facts: Mapping[str, Any] = field(default_factory=dict)  # others of the JSON
-    notes: Sequence[str] = ()  # lines for people
-
-    @classmethod
-    def of(
-        cls, metrics: Metrics, examples: TextGroups, facts: Mapping, notes: Sequence[str] = ()
-    ) -> Self:
-        counts = {"rows": examples.count, "dropped": examples.dropped, "cut": examples.cut}
-        return cls(metrics, {**counts, "format": examples.format.name}, facts, notes)
+    @property
+    def format(self) -> str:
+        return self.examples.format.name
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.metrics, **self.examples, **self.facts}
+        """Return the report as a mapping, as `packs eval --json` prints it."""
+        counts = {"rows": self.rows, "dropped": self.examples.dropped, "cut": self.examples.cut}
+        metrics = {"base": self.base, "pack": self.pack}
+        return {**counts, "format": self.format, **metrics, **self.facts}
 
     def lines(self) -> list[str]:
-        shown = format_with_errors(self.metrics)
+        shown = {
+            name: format_with_errors(metrics)
+            for name, metrics in (("base", self.base), ("pack", self.pack))
+            if metrics is not None
+        }
         if (loss := self.facts.get("loss")) is not None:
-            shown += f", loss {loss:.4f}"
-        shown += format_commonest({**self.metrics, **self.facts})
+            shown["pack"] += f", loss {loss:.4f}"
+        if self.pack is not None:
+            shown["pack"] += format_commonest({**self.pack, **self.facts})
 
         examples = self.examples
-        data = f"data    {examples['rows']} examples ({examples['format']})"
-        if examples["dropped"]:
-            data += f" · {examples['dropped']} dropped for their length"
-        if examples["cut"]:
-            data += f" · {examples['cut']} texts cut to --max-seq-length"
-        return [f"pack    {shown}", *self.notes, data]
-
-
-def _split(metrics: Metrics | None) -> tuple[Metrics | None, Metrics | None]:
-    if metrics is None:
-        return None, None
-    errors = {name.removesuffix("_se"): metrics[name] for name in metrics if name.endswith("_se")}
-    return {name: metrics[name] for name in metrics if not name.endswith("_se")}, errors or None
+        data = f"data    {self.rows} examples ({self.format})"
+        if examples.dropped:
+            data += f" · {examples.dropped} dropped for their length"
+        if examples.cut:
+            data += f" · {examples.cut} texts cut to --max-seq-length"
+        return [*(f"{name}    {text}" for name, text in shown.items()), *self.notes, data]
 
 
 def check_no_text_settings(settings: EvalSettings, what: str) -> None:
@@ -259,3 +228,7 @@ class TextEvaluator(ABC):
     @abstractmethod
     def scored(self, advance: Callable[[], None]) -> Any:
         """Score the batches by the base as it is now; ``advance`` is called after each."""
+
+    def report(self, base: Any, pack: Any) -> MetricReport:
+        """Return the report of two scores, which are metrics by name; other scores override it."""
+        return MetricReport(self.examples, base, pack)

@@ -43,36 +43,31 @@ def cut_prompts(rows: Sequence[np.ndarray], count: int, length: int) -> list[lis
     return np.resize(tokens, (count, length)).tolist()
 
 
-@dataclass(frozen=True)
-class RoundTiming:
-    """One round of one model: seconds to the first token of all, tokens per second, GB."""
-
-    first_s: float
-    decode_tps: float
-    peak_gb: float
-
-
-def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> RoundTiming:
-    """Complete all prompts together, with exactly ``max_tokens`` each."""
+def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> Speed:
+    """Complete all prompts together, with exactly ``max_tokens`` each; time one round."""
     started_prompts: set[int] = set()
     mx.clear_cache()
     mx.reset_peak_memory()
-    count = 0
-    at_first = 0
-    first = None
-    started = time.perf_counter()
+    count = at_first = 0
+    start = first = time.perf_counter()
 
     texts = stream_batch(base, prompts, max_tokens, len(prompts), stop=False, shares=False)
     for i, _, _ in texts:
         count += 1
-        started_prompts.add(i)
-        if first is None and len(started_prompts) == len(prompts):
+        if len(started_prompts) < len(prompts):
+            started_prompts.add(i)
             at_first = count
             first = time.perf_counter()
 
-    ended = time.perf_counter()
-    decode_tps = (count - at_first) / (ended - first)
-    return RoundTiming(first - started, decode_tps, mx.get_peak_memory() / 1e9)
+    decode_s = time.perf_counter() - first
+    return Speed(
+        batch_size=len(prompts),
+        prompt_tps=sum(map(len, prompts)) / (first - start),
+        decode_tps=(count - at_first) / decode_s,
+        first_token_ms=1e3 * (first - start),
+        tps_ratio=1.0,
+        peak_gb=mx.get_peak_memory() / 1e9,
+    )
 
 
 def measure_throughput(
@@ -90,7 +85,7 @@ def measure_throughput(
     down or speeds up favours none. Prompts have one length, completions 2 or more tokens; after
     each measurement ``advance`` is called.
     """
-    timings: list[list[RoundTiming]] = [[] for _ in packs]
+    timings: list[list[Speed]] = [[] for _ in packs]
     order = list(range(len(packs)))
 
     for number in range(rounds + 1):
@@ -103,18 +98,16 @@ def measure_throughput(
             if advance is not None:
                 advance()
 
-    size = len(prompts)
-    firsts = timings[0]
-    return [
-        Speed(
-            batch_size=size,
-            prompt_tps=median(size * len(prompts[0]) / t.first_s for t in of_model),
-            decode_tps=median(t.decode_tps for t in of_model),
-            first_token_ms=median(t.first_s for t in of_model) * 1e3,
-            tps_ratio=median(
-                t.decode_tps / first.decode_tps for t, first in zip(of_model, firsts, strict=True)
-            ),
-            peak_gb=max(t.peak_gb for t in of_model),
-        )
-        for of_model in timings
-    ]
+    return [_medians(of_model, timings[0]) for of_model in timings]
+
+
+def _medians(rounds: Sequence[Speed], firsts: Sequence[Speed]) -> Speed:
+    """Return the medians over rounds; ``firsts`` are those of the first model."""
+    return Speed(
+        batch_size=rounds[0].batch_size,
+        prompt_tps=median(each.prompt_tps for each in rounds),
+        decode_tps=median(each.decode_tps for each in rounds),
+        first_token_ms=median(each.first_token_ms for each in rounds),
+        tps_ratio=median(map(lambda a, b: a.decode_tps / b.decode_tps, rounds, firsts)),
+        peak_gb=max(each.peak_gb for each in rounds),
+    )

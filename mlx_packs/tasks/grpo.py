@@ -33,7 +33,6 @@ from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..errors import Code, PackError, reason_of
 from ..evaluation.answers import METRICS, answer_of
-from ..evaluation.images import advance_of
 from ..inference.generate import text_of
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
@@ -273,9 +272,8 @@ class GRPOTask(Task):
             of_phase = {}
             rows = {split: read.rows[split] for split in read.present()}
             with display.task("data", sum(map(len, rows.values())), "prompts") as bar:
-                advance = advance_of(bar, base.tokenizer)
                 for split, own in rows.items():
-                    prompts = encode_prompts(own, base.tokenizer, columns, length, advance)
+                    prompts = encode_prompts(own, base.tokenizer, columns, length, bar.advance)
                     read.note_encoded(split, prompts.fingerprint, prompts.bad)
                     self.reward.check(prompts)
                     of_phase[split] = prompts

@@ -25,7 +25,6 @@ from ..data.rows import Splits
 from ..data.sampler import Draw
 from ..display import Display
 from ..errors import PackError, flag_of
-from ..evaluation.images import advance_of
 from ..optim import make_optimizer
 
 OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of its own
@@ -270,20 +269,17 @@ def encode_each(
     display: Display,
     steps: Mapping[str, int] | None = None,
     unit: str = "splits",
-    tokenizer: Any = None,
 ) -> dict[str, Any]:
     """Return the examples of every split that has rows, and note its bad rows.
 
-    ``encode`` takes a split and what counts a step. Each split has ``steps``, by default one; with
-    a tokenizer the progress shows how many images were computed.
+    ``encode`` takes a split and what counts a step. Each split has ``steps``, by default one.
     """
     encoded = {}
     steps = steps or dict.fromkeys(read.present(), 1)
     with display.task("data", sum(steps.values()), unit) as bar:
-        advance = bar.advance if tokenizer is None else advance_of(bar, tokenizer)
         for split, count in steps.items():
             done = bar.done
-            encoded[split] = encode(split, advance)
+            encoded[split] = encode(split, bar.advance)
             read.note_encoded(split, encoded[split].fingerprint, encoded[split].bad)
             for _ in range(done + count - bar.done):  # what was cached, or is not counted
                 bar.advance()

@@ -74,7 +74,7 @@ class PreferenceTask(TokenTask):
 
         completions = 1 if row_format is RATED else 2
         steps = {split: completions * len(read.rows[split]) for split in read.present()}
-        return encode_each(read, encode, self.display, steps, "completions", self.base.tokenizer)
+        return encode_each(read, encode, self.display, steps, "completions")
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         t = phase.train

@@ -39,7 +39,7 @@ class RewardTask(TextsTask):
             return encode_scored(rows, tokenizer, phase.columns, options, num_proc, advance)
 
         steps = {split: 2 * len(read.rows[split]) for split in read.present()}
-        return encode_each(read, encode, self.display, steps, "completions", tokenizer)
+        return encode_each(read, encode, self.display, steps, "completions")
 
     def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
         if dropped := sum(part.dropped for part in examples.values()):

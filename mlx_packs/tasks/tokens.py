@@ -145,7 +145,7 @@ def encode_splits(
         return examples
 
     counts = {split: count for split, (count, _) in steps.items()}
-    examples = encode_each(splits, encode, display, counts, steps["train"][1], tokenizer)
+    examples = encode_each(splits, encode, display, counts, steps["train"][1])
     first = examples["train"]
     counted = _counts(examples, train, base.model)
     display.line("data", f"{splits.source} · {counted} · loss on {first.loss_on}")

@@ -134,10 +134,10 @@ def test_held_out_accuracy_and_margin_are_those_of_the_scores(base, saved, tmp_p
     pairs = scores_of(base, saved).reshape(-1, 2)
     gains = pairs[:, 0] - pairs[:, 1]
     assert report.rows == 6 and report.dropped == 0
-    assert report.preference_accuracy == pytest.approx((gains > 0).mean())
-    assert report.reward_margin == pytest.approx(gains.mean(), abs=1e-4)
+    assert report.pack["preference_accuracy"] == pytest.approx((gains > 0).mean())
+    assert report.pack["reward_margin"] == pytest.approx(gains.mean(), abs=1e-4)
     assert report.loss == pytest.approx(np.log1p(np.exp(-gains)).mean(), abs=1e-4)
-    assert report.reward_margin_se == pytest.approx(gains.std(ddof=1) / 6**0.5, abs=1e-4)
+    assert report.pack["reward_margin_se"] == pytest.approx(gains.std(ddof=1) / 6**0.5, abs=1e-4)
     for setting in ({"metric": "exact"}, {"loss_on": "all"}):
         with raises("conflict", next(iter(setting))):
             evaluate(base, saved, data, **setting)

@@ -74,8 +74,8 @@ def test_a_run_learns_labels(tmp_path, make):
     assert lines and {"valid_accuracy", "valid_macro_f1"} <= set(lines[0])
 
     measured = evaluate(small_base(), tmp_path / "p", data).to_json()
-    assert measured["accuracy"] == 1 and measured["rows"] == 6
-    assert measured["log_loss"] == pytest.approx(report["log_loss_after"], abs=1e-4)
+    assert measured["pack"]["accuracy"] == 1 and measured["rows"] == 6
+    assert measured["pack"]["log_loss"] == pytest.approx(report["log_loss_after"], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_labels_on_a_scale(tmp_path):
     assert report["mae_after"] < report["mae_before"] and report["label_accuracy_after"] == 1
 
     measured = evaluate(small_base(), tmp_path / "p", splits_of(starred)).to_json()
-    assert measured["mae"] == report["mae_after"]
+    assert measured["pack"]["mae"] == report["mae_after"]
     (prediction,) = small_base().classify(["the green car number 9 is here"], tmp_path / "p")
     assert prediction.label == "3"
     assert sum(prediction.probabilities.values()) == pytest.approx(1)
@@ -127,7 +127,7 @@ def test_a_temperature_is_fitted_and_stored(tmp_path):
 
     measured = evaluate(small_base(), tmp_path / "p", splits_of(several, 64)).to_json()
     assert measured["temperature"] == temperature
-    assert measured["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
+    assert measured["pack"]["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
 
 
 def test_a_classifier_follows_texts_and_other_labels(tmp_path):
