@@ -5,15 +5,14 @@ stdout contains only results. Rich honours NO_COLOR, FORCE_COLOR and the width o
 """
 
 import os
-import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import IO, Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
@@ -186,27 +185,15 @@ def _labelled(label: str, text: str, width: int | None = None) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Wrap a text between words into lines of at most ``width`` columns.
-
-    A word that is longer than a line is not broken: it may be a path that somebody copies.
-    """
-    lines = []
-    line = ""
-    for word in re.findall(r"\s*\S+", text):
-        if line and cell_len(line + word) > width:
-            lines.append(line)
-            word = word.lstrip()
-            line = ""
-        line += word
-
-    return [*lines, line]
+    """Wrap a text between words; a word may be a path that somebody copies, and is not broken."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def hanging(line: str, width: int) -> str:
     """Wrap ``label   text``, or text that is indented as such, below itself; others stay."""
     starts_text = line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1] != " "
     has_place = line[:1].strip() or not line[:INDENT].strip()
-    if not starts_text or not has_place or cell_len(line) <= width:
+    if not starts_text or not has_place or len(line) <= width:
         return line
 
     lines = wrapped(line[INDENT:], width - INDENT)

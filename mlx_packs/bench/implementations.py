@@ -114,23 +114,13 @@ class MlxLmTrainer(TrainingCallback):
         load: returns the base; adapters stay on it.
         adapters: that it starts from, on the same projections.
         loss: of mlx-lm's batches, its own by default.
-        recompute: recompute blocks, as its ``--grad-checkpoint``.
     """
 
     def __init__(
-        self,
-        load: Callable[[], Base],
-        adapters: Adapters,
-        loss: Callable = default_loss,
-        recompute: bool = False,
+        self, load: Callable[[], Base], adapters: Adapters, loss: Callable = default_loss
     ) -> None:
         start = _active_memory()
         self.model = load().model
-        if recompute:
-            # mlx-lm changes the class of blocks to recompute them: these get one of their own
-            own = {kind: type(kind.__name__, (kind,), {}) for kind in map(type, self.model.layers)}
-            for block in self.model.layers:
-                block.__class__ = own[type(block)]
 
         config = {"rank": adapters.rank, "scale": adapters.scale, "dropout": 0.0}
         linear_to_lora_layers(self.model, -1, config | {"keys": adapters.paths})
@@ -141,9 +131,7 @@ class MlxLmTrainer(TrainingCallback):
         mx.eval(self.model.parameters(), self.optimizer.state)
         self.resident_bytes = _active_memory() - start
 
-        self.args = TrainingArgs(
-            iters=_NEVER, steps_per_report=1, steps_per_save=_NEVER, grad_checkpoint=recompute
-        )
+        self.args = TrainingArgs(iters=_NEVER, steps_per_report=1, steps_per_save=_NEVER)
         self._loss = loss
         self.step_ms = self.loss = 0.0
         self.trained_tokens = 0

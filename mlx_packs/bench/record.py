@@ -100,8 +100,6 @@ def notes(result: BenchResult) -> list[str]:
     compared = [c for _, comparisons in result.comparisons for c in comparisons]
     if any(0 < len(c.ratios) < MIN_ROUNDS for c in compared):
         notes.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")
-    if any(c.recompute != "none" for c in compared):
-        notes.append("Where blocks are recomputed both sides do, since memory is short.")
     return notes
 
 
@@ -166,16 +164,13 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
         theirs = step["mlx_lm"]
         ours = step["mlx_packs"]
         ratio = step["ratio"]
-        path = step["matmul_path"]
-        if step["recompute"] == "block":
-            path += "*"
         planned = short(ours["predicted_step_s"]) if ours["predicted_step_s"] is not None else "-"
 
         times = f"{short(ratio['p50'])} ({short(ratio['p20'])}-{short(ratio['p80'])})"
         lines.append(
             f"{shape:<10}{short(theirs['tokens_per_s']):>7}{short(theirs['peak_gb']):>5} |"
-            f"{short(ours['tokens_per_s']):>8}{short(ours['peak_gb']):>5} {path:<11}|"
-            f"{times:>17} |{short(ours['step_s']['p50']):>6}{planned:>5}"
+            f"{short(ours['tokens_per_s']):>8}{short(ours['peak_gb']):>5} "
+            f"{step['matmul_path']:<11}|{times:>17} |{short(ours['step_s']['p50']):>6}{planned:>5}"
         )
 
     return lines
@@ -235,7 +230,6 @@ def _step(of: Contest, compared: StepComparison) -> dict:
         "targets": compared.targets,
         "matmul_path": compared.choice.matmul_path,
         "matmul_ms": {path: _rounded(ms) for path, ms in compared.choice.step_ms.items()},
-        "recompute": compared.recompute,
         "rounds": len(compared.ratios),
         "mlx_lm": mlx_lm,
         "mlx_packs": mlx_packs,

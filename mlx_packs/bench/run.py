@@ -188,7 +188,7 @@ def _calibrated(result: BenchResult) -> BenchResult:
         (
             of.headers,
             of.lora,
-            of.train(c.shape, c.choice.matmul_path, c.recompute),
+            of.train(c.shape, c.choice.matmul_path),
             of.name,
             median(c.ours.step_s),
         )

@@ -26,9 +26,9 @@ from .race import TOLERANCE, Entry, LossesDiffer, race
 MIN_ROUNDS = 3
 _TURN_S = 0.5  # of a turn, where a step is shorter
 _SEED = 0
-# What mlx-lm's step takes beside the weights, times ours, by policy of recomputation: captured
-# graphs of Qwen3 and Llama (benchmarks/README.md)
-_MORE_MEMORY = {"none": 2.0, "block": 4.0}
+# What mlx-lm's step takes beside the weights, times ours: captured graphs of Qwen3 and Llama
+# (benchmarks/README.md)
+_MORE_MEMORY = 2.0
 _OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
 Shape = tuple[int, int]  # examples, tokens of each
@@ -48,7 +48,6 @@ class StepComparison:
 
     Attributes:
         shape: Examples of a batch, tokens of each; all are targets.
-        recompute: The policy of recomputation of both.
         choice: Our matmul path, and why.
         plan: Its planned memory; None where there is no plan.
         predicted: The prediction of `packs plan` before this run; None if there is none.
@@ -58,7 +57,6 @@ class StepComparison:
     """
 
     shape: Shape
-    recompute: str
     choice: MatmulPathChoice
     plan: MemoryPlan | None
     predicted: StepTime | None
@@ -97,12 +95,9 @@ class Contest:
     def lora(self) -> LoRAConfig:
         return LoRAConfig(rank=self.adapters.rank, alpha=SCALE * self.adapters.rank)
 
-    def train(self, shape: Shape, path: str, recompute: str) -> TrainConfig:
+    def train(self, shape: Shape, path: str) -> TrainConfig:
         return TrainConfig(
-            batch_size=shape[0],
-            max_seq_length=shape[1] + 1,
-            matmul_path=path,
-            recompute=recompute,
+            batch_size=shape[0], max_seq_length=shape[1] + 1, matmul_path=path, recompute="none"
         )
 
 
@@ -141,7 +136,7 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Step
         return comparison
 
     try:
-        entries = _entries(of, shape, path, comparison.recompute)
+        entries = _entries(of, shape, path)
         turns = _turns(entries, until, end)
         race(of.adapters, entries, turns, TOLERANCE[of.dtype])
     except LossesDiffer as error:
@@ -167,11 +162,10 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Step
 
 def _planned(of: Contest, shape: Shape) -> StepComparison:
     """Return the facts known before anything runs."""
-    recompute = "none"
     fault = ""
     try:
-        recompute, fault = _fitting_policy(of, shape)
-        train = of.train(shape, "auto", recompute)
+        fault = _too_large(of, shape)
+        train = of.train(shape, "auto")
         plans = plan_run(of.headers, of.lora, train, {(shape[1], math.prod(shape))}, force=True)
     except PackError:  # a family without a plan
         plans = {}
@@ -183,34 +177,31 @@ def _planned(of: Contest, shape: Shape) -> StepComparison:
         choice = choose_matmul_path(of.base.model, tokens, planned=frozenset(plans) or None)
 
     path = choice.matmul_path
-    predicted = predict(of.headers, of.lora, of.train(shape, path, recompute))
-    return StepComparison(shape, recompute, choice, plans.get(path), predicted, fault=fault)
+    predicted = predict(of.headers, of.lora, of.train(shape, path))
+    return StepComparison(shape, choice, plans.get(path), predicted, fault=fault)
 
 
-def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
-    """Return the policy of recomputation with which both should fit, and why none would."""
+def _too_large(of: Contest, shape: Shape) -> str:
+    """Return why a shape does not fit into memory; empty if both should."""
     memory = total_memory()
-    needed = 0.0
-    for policy, more in _MORE_MEMORY.items():
-        train = of.train(shape, "quantized" if of.headers.is_quantized else "dense", policy)
-        parts = estimate(of.headers, of.lora, train, {(shape[1], math.prod(shape))}).parts()
-        weights = parts.pop("base")
-        needed = weights + more * sum(parts.values())
-        if needed <= memory:
-            return policy, ""
-
-    return policy, f"mlx-lm would take about {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
+    train = of.train(shape, "quantized" if of.headers.is_quantized else "dense")
+    parts = estimate(of.headers, of.lora, train, {(shape[1], math.prod(shape))}).parts()
+    weights = parts.pop("base")
+    needed = weights + _MORE_MEMORY * sum(parts.values())
+    if needed <= memory:
+        return ""
+    return f"mlx-lm would take about {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
 
 
-def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry]:
+def _entries(of: Contest, shape: Shape, path: str) -> list[Entry]:
     """Return mlx-lm's side and ours; both use the same weights, since MLX copies no arrays."""
     rows = TokenRows.random(*shape, of.base.vocab_size, _SEED, offset=1)
 
     def fresh() -> Base:
         return replace(of.base, model=copy.deepcopy(of.base.model))
 
-    peer = MlxLmTrainer(fresh, of.adapters, recompute=recompute == "block")
-    ours = Ours(fresh, of.adapters, path, recompute)
+    peer = MlxLmTrainer(fresh, of.adapters)
+    ours = Ours(fresh, of.adapters, path)
     return [
         Entry("mlx-lm", peer, rows, rows.for_mlx_lm()),
         Entry("mlx_packs", ours, rows, rows.for_ours(), untimed=1, around=memory_limits),

@@ -1,7 +1,6 @@
 """Commands that show what packs and runs contain: inspect, list, diff, report and apply."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,8 +246,7 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
     listed = list_packs(top, hub_cache)
 
     if listed:
-        width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-        print_report({"packs": listed}, table(listed, width))
+        print_report({"packs": listed}, table(listed))
         return
 
     places = []

@@ -219,27 +219,18 @@ def _metric(result: dict) -> dict:
     return {}
 
 
-def table(entries: list[dict], width: int) -> list[str]:
-    """Lines have at most ``width`` columns (60 or more)."""
-    gap = "  " if width >= 80 else " "
+def table(entries: list[dict]) -> list[str]:
+    """Return entries of `list_packs` as lines below a heading; a damaged pack has its fault."""
     rows = [["pack", "base", "MB", "rank", "PPL", "created"], *map(_cells, entries)]
-
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    left = width - sum(widths[2:]) - 5 * len(gap)
-    base = min(widths[1], max(8, left - widths[0], left * 2 // 5))
-    widths[:2] = [min(widths[0], left - base), base]
 
     lines = []
-    for row, entry in zip(rows, [None, *entries], strict=True):
-        cells = [_cut(cell, column) for cell, column in zip(row, widths, strict=True)]
-        name = f"{cells[0]:<{widths[0]}}"
-        base_name = f"{cells[1]:<{widths[1]}}"
+    for (name, base, *numbers), entry in zip(rows, [None, *entries], strict=True):
         if entry is not None and entry["error"]:
-            lines.append(_cut(f"{name}{gap}damaged: {entry['error']}", width))
+            lines.append(f"{name:<{widths[0]}}  damaged: {entry['error']}")
             continue
-
-        numbers = [f"{cell:>{column}}" for cell, column in zip(cells[2:], widths[2:], strict=True)]
-        lines.append(gap.join([name, base_name, *numbers]).rstrip())
+        cells = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[2:], strict=True)]
+        lines.append("  ".join([f"{name:<{widths[0]}}", f"{base:<{widths[1]}}", *cells]))
     return lines
 
 
@@ -262,7 +253,3 @@ def _cells(entry: dict) -> list[str]:
     base = entry["base"].rsplit("/", 1)[-1]
     created = (entry["created"] or "-")[:10]
     return [entry["name"], base, f"{entry['pack_mb']:.1f}", rank, change, created]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(1, width - 1)] + "…"

@@ -217,13 +217,6 @@ def parse_manifest(text: str, where: str) -> dict:
             "mlx-packs.",
             "unsupported",
         )
-    if "for_merge" in manifest["adapters"]:
-        raise PackError(
-            f"{where}: the pack was trained with --for-merge, which was removed. Train it again "
-            "without.",
-            "unsupported",
-        )
-
     return manifest
 
 
@@ -290,11 +283,6 @@ def _check_head(manifest: dict) -> None:
 
 
 def _checked_outputs(classifier: dict) -> int:
-    if classifier.get("head") == "lm":
-        raise ValueError(
-            "classifier.head is 'lm', which scores the names of labels and is no longer supported: "
-            "train the classifier again"
-        )
     for key, values in _CLASSIFIERS.items():
         if classifier.get(key) not in values:
             raise ValueError(f"classifier.{key} must be one of {', '.join(values)}")

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from mlx_packs import chips, measurements, runtime
 from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.precision import ComputeDtype
-from mlx_packs.bench import race, record, run, steps
+from mlx_packs.bench import record, run, steps
 from mlx_packs.bench.run import BenchSettings, Conditions
 from mlx_packs.cli.main import packs
 from mlx_packs.display import QUIET, Display
@@ -275,32 +275,11 @@ def test_memory_that_is_not_enough_is_a_line_of_the_record(untimed, monkeypatch)
     assert compared.fault == "the memory of this machine was not enough"
 
 
-def test_blocks_are_recomputed_by_both_where_memory_is_short(shared_tiny, monkeypatch):
-    of, shape = steps.contest("tiny", shared_tiny, 2), (8, 256)
-
-    def need(policy: str, more: float) -> float:
-        train = of.train(shape, "quantized", policy)
-        parts = steps.estimate(of.headers, of.lora, train, {(256, 2048)}).parts()
-        return parts.pop("base") + more * sum(parts.values())
-
-    assert need("block", 4.0) < need("none", 2.0)
-    for memory, policy in ((need("none", 2.0), "none"), (need("block", 4.0), "block"), (1e6, None)):
-        monkeypatch.setattr(steps, "total_memory", lambda memory=memory: memory + 1)
-        chosen, fault = steps._fitting_policy(of, shape)
-        assert bool(fault) == (policy is None) and (fault or chosen == policy)
-    assert fault.startswith("mlx-lm would take about")
-
-
-def test_recomputed_blocks_of_mlx_lm_leave_ours_alone(small):
-    of = steps.contest("small", small, 2)
-    kind = type(small.model.layers[0])
-    call = kind.__call__
-    entries = steps._entries(of, (1, 4), "dense", "block")
-    race.race(of.adapters, entries, range(1), race.TOLERANCE[of.dtype])
-    assert kind.__call__ is call and len(entries[0].step_ms) == 1
-    peer_block = entries[0].implementation.model.layers[0]
-    assert type(peer_block) is not kind and type(peer_block).__call__ is not call
-    assert entries[1].implementation.attached.base.model.layers[0] is not small.model.layers[0]
+def test_a_shape_that_does_not_fit_both_is_not_timed(shared_tiny, monkeypatch):
+    of = steps.contest("tiny", shared_tiny, 2)
+    assert steps._too_large(of, (8, 256)) == ""
+    monkeypatch.setattr(steps, "total_memory", lambda: 1e6)
+    assert steps._too_large(of, (8, 256)).startswith("mlx-lm would take about")
 
 
 def test_a_disturbed_machine_is_noted_and_calibrates_nothing(faked):
@@ -397,7 +376,7 @@ def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(faked, monkeypatch)
 def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     monkeypatch.setattr(step, "runs_ahead", lambda: ahead)
     of = steps.contest("small", small, 2)
-    single, several = (steps._entries(of, (1, 4), "dense", "none")[1] for _ in range(2))
+    single, several = (steps._entries(of, (1, 4), "dense")[1] for _ in range(2))
     losses = [single.implementation.step(single.batch)[1] for _ in range(4)]
     times = several.implementation.steps(several.batch, 3)
     assert len(times) == (1 if ahead else 3) and all(ms > 0 for ms in times)

@@ -188,12 +188,6 @@ def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
         Pack.open("p")
 
 
-def test_a_pack_that_was_trained_for_a_merge_says_what_to_do(pack):
-    edit_manifest(pack, _set("adapters.for_merge", "affine4"))
-    with raises("unsupported", None, "--for-merge", "Train it again"):
-        Pack.open(pack)
-
-
 def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
     pack = Pack.open(full_pack)
     pack.load_tensors()
