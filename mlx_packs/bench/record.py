@@ -23,7 +23,7 @@ from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED
 from ..display import hanging
 from ..terminal import short
 from .implementations import LEARNING_RATE
-from .run import BenchResult, unknown
+from .run import BenchResult
 from .steps import MIN_ROUNDS, Contest, Side, StepComparison
 
 FORMAT = "mlx_packs bench 1"
@@ -56,7 +56,6 @@ def to_record(result: BenchResult) -> dict:
         "conditions": {
             "before": asdict(result.before),
             "after": asdict(result.after),
-            "unknown": unknown(result.before),
             "disturbances": result.disturbances,
         },
         "settings": {
@@ -87,9 +86,6 @@ def notes(result: BenchResult) -> list[str]:
     notes = [f"The machine {what}: it can do more." for what in result.disturbances]
     if result.after.thermal not in (None, "nominal", result.before.thermal):
         notes.append(f"At the end the thermal pressure was {result.after.thermal}.")
-    if missing := unknown(result.before):
-        notes.append(f"Not known on this system: {', '.join(missing)}.")
-
     if runtime.on_cpu():
         notes.append(
             "This is a CPU: both sides multiply by the BLAS that mlx_packs binds, and neither is "

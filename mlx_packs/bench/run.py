@@ -240,13 +240,3 @@ def disturbances(conditions: Conditions) -> list[str]:
     if on_cpu() and (conditions.load or 0) >= BUSY_CPU:
         causes.append(f"is busy with other programs ({conditions.load:.1f} per core)")
     return causes
-
-
-def unknown(conditions: Conditions) -> list[str]:
-    names = {
-        "power": "power",
-        "low_power_mode": "low power mode",
-        "thermal": "heat",
-        "gpu_utilization": "use of the GPU",
-    }
-    return [words for name, words in names.items() if getattr(conditions, name) is None]

@@ -71,12 +71,14 @@ class PerplexityScore(Score):
 class ExampleScores:
     """Sum of the NLL [R] of each example, its targets [R], and how many of them ranked first [R].
 
-    Examples are in the order of the data, whatever batches they were scored in.
+    Examples are in the order of the data, whatever batches they were scored in. ``more`` [R] are
+    sums of what a task's scorer adds.
     """
 
     nll: np.ndarray
     targets: np.ndarray
     hits: np.ndarray
+    more: np.ndarray | None = None
 
     @property
     def score(self) -> PerplexityScore:
@@ -194,8 +196,6 @@ class Scorer:
         traces: number of traces that MLX has compiled.
     """
 
-    kind: Callable[..., ExampleScores] = ExampleScores
-
     def __init__(
         self,
         model: nn.Module,
@@ -215,7 +215,7 @@ class Scorer:
     def values(
         self, head: Head | None, inputs: Inputs, layout: Layout
     ) -> tuple[mx.array | None, ...]:
-        """Return NLL [M] and hit [M] of every target, and what else ``kind`` has a sum of."""
+        """Return NLL [M] and hit [M] of every target, and what else is summed."""
         return target_loss(self.model, head, inputs, layout, LossOptions(gradient=False))
 
     def batch_values(self, batch: Batch) -> Sequence[mx.array | None]:
@@ -239,7 +239,7 @@ class Scorer:
         parts = over_batches(self.model, batches, scored, advance)
         order = [example for batch in batches for example in batch.examples]
         by_example = np.argsort(order, kind="stable")
-        return self.kind(*(part[by_example] for part in parts))
+        return ExampleScores(*(part[by_example] for part in parts))
 
     def score(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None

@@ -1,11 +1,9 @@
 """Held-out perplexity of a student, and its divergence from a teacher with a cache."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.nn as nn
-import numpy as np
 
 from ..data.dataset import Batch, Layout
 from ..objectives.causal_lm import Head
@@ -13,7 +11,7 @@ from ..objectives.distillation import Distillation, target_losses
 from ..objectives.objective import Inputs
 from ..runtime import mx
 from .perplexity import VALIDATED as OF_PERPLEXITY
-from .perplexity import ExampleScores, PerplexityScore, Scorer
+from .perplexity import PerplexityScore, Scorer
 
 VALIDATED = (*OF_PERPLEXITY, "valid_teacher_loss")
 
@@ -44,20 +42,6 @@ class StudentScore(PerplexityScore):
         return {**super().reported, "teacher_loss": self.divergence}
 
 
-@dataclass(frozen=True)
-class StudentScores(ExampleScores):
-    """Sums of examples; ``divergence`` [R] is that from the teacher."""
-
-    divergence: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    ce_weight: float = 0.0
-
-    @property
-    def score(self) -> PerplexityScore:
-        score = super().score
-        divergence = float(self.divergence.sum()) / score.targets
-        return StudentScore(**vars(score), divergence=divergence, ce_weight=self.ce_weight)
-
-
 class StudentScorer(Scorer):
     """Scores batches with the arrays of a `TeacherCache`, which ``prepare`` may add."""
 
@@ -70,10 +54,19 @@ class StudentScorer(Scorer):
     ) -> None:
         super().__init__(model, head, prepare)
         self.distillation = distillation
-        self.kind = partial(StudentScores, ce_weight=distillation.ce_weight)
 
     def values(
         self, head: Head | None, inputs: Inputs, layout: Layout
     ) -> tuple[mx.array | None, ...]:
         losses = target_losses(self.model, head, inputs, layout, self.distillation, gradient=False)
         return losses.nll, losses.hits, losses.divergence
+
+    def score(
+        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
+    ) -> StudentScore:
+        examples = self.examples(batches, advance)
+        score = examples.score
+        divergence = float(examples.more.sum()) / score.targets
+        return StudentScore(
+            **vars(score), divergence=divergence, ce_weight=self.distillation.ce_weight
+        )

@@ -11,7 +11,7 @@ from ..bases.files import TINY, quantization_name
 from ..bases.fingerprint import short_fingerprint
 from ..bases.readers import is_local_model, names_file
 from ..config.choices import METRICS, Number, package_of
-from ..display import size
+from ..display import clock, size
 from ..gates import gates_text
 from ..report.facts import (
     MetricChange,
@@ -395,7 +395,7 @@ def figures_of(changes: Sequence[MetricChange], measured: Mapping) -> list[tuple
             figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
 
     if (seconds := number(measured.get("train_s"))) is not None:
-        figures.append(("Training time", _duration(seconds)))
+        figures.append(("Training time", clock(seconds)))
 
     for unit in ("tokens", "pairs"):
         if (rate := number(measured.get(f"{unit}_per_s"))) is not None:
@@ -416,11 +416,3 @@ def memory_of(measured: Mapping) -> list[tuple[str, float]]:
 def _mapping(values: Mapping, key: str) -> Mapping:
     part = values.get(key)
     return part if isinstance(part, Mapping) else {}
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -192,7 +192,7 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
 
     facts = manifest_facts(Pack.open(pack.path).manifest, "p")
     assert facts.changes == [MetricChange(NUMBERS["ppl"], 10.0, 5.0, 1.0, 0.5)]
-    assert dict(facts.figures)["Training time"] == "1 min 15 s"
+    assert dict(facts.figures)["Training time"] == "1:15"
     assert facts.memory_gb == [("planned", 2.0), ("measured (MLX)", 1.5)]
     assert facts.curve == {"loss": [(1.0, 3.0), (2.0, 2.5)]}
 
