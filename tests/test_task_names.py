@@ -65,7 +65,7 @@ OTHER_MEANINGS = {
     "reward": modules(
         "objectives/grpo objectives/score report/facts tasks/grpo training/observers/__init__"
     ),
-    "lm": modules("memory/decoder packs/manifest tasks/rerank"),  # a value of --head
+    "lm": modules("memory/decoder tasks/rerank"),  # a value of --head
 }
 
 
