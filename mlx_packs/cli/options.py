@@ -16,6 +16,7 @@ from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
 from ..config.tasks import tasks_of
+from ..config.values import bytes_of
 from ..errors import PackError
 from .output import JSON
 
@@ -316,6 +317,13 @@ def writable_file(file: str | None, flag: str) -> Path | None:
         what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise PackError(f"{flag} {file}: {what}.", "unwritable")
     return path
+
+
+def size_of(flag: str, text: str) -> int:
+    """Return the bytes of a size; a number alone is of GB."""
+    if not (count := bytes_of(text, "GB")):
+        raise PackError(f"{flag} {text}: must be a size such as 24 or 24GB.")
+    return count
 
 
 def text_pack(texts: Iterable[str]) -> "Pack | None":

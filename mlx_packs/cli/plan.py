@@ -11,7 +11,6 @@ import click
 
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
-from ..config.values import bytes_of
 from ..display import hanging, size
 from ..errors import PackError
 from . import options
@@ -55,11 +54,11 @@ def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[
     if memory is not None and budget is not None:
         raise PackError("--budget: cannot be combined with --memory. Pass one of them.", "conflict")
     if budget is not None:
-        return _size("--budget", budget), []
+        return options.size_of("--budget", budget), []
     if memory is None:
         return total_memory(), []
 
-    total = _size("--memory", memory)
+    total = options.size_of("--memory", memory)
     with assumed_device(device):
         if on_cpu():
             return total, []
@@ -69,13 +68,6 @@ def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[
     usable = metal_share(sold)
     note = f"what Metal recommends to use of a Mac with {memory.strip()}"
     return usable, [f"memory  {size(usable)}: {note}"]
-
-
-def _size(flag: str, text: str) -> int:
-    """Return the bytes of a size; a number alone is of GB."""
-    if not (count := bytes_of(text, "GB")):
-        raise PackError(f"{flag} {text}: must be a size such as 24 or 24GB.")
-    return count
 
 
 _memory = partial(option, section="Memory and speed")

@@ -3,8 +3,7 @@
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
     from ..serving.http import ServerSettings
     from ..serving.request import Limits
-    from ..serving.train.service import TrainingService
-    from ..serving.worker import Worker
 
 _OF_TEXT = ("matmul_path", "kv_memory", "prefill_chunk", "max_tokens", "template_kwargs")
 _OF_TEXT += ("max_pixels", "allow_urls", "train", "learn")
@@ -193,9 +190,10 @@ def serve(
             "no_key",
         )
 
-    listening = _listen(host, port)
-
-    with listening, _states_locked(settings["train"]):
+    with ExitStack() as stack:
+        listening = stack.enter_context(_listen(host, port))
+        if settings["train"] is not None:
+            stack.enter_context(_locked("train", settings["train"], "server"))
         named = _named(packs)
         if settings["learn"] is not None:
             model, named = _as_learned(settings["learn"], model, named)
@@ -270,26 +268,14 @@ def _check_training(states: str, api_key: str | None) -> None:
         )
 
 
-@contextmanager
-def _states_locked(states: str | None) -> Iterator[None]:
-    """Let no other server save models in a folder, which is made if it is missing."""
+def _locked(setting: str, folder: str, file: str) -> AbstractContextManager[None]:
+    """Let no other server write into a folder, which is made if it is missing."""
     from ..files import exclusive_writer, make_folder
 
-    if states is None:
-        yield
-        return
-
-    folder = Path(states).expanduser()
-    is_new = not folder.exists()
-    make_folder(folder)
-    busy = f"--train {states}: another server saves models there. End it, or name another folder."
-    try:
-        with exclusive_writer(folder / "server", busy):
-            yield
-    finally:
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+    path = Path(folder).expanduser()
+    make_folder(path)
+    busy = "another server writes there. End it, or name another folder."
+    return exclusive_writer(path / file, f"{flag_of(setting)} {folder}: {busy}")
 
 
 def _check_installed() -> None:
@@ -373,6 +359,7 @@ def _run(
     listening: socket.socket,
     given: dict,
 ) -> None:
+    from ..learning.rows import FILES
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
@@ -380,6 +367,7 @@ def _run(
     from ..serving.generation import TextWorker
     from ..serving.library import Library
     from ..serving.running import run
+    from ..serving.train.service import TrainingService
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
@@ -418,7 +406,8 @@ def _run(
             library.scan()
         learning = None
         if given["learn"] is not None:
-            opened = stack.enter_context(_opened(given["learn"], base, packs))
+            opened = _opened(given["learn"], base, packs)
+            stack.enter_context(_locked("learn", given["learn"], next(iter(FILES.values()))))
             learning = Learning(opened, library)
             learning.serve_current()
         _announce(worker.registry.names, listening, settings)
@@ -427,39 +416,22 @@ def _run(
                 f"learning  {learning.folder.name}, version {learning.version} · answers that "
                 f"somebody rates are kept in {given['learn']} (README.txt says what)"
             )
-        training = _training(worker, given["train"], settings)
+        training = None
+        if given["train"] is not None and task == _TEXT:
+            echo(f"training  by the Tinker SDK at the same address · saved in {given['train']}")
+            states = Path(given["train"]).expanduser()
+            training = TrainingService(worker, states, settings)
 
         app = make_app(Server(worker, library, settings, training, learning))
         run(app, worker, training, given["grace"], listening)
 
 
-@contextmanager
-def _opened(folder: str, base: "Base", packs: "dict[str, Pack]") -> "Iterator[LearningFolder]":
-    """Yield the folder of rated answers of the first pack, or of the base, for this server only."""
-    from ..files import exclusive_writer
+def _opened(folder: str, base: "Base", packs: "dict[str, Pack]") -> "LearningFolder":
+    """Return the folder of rated answers of the first pack, or else of the base."""
     from ..learning.folder import LearningFolder
-    from ..learning.rows import FILES
 
-    path = Path(folder).expanduser()
     name, pack = next(iter(packs.items()), (_LEARNED, None))
-    opened = LearningFolder.begin(path, name, base, pack)
-    busy = f"--learn {folder}: another server keeps answers there. End it, or name another folder."
-    with exclusive_writer(path / next(iter(FILES.values())), busy):
-        yield opened
-
-
-def _training(
-    worker: "Worker", states: str | None, settings: "ServerSettings"
-) -> "TrainingService | None":
-    """Return what answers clients that train, which save below ``states``."""
-    from ..serving.generation import TextWorker
-    from ..serving.train.service import TrainingService
-
-    if states is None or not isinstance(worker, TextWorker):
-        return None
-
-    echo(f"training  by the Tinker SDK at the same address · saved in {states}")
-    return TrainingService(worker, Path(states).expanduser(), settings)
+    return LearningFolder.begin(Path(folder).expanduser(), name, base, pack)
 
 
 def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:
@@ -484,15 +456,12 @@ class _Log(logging.Handler):
 
 def _limits(base: "Base", given: dict) -> "Limits":
     from ..bases.files import context_of
-    from ..config.values import bytes_of
     from ..runtime import mx, total_memory
     from ..serving.request import Limits
 
     kv_bytes = max(0, total_memory() - mx.get_active_memory()) // 2
     if size := given["kv_memory"]:
-        kv_bytes = bytes_of(size, "GB") or 0
-        if kv_bytes <= 0:
-            raise PackError(f"--kv-memory: '{size}' must be a size, such as 4GB.")
+        kv_bytes = options.size_of("--kv-memory", size)
 
     return Limits(
         batch_size=given["batch_size"],

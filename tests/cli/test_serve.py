@@ -201,8 +201,9 @@ def test_answers_are_kept_by_one_server_of_a_pack_that_gives_texts(
     assert not (folder / "d").exists()
 
     own = str(tmp_path / "d")
-    with serve._opened(own, shared_tiny, {}):
-        with raises("busy", None, "another server"), serve._opened(own, shared_tiny, {}):
+    serve._opened(own, shared_tiny, {})
+    with serve._locked("learn", own, "kto.jsonl"):
+        with raises("busy", "learn", "another server"), serve._locked("learn", own, "kto.jsonl"):
             pass
 
 
@@ -211,10 +212,9 @@ def test_one_server_saves_models_in_a_folder(inside, rejected, nothing_is_loaded
     states = tmp_path / "states"
     args = ("serve", "--port", 0, "--model", "nowhere", "--train", states)
     check(rejected(*args), "not-found")
-    assert not states.exists()
     code = (
-        "import sys, time; from mlx_packs.cli.serve import _states_locked\n"
-        "with _states_locked(sys.argv[1]): print('locked', flush=True); time.sleep(600)"
+        "import sys, time; from mlx_packs.cli.serve import _locked\n"
+        "with _locked('train', sys.argv[1], 'server'): print('locked', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(states)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
