@@ -26,11 +26,15 @@ _SAME = {
     "sequence_length": ("max_seq_length",),
 }
 _WORDS = {
-    **{int: "an integer", float: "a number", bool: "True or False", str: "text", Path: "a path"},
-    **{Mapping: "a mapping", Sequence: "a list", Iterable: "a list", Callable: "a function"},
+    **{"int": "an integer", "float": "a number", "bool": "True or False", "str": "text"},
+    **{"Path": "a path", "Mapping": "a mapping", "Callable": "a function", "NoneType": ""},
+    **{"Sequence": "a list", "Iterable": "a list"},
 }
-# What they have a text for.
-_OWNERS = {"Pack": ("a pack", "its folder"), "Base": ("a base model", "its name")}
+# By class, which is named first: what a text is beside it.
+_OWNERS = {
+    "Pack": {"Pack": "a pack", "str": "its folder", "Path": "its folder"},
+    "Base": {"Base": "a base model", "str": "its name", "Path": "its name"},
+}
 _ITEMS = {int: " of integers", str: " of texts", tuple: " of pairs"}  # of lists
 
 
@@ -88,23 +92,18 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
 
 def _in_words(kinds: Sequence) -> list[str]:
     """Return what an argument may be: first an object, whose name or folder a text is."""
-    words = {}  # in order
-    names = [getattr(get_origin(each) or each, "__name__", str(each)) for each in kinds]
-    owner = next((name for name in names if name in _OWNERS), None)
-    if owner is not None:
-        words = dict.fromkeys(_OWNERS[owner])
+    by_name = {getattr(get_origin(kind) or kind, "__name__", str(kind)): kind for kind in kinds}
+    words = dict(_WORDS)
+    for name in by_name:
+        words |= _OWNERS.get(name, {})
+        if name.endswith("Config"):
+            words["Mapping"] = "a mapping of its settings"
 
-    for each, name in zip(kinds, names, strict=True):
-        is_named = owner is not None and name in (owner, "str", "Path")
-        if name == "NoneType" or is_named:
-            continue
-        if name == "Mapping" and any(other.endswith("Config") for other in names):
-            words["a mapping of its settings"] = None
-            continue
-        word = _WORDS.get(get_origin(each) or each, f"a {name}")
-        words[word + _ITEMS.get(_item_of(each), "")] = None
-
-    return list(words)
+    names = sorted(by_name, key=lambda name: name not in _OWNERS)
+    texts = [
+        words.get(name, f"a {name}") + _ITEMS.get(_item_of(by_name[name]), "") for name in names
+    ]
+    return [text for text in dict.fromkeys(texts) if text]
 
 
 def _fits(value: Any, kind: Any) -> bool:
