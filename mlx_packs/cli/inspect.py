@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config.choices import ARCHITECTURES
-from ..display import Display, size
+from ..display import Display
 from ..errors import PackError, flag_of
 from ..gates import evaluate_gates, failures, gate_limits
 from . import options
@@ -60,18 +60,9 @@ def inspect(
     if on is None and (dry_run or max_pack_mb is not None):
         flag = "dry_run" if dry_run else "max_pack_mb"
         raise PackError(f"{flag_of(flag)}: needs --on MODEL.", "conflict", flag)
-    is_record = (pack / RECORD).is_file()
-    is_model = is_record or is_base(pack)
-    if is_model and on is not None:
-        raise PackError(f"--on: {pack} is a base model itself. Name a pack.", "conflict", "on")
-    if is_record:
-        from ..bases.writer import verify
-
-        record = verify(pack, Display())
-        print_report(record, _checkpoint_lines(pack, record))
-        return
-
-    if is_model:
+    if (pack / RECORD).is_file() or is_base(pack):
+        if on is not None:
+            raise PackError(f"--on: {pack} is a base model itself. Name a pack.", "conflict", "on")
         print_report(*describe_base(pack))
         return
 
@@ -104,11 +95,9 @@ def is_base(name: Path) -> bool:
 
 
 def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the facts of a base model and the lines that show them. No weights are read.
-
-    Raises: PackError, if it is no base model that can be read.
-    """
+    """Return the facts of a base model, what `packs quantize` recorded too, and their lines."""
     from ..bases.families import has_vision_tower
+    from ..bases.files import RECORD
     from ..bases.fingerprint import short_fingerprint
     from ..bases.loading import lazy_base
 
@@ -132,6 +121,17 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
         lines.append(_text_line(facts))
     if facts["takes_images"]:
         lines.append(_TAKES_IMAGES)
+    if (name / RECORD).is_file():
+        from ..bases.writer import verify
+
+        record = verify(name, Display())
+        facts |= record
+        lines += [
+            bits_line(record),
+            f"source  fingerprint {short_fingerprint(record['source'])} · "
+            f"mlx {record['versions'].get('mlx')}",
+            *_file_lines(record["files"]),
+        ]
     return facts, lines
 
 
@@ -155,27 +155,6 @@ def _text_line(facts: dict[str, Any]) -> str:
     if facts["answer_end"]:
         parts.append(f"an answer ends with {facts['answer_end']}")
     return "text    " + " · ".join(parts)
-
-
-def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
-    from ..bases.families import has_vision_tower
-    from ..bases.files import CONFIG, quantization_name, read_config
-    from ..bases.fingerprint import short_fingerprint
-
-    images = []
-    if has_vision_tower(read_config(folder / CONFIG)):
-        images.append(_TAKES_IMAGES)
-
-    total = sum(facts["bytes"] for facts in record["files"].values())
-    kind = quantization_name(record["quantization"])
-    return [
-        f"base    {folder} ({size(total)}) · {kind} · format {record['format']}",
-        bits_line(record),
-        f"source  fingerprint {short_fingerprint(record['source'])} · "
-        f"mlx {record['versions'].get('mlx')}",
-        *images,
-        *_file_lines(record["files"]),
-    ]
 
 
 def bits_line(report: dict) -> str:

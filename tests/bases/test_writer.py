@@ -188,9 +188,9 @@ def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
     code, shown, _ = run("inspect", out)
     shards = sorted(out.glob("model*.safetensors"))
     assert code == 0 and shown.count(" ok\n") == len(shards)
-    assert shown.startswith(f"base    {out} (") and "nf4 4-bit g64 double-quantized" in shown
+    assert shown.startswith("base    ") and "nf4 4-bit g64 double-quantized" in shown
     code, shown, _ = run("inspect", out, "--json")
-    assert json.loads(shown) == json.loads((out / base_files.RECORD).read_text())
+    assert json.loads(shown).items() >= json.loads((out / base_files.RECORD).read_text()).items()
     flip_bit(shards[1], 8 * shards[1].stat().st_size - 1)
     load_base(out)  # reads no hash
     code, shown, err = run("inspect", out)
