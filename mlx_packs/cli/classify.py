@@ -72,7 +72,7 @@ def classify(
     "labels" if several may apply, and "score" for a regression. A table gets the columns
     "predicted_label" (or "predicted_labels", "predicted_score") and "probability".
     """
-    from ..packs.base import load_base_for, scoring
+    from ..packs.base import scoring
     from ..packs.compatibility import checked_scorer
     from ..packs.scored import classifier_of
 
@@ -82,7 +82,7 @@ def classify(
 
     pack = checked_scorer(options.one_pack(names), "classify")
     target = _output(out, data)
-    base = load_base_for(pack, options.base_of(model, pack), given["trust_remote_code"])
+    base = options.load_base(model, pack, given["trust_remote_code"])
     base.check_architecture("classify", "decoder")
 
     labelled = []

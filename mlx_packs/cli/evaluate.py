@@ -63,7 +63,6 @@ def evaluate(
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
-    from ..packs.base import load_base_for
 
     texts = list(packs)
     if pack:
@@ -79,7 +78,7 @@ def evaluate(
     columns = {name: value for name, value in columns.items() if value or value == 0}
 
     report = evaluate(
-        load_base_for(opened, options.base_of(model, opened), trust_remote_code, offload_base),
+        options.load_base(model, opened, trust_remote_code, offload_base),
         opened,
         data,
         columns=columns_of(opened, data, **columns),
@@ -135,12 +134,9 @@ def eval_tasks(
     Several packs are evaluated as one: the sum of their deltas, each times its WEIGHT.
     """
     from ..evaluation.lm_eval import evaluate_tasks
-    from ..packs.base import load_base_for
 
     pack = options.text_pack(packs)
-    model = options.base_of(model, pack)
-    with Display().working("base", f"loading {model}"):
-        base = load_base_for(pack, model, trust_remote_code)
+    base = options.load_base(model, pack, trust_remote_code)
     report = evaluate_tasks(base, pack, options.names(tasks), **settings)
     print_report(report, _task_lines(report))
 
@@ -203,17 +199,13 @@ def eval_batch(
     """
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
     from ..files import atomic_write
-    from ..packs.base import load_base_for
 
     csv_path = options.writable_file(csv_file, "--csv")
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
     first = chosen[0] if chosen else None
-    model = options.base_of(model, first)
-
+    base = options.load_base(model, first, trust_remote_code)
     display = Display()
-    with display.working("base", f"loading {model}"):
-        base = load_base_for(first, model, trust_remote_code)
     display.line("base", base.summary())
 
     compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, progress=display, **settings)

@@ -60,7 +60,7 @@ def generate(
     from ..config.sampling import Sampling
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..memory.matmul_path import generation_path
-    from ..packs.base import activated, load_base_for
+    from ..packs.base import activated
 
     offload_base = sampling.pop("offload_base")
     settings = Sampling.from_mapping({k: v for k, v in sampling.items() if v is not None})
@@ -82,11 +82,7 @@ def generate(
             "raw",
         )
 
-    pack = options.text_pack(packs)
-    model = options.base_of(model, pack)
-    base = load_base_for(pack, model, trust_remote_code, offload_base)
-    _show_offload(base)
-    base.check_architecture("generate", "decoder")
+    pack, base = _opened("generate", model, packs, trust_remote_code, offload_base)
 
     messages = _messages(system, prompt, images)
     pieces = []
@@ -101,15 +97,21 @@ def generate(
         "prompt": prompt,
         "text": "".join(pieces),
         "pack": " + ".join(packs) or None,
-        "model": model,
+        "model": options.base_of(model, pack),
     }
     print_report(report, [""])
 
 
-def _show_offload(base: "Base") -> None:
-    """Show the seconds per token of a base whose blocks are on disk."""
+def _opened(
+    command: str, model: str | None, packs: tuple[str, ...], *options_of_base
+) -> "tuple[Pack | None, Base]":
+    """Return the pack and its base; the seconds per token are shown if blocks are on disk."""
+    pack = options.text_pack(packs)
+    base = options.load_base(model, pack, *options_of_base)
+    base.check_architecture(command, "decoder")
     if (blocks := base.blocks_on_disk) is not None:
         echo(f"offload {blocks.token_line()}", err=True)
+    return pack, base
 
 
 def _messages(system: str, prompt: str, images: tuple[str, ...]) -> list[dict]:
@@ -168,16 +170,11 @@ def chat(
     from ..config.sampling import Sampling
     from ..inference.chat import ChatSession
     from ..inference.generate import chat_prompt
-    from ..packs.base import load_base_for
 
     overrides = {name: value for name, value in settings.items() if value is not None}
     sampling = Sampling.from_mapping({"max_tokens": 512, **overrides})
 
-    pack = options.text_pack(packs)
-    model = options.base_of(model, pack)
-    base = load_base_for(pack, model, trust_remote_code, offload_base)
-    _show_offload(base)
-    base.check_architecture("chat", "decoder")
+    pack, base = _opened("chat", model, packs, trust_remote_code, offload_base)
     model_in_use = _ModelInUse(base)
     model_in_use.switch_to(pack)
     # without a template for conversations it fails now, not at the second question

@@ -22,8 +22,7 @@ from click.shell_completion import get_completion_class
 from .. import signals
 from ..config.choices import TASKS
 from ..config.fields import flags_of
-from ..config.other_names import COMMANDS as COMMAND_NAMES
-from ..config.other_names import OTHER_VALUES, ours_for, removal
+from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal
 from ..distributed.link import launched
 from ..errors import CRASHED, Interrupted, PackError, any_of, did_you_mean, flag_of
 from ..terminal import echo, guard, guarded
@@ -72,32 +71,6 @@ HIDDEN = {
     "completion": "main:completion",
 }
 
-# Commands of other tools, and what to type for them.
-OTHER_COMMANDS = {
-    "benchmark": "bench",
-    "convert": "quantize",
-    "download": "pull",
-    "evaluate": "eval",
-    "fine-tune": "train",
-    "finetune": "train",
-    "fuse": "merge",
-    "info": "inspect",
-    "lora": "train",
-    "ls": "list",
-    "run": "chat",
-    "server": "serve",
-    "sft": "train",
-    "show": "inspect",
-    "test": "eval",
-    "tune": "train",
-    "upload": "push",
-    **{
-        name: f"train --task {name}"
-        for name in TASKS
-        if not any(name in section for section in COMMANDS.values())
-    },
-}
-
 # Commands that were removed: a sentence that says what to use now.
 REMOVED_COMMANDS: Mapping[str, str] = {
     "bench-serve": "Use python -m benchmarks serve --url URL in a clone of the repository.",
@@ -142,7 +115,9 @@ class Commands(click.Group):
                 raise PackError(
                     f"{name}: this command was removed. {sentence}", "unknown", "command"
                 )
-            ours = OTHER_COMMANDS.get(name.replace("_", "-"))
+            ours = OTHER_COMMANDS.get(name.replace("-", "_"))
+            if name in TASKS:
+                ours = f"train --task {name}"
             hint = f"Use packs {ours}." if ours else did_you_mean(name, self.list_commands(ctx))
             raise PackError(f"no such command '{name}'. {hint}", "unknown", flag="command")
         return super().resolve_command(ctx, args)
@@ -232,7 +207,8 @@ def _option_hint(error: click.NoSuchOption) -> str:
     if ours in arguments:
         return "Pass it without a flag."
 
-    if step := COMMAND_NAMES.get(name):
+    step = OTHER_COMMANDS.get(name)
+    if step and step != error.ctx.info_name:
         return f"Use packs {step}."
     if "--config" in flags and ours in SETTINGS:
         flag = flags_of(SETTINGS[ours])[0]

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -17,12 +17,14 @@ from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
 from ..config.tasks import tasks_of
 from ..config.values import bytes_of
+from ..display import Display
 from ..errors import PackError
 from .output import JSON
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
+    from ..packs.base import Base
     from ..packs.pack import Pack
 
 
@@ -341,6 +343,15 @@ def base_of(model: str | None, pack: "Pack | None") -> str:
     from ..packs.compatibility import find_base
 
     return model or find_base(pack)
+
+
+def load_base(model: str | None, pack: "Pack | None", *options: Any) -> "Base":
+    """Load the base that was named, or else that of the pack; ``options`` of `load_base_for`."""
+    from ..packs.base import load_base_for
+
+    name = base_of(model, pack)
+    with Display().working("base", f"loading {name}"):
+        return load_base_for(pack, name, *options)
 
 
 def names(text: str | None) -> tuple[str, ...]:

@@ -338,7 +338,6 @@ def _load(
     model: str | None, packs: "list[Pack]", folder: Path | None, trust_remote_code: bool
 ) -> "Base":
     """Load the base that was named, or else that of the first pack."""
-    from ..packs.base import load_base_for
     from ..packs.folder import list_packs
     from ..packs.pack import Pack
 
@@ -349,7 +348,7 @@ def _load(
             raise PackError(f"--packs {folder}: has no pack yet, so name its base: --model MODEL.")
 
     first = packs[0] if packs else None
-    return load_base_for(first, options.base_of(model, first), trust_remote_code)
+    return options.load_base(model, first, trust_remote_code)
 
 
 def _run(

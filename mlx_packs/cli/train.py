@@ -6,8 +6,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -176,11 +176,8 @@ def train(
         _train_seeds(request)
         return
 
-    try:
+    with continuing("out" in recipe.run):
         result = train_request(request)
-    except RunStopped as stopped:
-        stopped.continue_with(resume_command("out" in recipe.run, stopped.pack))
-        raise
     if not group().is_first:  # which prints
         return
 
@@ -196,11 +193,8 @@ def _train_seeds(request: "Request") -> None:
     """Train the packs of several seeds, and print what became of them."""
     from ..training.seeds import report_lines, train_with_seeds
 
-    try:
+    with continuing(names_pack=True):
         result = train_with_seeds(request)
-    except RunStopped as stopped:
-        stopped.continue_with(resume_command(True, stopped.pack))
-        raise
 
     lines = report_lines(result)
     if request.display.level == QUIET:
@@ -222,13 +216,18 @@ def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
     raise click.exceptions.Exit(launch(hosts, ["train", *arguments]))
 
 
-def resume_command(names_pack: bool, pack: Path) -> str:
-    """Return the shell command that continues this run, with ``--out`` unless ``names_pack``."""
-    command = click.get_current_context().command_path.split()
-    command += options.arguments_without(_OF_A_FRESH_RUN)
-    if not names_pack:
-        command += ["--out", str(pack)]
-    return shlex.join([*command, "--resume"])
+@contextmanager
+def continuing(names_pack: bool) -> Iterator[None]:
+    """Name the command that continues a run that stops, with ``--out`` unless ``names_pack``."""
+    try:
+        yield
+    except RunStopped as stopped:
+        command = click.get_current_context().command_path.split()
+        command += options.arguments_without(_OF_A_FRESH_RUN)
+        if not names_pack:
+            command += ["--out", str(stopped.pack)]
+        stopped.continue_with(shlex.join([*command, "--resume"]))
+        raise
 
 
 def launch(file: Path, arguments: Sequence[str]) -> int:
@@ -285,16 +284,14 @@ def _read_hosts(file: Path) -> list[str]:
 
 
 def _check_reachable(hosts: Sequence[str]) -> None:
-    remote = [host for host in dict.fromkeys(hosts) if host not in _LOCAL]
-    with ThreadPoolExecutor(max(len(remote), 1)) as pool:
-        for host, why in zip(remote, pool.map(_fault_of, remote), strict=True):
-            if why:
-                raise PackError(
-                    f"--hosts: {host} cannot be reached by ssh without a password ({why}). Try "
-                    f"`ssh {host} true`.",
-                    "network",
-                    "hosts",
-                )
+    for host in dict.fromkeys(hosts):
+        if host not in _LOCAL and (why := _fault_of(host)):
+            raise PackError(
+                f"--hosts: {host} cannot be reached by ssh without a password ({why}). Try "
+                f"`ssh {host} true`.",
+                "network",
+                "hosts",
+            )
 
 
 def _fault_of(host: str) -> str:

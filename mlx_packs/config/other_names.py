@@ -122,11 +122,20 @@ _ARGUMENTS = {
     "temperature": "do_sample temp",
     "train": "args config train_config training_args",
 }
-# By command of ours: options of other tools for what it does.
+# By command of ours: commands of other tools, and options for what it does.
 _COMMANDS = {
+    "bench": "benchmark",
+    "chat": "run",
+    "eval": "evaluate test",
     "export": "export_gguf",
-    "merge": "merge",
-    "push": "hub_model_id push_to_hub upload_repo",
+    "inspect": "info show",
+    "list": "ls",
+    "merge": "fuse merge",
+    "pull": "download",
+    "push": "hub_model_id push_to_hub upload upload_repo",
+    "quantize": "convert",
+    "serve": "server",
+    "train": "fine_tune finetune lora sft tune",
 }
 # By setting and value of ours: values elsewhere.
 DTYPES = {"bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 float"}
@@ -154,7 +163,7 @@ def _by_theirs(table: Mapping[str, str]) -> dict[str, str]:
 
 OTHER_NAMES = _by_theirs(_ELSEWHERE)
 ARGUMENT_NAMES = _by_theirs(_ARGUMENTS)
-COMMANDS = _by_theirs(_COMMANDS)
+OTHER_COMMANDS = _by_theirs(_COMMANDS)
 # The values to write for those that are switches.
 OTHER_VALUES = dict(
     word.split("=") for names in _ELSEWHERE.values() for word in names.split() if "=" in word
