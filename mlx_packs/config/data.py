@@ -41,40 +41,9 @@ _CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-_LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{{- message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-# Gemma has no system role: the text is put before the first question.
-_GEMMA = """\
-{{- bos_token }}
-{%- set ns = namespace(system='') %}
-{%- for message in messages %}
-{%- if message.role == 'system' and loop.first %}
-{%- set ns.system = message.content | trim + '\\n\\n' %}
-{%- elif message.role in ('user', 'assistant') %}
-{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}
-{{- ns.system + message.content | trim + '<end_of_turn>\\n' }}
-{%- set ns.system = '' %}
-{%- else %}
-{{- raise_exception('gemma has no role ' + message.role) }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
-"""
-CHAT_TEMPLATES = {"plain": PLAIN, "chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA}
+CHAT_TEMPLATES = {"plain": PLAIN, "chatml": _CHATML}
 # What each marks turns with: tokens that the tokenizer of a base must have.
-MARKS = {
-    _CHATML: ("<|im_start|>", "<|im_end|>"),
-    _LLAMA3: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    _GEMMA: ("<start_of_turn>", "<end_of_turn>"),
-}
+MARKS = {_CHATML: ("<|im_start|>", "<|im_end|>")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,7 +156,8 @@ def template_text(value: str) -> str:
         fault = "has no template in Jinja"
     names = ", ".join(CHAT_TEMPLATES)
     raise PackError(
-        f"--chat-template {value:.60}: {fault}. Name a .jinja file, or one of {names}.",
+        f"--chat-template {value:.60}: {fault}. Name a .jinja file, such as chat_template.jinja of "
+        f"the instruct model, or one of {names}.",
         "invalid",
         "chat_template",
     )
