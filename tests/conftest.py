@@ -18,13 +18,14 @@ from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_packs import macos, train_pack
+from mlx_packs import macos, runtime, train_pack
 from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import perplexity
 from mlx_packs.ops import _backend, dispatch
+from mlx_packs.packs import base as packs_base
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens as token_tasks
@@ -232,8 +233,13 @@ def nothing_is_loaded(monkeypatch) -> None:
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    for place in ("mlx_packs.training.prepare.load_base", "mlx_packs.bases.loading.load_model_of"):
-        monkeypatch.setattr(place, load)
+    places = (
+        "training.prepare.load_base",
+        "packs.base.load_base_model",
+        "bases.loading.load_model_of",
+    )
+    for place in places:
+        monkeypatch.setattr(f"mlx_packs.{place}", load)
 
 
 @pytest.fixture
@@ -301,6 +307,26 @@ def _tokenizer_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlx_lm.utils, "load_tokenizer", read_or_copied)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _embedded_base_loaded_once() -> Iterator[None]:
+    """Embedded bases are copies of one, with its arrays: to read it takes four times as long."""
+    load = packs_base.load_base_model
+    loaded = {}
+
+    def load_or_copied(name=TINY, quantize="none", trust_remote_code=False, **options):
+        if (name, quantize) != (TINY, "none") or options != defaults:
+            return load(name, quantize, trust_remote_code, **options)
+        device = runtime.on_cpu()
+        if device not in loaded:
+            loaded[device] = load(name, **options)
+        return bases.copied(loaded[device])
+
+    defaults = {"double_quant": True, "keep": (), "compute_dtype": "auto", "lazy": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packs_base, "load_base_model", load_or_copied)
         yield
 
 

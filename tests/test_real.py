@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.real import files, jobs, minilm, perplexity
 from mlx_packs import TrainConfig, load_base, train_pack
+from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.inference.generate import chat_prompt, complete
 from mlx_packs.packs.base import activated
 
@@ -26,6 +27,14 @@ def located(find, *names):
         return find(*names)
     except files.Missing as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def converted_once(tmp_path_factory):
+    """A cache, so that a GGUF is converted by its first test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,8 @@ def real_data():
 def test_smollm2_answers_as_it_was_trained_to(smollm2):
     base = load_base(smollm2)
     prompt = chat_prompt(base, [{"role": "user", "content": "What is the capital of France?"}])
-    assert complete(base, prompt, 7) == "The capital of France is Paris."
+    with activated(base, None, "dense"):
+        assert complete(base, prompt, 7) == "The capital of France is Paris."
 
 
 def train(run, model, name: str, iters: int, batch_size: int) -> tuple[list[float], dict]:
@@ -73,10 +83,9 @@ def test_the_loss_falls_on_intents(smollm2, real_data, here, run):
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
 
 
-@pytest.mark.parametrize(("name", "iters", "ratio"), [("tldr", 3, 0.9), ("gsm8k", 3, 0.95)])
-def test_perplexity_falls_on_real_data(smollm2, real_data, here, run, name, iters, ratio):
-    _, report = train(run, smollm2, name, iters, 2)
-    assert report["ppl_after"] < ratio * report["ppl_before"]
+def test_perplexity_falls_on_summaries(smollm2, real_data, here, run):
+    _, report = train(run, smollm2, "tldr", 3, 2)
+    assert report["ppl_after"] < 0.9 * report["ppl_before"]
 
 
 def test_k_quants_of_qwen_stay_quantized_and_answer(qwen):

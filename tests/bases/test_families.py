@@ -27,6 +27,7 @@ from tests.helpers.family_sweep import (
     FAMILIES,
     GROUPED,
     IS_DOCUMENTED,
+    QUICK,
     REPRESENTATIVE,
     sweep,
 )
@@ -135,12 +136,12 @@ DENSE = [f for f in FAMILIES if f in (*REPRESENTATIVE, *GROUPED, "afm7")]  # afm
 QUANTIZABLE = [f for f in FAMILIES if f != "afm7"]
 
 
-@pytest.mark.parametrize("family", sweep(DENSE))
+@pytest.mark.parametrize("family", slow_except(DENSE, *QUICK))
 def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
     check_step(family, None)
 
 
-@pytest.mark.parametrize("family", slow_except(QUANTIZABLE, *REPRESENTATIVE))
+@pytest.mark.parametrize("family", slow_except(QUANTIZABLE, *QUICK))
 def test_step_on_quantized_weights_has_the_gradients_of_plain_lora(family):
     check_step(family, 4)
 

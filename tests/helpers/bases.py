@@ -1,5 +1,6 @@
 """Bases for runs that need no other: the embedded one with dense weights, and smaller ones."""
 
+import copy
 import shutil
 from functools import cache
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.model import BaseModel
 from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.packs.base import Base, load_base
+from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_files
 from tests.helpers.models import model_of
 
@@ -29,6 +32,14 @@ def dense_tiny() -> Base:
     base = load_base("tiny")
     apply_matmul_path(base.model, "dense")
     return base
+
+
+def copied(loaded: BaseModel) -> BaseModel:
+    """Return a base with modules and a tokenizer of its own, and arrays of the same content."""
+    modules = [*loaded.model.modules()]
+    values = [v for module in modules for v in (*module.values(), *vars(module).values())]
+    shared = {id(value): value[...] for value in values if isinstance(value, mx.array)}
+    return copy.deepcopy(loaded, shared)
 
 
 def small_base(**changes) -> Base:

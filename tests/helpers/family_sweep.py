@@ -22,17 +22,20 @@ if OLD:  # mixtures are rejected, phi3small writes beyond its logits, falcon_h1 
     FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
     FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
 # One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent
-# attention, parallel blocks, soft capping. The rest is nightly, but for the gradients of a step.
-REPRESENTATIVE = (
-    "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
-).split()
+# attention, parallel blocks, soft capping. The default suite runs some, and the slow tests the rest.
+# Other families are nightly, but for the gradients of a step.
+QUICK = ("qwen3", "gpt2", "gemma2", "qwen3_moe", "mamba2")
+REPRESENTATIVE = (*QUICK, "llama", "phi3", "cohere", "deepseek_v3", "qwen3_next")
 
 GROUPED = ("llama", "qwen2", "qwen3")  # whose attention and SwiGLU are ours
 
 
 def sweep(families: list[str]) -> list:
-    """Parameters of a sweep over families, of which the default suite runs the representative."""
-    return nightly_except(families, *REPRESENTATIVE, often_is=())
+    """Parameters of a sweep over families."""
+    return [
+        pytest.param(family) if family in QUICK else case
+        for family, case in zip(families, nightly_except(families, *REPRESENTATIVE), strict=True)
+    ]
 
 
 def recomputed_sweep(families: list[str]) -> list:
