@@ -22,11 +22,7 @@ _REMEDY = "Download the checkpoint again, or `packs quantize` the one that is no
 
 
 def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.array]:
-    """Return all weights of a checkpoint, 4-bit ones by our names; nothing is quantized again.
-
-    Codes stay lazy: only the small tensors beside them are read. Errors name ``where``, the
-    checkpoint, and the first tensor that cannot be read as it is.
-    """
+    """Return all weights of the checkpoint ``where``, 4-bit ones by our names, codes lazy."""
     _check_kinds(weights, where)
 
     renamed = dict(weights)

@@ -71,15 +71,9 @@ def render_chat(
 ) -> str:
     """Return a conversation as a tokenizer's chat template renders it.
 
-    Args:
-        tokenizer: as mlx-lm wraps it.
-        messages: mappings with ``role`` and ``content``.
-        template_date: where the template's clock stands, as YYYY-MM-DD; None for the present.
-        options: of ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and others.
-
-    Raises:
-        PackError: the template rejects this conversation (code ``data``); or it is no template,
-            takes too long, makes too much, or does what the sandbox forbids (``unreadable``).
+    ``template_date`` is where the template's clock stands, as YYYY-MM-DD, None for the present;
+    ``options`` are those of ``apply_chat_template``. Raises PackError: the template rejects this
+    conversation (code ``data``), is none, or takes or does what it may not (``unreadable``).
     """
     asked = bool(options.pop("add_generation_prompt", False))
     whole = Beginnings(messages, [(len(messages), asked)], template_date, options)
@@ -98,16 +92,10 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Beginnings of one conversation that are to be rendered.
-
-    Args:
-        messages: The conversation.
-        places: For each rendering the number of messages, and whether the header of an answer
-            follows them (``add_generation_prompt``).
-        template_date: As of `render_chat`, like ``options``, which all renderings have.
-    """
+    """Beginnings of one conversation that are to be rendered, with arguments of `render_chat`."""
 
     messages: Sequence[Mapping]
+    # of each rendering: how many messages, and ``add_generation_prompt``
     places: Sequence[tuple[int, bool]]
     template_date: str | None
     options: Mapping[str, Any]
@@ -127,11 +115,7 @@ class Beginnings:
 def render_beginnings(
     tokenizer: Any, conversations: Sequence[Beginnings]
 ) -> list[list[str | PackError]]:
-    """Return renderings of conversations; many of them take few calls of the sandbox.
-
-    Returns:
-        For each place its text, or the error that `render_chat` raises.
-    """
+    """Return a text for each place, or the error of `render_chat`, by few calls of the sandbox."""
     results: list[list[str | PackError]] = []
     batch: list[Beginnings] = []
     for conversation in conversations:
@@ -192,11 +176,7 @@ def _call(tokenizer: Any, conversation: Beginnings) -> tuple:
 
 
 def _named_options(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the name that the template has for ``enable_thinking``.
-
-    mlx-lm sets it for a model that can think. Without it, the template's own default applies, as in
-    transformers and TRL.
-    """
+    """Return options with the template's own name for ``enable_thinking``."""
     name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
     return {name if key == "enable_thinking" else key: value for key, value in options.items()}
 

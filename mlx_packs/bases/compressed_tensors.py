@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..errors import PackError, file_errors, warn_once
+from ..errors import PackError, file_errors
 from ..kinds import check_keys
 from ..nn.frozen_weight import LARGEST_NVFP4
 from ..runtime import mx
@@ -30,10 +30,7 @@ _KEYS = {
     "config_groups.*": "a mapping",
     "config_groups.*.format": "text?",
     **dict.fromkeys(("transform_config", "sparsity_config"), "a mapping?"),
-    **{
-        f"config_groups.*.{part}": "a mapping?"
-        for part in ("weights", "input_activations", "output_activations")
-    },
+    **{f"config_groups.*.{part}": "a mapping?" for part in ("weights", "output_activations")},
 }
 
 
@@ -119,10 +116,6 @@ def _check_scheme(path: Path, stored: Mapping) -> None:
     if sparsity != "dense":
         raise _unsupported(path, f"its weights are sparse ({sparsity})")
 
-    if any(group.get("input_activations") for group in groups.values()):
-        text = "%s: asks for quantized activations, which are not computed here: only weights are "
-        warn_once(text + "4-bit.", path)
-
 
 def _fault_of(group: Mapping, kind: str) -> str:
     """Return what of a group of modules cannot be computed, or nothing."""
@@ -138,10 +131,6 @@ def _fault_of(group: Mapping, kind: str) -> str:
     for key, (value, expected) in needed.items():
         if value != expected:
             return f"{key} is {value}, but must be {expected}"
-
-    activations = group.get("input_activations") or {}
-    if activations.get("type", "float") != "float" or activations.get("dynamic") is False:
-        return "its activations are integers or have fixed scales, which is not computed here"
     return ""
 
 

@@ -303,11 +303,6 @@ def tensor_name(stored: str) -> str | None:
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def make_encoder(path: Path, config: dict) -> Encoder | ModernBert:
-    checked = check_config(config, path / "config.json")
-    return encoder_class(config)(checked, read_sentence_config(path))
-
-
 def encoder_class(config: Mapping) -> type[Encoder] | type[ModernBert]:
     return ModernBert if config.get("model_type") == "modernbert" else Encoder
 
@@ -343,7 +338,8 @@ def check_config(config: dict, where: Path) -> dict:
 
 def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder | ModernBert:
     """Frozen: in float32, or ``lazy`` as stored, unread."""
-    model = make_encoder(path, config)
+    checked = check_config(config, path / "config.json")
+    model = encoder_class(config)(checked, read_sentence_config(path))
     tensors: dict[str, mx.array] = {}
 
     with library_errors(partial(unreadable, path, config)):

@@ -102,11 +102,6 @@ UNTRAINABLE = {
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
-# Families that need nothing particular; mlx-vlm's steps were compared with plain LoRA.
-_PLAIN = (
-    "cohere2_moe glm5_next hy_v4 k2_horizon kolibri1 mimo_v2 minimax_m3 mistral_large3 step3p7 "
-    "xing4_0"
-)
 _ONE_BY_ONE = (
     "afm7 baichuan_m1 bailing_moe_linear gear gpt_bigcode jamba longcat_flash_ngram mamba "
     "nemotron-nas nemotron_h olmo_hybrid phi3small qwen4_exp z1t"
@@ -150,7 +145,6 @@ FAMILIES: Mapping[str, Family] = {
     "plamo3": Family(plan=None, reads_in_parts=False),
     "deepseek_v4": Family(plan=None, cache_differs=True),
     "gemma3n": Family(plan=None, cache_differs=True),
-    **dict.fromkeys(_PLAIN.split(), Family(plan=None)),
     **dict.fromkeys(_ONE_BY_ONE.split(), Family(plan=None, one_by_one=True)),
     **{name: Family(plan=None, untrainable=reason) for name, reason in UNTRAINABLE.items()},
 }

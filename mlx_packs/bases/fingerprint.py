@@ -133,11 +133,7 @@ def _hash_tensors(files: list[Path]) -> str:
 
 
 def _hash_piece(piece: tuple[Path, int, int]) -> str:
-    """The SHA-256 of N bytes from an offset in a file.
-
-    They are read rather than mapped: mapped pages count in the peak of a process, and a mapped file
-    that is cut short kills the process.
-    """
+    """The SHA-256 of bytes of a file, read: a mapped file that is cut short kills the process."""
     file, offset, left = piece
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as f:

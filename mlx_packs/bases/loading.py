@@ -230,11 +230,7 @@ def _with_model_names(weights: Weights, model: nn.Module) -> Weights:
 
 
 def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
-    """Check that quantized weights have scales that fit them, stored and by config.json.
-
-    mlx-lm divides the columns of a module by the scales of a row; MLX ends the process for groups
-    of 0.
-    """
+    """Check that scales fit quantized weights: MLX ends the process for groups of 0."""
 
     def damaged(fault: str) -> PackError:
         return PackError(f"{path}: {fault} Copy or download the base again.", "unreadable")

@@ -29,9 +29,8 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> dict[str, Source]:
     """The tensor of the files for each ``.weight`` of the model, where that is certain.
 
-    mlx-lm's loader renames, transposes and stacks tensors to suit its model. What passes through
-    under another name is known by being the same object; what is made anew, only where its name and
-    shape leave one answer. ``stored`` has the names of the files, ``named`` the model's.
+    What mlx-lm renames is known by being the same object; what it makes anew, only where its name
+    and shape leave one answer. ``stored`` has the names of the files, ``named`` the model's.
     """
     by_object = {id(tensor): name for name, tensor in stored.items()}
     weights = {name: t for name, t in named.items() if name.endswith(".weight")}

@@ -96,10 +96,7 @@ def with_rounded_scales(
 
 
 def _chip_without_bfloat16() -> str | None:
-    """The name of this machine's GPU if it has no native bfloat16, else None.
-
-    A GPU that is only assumed, as by `packs plan --device gpu`, is never measured.
-    """
+    """The name of this machine's GPU if it has no native bfloat16; none is measured for a plan."""
     chip = chips.chip()
     has_gpu = mx.default_device() != mx.Device(mx.cpu)
     if chip is None and has_gpu:

@@ -361,10 +361,8 @@ def _check_no_codes_alone(
 
 def custom_quantization(model: nn.Module) -> dict:
     """Settings of a model's custom weights whose config.json has none; {} for others."""
-    module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
-    if module is None:
-        return {}
-    return format_of(module).to_config()
+    settings = (format_of(m).to_config() for m in model.modules() if isinstance(m, CustomWeight))
+    return next(settings, {})
 
 
 def check_not_quantized(quantize: str, config: Mapping, kind: str | None = None) -> None:

@@ -29,9 +29,7 @@ _CHANGES = ("add_tokens", "add_special_tokens")
 def read_ahead(folder: Path) -> "Future[int | None]":
     """Let a sandbox read a folder's tokenizer.json while other parts of a base are loaded.
 
-    Returns:
-        The future key of the tokenizer in the sandbox; None if there is no such file. A file that
-        takes too much is a PackError.
+    Returns its future key there, None without such a file; PackError if the file takes too much.
     """
     future: Future[int | None] = Future()
 
@@ -66,12 +64,9 @@ def _for_file(size: int) -> Any:
 
 
 def confine(tokenizer: Any, folder: Path, key: int | None) -> None:
-    """Let a tokenizer of transformers encode and decode in the sandbox; a slow one has no such.
+    """Let a fast tokenizer of transformers encode and decode in the sandbox.
 
-    Args:
-        tokenizer: The tokenizer of transformers.
-        folder: Where its files are, for errors.
-        key: What `read_ahead` returned.
+    ``folder`` has its files, for errors; ``key`` is what `read_ahead` returned.
     """
     backend = getattr(tokenizer, "_tokenizer", None)
     if getattr(tokenizer, "is_fast", False) and not isinstance(backend, SandboxedTokenizer):
@@ -89,14 +84,10 @@ def with_offsets(is_needed: bool) -> Iterator[None]:
 
 
 class _Encoding:
-    """What transformers reads of a `tokenizers.Encoding`.
+    """What transformers reads of a `tokenizers.Encoding`, from int32 arrays.
 
-    Args:
-        ids: int32 [N].
-        offsets: The start and end of each token in the text, int32 [2 N]; empty in a block of
-            `with_offsets` that leaves them out.
-        masks: Type ids, attention mask and mask of special tokens, int32 [3, N]; None if no token
-            is special and all are of one text.
+    ``ids`` are [N]; ``offsets`` [2 N], the start and end of each token, or empty; ``masks`` [3, N],
+    type ids, attention mask and special tokens, None if none is special and all are of one text.
     """
 
     def __init__(self, ids: np.ndarray, offsets: np.ndarray, masks: np.ndarray | None) -> None:

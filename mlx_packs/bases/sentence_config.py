@@ -30,17 +30,9 @@ class SentenceConfig:
     lower_case: bool = False  # before the tokenizer's own steps
     adds_eos: bool = False  # whether an end token is put after what the tokenizer gives
     prompts: Mapping[str, str] = field(default_factory=dict)  # before texts of a kind, by its name
-    pools_prompt: bool = True  # whether the tokens of a prompt are pooled, too
 
     def prompt(self, name: str) -> str:
         """Return a prompt by its name; a PackError if there is none."""
-        if not self.pools_prompt:
-            raise PackError(
-                f"prompt '{name}': this base leaves prompts out of its pooling, which is not "
-                "supported. Write the prompt into your texts.",
-                "unsupported",
-            )
-
         if name not in self.prompts:
             known = ", ".join(self.prompts) or "none"
             raise PackError(f"prompt '{name}': is none of this base's. Known are {known}.")
@@ -84,21 +76,18 @@ def read_sentence_config(path: Path, is_decoder: bool = False) -> SentenceConfig
     if is_decoder and not (path / MODULES).is_file():
         return SentenceConfig("lasttoken", True, longest, lower_case, adds_eos=True, prompts=named)
 
-    pooling, normalize, pools_prompt = _modules(path)
-    return SentenceConfig(
-        pooling, normalize, longest, lower_case, prompts=named, pools_prompt=pools_prompt
-    )
+    pooling, normalize = _modules(path)
+    return SentenceConfig(pooling, normalize, longest, lower_case, prompts=named)
 
 
-def _modules(path: Path) -> tuple[str, bool, bool]:
-    """The pooling, whether vectors are normalized, whether prompts are pooled (modules.json)."""
+def _modules(path: Path) -> tuple[str, bool]:
+    """The pooling, and whether vectors are normalized (modules.json)."""
     file = path / MODULES
     modules = _read(file, list)
     with file_errors(file):
         check_keys(modules, {"*": "a mapping", "*.type": "text", "*.path": "text?"})
 
     pooling = SentenceConfig.pooling
-    pools_prompt = True
     kinds = []
     for module in modules:
         kind = module["type"].rpartition(".")[2]
@@ -117,7 +106,7 @@ def _modules(path: Path) -> tuple[str, bool, bool]:
             )
 
         if kind == "Pooling":
-            pooling, pools_prompt = _pooling(path / place / "config.json")
+            pooling = _pooling(path / place / "config.json")
 
     if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise _unsupported(
@@ -126,11 +115,11 @@ def _modules(path: Path) -> tuple[str, bool, bool]:
             f"{', '.join(kinds)}.",
         )
 
-    return pooling, "Normalize" in kinds, pools_prompt
+    return pooling, "Normalize" in kinds
 
 
-def _pooling(file: Path) -> tuple[str, bool]:
-    """The one kind of pooling that a config of the Pooling module turns on; if of prompts, too."""
+def _pooling(file: Path) -> str:
+    """The one kind of pooling that a config of the Pooling module turns on."""
     config = _read(file)
     methods = config.get("pooling_mode")
     with file_errors(file):
@@ -149,7 +138,9 @@ def _pooling(file: Path) -> tuple[str, bool]:
         used = " and ".join(map(str, methods)) or "nothing"
         raise _unsupported(file, f"pools by {used}. Supported is one of {', '.join(POOLING)}.")
 
-    return methods[0], config.get("include_prompt") is not False
+    if config.get("include_prompt") is False:
+        raise _unsupported(file, "leaves prompts out of the pooling. Take another base.")
+    return methods[0]
 
 
 def _unsupported(file: Path, fault: str, code: Code = "unsupported") -> PackError:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from ..config.choices import ARCHITECTURES, TASKS, architecture_of, package_of
+from ..config.choices import ARCHITECTURES, TASKS, architecture_of
 from ..errors import PackError, any_of, warn_once
 from ..nn.lora import is_switch_linear
 from ..runtime import mx
-from .families import FAMILIES, facts_of
+from .families import facts_of
 
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
@@ -84,12 +84,6 @@ def check_trainable(name: str, model: nn.Module) -> None:
         warn_once(
             "%s: a %s computes other logits with a cache than without. Training uses none and "
             "generation uses one, so texts can be worse than the loss suggests.",
-            name,
-            family,
-        )
-    if "language_model" in model and package_of(family) == "mlx-vlm" and family not in FAMILIES:
-        warn_once(
-            "%s: a %s of mlx-vlm, which was not tested here: its steps may differ from plain LoRA.",
             name,
             family,
         )

@@ -75,11 +75,7 @@ def _parser_of_named_template(tokenizer: Any) -> str | None:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes that a token stands for, which may be a part of a character.
-
-    Byte-level BPE writes each byte as a letter, and sentencepiece a byte that is no piece as
-    ``<0xF0>``; a token without text (of a padded vocabulary) has no bytes.
-    """
+    """The bytes that a token stands for: maybe a part of a character, or none without a text."""
     from mlx_lm.tokenizer_utils import _byte_decoder
 
     piece = tokenizer.convert_ids_to_tokens(int(token))
@@ -129,11 +125,7 @@ _SPACE = "\u2581"  # as sentencepiece writes it
 
 
 def stored_template(path: Path) -> dict[str, str]:
-    """The chat template of ``chat_template.json``, if no file that transformers reads has one.
-
-    Processors of transformers 4 wrote it there (Mistral Small 3.1, Qwen2-VL); a tokenizer alone
-    reads chat_template.jinja, additional_chat_templates and tokenizer_config.json.
-    """
+    """The template of a processor of transformers 4 (Qwen2-VL), if a tokenizer reads no other."""
     file = path / "chat_template.json"
     others = (path / "chat_template.jinja", path / "additional_chat_templates")
     if not file.is_file() or any(other.exists() for other in others):
@@ -280,12 +272,7 @@ def thought_marks(tokenizer: Any) -> tuple[str, str]:
 
 
 def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Return whether what follows a prompt begins in the thoughts.
-
-    Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
-    that is a text of the conversation: of a question, a tool, or an earlier answer. ``prompt`` is
-    as of `render_chat` with ``add_generation_prompt``.
-    """
+    """Return whether a prompt ends with the mark that opens thoughts, and white space."""
     opening, _ = thought_marks(tokenizer)
     return readable_text(tokenizer, prompt[-_TAIL:]).rstrip().endswith(opening)
 

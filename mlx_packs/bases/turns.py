@@ -95,12 +95,7 @@ def turn_style(tokenizer: Any) -> TurnStyle:
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd:
-    """What ends an answer of a tokenizer's chat template.
-
-    It is the first added token behind a rendered answer. If the template writes none there, it is
-    the added token that the next turn starts with (GLM-4), or else the token that ends a text. An
-    answer that calls a tool may end with another token.
-    """
+    """What ends an answer: the first added token behind it, or that of the next turn, or EOS."""
     return turn_style(tokenizer).end
 
 
@@ -188,11 +183,7 @@ def encode_conversation(
 def render_prefixes(
     tokenizer: Any, conversations: Sequence[Beginnings]
 ) -> list[list[str | PackError]]:
-    """Return renderings of conversations, which take one call of the sandbox for many.
-
-    Returns:
-        For each place of each conversation its text, or the error of `render_conversation`.
-    """
+    """Return a text for each place of conversations, or the error of `render_conversation`."""
     style = turn_style(tokenizer)
     beginnings = [
         replace(each, messages=_turns(each.messages, style), options=given_variables(each.options))

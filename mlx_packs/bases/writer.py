@@ -116,9 +116,6 @@ def quantize(
     """Write a quantized copy of a dense checkpoint; the folder appears when it is complete.
 
     Returns what `packs quantize --json` prints.
-
-    Raises:
-        PackError: nothing was written.
     """
     options = options or QuantizeOptions()
     display = display or Display(QUIET)

@@ -178,7 +178,6 @@ UNSUPPORTED = {
     "groups": (of_group("weights", group_size=32), "group_size"),
     "bits": (of_group("weights", num_bits=8), "num_bits"),
     "zero points": (of_group("weights", symmetric=False), "symmetric is False"),
-    "fixed scales": (of_group("input_activations", dynamic=False), "activations"),
     "outputs": (of_group("output_activations", num_bits=8), "output_activations"),
     "rotations": (edited(transform_config={"config_groups": {}}), "transform_config"),
     "sparse": (edited(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),

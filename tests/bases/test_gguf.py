@@ -222,7 +222,7 @@ def test_a_file_that_is_cut_short(tmp_path, cache, share):
     [
         (4, struct.pack("<I", 4), "version 4"),
         (4, struct.pack("<I", 1), "version 1"),
-        (4, struct.pack(">I", 3), "big-endian"),
+        (4, struct.pack(">I", 3), "little-endian"),
         (8, struct.pack("<Q", 5000), ""),  # tensors
         (16, struct.pack("<Q", (1 << 64) - 1), ""),  # keys
     ],

@@ -14,9 +14,8 @@ from mlx_lm.generate import generate_step
 
 from mlx_packs import train_pack
 from mlx_packs.bases import model_classes, unsupported
-from mlx_packs.bases.families import FAMILIES
+from mlx_packs.bases.families import facts_of
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.supported import check_trainable
 from mlx_packs.config.choices import package_of
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.packs.base import load_base
@@ -81,7 +80,7 @@ def test_a_checkpoint_has_the_logits_of_mlx_vlm(family, tmp_path):
     assert is_close(base.model(TOKENS), logits_there(folder))
 
 
-@pytest.mark.parametrize("family", [f for f in OF_MLX_VLM if not FAMILIES[f].cache_differs])
+@pytest.mark.parametrize("family", [f for f in OF_MLX_VLM if not facts_of(f).cache_differs])
 def test_generation_has_the_tokens_of_the_whole_text(family):
     model = family_base(family).model
     tokens = TOKENS[0].tolist()
@@ -115,19 +114,6 @@ def test_a_pack_opens_in_mlx_vlm_and_merges(family, here):
     merge_pack("o", folder, here / "merged")
     assert is_close(adapted, load_base(here / "merged").model(TOKENS))
     assert is_close(adapted, logits_there(here / "merged"))
-
-
-def test_a_family_that_was_not_compared_is_named(caplog):
-    others = {f for f, facts in FAMILIES.items() if facts.untrainable or facts.images or facts.plan}
-    assert {f for f in set(FAMILIES) - others if package_of(f) == "mlx-vlm"} == set(OF_MLX_VLM)
-    model = family_base("z1t").model
-
-    check_trainable("mine", model)
-    assert "not tested" not in caplog.text
-
-    model.family = "other"
-    check_trainable("mine", model)
-    assert "mine" in caplog.text and "not tested" in caplog.text
 
 
 def test_what_cannot_be_loaded_is_one_line(here, monkeypatch):

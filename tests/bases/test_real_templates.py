@@ -74,34 +74,18 @@ def pieces(tokenizer, item) -> list[str]:
     return texts
 
 
-def test_every_answer_and_its_end_are_the_targets(family):
-    tokenizer, end, _, messages = family
-    texts = pieces(tokenizer, encoded(tokenizer, messages))
-    after_last = "\n<|end_of_text|>"  # phi's template ends a text, as well as its last answer
-    assert [text.removesuffix(after_last).strip() for text in texts] == [
-        f"Blue it is.{end}",
-        f"Blue.{end}",
-    ]
-
-
-def test_the_prompt_in_use_is_that_of_training(family):
-    tokenizer, _, _, messages = family
+def test_targets_prompts_and_bos_are_those_of_the_template(family):
+    tokenizer, end, bos, messages = family
     item = encoded(tokenizer, messages)
+    after_last = "\n<|end_of_text|>"  # phi's template ends a text, as well as its last answer
+    texts = [text.removesuffix(after_last).strip() for text in pieces(tokenizer, item)]
+    assert texts == [f"Blue it is.{end}", f"Blue.{end}"]
+    assert tokenizer.convert_tokens_to_ids(end) in tokenizer.eos_token_ids
+
     first = item.target.tolist().index(True)
-    question = [message for message in messages if message["role"] == "system"] + messages[-4:-3]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=True)
+    prompt = tokenizer.apply_chat_template(messages[:-3], add_generation_prompt=True, tokenize=True)
     assert item.tokens[:first].tolist() == list(prompt)
 
-
-def test_bos_is_there_as_often_as_the_template_says(family):
-    tokenizer, _, bos, messages = family
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    tokens = encoded(tokenizer, messages).tokens.tolist()
     number = tokenizer.convert_tokens_to_ids(bos)
-    assert tokens.count(number) == text.count(bos)
-
-
-def test_generation_stops_at_the_end_of_an_answer(family):
-    tokenizer, end, _, _ = family
-    encoded(tokenizer, TURNS)
-    assert tokenizer.convert_tokens_to_ids(end) in tokenizer.eos_token_ids
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert item.tokens.tolist().count(number) == text.count(bos)

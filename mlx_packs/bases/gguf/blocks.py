@@ -70,23 +70,18 @@ def _multiple(scales: np.ndarray, factor: int) -> np.ndarray:
     return half
 
 
-def _q4_0(blocks: np.ndarray) -> Codes:
+def _nibbles_of(start: int, fifth: int | None, factor: int | None, blocks: np.ndarray) -> Codes:
+    """Codes from a byte of each block on, their fifth bits from another one if there are any.
+
+    The bias is a multiple of the scale; with ``factor`` None it is in the block.
+    """
+    codes = _nibbles(blocks[:, start:])
+    if fifth is not None:
+        codes |= _fifth_bits(blocks[:, fifth : fifth + 4])
     scales = _half(blocks, 0)
-    return _nibbles(blocks[:, 2:]), scales, _multiple(scales, -8)
-
-
-def _q4_1(blocks: np.ndarray) -> Codes:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: np.ndarray) -> Codes:
-    scales = _half(blocks, 0)
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), scales, _multiple(scales, -16)
-
-
-def _q5_1(blocks: np.ndarray) -> Codes:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return codes, _half(blocks, 0), _half(blocks, 2)
+    if factor is None:
+        return codes, scales, _half(blocks, 2)
+    return codes, scales, _multiple(scales, factor)
 
 
 def _q8_0(blocks: np.ndarray) -> Codes:
@@ -141,10 +136,10 @@ def _to_8_bits(kind: str, *group_sizes: int) -> tuple[BlockFormat, ...]:
 
 # Formats of a type; of several the first one that is near enough is taken, the smallest first.
 FORMATS: dict[str, tuple[BlockFormat, ...]] = {
-    "Q4_0": (BlockFormat(4, _q4_0),),
-    "Q4_1": (BlockFormat(4, _q4_1),),
-    "Q5_0": (BlockFormat(5, _q5_0),),
-    "Q5_1": (BlockFormat(5, _q5_1),),
+    "Q4_0": (BlockFormat(4, partial(_nibbles_of, 2, None, -8)),),
+    "Q4_1": (BlockFormat(4, partial(_nibbles_of, 4, None, None)),),
+    "Q5_0": (BlockFormat(5, partial(_nibbles_of, 6, 2, -16)),),
+    "Q5_1": (BlockFormat(5, partial(_nibbles_of, 8, 4, None)),),
     "Q8_0": (BlockFormat(8, _q8_0),),
     "Q4_K": (BlockFormat(4, _q4_k, is_k=True),),
     "Q5_K": (BlockFormat(5, _q5_k, is_k=True),),

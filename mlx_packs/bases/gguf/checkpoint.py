@@ -32,10 +32,7 @@ _FREE_BYTES = 256 << 20  # that stay free on the disk
 
 
 def checkpoint_folder(path: Path, *, dense_k: bool = False) -> Path:
-    """Write the folder of a file if it is missing, with ``dense_k`` another one.
-
-    Raises: PackError for an unusable file.
-    """
+    """Write the folder of a file if it is missing, with ``dense_k`` another one."""
     path = path.resolve()
     with file_errors(path, code="not-found", flag="model"):
         check_regular(path)
@@ -235,8 +232,8 @@ def _check_shapes(
 def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     """The dtype of norms, biases and dequantized weights, in which a GPU also computes.
 
-    It is the dtype of most weights of a dense file, else float16, in which the scales are. Gemma
-    overflows float16: it computes in bfloat16, or in float32 where scales are exact.
+    That of most weights of a dense file, else float16; for Gemma, which overflows it, bfloat16, or
+    float32 where scales are exact.
     """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():

@@ -150,8 +150,7 @@ def _check_version(path: Path, head: bytes) -> None:
 
     fault = f"is GGUF version {version}, and versions {_VERSIONS[0]} and {_VERSIONS[1]} are read"
     remedy = "Convert the model again with a current llama.cpp."
-    if int.from_bytes(head[4:], "big") in (1, *_VERSIONS):
-        fault = "is big-endian, and only little-endian GGUF files are read"
+    if version >= 1 << 24:
         remedy = "Get the little-endian file of the same model."
     elif version > _VERSIONS[-1]:
         remedy = "Upgrade mlx_packs, or get the file in version 3."
