@@ -124,7 +124,7 @@ OWN_READERS = {
     f"{name}.py"
     for names in (
         # weights of files that were checked: mapped, or read by mx.load
-        "bases/encoder bases/fingerprint bases/gguf/header bases/loading bases/mapped_embedding",
+        "bases/encoder bases/fingerprint bases/gguf/header bases/loading",
         "bases/writer convert/merge_plan layers/registered offload/blocks offload/placing tensors",
         "training/attached",
         # what the program itself writes, makes, locks or downloads, to verify it or to add to it

@@ -6,6 +6,7 @@ the head. It needs no block's other weights, and it is no language model. It is 
 with the true forward, so a run under it is evaluated on the true forward all the same.
 """
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..adapters.attach import attach, check_bare
+from ..bases.files import weight_files
 from ..bases.geometry import GeometryError, check_num_layers, probe
-from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..config.lora import LoRAConfig
 from ..data.dataset import Batch
 from ..errors import PackError
@@ -26,10 +27,14 @@ from ..memory.matmul_path import choose_matmul_path
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.surgery import block_prefixes
+from ..nn.tables_on_disk import EMBEDDINGS as TABLES
+from ..nn.tables_on_disk import put_table_on_disk
 from ..nn.wrapped import FrozenBlock, Injection
 from ..objectives.causal_lm import Head, Preparation, frozen_head, split_head
 from ..objectives.objective import Objective
+from ..offload.tables import StoredArray, StoredTable
 from ..packs.base import Base
+from ..reading import read_header
 from ..runtime import mx
 from ..tasks.causal_lm import CausalLMTask, Outcome
 from ..tasks.task import Binding, Task, Trained
@@ -199,13 +204,10 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
             "unsupported",
         )
 
-    mapped: MappedEmbedding | str = f"the head is this table ({table_path})"
+    rows: StoredTable | str = f"the head is this table ({table_path})"
     if head:
-        key = base.weight_map.get(f"{table_path}.weight")
-        if not isinstance(key, str):
-            key = None
-        mapped = map_embedding(base.path, key, table)
-    in_memory = isinstance(mapped, str)
+        rows = _stored_rows(base, table_path, table)
+    in_memory = isinstance(rows, str)
 
     embedding = (table_path, table) if in_memory else None
     model = ProjectionStack(blocks, stack, embedding, head)
@@ -224,22 +226,43 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
         "stack": [path for path, _ in stack],
         "blocks": len(blocks),
         "head": head[0] if head else f"{table_path}, tied and frozen",
-        "embedding": f"in memory: {mapped}" if in_memory else "frozen, mapped from its file",
+        "embedding": f"in memory: {rows}" if in_memory else "frozen, read from its file",
     }
 
     lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
-    preparation = Preparation() if in_memory else _MappedRows(mapped)
+    preparation = Preparation() if in_memory else _StoredStates(table, rows)
     return Graph(dataclasses.replace(base, model=model, is_lazy=False), lora, preparation, facts)
 
 
-class _MappedRows(Preparation):
+class _StoredStates(Preparation):
     """Rows of an embedding table that stays in its file, in the place of tokens."""
 
-    def __init__(self, table: MappedEmbedding) -> None:
-        self._table = table
+    def __init__(self, table: nn.Module, rows: StoredTable) -> None:
+        self._table = copy.copy(table)
+        put_table_on_disk(self._table, rows)
 
     def prepare(self, batch: Batch) -> Batch:
-        return batch.having(states=self._table(batch.inputs["tokens"]))
+        return batch.having(states=self._table(mx.array(batch.inputs["tokens"])))
+
+
+def _stored_rows(base: "BaseModel", path: str, table: nn.Module) -> StoredTable | str:
+    """Return the rows of a table in the checkpoint's files, or why it must be in memory."""
+    if type(table) not in TABLES:
+        return f"rows of a {type(table).__name__} are not read from a file"
+    source = base.weight_map.get(f"{path}.weight")
+    if not isinstance(source, str):
+        return "its tensor in the files is not known"
+
+    files = {name: file for file in weight_files(base.path) for name in read_header(file)[0]}
+    stored = {}
+    for part, array in table.parameters().items():
+        name = f"{source.removesuffix('weight')}{part}"
+        if name not in files:
+            return f"it was quantized while it was loaded: the files have no {name}"
+        stored[part] = StoredArray.find(files[name], name, array.dtype)
+        if stored[part].shape != array.shape:
+            return f"{name} is stored in the files as {list(stored[part].shape)}"
+    return StoredTable(stored, [], lambda _: None)
 
 
 def _table(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:

@@ -226,9 +226,15 @@ def test_stack_resumed_equals_an_unbroken_run(stack_folder):
     assert all(mx.array_equal(whole[name], broken[name]) for name in whole)
 
 
-def test_a_4_bit_table_is_mapped_and_a_tied_one_is_not(stack_folder, tmp_path):
+def test_a_4_bit_table_is_read_and_a_tied_one_is_not(stack_folder, tmp_path):
     write_quantized(tmp_path / "q", stack_folder / "llama")
-    assert graph(load_base(tmp_path / "q")).facts["embedding"] == "frozen, mapped from its file"
+    tokens = mx.array([[3, 4095, 0], [17, 3, 2000]])
+    for folder in (tmp_path / "q", stack_folder / "llama"):
+        base = load_base(folder)
+        result = graph(base)
+        assert result.facts["embedding"] == "frozen, read from its file"
+        rows = result.preparation._table(tokens)
+        assert mx.array_equal(rows, base.model.model.embed_tokens(tokens)).item()
     write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True, **SQUARE)
     result = graph(load_base(tmp_path / "tied")).facts
     assert result["embedding"] == "in memory: the head is this table (model.embed_tokens)"

@@ -91,7 +91,7 @@ def test_projection_stack_is_in_the_manifest_and_scored_on_the_true_forward(
     pack, objective = graph_folder / "stack", stack_run["objective"]
     assert objective["graph"] == "projection-stack"
     assert "not the full transformer" in objective["note"] and "no attention" in objective["note"]
-    assert objective["embedding"] == "frozen, mapped from its file"
+    assert objective["embedding"] == "frozen, read from its file"
     assert objective["stack"] == [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]
     assert list(modules(pack)) == [*objective["stack"], "lm_head"]
     assert objective["ppl_after"] < objective["ppl_before"]
@@ -127,14 +127,14 @@ def test_the_last_k_targets_are_the_loss(graph_folder, train_graph, objective):
     assert Pack.open(graph_folder / "suffix").manifest["objective"]["ce_last_k"] == 2
 
 
-def test_the_table_is_frozen_and_mapped_from_its_file(graph_folder, train_graph):
+def test_the_table_is_frozen_and_read_from_its_file(graph_folder, train_graph):
     """The loop reads no weight of a block but its projection, not even once."""
     write_checkpoint(graph_folder / "wide", "llama", **SQUARE, intermediate_size=20_000)
     feed_forwards_gb = 2 * 3 * 64 * 20_000 * 4 / 1e9
     weights = (graph_folder / "wide" / "model.safetensors").read_bytes()
     others_gb = active_bytes() / 1e9  # of other tests
     report = train_graph("wide", "mapped", *STACK)
-    assert report["objective"]["embedding"] == "frozen, mapped from its file"
+    assert report["objective"]["embedding"] == "frozen, read from its file"
     assert (graph_folder / "wide" / "model.safetensors").read_bytes() == weights
     assert not any("embed" in path for path in modules(graph_folder / "mapped"))
     assert report["peak_gb"] - others_gb < feed_forwards_gb
