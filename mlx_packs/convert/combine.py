@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..adapters.decomposition import principal_factors
 from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..bases import files as base_files
@@ -45,10 +46,6 @@ from .fidelity import (
     load_for_comparison,
     modules_on_call,
 )
-
-_EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
-_OVERSAMPLED = 16
-_ITERATIONS = 4
 
 Weighted = list[tuple[mx.array, float]]  # deltas of one module with the weights of their packs
 Packs = Sequence[tuple[Pack, float]]
@@ -329,9 +326,10 @@ def _low_rank(opened: Packs, deltas: Deltas, rank: int) -> tuple[Specs, dict]:
     specs = {}
     tensors = {}
     for path, make_delta in deltas.items():
-        delta = np.array(make_delta())
+        delta = make_delta()
         spec = next(p.specs[path] for p, _ in opened if path in p.specs)
         a, b = _nearest(delta, min(rank, *delta.shape[-2:]))
+        mx.eval(a, b)
         actual_rank = a.shape[1]
         part = SliceSpec(path.rpartition(".")[2], sum(spec.widths), actual_rank, float(actual_rank))
         specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)
@@ -340,33 +338,10 @@ def _low_rank(opened: Packs, deltas: Deltas, rank: int) -> tuple[Specs, dict]:
     return specs, tensors
 
 
-def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:
+def _nearest(delta: mx.array, rank: int) -> tuple[mx.array, mx.array]:
     """Return disk-layout factors of the nearest matrix of a rank; of one [O, D] or a stack."""
     if delta.ndim == 3:
         pairs = [_nearest(part, rank) for part in delta]
         return mx.stack([a.T for a, _ in pairs]), mx.stack([b.T for _, b in pairs])
 
-    u, s, vt = _svd(delta, rank)
-    root = np.sqrt(s)
-    a = (vt.T * root).astype(np.float32)
-    b = (root[:, None] * u.T).astype(np.float32)
-    return mx.array(a), mx.array(b)
-
-
-def _svd(delta: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the leading singular triplets; large matrices use a random range, the same each time.
-
-    Halko, Martinsson, Tropp: https://arxiv.org/abs/0909.4061
-    """
-    if min(delta.shape) <= max(_EXACT_SVD, rank + _OVERSAMPLED):
-        u, s, vt = np.linalg.svd(delta, full_matrices=False)
-        return u[:, :rank], s[:rank], vt[:rank]
-
-    random = np.random.default_rng(0)
-    guess = random.standard_normal((delta.shape[1], rank + _OVERSAMPLED)).astype(delta.dtype)
-    span, _ = np.linalg.qr(delta @ guess)
-    for _ in range(_ITERATIONS):
-        back, _ = np.linalg.qr(delta.T @ span)
-        span, _ = np.linalg.qr(delta @ back)
-    u, s, vt = np.linalg.svd(span.T @ delta, full_matrices=False)
-    return (span @ u)[:, :rank], s[:rank], vt[:rank]
+    return principal_factors(delta, rank, 1.0)

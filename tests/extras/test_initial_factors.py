@@ -8,10 +8,10 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.decomposition import EXACT
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.trainable import find_method
 from mlx_packs.extras.initial_factors import (
-    _EXACT,
     ResidualLoRA,
     orthonormal_factors,
     principal_factors,
@@ -58,7 +58,7 @@ def test_a_pack_of_twice_the_rank_is_the_change_since_the_beginning(method):
     assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
 
 
-@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (_EXACT + 40, _EXACT + 90)])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (EXACT + 40, EXACT + 90)])
 def test_principal_factors_are_the_best_of_their_rank(shape):
     u = mx.linalg.qr(mx.random.normal((shape[0], 20)), stream=mx.cpu)[0]
     v = mx.linalg.qr(mx.random.normal((shape[1], 20)), stream=mx.cpu)[0]
