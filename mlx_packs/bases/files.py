@@ -226,6 +226,15 @@ def check_files(path: Path) -> dict:
     return config
 
 
+def text_files(path: Path) -> list[Path]:
+    """The files beside the weights that a base's results may depend on."""
+    # with modules of sentence-transformers, and named chat templates
+    patterns = (*CHECKPOINT_FILES, MORE_TEMPLATES, "[0-9]*_*/config.json")
+    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    others = ("model.safetensors.index.json", RECORD)  # by who computes
+    return sorted(f for f in files if f.suffix != ".safetensors" and f.name not in others)
+
+
 def check_readable(path: Path) -> None:
     """Check that what is read of a checkpoint folder, here or by a library, is regular files.
 

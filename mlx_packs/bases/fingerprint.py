@@ -20,7 +20,7 @@ from pathlib import Path
 from ..cache import Cache, key_of
 from ..errors import PackError, printable, warn_once
 from ..reading import read_header, sha256
-from .files import CHECKPOINT_FILES, MORE_TEMPLATES, RECORD, weight_files
+from .files import text_files, weight_files
 
 _CACHE = Cache("fingerprints", days=90)
 _PREFIX = "sha256:"
@@ -28,7 +28,6 @@ _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
 _BUFFER_BYTES = 1 << 20
 _THREADS = 8
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
-_NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
 
 FileState = tuple[str, int, int, int, int]  # path, size, mtime_ns, ctime_ns, inode
 
@@ -69,16 +68,7 @@ def short_fingerprint(value: str) -> str:
 
 def text_hashes(path: Path) -> dict[str, str]:
     """SHA-256 of each file beside the weights that a base's results may depend on."""
-    files = {file for pattern in CHECKPOINT_FILES for file in path.glob(pattern)}
-    files |= set(path.glob("[0-9]*_*/config.json"))  # modules of sentence-transformers
-    files |= set(path.glob(MORE_TEMPLATES))
-    states = {
-        file.relative_to(path).as_posix(): _state(file)
-        for file in sorted(files)
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in _NOT_READ
-    }
-
-    return {name: _hash_of(state) for name, state in states.items()}
+    return {f.relative_to(path).as_posix(): _hash_of(_state(f)) for f in text_files(path)}
 
 
 def changed_texts(path: Path, recorded: Mapping[str, str]) -> list[str]:

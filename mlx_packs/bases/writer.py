@@ -279,15 +279,10 @@ def _written(items: list[Item], plan: WritePlan, bar: Task) -> Iterator[tuple[st
 
 def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
     """Write config.json, index, tokenizer, other small files, and the record; return the record."""
-    for pattern in base_files.CHECKPOINT_FILES:
-        for file in source.glob(pattern):
-            if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
-                shutil.copyfile(file, partial / file.name)
-
-    # modules of sentence-transformers, and named chat templates
-    for file in (*source.glob("[0-9]*_*/config.json"), *source.glob(base_files.MORE_TEMPLATES)):
-        (partial / file.parent.name).mkdir(exist_ok=True)
-        shutil.copyfile(file, partial / file.parent.name / file.name)
+    for file in base_files.text_files(source):
+        copy = partial / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
     for name, text in plan.texts.items():
         (partial / name).parent.mkdir(exist_ok=True)
