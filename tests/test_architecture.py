@@ -131,7 +131,7 @@ OWN_READERS = {
         "cache convert/gguf data/encoding data/token_cache data/token_store files filesystem",
         "learning/rows packs/hub serving/feedback sweeps/sweep sweeps/trial vision/store",
         # a run of its own
-        "training/checkpoint training/on_nan training/ranks training/run_folder",
+        "training/checkpoint training/ranks training/run_folder",
         # parts of the program: kernels, the stub, a page; libraries of this process
         "__init__ cpu/blas ops/_backend serving/app",
         # what Linux says, and results of processes that it starts

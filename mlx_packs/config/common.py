@@ -119,7 +119,7 @@ class CommonConfig(Settings):
     on_nan: str = _optimization(
         "stop",
         "What to do when a loss or gradient is not finite: stop the run, or skip that update (10 "
-        "in a row at most). The examples are recorded in not_finite.jsonl of the run folder.",
+        "in a row at most). The examples are recorded in metrics.jsonl of the run folder.",
         choices=("stop", "skip"),
         resumable=True,
     )

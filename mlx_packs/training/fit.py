@@ -37,7 +37,6 @@ from .observer import Observer
 from .observers import ObservedRun, make_observers
 from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
-from .run_folder import NOT_FINITE
 from .settings import Run
 from .state import COMPUTED_PER_S, TrainingState
 from .step import BatchStep, Stepper
@@ -142,7 +141,7 @@ class Fit:
 
         self.state = read_training_state(point.folder)
         self.curve.extend(run.files.metrics_until(self.state.batches))
-        self.on_nan.resume(self.state.batches)
+        self.on_nan.resume(self.curve, self.state.batches)
         for fault in point.damaged:
             run.display.line("note", fault)
         batches = f"batch {self.state.batches} of {run.last_phase.stop}"
@@ -405,7 +404,7 @@ def start_fit(
         observers=observers,
         curve=observed.curve,
         float16=float16,
-        on_nan=OnNan(run, run.folder / NOT_FINITE, observers),
+        on_nan=OnNan(run, observers),
         origin=origin,
         memory=Memory(run.display, observers),
         before=before,

@@ -44,7 +44,7 @@ class Observer:
         """
 
     def on_event(self, line: dict) -> None:
-        """Called after a skipped update, a lowered learning rate, or a batch taken in pieces."""
+        """Called after a fault that skips an update or ends the run, or a batch taken in pieces."""
 
     def on_checkpoint(self, folder: Path) -> None:
         """Called after a checkpoint was written completely to ``folder``."""

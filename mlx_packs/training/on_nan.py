@@ -1,14 +1,13 @@
 """Losses and gradients that are not finite (``--on-nan``): stop, or skip the update.
 
-Each is recorded in ``not_finite.jsonl`` of the run folder, with the rows of its batches. What a
-resumed run needs is there too: the updates that were skipped in a row.
+Each is an event in ``metrics.jsonl`` of the run folder, with the rows of its batches and the
+number of updates that were skipped in a row, which a resumed run continues.
 
 In float16 an overflow is the business of the loss's scale (update.py): its skipped updates are
 not counted here, and a loss that overflows leads to bfloat16. There these policies apply.
 """
 
 import copy
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 from ..data.dataset import Batch, Dataset
 from ..display import Display
 from ..errors import Float16Overflow, PackError
-from ..files import atomic_write
 from ..objectives.score import Score
-from ..reading import parse_json, read_text
 from ..runtime import mx, set_random_state
+from .checkpoint import METRICS
 from .observer import Observer
 from .state import TrainingState
 from .step import BatchStep, not_finite
@@ -36,17 +34,13 @@ _SHOWN = 4  # rows in a message
 
 
 class OnNan:
-    """The policy of a run, whose observers are notified of skipped updates.
+    """The policy of a run, whose observers are notified of what is not finite."""
 
-    ``file`` has the records.
-    """
-
-    def __init__(self, run: "Run", file: Path, observers: Sequence[Observer]) -> None:
+    def __init__(self, run: "Run", observers: Sequence[Observer]) -> None:
         self._run = run
         self._observers = observers
-        self._file = file
-        self._records: list[dict] = []
-        self._skipped = 0  # updates in a row
+        self._skipped = 0  # updates of the run
+        self._in_a_row = 0
 
     @property
     def policy(self) -> str:
@@ -55,48 +49,38 @@ class OnNan:
 
     def facts(self) -> dict[str, int]:
         """Return how many updates were skipped, if any were."""
-        skipped = sum(record["action"] == "skip" for record in self._records)
-        return {"skipped": skipped} if skipped else {}
+        return {"skipped": self._skipped} if self._skipped else {}
 
-    def resume(self, batches: int) -> None:
-        """Read the records of a run that continues from a batch; later updates are taken again."""
-        self._records = [
-            record
-            for record in read_records(self._file)
-            if record["action"] != "skip" or record["batch"] <= batches
-        ]
-        self._skipped = 0
-        skipped = [record for record in self._records if record["action"] == "skip"]
+    def resume(self, curve: Sequence[dict], batches: int) -> None:
+        """Count the skipped updates of a run that continues, by its lines of metrics.jsonl."""
+        skipped = [line for line in curve if line.get("action") == "skip"]
+        self._skipped = len(skipped)
         if skipped and skipped[-1]["batch"] == batches:
-            self._skipped = skipped[-1]["in_a_row"]
+            self._in_a_row = int(skipped[-1].get("in_a_row") or 0)
 
     def updated(self) -> None:
         """Note an applied update."""
-        self._skipped = 0
+        self._in_a_row = 0
 
     def handle(self, number: int, fault: str, batches: Sequence[Batch]) -> None:
-        """Record that an update is not finite; skip it, or `end`.
+        """Skip an update that is not finite, or `end`.
 
         ``batches`` are those whose loss is not finite; all of the update if only the gradient is.
         """
-        if self.policy == "skip" and self._skipped < MOST_SKIPPED:
-            self._skipped += 1
-            rows = self._rows_of(batches)
-            self._record(number, fault, rows, action="skip", in_a_row=self._skipped)
-            text = f"batch {number}: {fault}, its update is skipped.{self._shown(rows)}"
-            self._run.display.line("nan", text)
-            for observer in self._observers:
-                observer.on_event(dict(self._records[-1]))
-            return
-        self.end(number, fault, batches)
+        if self.policy != "skip" or self._in_a_row >= MOST_SKIPPED:
+            self.end(number, fault, batches)
+        self._skipped += 1
+        self._in_a_row += 1
+        rows = self._announced(number, fault, batches, action="skip", in_a_row=self._in_a_row)
+        text = f"batch {number}: {fault}, its update is skipped.{self._shown(rows)}"
+        self._run.display.line("nan", text)
 
     def end(self, number: int, fault: str, batches: Sequence[Batch]) -> NoReturn:
         """Raise a PackError that names the rows.
 
         A model that is not finite leaves no other choice.
         """
-        rows = self._rows_of(batches)
-        self._record(number, fault, rows, action="stop")
+        rows = self._announced(number, fault, batches, action="stop")
 
         last = "No checkpoint was due."
         if checkpoint := self._run.files.latest_checkpoint():
@@ -117,8 +101,14 @@ class OnNan:
             "diverged",
         )
 
-    def _rows_of(self, batches: Sequence[Batch]) -> list[str]:
-        return list(dict.fromkeys(row for batch in batches for row in batch.rows))
+    def _announced(
+        self, number: int, fault: str, batches: Sequence[Batch], **facts: object
+    ) -> list[str]:
+        """Tell the observers, one of which writes metrics.jsonl; return the rows of the batches."""
+        rows = list(dict.fromkeys(row for batch in batches for row in batch.rows))
+        for observer in self._observers:
+            observer.on_event({"batch": number, "fault": fault, **facts, "rows": list(rows)})
+        return rows
 
     def _shown(self, rows: list[str]) -> str:
         if not rows:
@@ -126,31 +116,8 @@ class OnNan:
 
         text = f" Its rows: {', '.join(rows[:_SHOWN])}"
         if len(rows) > _SHOWN:
-            text += f" and {len(rows) - _SHOWN} more, all in {self._file}"
+            text += f" and {len(rows) - _SHOWN} more, all in {self._run.folder / METRICS}"
         return f"{text}."
-
-    def _record(self, number: int, fault: str, rows: list[str], **facts: object) -> None:
-        self._records.append({"batch": number, "fault": fault, **facts, "rows": rows})
-        text = "".join(json.dumps(record) + "\n" for record in self._records)
-        atomic_write(self._file, text)
-
-
-def read_records(file: Path) -> list[dict]:
-    """Return the records of a file; damaged lines are left out."""
-    try:
-        lines = read_text(file).splitlines()
-    except (PackError, OSError):
-        return []
-
-    records = []
-    for line in lines:
-        try:
-            record = parse_json(line)
-            if type(record["batch"]) is int and type(record.get("in_a_row", 0)) is int:
-                records.append({"action": str(record["action"]), **record})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return records
 
 
 class UpdateGuard:

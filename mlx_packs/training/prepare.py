@@ -14,7 +14,7 @@ from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, public_name, resolve_checkpoint
 from ..bases.fingerprint import changed_texts, fingerprint, text_hashes
 from ..bases.precision import STORED, ComputeDtype
-from ..config.choices import METHODS, TASKS
+from ..config.choices import TASKS
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.optimizer import with_arguments
@@ -39,7 +39,7 @@ from ..tasks.task import Task, make_tasks, task_class
 from .observers.trackers import check_report_to
 from .planning import check_offload, checked_by_headers, fit_run, run_dtype, show_dtype
 from .ranks import check_examples, check_same_on_all_ranks
-from .run_folder import PACKAGES, RunFolder, check_unchanged
+from .run_folder import RunFolder, check_unchanged
 from .settings import Place, Request, Run, RunSettings, notes_on_rates, with_batches
 from .watch import check_validated
 
@@ -48,7 +48,7 @@ FLAG = "--resume-adapter-file"
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:
     """Return the recipe of a run, the fingerprints of its base and its data, and its own loss."""
-    identity = {"recipe": recipe.to_json(), **packages_of(recipe.train)}
+    identity: dict = {"recipe": recipe.to_json()}
     if run.request.loss:
         identity["loss"] = run.request.calls.loss_name
     if (folder := recipe.train.teacher_cache) is not None:
@@ -66,16 +66,6 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
         "base_text_files": text_hashes(base.path),
         "data": data,
     }
-
-
-def packages_of(train: TrainConfig) -> dict:
-    """Return the packages that add the task or the method of a run, for its identity."""
-    named = [(TASKS.plugin(task), "task") for task in train.tasks]
-    named.append((METHODS.plugin(train.method), "method"))
-    packages = {f"{flag} {each.name}": each.label for each, flag in named if each}
-    if not packages:
-        return {}
-    return {PACKAGES: packages}
 
 
 def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:

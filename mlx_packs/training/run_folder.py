@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 
-from ..config.choices import METHODS, TASKS
 from ..config.data import DataConfig
 from ..config.other_names import without_removed
 from ..errors import PackError, file_errors, older_version
@@ -22,8 +21,6 @@ from ..report.facts import PAGE
 from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state
 
 CONFIG = "config.json"
-PACKAGES = "packages"  # in the identity: packages that add what the run uses, by setting and name
-NOT_FINITE = "not_finite.jsonl"  # on_nan.py
 REPORT = "report.json"  # what the run reported at its end
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
@@ -125,9 +122,7 @@ class RunFolder:
         """Return the identity of a run; it must have a checkpoint to continue from."""
         if not self.checkpoints():
             raise self._without_checkpoint()
-        identity = self.read_identity()
-        _check_packages(self.path, identity.get(PACKAGES))
-        return identity
+        return self.read_identity()
 
     def read_identity(self) -> dict:
         """Return what `write_identity` wrote."""
@@ -162,7 +157,8 @@ class RunFolder:
         """Remove the checkpoints, the metrics and the records of an earlier run."""
         for folder in self.checkpoints():
             discard(folder, folder)
-        for name in (METRICS, NOT_FINITE, REPORT, PAGE, "loss.png"):  # which runs had
+        had = ("not_finite.jsonl", "loss.png")  # runs of earlier versions
+        for name in (METRICS, REPORT, PAGE, *had):
             (self.path / name).unlink(missing_ok=True)
         for file in self.path.glob("reference-*.safetensors"):
             file.unlink()
@@ -273,24 +269,6 @@ def _format_version(identity: object) -> int:
     if match is None:
         return 0
     return int(match[1])
-
-
-def _check_packages(run: Path, packages: object) -> None:
-    """Check that the packages which add the task or the method of a run are still installed."""
-    if not isinstance(packages, dict):
-        return
-
-    tables = {"task": TASKS, "method": METHODS}
-    for used, label in packages.items():
-        setting, _, name = used.partition(" ")
-        if setting in tables and name not in tables[setting]:
-            package, _, version = str(label).partition(" ")
-            raise PackError(
-                f"--resume: {run} was trained with --{setting} {name} of the package {package} "
-                f"{version}, which is not installed. Install it: pip install {package}.",
-                "dependency",
-                setting,
-            )
 
 
 def _metrics_line(text: str) -> dict | None:
