@@ -54,14 +54,14 @@ _KINDS = {
 class CacheFacts:
     """The content of cache.json: all that the log-probabilities depend on."""
 
-    teacher: str  # its name, and that of its pack
-    weights: str  # hash of its weights and of those of its pack
+    teacher: str  # its name
+    weights: str  # hash of its weights
     tokenizer: str  # `tokenizer_key`
     vocab_size: int  # tokens that the teacher has logits of
     top_k: int
-    temperature: float  # that its logits were divided by
     max_seq_length: int
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    temperature: float = 1.0  # no other is read
     format: int = _FORMAT
 
     @cached_property
@@ -146,6 +146,8 @@ class TeacherCache:
             check_keys(content, _KINDS)
             if content["format"] != _FORMAT:
                 raise ValueError(f"format must be {_FORMAT}, but is {content['format']}")
+            if content["temperature"] != 1:
+                raise ValueError(f"temperature must be 1, but is {content['temperature']}")
             facts = CacheFacts(**content)
         except (TypeError, ValueError) as error:
             raise PackError(
@@ -266,7 +268,7 @@ class TeacherTargets:
         if tokens.max(initial=0) >= self.vocab_size or tokens.min(initial=0) < 0:
             raise PackError(
                 f"--teacher-cache: has tokens up to {tokens.max()}, but the student's vocabulary "
-                f"is {self.vocab_size:,}. Write the cache with a smaller --top-k.",
+                f"is {self.vocab_size:,}. Write the cache with a smaller --teacher-top-k.",
                 "mismatch",
             )
 

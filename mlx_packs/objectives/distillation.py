@@ -32,7 +32,7 @@ class TargetLosses(NamedTuple):
     """The losses [M] float32 of targets."""
 
     nll: mx.array
-    divergence: mx.array  # of the student from the teacher, at the cache's temperature
+    divergence: mx.array  # of the student from the teacher
     hits: mx.array | None  # whether the target ranks first; None with a gradient
 
 
@@ -46,13 +46,11 @@ class Distillation:
             KL(student, m) with m = beta * teacher + (1 - beta) * student.
         jsd_beta: beta, in (0, 1).
         ce_weight: share of the cross-entropy, in [0, 1].
-        temperature: what logits of both are divided by. The divergence is not scaled by its square.
     """
 
     loss: str
     jsd_beta: float = 0.5
     ce_weight: float = 0.0
-    temperature: float = 1.0
 
     def mixed(self, losses: TargetLosses) -> mx.array:
         """Return the loss [M] of every target."""
@@ -87,36 +85,26 @@ def target_losses(
     """Return the losses of the targets of a batch with the arrays of a `TeacherCache`.
 
     By a frozen head logits exist for a slice of the vocabulary, and for the teacher's tokens. Other
-    heads, those with a bias at a temperature, and many teacher tokens need all logits [M, V].
+    heads and many teacher tokens need all logits [M, V].
     """
     states = target_states(model, head, inputs, layout)
     tokens = inputs["teacher_tokens"]
-    temperature = distillation.temperature
-
-    is_scaled = temperature != 1
     frozen = head.frozen if head is not None else None
     if frozen is not None and tokens.shape[1] > _FEW_TOKENS * frozen.vocab_size:
-        frozen = None
-    if frozen is not None and frozen.bias is not None and is_scaled:
         frozen = None
 
     if frozen is None:
         logits = states if head is None else head.logits(states)
-        nll, hits, student = _of_logits(logits.astype(mx.float32), inputs, temperature)
+        nll, hits, student = _of_logits(logits.astype(mx.float32), inputs)
         vocab_size = logits.shape[-1]
     else:
         targets = inputs["targets"]
         vocab_size = frozen.vocab_size
 
         nll, hits = linear_cross_entropy(states, targets, frozen, gradient=gradient)
-        scaled = nll
-        if is_scaled:
-            states = states / temperature
-            scaled, _ = linear_cross_entropy(states, targets, frozen, gradient=gradient)
-
         chosen = mx.concatenate([tokens, targets[:, None]], axis=1)
         logits = linear_logits(states, chosen, frozen)
-        student = logits[:, :-1] - logits[:, -1:] - scaled[:, None]
+        student = logits[:, :-1] - logits[:, -1:] - nll[:, None]
 
     teacher = inputs["teacher_logprobs"]
     if tokens.shape[1] < vocab_size:
@@ -129,17 +117,14 @@ def target_losses(
     return TargetLosses(nll, distillation.divergence(student, teacher), hits)
 
 
-def _of_logits(
-    logits: mx.array, inputs: Inputs, temperature: float
-) -> tuple[mx.array, mx.array, mx.array]:
+def _of_logits(logits: mx.array, inputs: Inputs) -> tuple[mx.array, mx.array, mx.array]:
     """Return nll [M], hits [M] and the log-probabilities [M, K] of the teacher's tokens."""
     targets = inputs["targets"]
     nll = cross_entropy(logits, targets)
     hits = mx.argmax(logits, axis=-1) == targets
 
-    scaled = logits / temperature
-    lse = mx.logsumexp(scaled, axis=-1, keepdims=True)
-    return nll, hits, mx.take_along_axis(scaled, inputs["teacher_tokens"], axis=-1) - lse
+    lse = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return nll, hits, mx.take_along_axis(logits, inputs["teacher_tokens"], axis=-1) - lse
 
 
 class DistillationObjective(CausalLM):

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.trainable import Trainable
-from ..bases.turns import images_of
-from ..config.choices import ANSWER_METRICS, TASKS, architecture_of
+from ..config.choices import ANSWER_METRICS, TASKS
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Collate, Dataset
@@ -32,13 +31,10 @@ from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..evaluation.teacher import VALIDATED, StudentScorer
-from ..memory.matmul_path import generation_path
-from ..nn.quantized import apply_matmul_path
-from ..objectives.causal_lm import CausalLM, Head, Preparation, split_head
+from ..objectives.causal_lm import CausalLM, Head, Preparation
 from ..objectives.distillation import Distillation, DistillationObjective
 from ..objectives.frozen_activations import FrozenActivations
-from ..objectives.objective import arrays_of
-from ..packs.base import Base, load_base
+from ..packs.base import Base
 from ..runtime import mx
 from .causal_lm import CausalLMTask
 from .completions import (
@@ -50,74 +46,7 @@ from .completions import (
 )
 from .phases import PhaseData, RunPhase
 from .task import Summary, Trained
-from .teacher import predictions, with_cached_teacher
-
-
-@dataclass(frozen=True)
-class LiveTeacher:
-    """A frozen base whose predictions are computed as they are needed.
-
-    Attributes:
-        base: its weights are used by the path that suits this device.
-        head: the head of its model, as `split_head` gives it.
-        top_k: how many of its most likely tokens are compared.
-        known: tokens of the student's vocabulary; the teacher's others count as the rest.
-        temperature: what logits of both models are divided by.
-    """
-
-    base: Base
-    head: Head | None
-    top_k: int
-    known: int
-    temperature: float = 1.0
-
-    @classmethod
-    def load(cls, name: str, top_k: int, student: Base) -> "LiveTeacher":
-        """Load the teacher of a student; a PackError if it cannot be one."""
-        flag = f"--teacher {name}"
-        try:
-            base = load_base(name)
-        except PackError as error:
-            text = error.message.replace("--model", "--teacher", 1)
-            raise PackError(text, error.code, "teacher") from None
-
-        if architecture_of(base.config.get("model_type")) != "decoder":
-            raise PackError(f"{flag}: is an encoder, which predicts no next token.", "unsupported")
-        if images_of(base.tokenizer) is not None:
-            text = f"{flag}: takes images. Name a model of texts."
-            raise PackError(text, "unsupported")
-        if tokenizer_key(base.tokenizer) != tokenizer_key(student.tokenizer):
-            raise PackError(
-                f"{flag}: has another tokenizer than {student.name}. Name a teacher of the same "
-                "family.",
-                "mismatch",
-            )
-
-        least = min(base.vocab_size, student.vocab_size)
-        if top_k > least:
-            raise PackError(
-                f"--teacher-top-k {top_k:,}: is larger than the vocabulary that teacher and "
-                f"student share, which has {least:,} tokens. Name a number up to that.",
-            )
-
-        apply_matmul_path(base.model, generation_path(base.model))
-        base.model.eval()
-        return cls(base, split_head(base.model), top_k, least)
-
-    @property
-    def name(self) -> str:
-        return self.base.public_name
-
-    def having(self, batch: Batch) -> Batch:
-        """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
-        inputs = arrays_of(batch)
-        inputs.pop("states", None)  # of the student
-        predicted = predictions(
-            self.base, self.head, inputs, self.top_k, self.temperature, self.known
-        )
-        names = ("logprobs", "rest", "tokens")
-        arrays = {to: predicted[name] for to, name in zip(TEACHER_ARRAYS, names, strict=True)}
-        return batch.having(**arrays)
+from .teacher import Teacher, with_cached_teacher
 
 
 @dataclass(frozen=True)
@@ -220,7 +149,7 @@ class DistillTask(CausalLMTask):
     shares_prefixes = False
 
     cache: TeacherCache | None = None
-    live: LiveTeacher | None = None  # in the place of a cache
+    live: Teacher | None = None  # in the place of a cache
     on_policy: OnPolicy | None = None
 
     def check(self, name: str, model_type: str) -> None:
@@ -270,11 +199,9 @@ class DistillTask(CausalLMTask):
             return {"teacher_tokens": self.train.teacher_top_k}
         return {"teacher_tokens": self.cache.facts.top_k}
 
-    def _loaded(self, student: Base) -> LiveTeacher:
+    def _loaded(self, student: Base) -> Teacher:
         train = self.train
-        with self.display.working("teacher", f"loading {train.teacher}"):
-            teacher = LiveTeacher.load(train.teacher, train.teacher_top_k, student)
-
+        teacher = Teacher.load(train, self.display).beside(student)
         share = f"{train.on_policy:.0%} of the batches" if train.on_policy else "no batch"
         line = f"{teacher.base.summary()} · the student generates {share}"
         self.display.line("teacher", line)
@@ -323,27 +250,16 @@ class DistillTask(CausalLMTask):
         if loss == "auto":
             loss = TASKS[train.task].losses[0]
 
-        temperature = self._known["temperature"]
-        return Distillation(loss, train.jsd_beta, train.ce_weight, temperature)
+        return Distillation(loss, train.jsd_beta, train.ce_weight)
 
     @property
     def _known(self) -> dict[str, Any]:
         """What is known of the teacher, for manifest and report."""
         if self.live is not None:
-            teacher = self.live
-            return {
-                "teacher": teacher.name,
-                "top_k": teacher.top_k,
-                "temperature": teacher.temperature,
-                "on_policy": self.train.on_policy,
-            }
+            known = {"teacher": self.live.name, "top_k": self.live.top_k}
+            return known | {"on_policy": self.train.on_policy}
 
-        facts = self.cache.facts
-        return {
-            "teacher": facts.teacher,
-            "top_k": facts.top_k,
-            "temperature": facts.temperature,
-        }
+        return {"teacher": self.cache.facts.teacher, "top_k": self.cache.facts.top_k}
 
     def taught(self, batch: Batch) -> Batch:
         """Return a training batch as it is learned: of the student's own, or of the data."""

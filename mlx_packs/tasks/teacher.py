@@ -1,33 +1,39 @@
-"""The log-probabilities of a teacher at every target of a data set, which a run reads."""
+"""A teacher: a base model that predicts the next tokens of a run's examples, in a cache or live."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..bases.chat_template import reads_clock
 from ..bases.turns import images_of
+from ..config.choices import architecture_of
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_set
 from ..data.dataset import Batch
 from ..data.encoding import Examples
-from ..data.teacher_cache import FACTS, CacheFacts, TeacherCache, split_facts, tokenizer_key
+from ..data.teacher_cache import (
+    FACTS,
+    CacheFacts,
+    TeacherCache,
+    split_facts,
+    tokenizer_key,
+)
 from ..display import Display, size
 from ..distributed.group import group
 from ..errors import PackError
 from ..files import exclusive_writer, free_bytes, make_folder
-from ..memory.matmul_path import choose_matmul_path
+from ..memory.matmul_path import choose_matmul_path, generation_path
+from ..nn.quantized import apply_matmul_path
 from ..objectives.causal_lm import Head, split_head, target_states
 from ..objectives.objective import Inputs, arrays_of
 from ..ops.profile import profile
-from ..packs.base import Base, activated, load_base
-from ..packs.pack import Pack
+from ..packs.base import Base, load_base
 from ..runtime import mx
 from .phases import resolve_phases
 from .tokens import encode_splits
@@ -37,58 +43,105 @@ _LOGIT_BYTES = 64 << 20  # of the logits that are computed at a time
 
 @dataclass(frozen=True)
 class Teacher:
-    """A base model, maybe with a pack, that scores the next tokens of examples."""
+    """A frozen base model that predicts the next tokens of examples.
+
+    Attributes:
+        base: the model.
+        top_k: how many of its most likely tokens are compared.
+        known: tokens of a student's vocabulary, of which these are; None for all of the teacher's.
+    """
 
     base: Base
-    pack: Pack | None
     top_k: int
-    temperature: float
+    known: int | None = None
+
+    @classmethod
+    def load(cls, train: TrainConfig, display: Display) -> "Teacher":
+        """Load the teacher of a run; a PackError if it cannot be one."""
+        flag = f"--teacher {train.teacher}"
+        with display.working("teacher", f"loading {train.teacher}"):
+            try:
+                base = load_base(train.teacher)
+            except PackError as error:
+                text = error.message.replace("--model", "--teacher", 1)
+                raise PackError(text, error.code, "teacher") from None
+
+        if architecture_of(base.config.get("model_type")) != "decoder":
+            raise PackError(f"{flag}: is an encoder, which predicts no next token.", "unsupported")
+        if images_of(base.tokenizer) is not None:
+            raise PackError(f"{flag}: takes images. Name a model of texts.", "unsupported")
+
+        base.model.eval()
+        return cls(base, train.teacher_top_k).of_vocabulary(base.vocab_size)
+
+    def of_vocabulary(self, known: int) -> "Teacher":
+        """Return the teacher of the first tokens of its vocabulary; a PackError if they are few."""
+        if self.top_k > known:
+            raise PackError(
+                f"--teacher-top-k {self.top_k:,}: is larger than the vocabulary that teacher and "
+                f"student share, which has {known:,} tokens. Name a number up to that.",
+            )
+        return replace(self, known=known)
+
+    def beside(self, student: Base) -> "Teacher":
+        """Return the teacher of a student, used by the matmul path that suits this device."""
+        base = self.base
+        if tokenizer_key(base.tokenizer) != tokenizer_key(student.tokenizer):
+            raise PackError(
+                f"--teacher {base.name}: has another tokenizer than {student.name}. Name a teacher "
+                "of the same family.",
+                "mismatch",
+            )
+        apply_matmul_path(base.model, generation_path(base.model))
+        return self.of_vocabulary(min(base.vocab_size, student.vocab_size))
 
     @property
     def name(self) -> str:
-        if self.pack is None:
-            return self.base.public_name
-        return f"{self.base.public_name} with {self.pack.short_name}"
+        return self.base.public_name
 
-    @property
-    def weights(self) -> str:
-        """A hash of the weights of the base and of its pack."""
-        digest = hashlib.sha256(f"{self.base.fingerprint} {self.base.quantization}".encode())
-        if self.pack is not None:
-            digest.update(json.dumps(self.pack.manifest["adapters"], sort_keys=True).encode())
-            for name, tensor in sorted(self.pack.load_tensors().items()):
-                digest.update(name.encode())
-                digest.update(np.array(tensor.astype(mx.float32)).tobytes())
+    @cached_property
+    def head(self) -> Head | None:
+        return split_head(self.base.model)
 
-        return digest.hexdigest()
+    def having(self, batch: Batch) -> Batch:
+        """Return a batch of tokens with `TEACHER_ARRAYS`, as a cache of the teacher has them."""
+        inputs = arrays_of(batch)
+        inputs.pop("states", None)  # of the student
+        predicted = self.predictions(inputs)
+        return batch.having(**{f"teacher_{name}": values for name, values in predicted.items()})
+
+    def predictions(self, inputs: Inputs) -> dict[str, mx.array]:
+        """Return `most_likely` of every target of a batch, computed; ``inputs`` are its arrays.
+
+        Logits exist for some targets at a time.
+        """
+        head = self.head
+        states = target_states(self.base.model, head, inputs)
+        step = max(1, _LOGIT_BYTES // (4 * self.base.vocab_size))
+        parts = []
+
+        for start in range(0, len(states), step):
+            logits = states[start : start + step]
+            if head is not None:
+                logits = head.logits(logits)
+            parts.append(most_likely(logits, self.top_k, self.known))
+            mx.eval(parts[-1])
+
+        return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def facts(self, examples: dict[str, Examples], max_seq_length: int) -> CacheFacts:
-        """Return what the cache of some splits depends on; a PackError if it cannot be one."""
-        vocab_size = self.base.vocab_size
-
-        if self.top_k > vocab_size:
-            raise PackError(
-                f"--top-k {self.top_k:,}: is larger than the vocabulary of {self.base.name}, "
-                f"which has {vocab_size:,} tokens. Name a number up to that.",
-            )
-
-        if images_of(self.base.tokenizer) is not None:
-            raise PackError(
-                f"--model {self.base.name}: takes images, which teachers are not cached for. Name "
-                "a model of texts.",
-                "unsupported",
-            )
-
+        """Return what the cache of some splits depends on."""
+        base = self.base
+        weights = hashlib.sha256(f"{base.fingerprint} {base.quantization}".encode())
         splits = {
-            split: split_facts(own, self.top_k, vocab_size) for split, own in examples.items()
+            split: split_facts(own, self.top_k, base.vocab_size) for split, own in examples.items()
         }
         return CacheFacts(
             self.name,
-            self.weights,
-            tokenizer_key(self.base.tokenizer),
-            vocab_size,
+            weights.hexdigest(),
+            tokenizer_key(base.tokenizer),
+            base.vocab_size,
             self.top_k,
-            self.temperature,
             max_seq_length,
             splits,
         )
@@ -101,36 +154,25 @@ def with_cached_teacher(recipe: Recipe, display: Display) -> Recipe:
         text = "--teacher-cache: is written by one machine. Write it first, without --hosts."
         raise PackError(text, "conflict", "teacher_cache")
 
-    with display.working("teacher", f"loading {train.teacher}"):
-        base = load_base(train.teacher)
-    display.line("teacher", base.summary())
-    teacher = Teacher(base, None, train.teacher_top_k, temperature=1.0)
-
-    out = Path(train.teacher_cache).expanduser()
-    write_teacher_cache(teacher, recipe, out, False, display, "--teacher-cache")
+    teacher = Teacher.load(train, display)
+    display.line("teacher", teacher.base.summary())
+    write_teacher_cache(teacher, recipe, display)
     defaults = {name: getattr(TrainConfig, name) for name in ("teacher", "teacher_top_k")}
     return replace(recipe, train=replace(train, **defaults))
 
 
-def write_teacher_cache(
-    teacher: Teacher,
-    recipe: Recipe,
-    out: Path,
-    overwrite: bool,
-    display: Display,
-    flag: str = "--out",
-) -> dict[str, Any]:
-    """Write the log-probabilities of a teacher at the targets of all splits; return a report.
+def write_teacher_cache(teacher: Teacher, recipe: Recipe, display: Display) -> None:
+    """Write the log-probabilities of a teacher at the targets of all splits.
 
     A run on ``recipe`` reads them: the examples are encoded as its own, and known by their tokens.
-    A cache that is not complete is continued. Errors call the folder ``flag``.
+    A cache that is not complete is continued.
 
     Raises:
         PackError: the folder has something else, or examples cannot be used.
     """
-    base = teacher.base
-    base.check_architecture("logits", "decoder")
-    _check_folder(out, flag)
+    out = Path(recipe.train.teacher_cache).expanduser()
+    if out.exists() and not out.is_dir():
+        raise PackError(f"--teacher-cache {out}: is a file. Name a folder.", "exists")
 
     if recipe.train.phases:
         raise PackError(
@@ -142,73 +184,46 @@ def write_teacher_cache(
 
     (phase,) = resolve_phases(recipe.train, recipe.data)
     columns = phase.columns
-    base = base.with_chat_template(columns.chat_template)
+    base = teacher.base.with_chat_template(columns.chat_template)
     if columns.template_date is None and reads_clock(base.tokenizer):
         today = replace(columns, template_date=date.today().isoformat())
         phase = replace(phase, columns=today)
 
-    examples = encode_splits(phase.load_rows(), base, phase.columns, phase.train, display)
-    facts = teacher.facts(examples, phase.train.max_seq_length)
-    per_target = facts.target_bytes
-    total = size(facts.targets * per_target)
-    shown = f"{facts.targets:,} target tokens, {per_target:,} bytes each: {total}"
-    display.line("logits", f"the {facts.top_k} most likely of {facts.vocab_size:,} · {shown}")
-
     train = phase.train
-    cache = TeacherCache(out, facts)
+    examples = encode_splits(phase.load_rows(), base, phase.columns, train, display)
+    cache = TeacherCache(out, teacher.facts(examples, train.max_seq_length))
+    facts = cache.facts
+    total = size(facts.targets * facts.target_bytes)
+    shown = f"{facts.targets:,} target tokens, {facts.target_bytes:,} bytes each: {total}"
+    display.line("teacher", f"the {facts.top_k} most likely of {facts.vocab_size:,} · {shown}")
+
     make_folder(out)
     with exclusive_writer(out / FACTS):
         missing = {split: cache.missing(split) for split in facts.splits}
-        _check_disk(cache, missing, flag)
-        _begin(cache, overwrite, flag)
+        _check_disk(cache, missing)
+        _begin(cache)
         path = choose_matmul_path(base.model, train.batch_size * train.max_seq_length).matmul_path
-        train = replace(train, matmul_path=path)
+        apply_matmul_path(base.model, path)
         _write(teacher, cache, examples, missing, train, display)
 
-    return {
-        "out": str(out),
-        "teacher": facts.teacher,
-        "top_k": facts.top_k,
-        "temperature": facts.temperature,
-        "vocab_size": facts.vocab_size,
-        "max_seq_length": facts.max_seq_length,
-        "bytes_per_target": per_target,
-        "bytes": facts.targets * per_target,
-        "targets": {split: own["targets"] for split, own in facts.splits.items()},
-        "shards": sum(len(own["edges"]) - 1 for own in facts.splits.values()),
-        "written": sum(map(len, missing.values())),
-    }
 
-
-def _check_folder(out: Path, flag: str) -> None:
-    """Check that nothing but a cache is in the folder."""
-    if out.exists() and not out.is_dir():
-        raise PackError(f"{flag} {out}: is a file. Name a folder.", "exists")
-    if not out.is_dir() or (out / FACTS).exists():
-        return
-
-    if any(not file.name.startswith(".") for file in out.iterdir()):
-        raise PackError(f"{flag} {out}: has other files. Name a new folder.", "exists")
-
-
-def _begin(cache: TeacherCache, overwrite: bool, flag: str) -> None:
+def _begin(cache: TeacherCache) -> None:
     """Write cache.json, unless the folder has the same; then its shards are continued."""
     out = cache.folder
-    if (out / FACTS).exists() and not overwrite:
-        if TeacherCache.at(out).facts == cache.facts:
-            return
+    if not (out / FACTS).exists():
+        if any(not file.name.startswith(".") for file in out.iterdir()):
+            text = f"--teacher-cache {out}: has other files. Name a new folder."
+            raise PackError(text, "exists")
+        cache.create()
+    elif TeacherCache.at(out).facts != cache.facts:
         raise PackError(
-            f"{flag} {out}: has a cache of another teacher, of other data or settings. Remove it, "
-            "or name another folder.",
+            f"--teacher-cache {out}: has a cache of another teacher, of other data or settings. "
+            "Remove it, or name another folder.",
             "exists",
         )
 
-    for file in out.glob("*-*.npy"):
-        file.unlink()
-    cache.create()
 
-
-def _check_disk(cache: TeacherCache, missing: dict[str, list[int]], flag: str) -> None:
+def _check_disk(cache: TeacherCache, missing: dict[str, list[int]]) -> None:
     """Raise a PackError if the shards that are missing do not fit on the disk."""
     facts = cache.facts
     shards = sum(len(split["edges"]) - 1 for split in facts.splits.values())
@@ -218,8 +233,8 @@ def _check_disk(cache: TeacherCache, missing: dict[str, list[int]], flag: str) -
     free = free_bytes(cache.folder)
     if free is not None and needed > free:
         raise PackError(
-            f"{flag} {cache.folder}: {size(needed)} are to be written, but {size(free)} are free. "
-            "Make room, or pass a smaller --top-k.",
+            f"--teacher-cache {cache.folder}: {size(needed)} are to be written, but {size(free)} "
+            "are free. Make room, or pass a smaller --teacher-top-k.",
             "unwritable",
         )
 
@@ -233,7 +248,6 @@ def _write(
     display: Display,
 ) -> None:
     """Write the shards that are missing, each in one piece."""
-    base = teacher.base
     length = train.max_seq_length
     batch_size = train.batch_size
     shards = [
@@ -243,19 +257,15 @@ def _write(
     ]
     steps = sum(-(-len(own) // batch_size) for _, _, own in shards)
 
-    with activated(base, teacher.pack, train.matmul_path):
-        base.model.eval()
-        head = split_head(base.model)
-        with display.task("logits", steps, "batches") as bar:
-            for split, shard, own in shards:
-                batches = evaluation_set(examples[split], batch_size, length, own).once()
-                counts = examples[split].target_counts[own]
-                cache.write(split, shard, _shard(teacher, head, batches, counts, bar.advance))
+    with display.task("teacher", steps, "batches") as bar:
+        for split, shard, own in shards:
+            batches = evaluation_set(examples[split], batch_size, length, own).once()
+            counts = examples[split].target_counts[own]
+            cache.write(split, shard, _shard(teacher, batches, counts, bar.advance))
 
 
 def _shard(
     teacher: Teacher,
-    head: Head | None,
     batches: list[Batch],
     counts: np.ndarray,
     advance: Callable[[], None],
@@ -275,7 +285,7 @@ def _shard(
         places = np.concatenate(at)
         inputs = arrays_of(batch)
         inputs["positions"] = inputs["positions"][: batch.targets]
-        values = predictions(teacher.base, head, inputs, teacher.top_k, teacher.temperature)
+        values = teacher.predictions(inputs)
         for name, value in values.items():
             arrays[name][places] = np.array(value)
         advance()
@@ -283,36 +293,8 @@ def _shard(
     return arrays
 
 
-def predictions(
-    base: Base,
-    head: Head | None,
-    inputs: Inputs,
-    top_k: int,
-    temperature: float,
-    known: int | None = None,
-) -> dict[str, mx.array]:
-    """Return `most_likely` of every target of a batch, computed; ``inputs`` are its arrays.
-
-    Logits exist for some targets at a time.
-    """
-    states = target_states(base.model, head, inputs)
-    step = max(1, _LOGIT_BYTES // (4 * base.vocab_size))
-    parts = []
-
-    for start in range(0, len(states), step):
-        logits = states[start : start + step]
-        if head is not None:
-            logits = head.logits(logits)
-        parts.append(most_likely(logits, top_k, temperature, known))
-        mx.eval(parts[-1])
-
-    return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def most_likely(
-    logits: mx.array, top_k: int, temperature: float = 1.0, known: int | None = None
-) -> dict[str, mx.array]:
-    """Return the most likely tokens of logits [n, V], divided by the temperature.
+def most_likely(logits: mx.array, top_k: int, known: int | None = None) -> dict[str, mx.array]:
+    """Return the most likely tokens of logits [n, V].
 
     With ``known`` they are among this number of first tokens of the vocabulary.
 
@@ -320,7 +302,7 @@ def most_likely(
     float32 [n], the logarithm of the probability of all other tokens together; -inf if there are
     none.
     """
-    logits = logits.astype(mx.float32) / temperature
+    logits = logits.astype(mx.float32)
     first = logits[:, :known]
     tokens = mx.broadcast_to(mx.arange(first.shape[-1]), first.shape)
     if top_k < first.shape[-1]:

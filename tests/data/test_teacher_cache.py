@@ -29,7 +29,7 @@ def examples(lengths=LENGTHS) -> Examples:
 
 
 def facts_of(own: Examples, **changes) -> CacheFacts:
-    known = {"vocab_size": 128, "top_k": TOP_K, "temperature": 1.0, "max_seq_length": 32}
+    known = {"vocab_size": 128, "top_k": TOP_K, "max_seq_length": 32}
     splits = {"train": split_facts(own, TOP_K, 128)}
     return CacheFacts("teacher", "w", "t", splits=splits, **known | changes)
 
@@ -111,15 +111,22 @@ def test_a_damaged_cache_is_rejected_and_can_be_continued(tmp_path, damage):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("top_k", 0), ("splits", {}), ("format", 2), ("teacher", None), ("temperature", 2.0)],
+    [
+        ("top_k", 0),
+        ("splits", {}),
+        ("format", 2),
+        ("teacher", None),
+        ("temperature", 2.0),
+        ("weights", "other"),
+    ],
 )
 def test_a_wrong_cache_json_is_rejected(tmp_path, key, value):
-    """Another temperature would be that of other log-probabilities: the hashes differ."""
+    """Other weights would be those of other log-probabilities: the hashes differ."""
     own = examples()
     written(tmp_path, own)
     content = json.loads((tmp_path / FACTS).read_text())
     (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
-    with raises("unreadable", "teacher_cache", "train-00000" if key == "temperature" else FACTS):
+    with raises("unreadable", "teacher_cache", "train-00000" if key == "weights" else FACTS):
         TeacherCache.at(tmp_path).of(own, 128)
 
 

@@ -57,10 +57,10 @@ def base_with(seed: int):
     return base
 
 
-def cache_of(folder, data, top_k=32, base=None, **changes):
-    teacher = Teacher(base or base_with(1), None, top_k, changes.pop("temperature", 1.0))
-    recipe = Recipe(train=settings(**changes), data=DataConfig(data=str(data)))
-    return write_teacher_cache(teacher, recipe, folder, False, Display(QUIET))
+def cache_of(folder, data, top_k=32, base=None, **changes) -> None:
+    train = settings(teacher_cache=str(folder), **changes)
+    recipe = Recipe(train=train, data=DataConfig(data=str(data)))
+    write_teacher_cache(Teacher(base or base_with(1), top_k), recipe, Display(QUIET))
 
 
 def chats() -> list[dict]:
@@ -117,7 +117,7 @@ def test_a_run_is_resumed_with_its_own_cache_only(tmp_path, data, cache):
     train = settings(teacher_cache=cache, iters=2, val_batches=0)
     train_pack(base_with(2), data, LORA, train, tmp_path / "p")
     shutil.copytree(cache, tmp_path / "moved")
-    cache_of(tmp_path / "other", data, temperature=2.0)
+    cache_of(tmp_path / "other", data, top_k=16)
 
     def resume(folder) -> None:
         longer = settings(teacher_cache=str(folder), iters=3, val_batches=0)
@@ -131,8 +131,9 @@ def test_a_run_is_resumed_with_its_own_cache_only(tmp_path, data, cache):
 def test_a_cache_is_continued_after_a_kill(tmp_path, data, cache, monkeypatch):
     """No shard is written twice, and all are as without an interruption."""
     monkeypatch.setattr("mlx_packs.data.teacher_cache._SHARD_BYTES", 10_000)
-    whole = cache_of(tmp_path / "whole", data)
-    assert whole["shards"] == whole["written"] > 3
+    cache_of(tmp_path / "whole", data)
+    written = sorted((tmp_path / "whole").glob("*-*.npy"))
+    assert len(written) > 3
 
     shard = writer._shard
     calls = []
@@ -150,31 +151,31 @@ def test_a_cache_is_continued_after_a_kill(tmp_path, data, cache, monkeypatch):
         train = settings(teacher_cache=str(tmp_path / "cut"))
         EncodedTask(base_with(2), data, train, LORA)
 
-    monkeypatch.setattr(writer, "_shard", shard)
-    assert cache_of(tmp_path / "cut", data)["written"] == whole["shards"] - 2
+    calls.clear()
+    monkeypatch.setattr(writer, "_shard", lambda *args: calls.append(args) or shard(*args))
+    cache_of(tmp_path / "cut", data)
+    assert len(calls) == len(written) - 2
     for file in (tmp_path / "whole").glob("*.*"):
         assert file.read_bytes() == (tmp_path / "cut" / file.name).read_bytes()
 
 
-def test_a_pack_is_part_of_the_teacher(tmp_path, data, cache):
-    train = settings(teacher_cache=cache, iters=2, val_batches=0)
-    base = base_with(2)
-    train_pack(base, data, LORA, train, tmp_path / "p")
-    recipe = Recipe(train=settings(), data=DataConfig(data=str(data)))
-    folders = {"alone": None, "packed": Pack.open(tmp_path / "p")}
-    targets = {}
-    for name, pack in folders.items():
-        teacher = Teacher(base, pack, 8, 1.0)
-        report = write_teacher_cache(teacher, recipe, tmp_path / name, False, Display(QUIET))
-        assert report["teacher"] == ("small" if pack is None else "small with p")
-        opened = TeacherCache.at(tmp_path / name)
-        targets[name] = opened._read("train", 0)["logprobs"]
-    assert not np.allclose(targets["alone"], targets["packed"], atol=1e-3)
+def test_a_folder_of_something_else_is_no_cache(tmp_path, data, cache):
+    copy = shutil.copytree(cache, tmp_path / "copy")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").touch()
+    (tmp_path / "file").touch()
+    for folder, named in (
+        ("copy", "another teacher"),
+        ("other", "other files"),
+        ("file", "a file"),
+    ):
+        with raises("exists", "teacher_cache", folder, named):
+            cache_of(tmp_path / folder, data, 16)
 
-    with raises("exists", "out"):
-        write_teacher_cache(teacher, recipe, tmp_path / "alone", False, Display(QUIET))
-    write_teacher_cache(teacher, recipe, tmp_path / "alone", True, Display(QUIET))
-    assert TeacherCache.at(tmp_path / "alone").facts.teacher == "small with p"
+    facts = json.loads((copy / FACTS).read_text())
+    (copy / FACTS).write_text(json.dumps(facts | {"temperature": 2.0}))
+    with raises("unreadable", "teacher_cache", "temperature must be 1"):
+        TeacherCache.at(copy)
 
 
 def test_bad_caches_are_rejected(tmp_path, data, cache):
@@ -201,7 +202,7 @@ def test_what_cannot_be_written_is_rejected(tmp_path, data, monkeypatch):
         cache_of(tmp_path / "c", data, phases=[{"iters": 2}])
     assert not (tmp_path / "c").exists()
     monkeypatch.setattr(writer, "free_bytes", lambda path: 1000)
-    with raises("unwritable", "out"):
+    with raises("unwritable", "teacher_cache"):
         cache_of(tmp_path / "c", data)
     assert not list((tmp_path / "c").iterdir())
 
