@@ -34,13 +34,12 @@ from ..reading import (
 )
 from ..runtime import mx, set_random_state
 from ..tensors import save_tensors
-from .state import TrainingState, Window
+from .state import METRICS, TrainingState, Window
 from .update import KEY, is_scaled
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
 _SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"

@@ -19,9 +19,8 @@ from ..display import Display
 from ..errors import Float16Overflow, PackError
 from ..objectives.score import Score
 from ..runtime import mx, set_random_state
-from .checkpoint import METRICS
 from .observer import Observer
-from .state import TrainingState
+from .state import METRICS, TrainingState
 from .step import BatchStep, not_finite
 from .update import remove_scale
 

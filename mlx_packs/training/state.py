@@ -7,6 +7,8 @@ from ..data.dataset import Batch
 from ..objectives.score import REWARD, Score, StoredScore
 from ..runtime import mx
 
+METRICS = "metrics.jsonl"  # in the run folder, its lines by batch
+
 COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, those without a loss too
 
 
