@@ -16,14 +16,13 @@ from ..nn.wrapped import NoisyEmbedding, trained_module
 from ..objectives.reference import PhaseReference
 from ..packs.adapter_config import adapter_config_of
 from ..packs.compatibility import check_base
-from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from ..reading import read_header
 from ..runtime import mx
 from ..tasks.task import Binding
 from .fit import Objectives
-from .planning import matmul_paths_by_name, reads_limited
-from .prepare import FLAG, PreparedRun, adapters_file
+from .planning import reads_limited
+from .prepare import FLAG, InitialAdapters, PreparedRun
 
 
 def add_noise(trainable: Trainable, alpha: float) -> None:
@@ -49,8 +48,8 @@ def add_noise(trainable: Trainable, alpha: float) -> None:
 
 
 @contextmanager
-def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
-    """Attach what is trained to the base; yield it and how frozen weights are used, by name."""
+def attached(prepared: PreparedRun) -> Iterator[Trainable]:
+    """Attach what is trained to the base, and yield it."""
     run = prepared.run
     memory = prepared.memory
     with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
@@ -60,16 +59,14 @@ def attached(prepared: PreparedRun) -> Iterator[tuple[Trainable, dict]]:
 
     try:
         _describe(trainable, run.display, prepared.base_weights)
-        paths = matmul_paths_by_name(trainable)
-
-        if (file := run.request.option("resume_adapter_file")) is not None:
-            load_adapters(trainable, file)
+        if prepared.initial is not None:
+            load_adapters(trainable, prepared.initial)
         trainable.recompute(memory.recompute)
         if run.train.pipeline:
             trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
 
         with reads_limited(prepared.base, memory.plan):
-            yield trainable, paths
+            yield trainable
     finally:
         trainable.detach()
 
@@ -109,8 +106,6 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     text = f"{count:,} trainable parameters ({share}) · {trainable.details}"
     display.line(trainable.method, text, VERBOSE)
 
-    if trainable.groups:
-        display.line("", f"in {len(trainable.groups)} groups that share an input", VERBOSE)
     for note in trainable.notes:
         display.line("note", note)
 
@@ -123,18 +118,14 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
             "`packs export --to mlx-lm` makes of this pack",
         )
 
-    for group in trainable.groups:
-        for geometry in group.members:
-            display.line("", geometry.describe(), VERBOSE)
 
-
-def load_adapters(trainable: Trainable, start: str) -> None:
+def load_adapters(trainable: Trainable, initial: InitialAdapters) -> None:
     """Set the trainable parameters from a file of exactly these tensors."""
-    file = adapters_file(start)
+    file = initial.file
     with errors_of("resume_adapter_file"):
         read_header(file)
-        if (file.parent / MANIFEST).is_file():
-            _check_pack(Pack.open(file.parent), trainable)
+        if initial.pack is not None:
+            _check_pack(initial.pack, trainable)
 
     with library_errors(lambda reason: PackError(f"{FLAG} {file}: {reason}.", "unreadable")):
         tensors = mx.load(str(file))

@@ -144,8 +144,9 @@ class Fit:
         self.on_nan.resume(self.curve, self.state.batches)
         for fault in point.damaged:
             run.display.line("note", fault)
+        why = "the newest that is not damaged" if point.damaged else "the newest checkpoint"
         batches = f"batch {self.state.batches} of {run.last_phase.stop}"
-        run.display.line("resume", f"{run.folder}: {batches} ({point.why})")
+        run.display.line("resume", f"{run.folder}: {batches} ({point.folder.name}, {why})")
         self._check_end()
         return point.folder
 

@@ -3,14 +3,12 @@
 A dtype is kept when the run is resumed, and changed after an overflow.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.trainable import Trainable
 from ..bases.files import weight_files
 from ..bases.geometry import is_named
 from ..bases.precision import ComputeDtype, choose_compute_dtype
@@ -35,7 +33,6 @@ from ..memory.matmul_path import choose_matmul_path
 from ..memory.pipeline import of_stages
 from ..memory.plan import ERROR, DiskPlan, MatmulPathChoice, MemoryChoice, MemoryPlan, verdict
 from ..memory.read import read_headers
-from ..nn.quantized import matmul_path_of
 from ..nn.surgery import block_prefixes
 from ..offload.disk import plan_line, remote_note
 from ..offload.placing import put_on_disk
@@ -128,22 +125,6 @@ def choose_path(
             choice = choose_matmul_path(base.model, *rows, planned, run.last_phase.stop)
         path = ranks.from_first(choice.matmul_path.encode() if choice else b"").decode()
     return choice or MatmulPathChoice(path, {}, "as the first rank has chosen")
-
-
-def matmul_paths_by_name(trainable: Trainable) -> dict[str, dict]:
-    """Return ``paths`` by the last name of frozen weights: how many use each matmul path.
-
-    Weights that were dense already are ``dense`` too.
-    """
-    names: dict[str, dict] = {}
-    seen: set[str] = set()
-    for path, module in trainable.model.named_modules():  # a module comes before those inside it
-        if path.rpartition(".")[0] in seen or (used := matmul_path_of(module)) is None:
-            continue
-        seen.add(path)
-        name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's
-        names.setdefault(name, {"paths": Counter()})["paths"][used] += 1
-    return names
 
 
 def show_plan(base: Base, run: Run, memory: MemoryChoice) -> None:

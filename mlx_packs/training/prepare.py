@@ -31,7 +31,7 @@ from ..evaluation.images import images_of_run
 from ..memory.plan import MemoryChoice
 from ..nn.quantized import count_weights
 from ..packs.base import Base, load_base
-from ..packs.manifest import ADAPTERS, MANIFEST, chat_template_of, is_hub_name, read_manifest
+from ..packs.manifest import ADAPTERS, MANIFEST, chat_template_of, is_hub_name
 from ..packs.pack import Pack
 from ..reading import sha256
 from ..tasks.phases import PhaseData, counts_of, left_out_rows
@@ -73,34 +73,19 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     ``base`` is the folder of the base, ``earlier`` the identity of the run as it began.
     """
-    named = "teacher" if identity["recipe"].get("teacher") else "teacher_cache"
-    for key, same, other, flag in (
-        ("base", earlier["base"] == identity["base"], "another base", "model"),
-        ("data", earlier["data"] == identity["data"], "other examples", "data"),
-        (
-            "teacher",
-            earlier.get("teacher") == identity.get("teacher"),
-            "another teacher",
-            named,
-        ),
+    teacher = "teacher" if identity["recipe"].get("teacher") else "teacher_cache"
+    for key, flag, other in (
+        ("base", "model", "another base"),
+        ("data", "data", "other examples"),
+        ("teacher", teacher, "another teacher"),
+        ("loss", "loss", f"the loss {earlier.get('loss', 'cross-entropy')}"),
     ):
-        if not same:
+        if earlier.get(key) != identity.get(key):
             raise PackError(
-                f"--resume: {run} was trained on {other}. Resume with the original {key}.",
+                f"--resume: {run} was trained with {other}. Resume with the original {key}.",
                 "mismatch",
                 flag,
             )
-
-    was = earlier.get("loss")
-    now = identity.get("loss")
-    if was != now:
-        trained_with = f"the loss {was} from Python" if was else "the cross-entropy"
-        raise PackError(
-            f"--resume: {run} was trained with {trained_with}, not with "
-            f"{now or 'the cross-entropy'}. Resume with the same `loss` of train_pack.",
-            "mismatch",
-            "loss",
-        )
 
     if names := changed_texts(base, earlier["base_text_files"]):
         raise PackError(
@@ -171,48 +156,47 @@ def with_template_date(settings: RunSettings, base: Base, display: Display) -> R
     return settings.with_settings({}, {"template_date": specified})
 
 
-def adapters_file(start: str) -> Path:
-    """Return the file of adapters that a setting names: itself, or the one of a pack."""
-    path = Path(start).expanduser()
-    is_name = is_hub_name(start) and path.suffix != ".safetensors"
-    if not path.is_dir() and not is_name:
-        if not path.is_file():
+@dataclass(frozen=True)
+class InitialAdapters:
+    """Adapters that a run starts from: a file, and the pack that it is of, if any."""
+
+    file: Path
+    pack: Pack | None
+
+    @classmethod
+    def open(cls, start: str) -> "InitialAdapters":
+        """Return the adapters that a setting names: a file, or those of a verified pack."""
+        path = Path(start).expanduser()
+        is_name = is_hub_name(start) and path.suffix != ".safetensors"
+        if not path.is_dir() and not is_name and not path.is_file():
             raise PackError(f"{FLAG} {start}: no such file or pack.", "not-found")
-        return path
 
-    if path.is_dir() and not (path / MANIFEST).is_file() and (path / ADAPTERS).is_file():
-        return path / ADAPTERS  # as mlx-lm writes it
-    with errors_of("resume_adapter_file"):
-        pack = Pack.open(start)
-        pack.verify()
-    return pack.path / ADAPTERS
+        if path.is_dir() and not (path / MANIFEST).is_file() and (path / ADAPTERS).is_file():
+            path /= ADAPTERS  # as mlx-lm writes it
+        with errors_of("resume_adapter_file"):
+            if not path.is_file():
+                pack = Pack.open(start)
+                pack.verify()
+                return cls(pack.path / ADAPTERS, pack)
+            is_of_pack = (path.parent / MANIFEST).is_file()
+            return cls(path, Pack.open(path.parent) if is_of_pack else None)
+
+    def to_json(self) -> dict:
+        return {"name": self.file.name, "sha256": sha256(self.file)}
 
 
-def initial_adapters(start: str | None, earlier: dict | None) -> dict | None:
-    """Return name and hash of adapters to start from, of ``earlier`` if resumed; None if fresh."""
-    if earlier is not None:
-        if start is not None:
-            raise PackError(
-                f"--resume and {FLAG}: a resumed run continues from its checkpoint. "
-                "Leave one of them out.",
-                "conflict",
-                "resume_adapter_file",
-            )
-        return earlier["recipe"].get("resume_adapter_file")
-
+def initial_adapters(start: str | None, earlier: dict | None) -> InitialAdapters | None:
+    """Return the adapters that a new run starts from; ``earlier`` is the identity of a resumed."""
     if start is None:
         return None
-    file = adapters_file(start)
-    return {"name": file.name, "sha256": sha256(file)}
-
-
-def with_initial_template(settings: RunSettings, start: str | None) -> RunSettings:
-    """Return settings with the chat template of the pack that a run starts from, unless set."""
-    if start is None or settings.columns.chat_template is not None:
-        return settings
-    if not (manifest := adapters_file(start).parent / MANIFEST).is_file():
-        return settings
-    return settings.with_settings({}, {"chat_template": chat_template_of(read_manifest(manifest))})
+    if earlier is not None:
+        raise PackError(
+            f"--resume and {FLAG}: a resumed run continues from its checkpoint. "
+            "Leave one of them out.",
+            "conflict",
+            "resume_adapter_file",
+        )
+    return InitialAdapters.open(start)
 
 
 @dataclass(frozen=True)
@@ -233,6 +217,7 @@ class PreparedRun:
     json_layout: dict  # of the answers in training rows
     base_weights: int
     memory: MemoryChoice
+    initial: InitialAdapters | None
 
     @property
     def task(self) -> Task:
@@ -256,14 +241,16 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
         earlier = RunFolder(folder).check_resumable()
         place = replace(place, resume_point=RunFolder(folder).resume_point())
     settings = settings.as_it_began(earlier)
-    adapters = initial_adapters(request.option("resume_adapter_file"), earlier)
+    initial = initial_adapters(request.option("resume_adapter_file"), earlier)
 
     tasks = make_tasks(settings.phases, settings.train, settings.lora, request.calls)
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     settings = checked_by_headers(request, settings, folder)
     base, dtype = _open_base(request, settings, place, tasks)
-    settings = with_initial_template(settings, request.option("resume_adapter_file"))
+    if initial and initial.pack and settings.columns.chat_template is None:
+        template = chat_template_of(initial.pack.manifest)
+        settings = settings.with_settings({}, {"chat_template": template})
     base = base.with_chat_template(settings.columns.chat_template)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.last_phase.train.task]
@@ -272,6 +259,9 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
     with images_of_run(base, display):
         data = _encode(tasks, base, settings, splits)
     settings, data = with_batches(settings, data, display)
+    adapters = initial and initial.to_json()
+    if earlier is not None:
+        adapters = earlier["recipe"].get("resume_adapter_file")
     run = Run(
         **vars(settings),
         request=request,
@@ -310,6 +300,7 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
         json_layout=json_layout(splits[-1], run.last_phase.columns),
         base_weights=base_weights,
         memory=memory,
+        initial=initial,
     )
 
 

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from ..memory.plan import MemoryChoice
 
 
-# The keys of a report that come first, in this order, if it has them; the others follow by name.
-_FIRST_KEYS = (
-    "pack run task method steps batches first_loss last_loss ppl_before ppl_after ppl_before_se "
-    "ppl_after_se held_out gates train_s tokens_per_s trained_tokens peak_gb process_peak_gb "
-    "plan_peak_gb pack_mb trainable_parameters base_weights matmul_path recompute compute_dtype"
-).split()
-_LAST_KEYS = ("versions",)
 _COLOURS = ("#2b63c6", "#b4490f")  # of training and validation
 
 
@@ -50,14 +43,6 @@ def measured(fit: Fit, memory: "MemoryChoice") -> dict:
         "matmul_path_ms": memory.choice.step_ms,
         "ops": _backend.record(),
     }
-
-
-def in_order(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report with its keys in the order in which people read them."""
-    first = [key for key in _FIRST_KEYS if key in report]
-    last = [key for key in _LAST_KEYS if key in report]
-    others = sorted(set(report) - {*first, *last})
-    return {key: report[key] for key in (*first, *others, *last)}
 
 
 def losses_of(curve: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -213,7 +198,9 @@ def _check_gates(prepared: PreparedRun, pack: Pack, summary: Summary) -> Gates:
     return results
 
 
-def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> dict[str, Any]:
+def report_of(
+    prepared: PreparedRun, trainable: Trainable, fit: Fit, pack: Pack, summary: Summary
+) -> dict[str, Any]:
     """Return the report of a run; the results of its gates go into the pack's manifest, too."""
     described = ("split", "rows", "available", "targets")
     run = prepared.run
@@ -225,36 +212,37 @@ def report_of(prepared: PreparedRun, fit: Fit, pack: Pack, summary: Summary) -> 
         offload["offload"] = blocks.to_json(fit.measured["train_s"])
 
     return {
-        "gates": gates,
         "pack": str(run.pack),
         "run": str(run.folder),
         "task": run.last_phase.train.task,
-        **summary.report,
-        **losses_of(fit.curve),
-        "versions": pack.manifest["versions"],
+        "method": trainable.method,
         "steps": fit.state.updates,
         "batches": fit.state.batches,
         **fit.end,
+        **losses_of(fit.curve),
         **{key: value for key, value in summary.eval.items() if key not in described},
         "held_out": {
             **{key: summary.eval[key] for key in described if key in summary.eval},
             **summary.held_out,
         },
-        f"trained_{fit.unit}": fit.state.trained_tokens,
+        "gates": gates,
         **fit.measured,
+        f"trained_{fit.unit}": fit.state.trained_tokens,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
-        "pack_mb": pack.size_mb,
-        "matmul_path": memory.choice.matmul_path,
-        "recompute": memory.recompute,
-        "trainable_parameters": pack.manifest["adapters"]["parameters"],
-        "ops": _backend.record(),
         "plan_peak_gb": memory.peak_gb,
         "plan_disk": memory.disk.to_json() if memory.disk else None,
+        "pack_mb": pack.size_mb,
+        "trainable_parameters": pack.manifest["adapters"]["parameters"],
+        "base_weights": prepared.base_weights,
+        "matmul_path": memory.choice.matmul_path,
+        "recompute": memory.recompute,
+        "compute_dtype": prepared.dtype.to_json(),
+        "ops": _backend.record(),
         "batch_shapes": len(fit.shapes),
         "traces": fit.traces,
-        **images_report(prepared.base),
-        "bad_rows": {key: bad.counts() for key, bad in prepared.left_out.items()},
-        "compute_dtype": prepared.dtype.to_json(),
-        "base_weights": prepared.base_weights,
         **offload,
+        **images_report(prepared.base),
+        **summary.report,
+        "bad_rows": {key: bad.counts() for key, bad in prepared.left_out.items()},
+        "versions": pack.manifest["versions"],
     }

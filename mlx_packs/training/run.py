@@ -27,7 +27,7 @@ from .fit import start_fit
 from .observer import Observer
 from .prepare import prepare, prepared_request
 from .ranks import folders_of_rank, ranks_of_run
-from .result import RunReport, TrainRun, in_order, report_of, save_pack
+from .result import RunReport, TrainRun, report_of, save_pack
 from .settings import Place, Request, RunSettings, recipe_of
 from .watch import resumable
 
@@ -143,7 +143,7 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
     """Train as a request and its settings specify, in the run's own folders."""
     prepared = prepare(request, settings, place)
     run = prepared.run
-    with attached(prepared) as (trainable, matmul_paths):
+    with attached(prepared) as trainable:
         with bound_objectives(prepared, trainable) as (objectives, origin):
             fit = start_fit(prepared, trainable, objectives, origin)
             with resumable(run):
@@ -152,9 +152,7 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         with resumable(run):
             pack = save_pack(prepared, trainable, fit, summary)
 
-    report = report_of(prepared, fit, pack, summary)
-    report |= {"matmul_paths": matmul_paths, "method": trainable.method}
-    report = in_order(report)
+    report = report_of(prepared, trainable, fit, pack, summary)
     for observer in fit.observers:  # which may add to it
         observer.on_end(report)
-    return TrainRun(pack, run.folder, RunReport(in_order(report)), fit.curve)
+    return TrainRun(pack, run.folder, RunReport(report), fit.curve)

@@ -44,12 +44,6 @@ class ResumePoint:
     folder: Path
     damaged: tuple[str, ...] = ()  # what is wrong with each newer checkpoint
 
-    @property
-    def why(self) -> str:
-        """Return which checkpoint it is and why, in words."""
-        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
-        return f"{self.folder.name}, {newest}"
-
 
 @dataclass(frozen=True)
 class RunFolder:

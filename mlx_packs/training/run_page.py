@@ -1,11 +1,12 @@
 """The page of a run, a pack or several seeds: what their folders have, collected and written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..config.arguments import checked_arguments
-from ..errors import PackError, file_errors
+from ..display import Display
+from ..errors import PackError, file_errors, reason_of
 from ..files import atomic_write, to_json
 from ..packs.facts import (
     all_changes,
@@ -220,6 +221,17 @@ def facts_of_run(
         samples=samples_of(samples) or facts.samples,
         memory_gb=memory_of(report),
     )
+
+
+def attempt(write: Callable[[], object], file: Path, display: Display) -> bool:
+    """Write a file; if it cannot be written, there is a note, since a run is worth more."""
+    try:
+        write()
+    except Exception as error:
+        reason = error.message if isinstance(error, PackError) else reason_of(error)
+        display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
+        return False
+    return True
 
 
 def write_report(run: Path, report: Mapping) -> None:

@@ -14,7 +14,7 @@ from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
 from ..distributed.group import group
-from ..errors import PackError, reason_of
+from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..gates import failures
 from ..packs.base import Base, load_base
@@ -22,11 +22,10 @@ from ..packs.pack import Pack
 from ..report.facts import PAGE, unit_of
 from ..report.seeds import statistics
 from ..tasks.task import task_class
-from .observer import Observer
 from .result import TrainRun
 from .run import train_request
-from .run_folder import CONFIG, RunFolder, output_folders, run_folder
-from .run_page import SUMMARY, write_seeds_page
+from .run_folder import CONFIG, RunFolder, output_folders, seed_runs
+from .run_page import SUMMARY, attempt, write_seeds_page
 from .settings import Request, recipe_of
 
 
@@ -86,25 +85,6 @@ class SeedRuns:
 
     def _reports(self) -> list[dict[str, Any]]:
         return [run.report for run in self.runs.values()]
-
-
-class _Outdated(Observer):
-    """Removes the summary, the page and ``runs`` of earlier seeds when the first run starts."""
-
-    def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
-        self._folder = folder
-        self._runs = runs
-        self.has_started = False
-
-    def on_phase_start(self, batches: int, done: int) -> None:
-        if self.has_started:
-            return
-        self.has_started = True
-        for name in (SUMMARY, PAGE):
-            (self._folder / name).unlink(missing_ok=True)
-        for run in self._runs:
-            RunFolder(run).clear()
-            (run / CONFIG).unlink(missing_ok=True)
 
 
 @checked_arguments
@@ -196,19 +176,15 @@ def train_with_seeds(request: Request) -> SeedRuns:
         with output_folders(each.option("out"), recipe.data, *options):
             pass
 
-    later = [each for each in requests.values() if each.recipe.train.seed != first]
-    replaced = [Path(each.option("out")) for each in later if not each.option("resume")]
-    outdated = _Outdated(folder, [run_folder(pack) for pack in replaced])
-    requests[first] = replace(requests[first], callbacks=(*request.callbacks, outdated))
-
+    for name in (SUMMARY, PAGE):  # of earlier seeds
+        (folder / name).unlink(missing_ok=True)
     names = f"{folder}/seed-{seeds[0]} to seed-{seeds[-1]}"
     request.display.line("seeds", f"{len(seeds)} packs, {names}")
     try:
         runs = _train_in_turn(requests)
     except BaseException:
-        if outdated.has_started:
+        if any((run / CONFIG).is_file() for run in seed_runs(folder)):
             _write_page(folder, request.display)
-            request.display.line("page", str(folder / PAGE))
         raise
 
     result = SeedRuns(folder, runs)
@@ -218,13 +194,8 @@ def train_with_seeds(request: Request) -> SeedRuns:
 
 
 def _write_page(folder: Path, display: Display) -> None:
-    """Write the page; if it cannot be written, there is a note, since runs are worth more."""
-    file = folder / PAGE
-    try:
-        write_seeds_page(folder, file)
-    except Exception as error:
-        reason = error.message if isinstance(error, PackError) else reason_of(error)
-        display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
+    if attempt(lambda: write_seeds_page(folder, folder / PAGE), folder / PAGE, display):
+        display.line("page", str(folder / PAGE))
 
 
 def _load_once() -> Callable[..., Base]:
@@ -315,8 +286,4 @@ def report_lines(result: SeedRuns) -> list[str]:
         own = next(line for line in task.report_lines(run.report) if line.startswith("done"))
         lines.append(f"seed-{seed:<3}{own.removeprefix('done').lstrip()}")
     lines.append(f"packs   {result.folder} · every number: {result.folder / SUMMARY}")
-
-    page = result.folder / PAGE
-    if page.is_file():
-        lines.append(f"page    {page}")
     return lines

@@ -5,7 +5,7 @@ import pytest
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.training.attached import load_adapters
-from mlx_packs.training.prepare import adapters_file
+from mlx_packs.training.prepare import InitialAdapters
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.packs import TARGETS, random_pack
@@ -19,9 +19,10 @@ def folder(small_tiny, tmp_path):
 
 def test_a_pack_a_folder_and_a_file_are_the_same_adapters(folder):
     file = folder / "adapters.safetensors"
-    assert adapters_file(str(folder)) == adapters_file(str(file)) == file
+    opened = [InitialAdapters.open(str(path)) for path in (folder, file)]
+    assert [(each.file, each.pack.path) for each in opened] == [(file, folder)] * 2
     (folder / "pack.json").unlink()
-    assert adapters_file(str(folder)) == file
+    assert InitialAdapters.open(str(folder)) == InitialAdapters(file, None)
 
 
 def test_what_is_no_pack(folder):
@@ -29,7 +30,7 @@ def test_what_is_no_pack(folder):
     flip_bit(folder / "adapters.safetensors", 99_999)
     for name, code in (("absent", "not-found"), ("empty", "not-found"), ("sft", "unreadable")):
         with raises(code, None, "--resume-adapter-file"):
-            adapters_file(str(folder.parent / name))
+            InitialAdapters.open(str(folder.parent / name))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,6 @@ def test_other_adapters_than_the_run_has_are_rejected(small_tiny, folder, change
     trainable = attach(small_tiny, LoRAConfig(**{"target_modules": TARGETS, **changes}))
     try:
         with raises("mismatch", "resume_adapter_file", str(folder), named):
-            load_adapters(trainable, str(folder))
+            load_adapters(trainable, InitialAdapters.open(str(folder)))
     finally:
         trainable.detach()

@@ -13,7 +13,6 @@ from mlx_packs.reading import sealed, without_seal
 from mlx_packs.report.seeds import SeedsFacts
 from mlx_packs.training import seeds as training
 from mlx_packs.training.run_page import seeds_facts
-from mlx_packs.training.seeds import report_lines
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS
@@ -59,7 +58,6 @@ def test_the_page_has_the_means_of_seeds_json(trained_seeds):
     for seed in facts.seeds:
         assert (trained_seeds.folder / seed.link).is_file() and f'href="{seed.link}"' in page
     assert str(trained_seeds.folder.parent) not in page
-    assert report_lines(trained_seeds)[-1] == f"page    {trained_seeds.folder / 'report.html'}"
 
 
 def test_packs_report_writes_the_page_of_seeds(three, run):

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.train import train as train_command
+from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.memory import matmul_path
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import RunFolder
@@ -98,8 +99,7 @@ def test_gates_are_checked_and_recorded_in_the_manifest(small_folder, numbers, t
     assert "PPL ratio" in shown.stdout and "0.001 FAILED" in shown.stdout
 
 
-def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypatch):
-    """Of those without adapters, too."""
+def test_json_reports_the_matmul_path(numbers, tmp_path, monkeypatch):
     monkeypatch.setattr(matmul_path, "_SHARE", 100)  # two batches are little to measure for
     arguments = (
         f"--data {numbers} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 "
@@ -109,12 +109,7 @@ def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypa
     assert result.exit_code == 0, result.stderr
 
     report = json.loads(result.stdout)
-    at_work = report["matmul_paths"]
-    projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-    assert set(at_work) == {*projections, "embed_tokens"}
-    for name, actual in at_work.items():
-        assert actual["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
-
+    assert report["matmul_path"] in MATMUL_PATHS
     assert f"{report['batch_shapes']} of batches" in result.stderr
 
 

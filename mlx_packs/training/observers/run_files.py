@@ -1,12 +1,11 @@
 """What observers write into a run folder, and the old checkpoints that they remove from it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...display import Display
-from ...errors import PackError, reason_of
 from ...files import append_line, atomic_write
 from ...filesystem import discard
 from ...objectives.score import Score
@@ -15,7 +14,7 @@ from ...report.page import render
 from ..checkpoint import batches_of
 from ..observer import Observer
 from ..run_folder import METRICS, REPORT, RunFolder
-from ..run_page import run_facts, write_report
+from ..run_page import attempt, run_facts, write_report
 from . import ObservedRun
 
 
@@ -26,39 +25,29 @@ class ReportPage(Observer):
     """
 
     def __init__(self, observed: ObservedRun) -> None:
-        self._observed = observed
-        self._noted: set[str] = set()  # files about which there was a note
+        self._folder = observed.run.folder
+        self._display = observed.run.display
+        self._has_page = False
 
     def on_phase_start(self, batches: int, done: int) -> None:
         """Remove the result of a run that continues."""
-        (self._observed.run.folder / REPORT).unlink(missing_ok=True)
+        (self._folder / REPORT).unlink(missing_ok=True)
 
     def on_phase_end(self) -> None:
         """Write the page of a run that may not go on."""
-        self._attempt(PAGE, self._write_page)
+        self._has_page = self._write_page()
 
     def on_end(self, report: dict) -> None:
-        observed = self._observed
-        folder = observed.run.folder
-        self._attempt(REPORT, lambda: write_report(folder, report))
-        self._attempt(PAGE, self._write_page)
-        if PAGE not in self._noted:
-            observed.run.display.line("page", str(folder / PAGE))
+        folder = self._folder
+        attempt(lambda: write_report(folder, report), folder / REPORT, self._display)
+        if self._has_page and self._write_page():
+            self._display.line("page", str(folder / PAGE))
 
-    def _write_page(self) -> None:
-        folder = self._observed.run.folder
-        atomic_write(folder / PAGE, render(run_facts(folder)))
-
-    def _attempt(self, name: str, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # whatever it is, a run is worth more than its page
-            reason = error.message if isinstance(error, PackError) else reason_of(error)
-            if name not in self._noted:
-                self._noted.add(name)
-                run = self._observed.run
-                file = run.folder / name
-                run.display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
+    def _write_page(self) -> bool:
+        file = self._folder / PAGE
+        return attempt(
+            lambda: atomic_write(file, render(run_facts(self._folder))), file, self._display
+        )
 
 
 class MetricsFile(Observer):
