@@ -144,10 +144,9 @@ class TeacherCache:
         content = read_json(file)
         try:
             check_keys(content, _KINDS)
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format must be {_FORMAT}, but is {content['format']}")
-            if content["temperature"] != 1:
-                raise ValueError(f"temperature must be 1, but is {content['temperature']}")
+            for name, value in (("format", _FORMAT), ("temperature", 1)):
+                if content[name] != value:
+                    raise ValueError(f"{name} must be {value}, but is {content[name]}")
             facts = CacheFacts(**content)
         except (TypeError, ValueError) as error:
             raise PackError(
@@ -272,8 +271,7 @@ class TeacherTargets:
                 "mismatch",
             )
 
-        values = (logprobs, rest, tokens)
-        return batch.having(**dict(zip(TEACHER_ARRAYS, values, strict=True)))
+        return batch.having(teacher_logprobs=logprobs, teacher_rest=rest, teacher_tokens=tokens)
 
 
 def without_teacher(batch: Batch) -> Batch:
