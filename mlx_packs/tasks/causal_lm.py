@@ -34,7 +34,7 @@ from ..objectives.reference import PhaseReference
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
-from .phases import PhaseData, RunPhase, phase_data
+from .phases import PhaseData, RunPhase
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 
@@ -104,7 +104,6 @@ class CausalLMTask(TokenTask):
     completes_text: ClassVar[bool] = True  # whether this process has all of the base
     shares_prefixes: ClassVar[bool] = True  # whether batches may be trees
 
-    base: Base
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
@@ -120,7 +119,7 @@ class CausalLMTask(TokenTask):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         encoded = encode_phases(phases, splits, base, self.train, self.display)
-        data = phase_data(self, phases, encoded)
+        data = self.phase_data(phases, encoded)
 
         split = data[-1].held_out_split
         row = splits[-1].first_usable(split)

@@ -106,12 +106,6 @@ class ClassifyTask(TextsTask):
 
         return encode_each(read, encode, self.display)
 
-    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
-        super().show_long(limit, examples)
-        if dropped := sum(part.dropped for part in examples.values()):
-            text = f"longer than {limit} tokens (--max-seq-length): {dropped} chats dropped"
-            self.display.line("data", text)
-
     def described(self, examples: Mapping[str, TextGroups]) -> str:
         classes = self.classes
         if classes.problem == REGRESSION:

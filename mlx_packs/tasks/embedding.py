@@ -1,6 +1,6 @@
 """Embeddings of sentences, by an encoder or a decoder: sentence pairs in, adapters out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..data.pairs import (
     encode_pairs,
 )
 from ..data.rows import Splits
+from ..data.sampler import Draw
 from ..data.task_formats import PairFormat
 from ..data.texts import TextGroups, doubling_widths
 from ..errors import PackError, flag_of
@@ -24,7 +25,7 @@ from ..objectives.embedding import DecoderVectors, EmbeddingObjective
 from ..objectives.objective import Objective
 from ..objectives.score import check_best
 from ..packs.base import Base
-from .phases import PhaseData, RunPhase, counted, encode_each, show_cut, show_notes
+from .phases import PhaseData, RunPhase, encode_each
 from .task import Binding, Summary, Trained
 from .texts import NamedLossTask
 
@@ -70,52 +71,50 @@ class EmbeddingTask(NamedLossTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        (phase,) = phases
-        (read,) = splits
-        train = self.train
-        display = self.display
-        embedder = base.embedder
-        self.limit = min(train.max_seq_length, embedder.vectors.longest)
-        self.query_prompt = self._query_prompt_of(base, read)
+        self.embedder = base.embedder
+        self.limit = min(self.train.max_seq_length, self.embedder.vectors.longest)
+        self.query_prompt = self._query_prompt_of(base, splits[0])
+        (data,) = super().encode(base, phases, splits)
+
+        source = f"--data {splits[0].source}"
+        check_scores(data.held_out.examples, source)
+        if validation := data.validation:
+            check_scores(validation.examples, f"{source}: valid")
+            check_best(self.train.best, validated_entries(validation.examples))
+        return [data]
+
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
+        tokenizer = self.embedder.tokenizer
+        on_bad_row = phase.columns.on_bad_row
 
         def encode(split: str, _: Callable[[], None]) -> TextGroups:
-            on_bad_row = phase.columns.on_bad_row
             rows = read.rows[split]
-            return encode_pairs(rows, embedder.tokenizer, self.limit, on_bad_row, self.query_prompt)
+            return encode_pairs(rows, tokenizer, self.limit, on_bad_row, self.query_prompt)
 
-        pairs = encode_each(read, encode, display)
-        first = pairs["train"]
-        loss = choose_loss(train.loss, first, f"--data {read.source}")
-        check_loss_settings(loss, train)
-        self.base = base
-        self.embedder = embedder
-        self.loss = loss
+        pairs = encode_each(read, encode, self.display)
+        self.loss = choose_loss(self.train.loss, pairs["train"], f"--data {read.source}")
+        check_loss_settings(self.loss, self.train)
+        return pairs
 
-        sampler = self._sampler(first, train.seed, LOSSES[loss].in_batch)
-        if LOSSES[loss].in_batch and not first.format.has_negatives:
+    def described(self, examples: Mapping[str, TextGroups]) -> str:
+        text = f"{super().described(examples)} · loss {self.loss}"
+        if self.query_prompt:
+            text += f" · before every anchor {self.query_prompt!r}"
+        return text
+
+    def training(self, phase: RunPhase, examples: TextGroups, draw: Draw) -> Dataset:
+        train = phase.train
+        in_batch = LOSSES[self.loss].in_batch
+        sampler = self._sampler(examples, train.seed, in_batch)
+        if in_batch and not examples.format.has_negatives:
             if train.batch_size < 2 or not sampler.epoch(0):
                 raise PackError(
-                    f"--loss {loss}: the other examples of a batch are the negatives, so it needs "
-                    "--batch-size 2 or more, and examples whose texts differ.",
+                    f"--loss {self.loss}: the other examples of a batch are the negatives, so it "
+                    "needs --batch-size 2 or more, and examples whose texts differ.",
                     "data",
                 )
-
-        counts = counted(pairs)
-        display.line(
-            "data", f"{read.source} · {counts} examples · {first.format.name} · loss {loss}"
-        )
-        if self.query_prompt:
-            display.line("data", f"before every anchor: {self.query_prompt!r}")
-        show_cut(pairs, self.limit, "texts", display)
-        show_notes(read, phase.columns, embedder.tokenizer, display)
-
         collate = PairCollate(train.batch_size, self.limit, doubling_widths(self.limit))
-        data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
-        check_scores(data.held_out.examples, f"--data {read.source}")
-        if validation := data.validation:
-            check_scores(validation.examples, f"--data {read.source}: valid")
-            check_best(train.best, validated_entries(validation.examples))
-        return [data]
+        return Dataset(examples, collate, sampler)
 
     def _query_prompt_of(self, base: Base, read: Splits) -> str:
         """Return the specified prompt, or that of a decoder's own files if rows have anchors."""

@@ -8,7 +8,7 @@ https://arxiv.org/abs/2402.03300
 import importlib.util
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from .completions import (
     largest_batch,
     random_sampler,
 )
-from .phases import PhaseData, RunPhase, counted, sample, show_notes
+from .phases import PhaseData, RunPhase, encode_each, sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
 from .tokens import check_trees, computes_trees, show_shared_prompts
 
@@ -240,8 +240,8 @@ class GRPOTask(Task):
     """``--task grpo``."""
 
     validated = ("valid_reward",)
+    cut_parts = ""
 
-    base: Base
     reward: Reward
     notes_none = False  # whether the run has said that a batch has no reward
     sample: SamplePrompt
@@ -257,40 +257,15 @@ class GRPOTask(Task):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        self.base = base
-        display = self.display
         t = self.train
-        if may_share(t, self.lora) and computes_trees(t, base, display):
+        if may_share(t, self.lora) and computes_trees(t, base, self.display):
             limit = sequence_inputs(t.max_seq_length)
             least = least_saved(t)
             self.shared = SharedPrompts(t.num_generations, t.max_completion_length, limit, least)
 
-        data: list[PhaseData] = []
-        for phase, read in zip(phases, splits, strict=True):
-            columns = phase.columns
-            length = phase.train.max_seq_length
-            of_phase = {}
-            rows = {split: read.rows[split] for split in read.present()}
-            with display.task("data", sum(map(len, rows.values())), "prompts") as bar:
-                for split, own in rows.items():
-                    prompts = encode_prompts(own, base.tokenizer, columns, length, bar.advance)
-                    read.note_encoded(split, prompts.fingerprint, prompts.bad)
-                    self.reward.check(prompts)
-                    of_phase[split] = prompts
-
-            counts = counted(of_phase)
-            display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")
-            show_notes(read, columns, base.tokenizer, display)
-
-            t = phase.train
-            prompts = of_phase["train"]
-            inputs = sequence_inputs(t.max_seq_length)
-            sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
-            collate = PromptCollate(_largest(phase, prompts), self.shared)
-            data.append(PhaseData(self, phase, of_phase, Dataset(prompts, collate, sampler)))
-
+        data = super().encode(base, phases, splits)
         if self.shared is not None:
-            show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, display)
+            show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, self.display)
 
         prompts = data[-1].held_out_examples
         row = prompts.row(0)
@@ -298,9 +273,36 @@ class GRPOTask(Task):
         prompt = row.value[columns.prompt_feature]
         if not isinstance(prompt, str):  # the last message
             prompt = plain_text(prompt[-1].get("content"))
+        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted_text(row, columns))
+        return data
 
-        wanted = wanted_text(row, columns)
-        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted)
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, Prompts]:
+        tokenizer = self.base.tokenizer
+        length = phase.train.max_seq_length
+
+        def encode(split: str, advance: Callable[[], None]) -> Prompts:
+            prompts = encode_prompts(read.rows[split], tokenizer, phase.columns, length, advance)
+            self.reward.check(prompts)
+            return prompts
+
+        steps = {split: len(read.rows[split]) for split in read.present()}
+        return encode_each(read, encode, self.display, steps, "prompts")
+
+    def described(self, examples: Mapping[str, Prompts]) -> str:
+        return f"prompts · reward {self.reward.name}"
+
+    def phase_data(
+        self, phases: Sequence[RunPhase], encoded: Sequence[Mapping[str, Prompts]]
+    ) -> list[PhaseData]:
+        """Return the data of phases, none of which replays another's."""
+        data = []
+        for phase, own in zip(phases, encoded, strict=True):
+            t = phase.train
+            prompts = own["train"]
+            inputs = sequence_inputs(t.max_seq_length)
+            sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
+            collate = PromptCollate(_largest(phase, prompts), self.shared)
+            data.append(PhaseData(self, phase, own, Dataset(prompts, collate, sampler)))
         return data
 
     def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:

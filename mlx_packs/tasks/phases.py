@@ -22,7 +22,6 @@ from ..data.left_out import template_notes
 from ..data.near_copies import row_notes
 from ..data.row_format import BadRows
 from ..data.rows import Splits
-from ..data.sampler import Draw
 from ..display import Display
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
@@ -287,26 +286,6 @@ def encode_each(
     return encoded
 
 
-def phase_data(
-    task: Any, phases: Sequence[RunPhase], splits: Sequence[Mapping[str, Any]]
-) -> list[PhaseData]:
-    """Return the data of phases, each of which may draw from the examples of all.
-
-    ``task.training`` gives the training batches of a phase, of all examples and a `Draw`.
-    """
-    parts = [each["train"] for each in splits]
-    joined = type(parts[0]).joined(parts)
-
-    data = []
-    start = 0
-    for phase, own in zip(phases, splits, strict=True):
-        stop = start + len(own["train"])
-        train = task.training(phase, joined, Draw(start, stop, phase.replay))
-        data.append(PhaseData(task, phase, own, train))
-        start = stop
-    return data
-
-
 def show_phase(phase: RunPhase, display: Display) -> None:
     """Show what a phase trains, unless the run has no phases."""
     if not phase.name:
@@ -323,9 +302,11 @@ def counted(splits: Mapping[str, ExampleSet]) -> str:
 
 def show_cut(splits: Mapping[str, Any], limit: int, what: str, display: Display) -> None:
     """Show how many texts, which are ``what``, had more than ``limit`` tokens; nothing if none."""
-    if cut := sum(part.cut for part in splits.values()):
-        text = f"longer than {limit} tokens (--max-seq-length): {cut} {what} cut"
-        display.line("data", text)
+    cut = sum(part.cut for part in splits.values())
+    dropped = sum(part.dropped for part in splits.values())
+    counts = [(cut, f"{what} cut"), (dropped, "examples dropped")]
+    if shown := ", ".join(f"{count} {text}" for count, text in counts if count):
+        display.line("data", f"longer than {limit} tokens (--max-seq-length): {shown}")
 
 
 def show_notes(read: Splits, columns: DataConfig, tokenizer: Any, display: Display) -> None:

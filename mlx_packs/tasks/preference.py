@@ -1,6 +1,6 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees
 from ..data.task_formats import RATED
-from ..display import VERBOSE
 from ..evaluation.preferences import VALIDATED, score_preferences
 from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
@@ -28,7 +27,7 @@ from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .causal_lm import SamplePrompt, stored_sample
-from .phases import PhaseData, RunPhase, counted, encode_each, phase_data, show_notes, show_phase
+from .phases import PhaseData, RunPhase, encode_each
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 
@@ -37,25 +36,26 @@ class PreferenceTask(TokenTask):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
 
     validated = VALIDATED
+    cut_parts = "completions"
 
-    base: Base
     sample: SamplePrompt
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        self.base = base
-        encoded: list[dict[str, Examples]] = []
-        for phase, read in zip(phases, splits, strict=True):
-            show_phase(phase, self.display)
-            encoded.append(self._encoded_splits(phase, read))
-            self._describe(phase, read, encoded[-1])
-
-        data = phase_data(self, phases, encoded)
-        self._choose_examples(data[-1], splits[-1])
+        """Encode the examples, and take the prompt of the first held-out row."""
+        data = super().encode(base, phases, splits)
+        row = splits[-1].first_usable(data[-1].held_out_split)
+        columns = phases[-1].columns
+        if not TASKS[self.train.task].rated:
+            row = both_completions([row], columns)[0]
+        self.sample = SamplePrompt.of(COMPLETION.read(row, columns, base.tokenizer), base)
         return data
 
-    def _encoded_splits(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
+    def described(self, examples: Mapping[str, Examples]) -> str:
+        return f"examples · {examples['train'].format}"
+
+    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, Examples]:
         columns = phase.columns
         length = phase.train.max_seq_length
         options = EncodingOptions(max_seq_length=length, vocab_size=self.base.vocab_size)
@@ -95,32 +95,6 @@ class PreferenceTask(TokenTask):
 
     def _costs(self, examples: Examples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
-
-    def _describe(self, phase: RunPhase, read: Splits, examples: dict[str, Examples]) -> None:
-        """Show the number of rows, and what was cut."""
-        train = phase.train
-        first = examples["train"]
-        display = self.display
-        counts = counted(examples)
-        display.line("data", f"{read.source} · {counts} examples · {first.format}")
-        display.line("", f"{first.targets:,} supervised tokens", VERBOSE)
-
-        if cut := sum(e.cut for e in examples.values()):
-            limit = train.max_seq_length
-            line = f"longer than {limit} tokens (--max-seq-length): {cut} completions cut"
-            if dropped := sum(e.dropped for e in examples.values()):
-                line += f", {dropped} examples dropped, since no target was left"
-            display.line("data", line)
-        show_notes(read, phase.columns, self.base.tokenizer, display)
-
-    def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
-        """Take the prompt of the first held-out row."""
-        row = splits.first_usable(data.held_out_split)
-        columns = data.phase.columns
-        if not TASKS[self.train.task].rated:
-            row = both_completions([row], columns)[0]
-        content = COMPLETION.read(row, columns, self.base.tokenizer)
-        self.sample = SamplePrompt.of(content, self.base)
 
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""

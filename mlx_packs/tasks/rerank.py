@@ -24,7 +24,7 @@ from ..objectives.objective import Objective
 from ..objectives.reader import ranking_reader
 from ..objectives.text_loss import TextLoss, ranking_losses
 from ..packs.base import Base
-from .phases import RunPhase, encode_each, show_cut
+from .phases import RunPhase, encode_each
 from .task import Binding, Summary, Trained
 from .texts import NamedLossTask
 
@@ -33,6 +33,7 @@ class RerankTask(NamedLossTask):
     """``--task rerank``."""
 
     validated = VALIDATED
+    cut_parts = "documents"
     examples_are = "rankings"
     most_held_out = 200
 
@@ -74,9 +75,6 @@ class RerankTask(NamedLossTask):
             f"queries · {first.format.name} · {first.sizes.mean():.1f} documents each · loss "
             f"{self.loss}, scores by the {self.head_name} head"
         )
-
-    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
-        show_cut(examples, limit, "documents", self.display)
 
     def training(self, phase: RunPhase, examples: TextGroups, draw: Draw) -> Dataset:
         size = phase.train.batch_size

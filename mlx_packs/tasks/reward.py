@@ -1,6 +1,6 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -40,11 +40,6 @@ class RewardTask(TextsTask):
 
         steps = {split: 2 * len(read.rows[split]) for split in read.present()}
         return encode_each(read, encode, self.display, steps, "completions")
-
-    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
-        if dropped := sum(part.dropped for part in examples.values()):
-            text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
-            self.display.line("data", text)
 
     def bind(self, binding: Binding) -> list[Objective]:
         base = replace(self.base, model=binding.trainable.model)

@@ -26,6 +26,7 @@ from ..config.schema import TrainConfig
 from ..data.dataset import Dataset, ExampleSet
 from ..data.row_format import shown_counts
 from ..data.rows import Splits
+from ..data.sampler import Draw
 from ..display import Display, clock
 from ..gates import gates_text
 from ..memory.plan import MemoryChoice
@@ -37,7 +38,7 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.facts import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
-from .phases import OWN, PhaseData, RunPhase
+from .phases import OWN, PhaseData, RunPhase, counted, show_cut, show_notes, show_phase
 
 # Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
 # or None for a completion that it does not score.
@@ -116,7 +117,10 @@ class Task(ABC):
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
     unplanned_recompute = "selective"  # where no memory plan is possible
+    cut_parts: ClassVar[str] = "texts"  # what is cut if it has too many tokens; "" if none is
     validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
+
+    base: Base
 
     def __init__(self, phase: RunPhase, lora: LoRAConfig, calls: Calls) -> None:
         check_best(phase.train.best, self.validated)
@@ -157,11 +161,50 @@ class Task(ABC):
             select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
         return target, lora
 
-    @abstractmethod
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         """Encode the examples of its phases; errors name file and line of an example."""
+        self.base = base
+        encoded = []
+        for phase, read in zip(phases, splits, strict=True):
+            show_phase(phase, self.display)
+            examples = self.encoded(phase, read)
+            line = f"{read.source} · {counted(examples)} {self.described(examples)}"
+            self.display.line("data", line)
+            if self.cut_parts:
+                show_cut(examples, phase.train.max_seq_length, self.cut_parts, self.display)
+            show_notes(read, phase.columns, base.tokenizer, self.display)
+            encoded.append(examples)
+        return self.phase_data(phases, encoded)
+
+    def encoded(self, phase: RunPhase, read: Splits) -> Mapping[str, Any]:
+        """Return the examples of every split of a phase, by `phases.encode_each`."""
+        raise NotImplementedError
+
+    def described(self, examples: Mapping[str, Any]) -> str:
+        """Return what the examples of the splits are, after their number: ``examples · text``."""
+        raise NotImplementedError
+
+    def phase_data(
+        self, phases: Sequence[RunPhase], encoded: Sequence[Mapping[str, Any]]
+    ) -> list[PhaseData]:
+        """Return the data of phases, each of which may draw from the examples of all."""
+        parts = [each["train"] for each in encoded]
+        joined = type(parts[0]).joined(parts)
+
+        data = []
+        start = 0
+        for phase, own in zip(phases, encoded, strict=True):
+            stop = start + len(own["train"])
+            train = self.training(phase, joined, Draw(start, stop, phase.replay))
+            data.append(PhaseData(self, phase, own, train))
+            start = stop
+        return data
+
+    def training(self, phase: RunPhase, examples: Any, draw: Draw) -> Dataset:
+        """Return the training batches of a phase, whose examples are drawn from all."""
+        raise NotImplementedError
 
     @abstractmethod
     def evaluation(self, phase: RunPhase, examples: Any, chosen: np.ndarray) -> Dataset:

@@ -1,6 +1,6 @@
 """Tasks on texts, one or several in an example: what is read of them is compared with labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,57 +9,19 @@ import numpy as np
 from ..config.data import COLUMN_SETTINGS
 from ..config.schema import TrainConfig
 from ..data.dataset import Dataset
-from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.texts import TextCollate, TextGroups, joined_widths, texts_once
 from ..errors import PackError, flag_of
-from ..packs.base import Base
-from .phases import (
-    PhaseData,
-    RunPhase,
-    counted,
-    phase_data,
-    sample,
-    show_cut,
-    show_notes,
-    show_phase,
-)
+from .phases import PhaseData, RunPhase, sample
 from .task import Summary, Task, Trained, summarized
 
 
 class TextsTask(Task):
     """A task on texts that are read as a whole: at their last tokens, or pooled."""
 
-    base: Base
-
-    def encode(
-        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
-    ) -> list[PhaseData]:
-        self.base = base
-        encoded = []
-        for phase, read in zip(phases, splits, strict=True):
-            show_phase(phase, self.display)
-            examples = self.encoded(phase, read)
-            described = self.described(examples)
-            line = f"{read.source} · {counted(examples)} {described}"
-            self.display.line("data", line)
-            self.show_long(phase.train.max_seq_length, examples)
-            show_notes(read, phase.columns, base.tokenizer, self.display)
-            encoded.append(examples)
-        return phase_data(self, phases, encoded)
-
-    def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
-        """Return the examples of every split of a phase, by `splits.encode_each`."""
-        raise NotImplementedError
-
     def described(self, examples: Mapping[str, TextGroups]) -> str:
-        """Return what the examples of the splits are, after their number: ``examples · text``."""
         return f"examples · {examples['train'].format.name}"
-
-    def show_long(self, limit: int, examples: Mapping[str, TextGroups]) -> None:
-        """Show what became of texts that were too long."""
-        show_cut(examples, limit, "texts", self.display)
 
     def training(self, phase: RunPhase, examples: TextGroups, draw: Draw) -> Dataset:
         """Return the training batches of a phase, whose examples are drawn from all."""

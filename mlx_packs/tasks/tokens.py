@@ -13,12 +13,11 @@ from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
-from ..data.dataset import Dataset
 from ..data.encoding import EncodingOptions, Examples
 from ..data.fim import FillInTheMiddle
 from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
-from ..data.sampler import Draw, Sampler, packing_fill
+from ..data.sampler import Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.sharing import draws_at_random, plan_trees
 from ..data.token_cache import encode_cached, steps_of
@@ -38,7 +37,6 @@ from .task import Task
 class TokenTask(Task):
     """A task whose examples are tokens; a row of a batch has one example, or several."""
 
-    base: Base
     trees: Mapping[str, TreePlan | GroupPlan] = {}  # by phase, what batches are that are no rows
 
     def sampled(self, data: PhaseData) -> np.ndarray:
@@ -66,10 +64,6 @@ class TokenTask(Task):
         targets = max(1, rows * examples.targets // int(lengths.sum()))
         trees = self.trees.get(data.phase.name)
         return passes_of(self.base.model, trees, examples, rows), targets
-
-    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
-        """Return the training batches of a phase, whose examples are drawn from all."""
-        raise NotImplementedError
 
     def _plan_trees(
         self, phase: RunPhase, examples: Examples, sampler: Sampler, together: int = 0

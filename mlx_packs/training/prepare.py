@@ -164,7 +164,7 @@ class InitialAdapters:
     pack: Pack | None
 
     @classmethod
-    def open(cls, start: str) -> "InitialAdapters":
+    def find(cls, start: str) -> "InitialAdapters":
         """Return the adapters that a setting names: a file, or those of a verified pack."""
         path = Path(start).expanduser()
         is_name = is_hub_name(start) and path.suffix != ".safetensors"
@@ -196,7 +196,7 @@ def initial_adapters(start: str | None, earlier: dict | None) -> InitialAdapters
             "conflict",
             "resume_adapter_file",
         )
-    return InitialAdapters.open(start)
+    return InitialAdapters.find(start)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ def folder(small_tiny, tmp_path):
 
 def test_a_pack_a_folder_and_a_file_are_the_same_adapters(folder):
     file = folder / "adapters.safetensors"
-    opened = [InitialAdapters.open(str(path)) for path in (folder, file)]
+    opened = [InitialAdapters.find(str(path)) for path in (folder, file)]
     assert [(each.file, each.pack.path) for each in opened] == [(file, folder)] * 2
     (folder / "pack.json").unlink()
-    assert InitialAdapters.open(str(folder)) == InitialAdapters(file, None)
+    assert InitialAdapters.find(str(folder)) == InitialAdapters(file, None)
 
 
 def test_what_is_no_pack(folder):
@@ -30,7 +30,7 @@ def test_what_is_no_pack(folder):
     flip_bit(folder / "adapters.safetensors", 99_999)
     for name, code in (("absent", "not-found"), ("empty", "not-found"), ("sft", "unreadable")):
         with raises(code, None, "--resume-adapter-file"):
-            InitialAdapters.open(str(folder.parent / name))
+            InitialAdapters.find(str(folder.parent / name))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_other_adapters_than_the_run_has_are_rejected(small_tiny, folder, change
     trainable = attach(small_tiny, LoRAConfig(**{"target_modules": TARGETS, **changes}))
     try:
         with raises("mismatch", "resume_adapter_file", str(folder), named):
-            load_adapters(trainable, InitialAdapters.open(str(folder)))
+            load_adapters(trainable, InitialAdapters.find(str(folder)))
     finally:
         trainable.detach()
