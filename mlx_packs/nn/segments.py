@@ -1,12 +1,9 @@
 """Packed examples: attention masks by segment, so that no example sees another.
 
 Models of mlx-lm ask their cache for the attention mask, so a cache without memory that returns the
-mask of the segments packs any of them. Rotary positions are relative and stay as they are; a table
-of learned positions must start again in each segment.
+mask of the segments packs any of them. Rotary positions are relative and stay as they are; models
+with a table of learned positions are not packed.
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -77,41 +74,3 @@ def segment_numbers(segments: mx.array | Spans) -> mx.array:
         return segments
     rows = [np.repeat(np.arange(len(spans), dtype=np.int32), spans) for spans in segments]
     return mx.array(np.stack(rows))
-
-
-def places_in_segments(segments: mx.array) -> mx.array:
-    """Return the place of each input in its segment, from 0: int32 [B, T] of segments [B, T]."""
-    places = mx.broadcast_to(mx.arange(segments.shape[1]), segments.shape)
-    changes = segments[:, 1:] != segments[:, :-1]
-    begins = mx.concatenate([mx.ones_like(segments[:, :1]), changes], axis=1)
-    return places - mx.cummax(mx.where(begins, places, 0), axis=1)
-
-
-class RestartedPositions(nn.Module):
-    """A table of learned positions that starts again in each segment inside of `restarting`."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.table = table
-        self._places: list[mx.array] = []
-
-    def __call__(self, positions: mx.array) -> mx.array:
-        # the last: of several batches that pass blocks together, one comes here at a time
-        if self._places:
-            positions = self._places[-1]
-        return self.table(positions)
-
-
-@contextmanager
-def restarting(model: nn.Module, segments: mx.array | Spans) -> Iterator[None]:
-    """Let every `RestartedPositions` of a model count within the segments."""
-    tables = [m for m in model.modules() if isinstance(m, RestartedPositions)]
-    if tables:
-        places = places_in_segments(segment_numbers(segments))
-        for table in tables:
-            table._places.append(places)
-    try:
-        yield
-    finally:
-        for table in tables:
-            table._places.clear()

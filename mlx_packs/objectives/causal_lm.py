@@ -17,7 +17,7 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.images import tree_of_images
 from ..nn.prefix import tree_states
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
-from ..nn.segments import restarting, segment_caches
+from ..nn.segments import segment_caches
 from ..nn.tables_on_disk import kind_of
 from ..nn.wrapped import injected
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
@@ -170,8 +170,7 @@ def forward(
 
     if segments is None:
         return part(tokens)
-    with restarting(model, segments):
-        return part(tokens, cache=segment_caches(model, segments, offset))
+    return part(tokens, cache=segment_caches(model, segments, offset))
 
 
 TargetLoss = Callable[[mx.array, mx.array], mx.array]  # logits [M, V], targets [M] to losses [M]

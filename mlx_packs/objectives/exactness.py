@@ -22,7 +22,7 @@ from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..nn.blocks import attends_by_spans
 from ..nn.lora import InputDropout
-from ..nn.segments import RestartedPositions, segment_numbers
+from ..nn.segments import segment_numbers
 from ..nn.wrapped import NoisyEmbedding
 from ..runtime import mx
 from .causal_lm import Head, forward, part_of, target_loss
@@ -37,7 +37,6 @@ _WORST = 10  # a single gradient may be off by so much more: 0.18 in bfloat16
 _NEGLIGIBLE = 1e-3  # of the largest gradient's length: shorter ones may be rounding alone
 
 Gradients = dict[str, mx.array]
-_LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
 _PROBE = (9, 7)  # tokens of the two examples
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
@@ -168,19 +167,12 @@ def _without_noise(model: nn.Module) -> Iterator[None]:
             dropout.p = share
 
 
-def prepare_packing(
+def check_packing(
     attached: Trainable, head: Head | None, max_seq_length: int, vocab_size: int
 ) -> None:
-    """Let learned positions start again in each segment, and check that packing is exact.
-
-    Raises a PackError for a model whose packed examples would see each other.
-    """
-    model = attached.model
-    modules = model.named_modules()
-    learned = [(p, m) for p, m in modules if p.rpartition(".")[2] in _LEARNED_POSITIONS]
-    attached.swap([(path, RestartedPositions(module)) for path, module in learned])
-
-    if reason := why_not_packed(model, head, sequence_inputs(max_seq_length), vocab_size):
+    """Raise a PackError for a model whose packed examples would see each other."""
+    inputs = sequence_inputs(max_seq_length)
+    if reason := why_not_packed(attached.model, head, inputs, vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(
             f"--packing: a {family} model does not compute packed examples exactly ({reason}). "

@@ -28,7 +28,7 @@ from ..evaluation.perplexity import why_in_rows
 from ..memory.plan import recompute_policies
 from ..nn.blocks import attends_by_spans, takes_one_pass
 from ..objectives.causal_lm import Head, split_head
-from ..objectives.exactness import prepare_packing, why_not_shared
+from ..objectives.exactness import check_packing, why_not_shared
 from ..packs.base import Base
 from .phases import PhaseData, RunPhase, counted, encode_each, sample, show_notes, show_phase
 from .task import Task
@@ -93,7 +93,7 @@ class TokenTask(Task):
         """Check that packed rows and trees are computed exactly, which may change how rows are."""
         train = self.train
         if train.packing:
-            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+            check_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         if self.trees:
             check_trees(trainable, head)
 

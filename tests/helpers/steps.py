@@ -16,7 +16,7 @@ from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import CausalLM, Head, split_head
-from mlx_packs.objectives.exactness import prepare_packing
+from mlx_packs.objectives.exactness import check_packing
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.packs.base import Base
@@ -102,7 +102,7 @@ def adapted(
     attached.recompute(recompute)
     head = split_head(base.model)
     if packed_length:
-        prepare_packing(attached, head, packed_length, base.vocab_size)
+        check_packing(attached, head, packed_length, base.vocab_size)
     base.model.train()
     return attached, head
 

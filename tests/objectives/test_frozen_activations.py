@@ -56,7 +56,7 @@ RECOMPUTE = ("none", "selective", "block")
             ("qwen3", True, "selective"),
         ),
         ("gpt2", False, "none"),  # the blocks of mlx-lm
-        ("gpt2", True, "block"),
+        ("gpt2", False, "block"),
         ("qwen3_moe", True, "block"),
     ],
 )

@@ -12,9 +12,8 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn import blocks
 from mlx_packs.nn.segments import SegmentCache
-from mlx_packs.objectives import exactness
 from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.exactness import prepare_packing
+from mlx_packs.objectives.exactness import check_packing
 from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import causal_lm, tokens
@@ -37,12 +36,12 @@ from tests.helpers.variants import slow_except
 @pytest.mark.parametrize(
     ("batch", "family", "policy"),
     [
-        # our attention, learned positions, soft capping, sliding windows
-        *(("packed", family, "none") for family in ("qwen3", "gpt2", "gemma2", "gemma3_text")),
+        # our attention, soft capping, sliding windows
+        *(("packed", family, "none") for family in ("qwen3", "gemma2", "gemma3_text")),
         ("packed", "qwen3", "block"),
         *slow_except([("packed", "gemma3_text", "block")]),
         *(("aligned", "qwen3", policy) for policy in ("none", "selective", "block")),
-        ("aligned", "gpt2", "block"),
+        ("aligned", "llama", "block"),
         ("aligned", "gemma3_text", "none"),
     ],
 )
@@ -77,17 +76,16 @@ def test_packing_a_recurrent_model_is_rejected():
     base = base_of("mamba", **sizes, use_bias=False, use_conv_bias=True)
     attached = attach(base, LoRAConfig(rank=2, target_modules=("in_proj",)))
     with raises("unsupported", "packing", "mamba", "ArraysCache"):
-        prepare_packing(attached, None, 64, 128)
+        check_packing(attached, None, 64, 128)
 
 
 def check_rejected(family: str, *names: str) -> None:
     attached = attach(base_of(family), LoRAConfig(rank=2))
     with raises("unsupported", "packing", family, *names):
-        prepare_packing(attached, split_head(attached.model), 64, 128)
+        check_packing(attached, split_head(attached.model), 64, 128)
 
 
-def test_packing_is_rejected_where_positions_run_on(monkeypatch):
-    monkeypatch.setattr(exactness, "_LEARNED_POSITIONS", ())
+def test_packing_is_rejected_where_positions_run_on():
     check_rejected("gpt2", "at position 0")
 
 
@@ -110,9 +108,9 @@ def test_packing_is_rejected_where_far_positions_differ(monkeypatch):
     monkeypatch.setattr(PhiAttention, "__call__", scaled)
     attached = attach(base_of("phi", **SMALL_FAMILIES["phi"]), LoRAConfig(rank=2))
     model = attached.model
-    prepare_packing(attached, split_head(model), 40, 128)
+    check_packing(attached, split_head(model), 40, 128)
     with raises("unsupported", "packing", "at position 47"):
-        prepare_packing(attached, split_head(model), 64, 128)
+        check_packing(attached, split_head(model), 64, 128)
 
 
 PACKED = TrainConfig(
@@ -165,13 +163,13 @@ def test_aligned_run_learns_what_a_packed_run_learns(ragged_chats, tmp_path, mon
 
 def test_no_thread_is_left_when_a_run_breaks_off(ragged_chats, tmp_path, monkeypatch):
     def fail(line):
-        assert any(t.name.startswith("batches") for t in threading.enumerate())
+        assert any(t.name.startswith("ahead") for t in threading.enumerate())
         raise KeyboardInterrupt
 
     observe(monkeypatch, on_step=fail)
     with pytest.raises(KeyboardInterrupt):
         train_pack(small_base(), ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p")
-    assert not any(t.name.startswith("batches") for t in threading.enumerate())
+    assert not any(t.name.startswith("ahead") for t in threading.enumerate())
 
 
 @pytest.mark.slow
