@@ -5,9 +5,9 @@ A reward is a function of the user's, or a metric of answers.
 https://arxiv.org/abs/2402.03300
 """
 
-import importlib.util
 import inspect
 import numbers
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,16 +69,13 @@ def load_reward(name: str) -> RewardFunction:
     if not path.is_file():
         raise _error(name, f"{file} is no file.", "not-found")
 
-    spec = importlib.util.spec_from_file_location("reward_function", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        functions = runpy.run_path(str(path), run_name="reward_function")
     except Exception as error:
         text = f"{file} cannot be executed ({_named(error)})."
         raise _error(name, text, "unreadable") from error
 
-    if not callable(found := getattr(module, function, None)):
+    if not callable(found := functions.get(function)):
         raise _error(name, f"{file} has no function {function}.", "not-found")
     return found
 
@@ -93,29 +90,25 @@ class Reward:
 
     def __init__(self, function: RewardFunction | str, columns: DataConfig) -> None:
         self._columns = columns
+        # whether it compares answers, without their thoughts, with the expected ones
+        self.is_metric = isinstance(function, str)
         if isinstance(function, str):
             self.name = function
-            self._function: RewardFunction = _metric_reward(function)
+            self._function = _metric_reward(function)
         else:
             self.name = function.__name__
             self._function = function
 
-    @property
-    def is_metric(self) -> bool:
-        """Whether it compares answers, without their thoughts, with the expected ones."""
-        return self.name in METRICS
-
     def check(self, prompts: Prompts) -> None:
         """Check that the rows have what a metric needs."""
-        if not self.is_metric:
-            return
         for i in range(len(prompts)):
-            if wanted_text(prompts.row(i), self._columns) is None:
+            if self.is_metric and wanted_text(prompts.row(i), self._columns) is None:
                 raise PackError(
-                    f"{prompts.where(i)}: --reward {self.name} needs the expected completion in "
+                    f"--reward {self.name} needs the expected completion in "
                     f"'{self._columns.completion_feature}'.",
                     "data",
                     "reward",
+                    prompts.where(i),
                 )
 
     def __call__(
@@ -143,25 +136,26 @@ class Reward:
             text = f"raised {_named(error)} for the completions of {first}."
             raise _error(self.name, text) from error
 
-        if inspect.isawaitable(values) or not isinstance(values, (Sequence, np.ndarray)):
-            raise self._fault(f"returned a {type(values).__name__}", len(rows))
-        if len(values) != len(rows):
-            raise self._fault(f"returned {len(values)} values", len(rows))
-        for i, value in zip(indices, values, strict=True):
-            if value is None:
-                continue
-            if not isinstance(value, numbers.Real) or not np.isfinite(float(value)):
-                text = f"returned {value!r:.40} for a completion of {prompts.where(i)}"
-                raise self._fault(text, len(rows))
-
+        if fault := _fault_of(values, [prompts.where(i) for i in indices]):
+            raise _error(
+                self.name,
+                f"returned {fault}, but must return a list of {len(rows)} finite numbers, one for "
+                "each completion, or None for those that it does not score.",
+            )
         return np.array(list(values), np.float32)  # NaN for None
 
-    def _fault(self, fault: str, count: int) -> PackError:
-        return _error(
-            self.name,
-            f"{fault}, but must return a list of {count} finite numbers, one for each completion, "
-            "or None for those that it does not score.",
-        )
+
+def _fault_of(values: Any, places: Sequence[str]) -> str:
+    """Return what is wrong with the rewards of completions at these places; empty if nothing is."""
+    if inspect.isawaitable(values) or not isinstance(values, (Sequence, np.ndarray)):
+        return f"a {type(values).__name__}"
+    if len(values) != len(places):
+        return f"{len(values)} values"
+    for value, place in zip(values, places, strict=True):
+        is_number = isinstance(value, numbers.Real) and np.isfinite(float(value))
+        if value is not None and not is_number:
+            return f"{value!r:.40} for a completion of {place}"
+    return ""
 
 
 def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
@@ -191,27 +185,18 @@ def _named(error: Exception) -> str:
 
 
 def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFunction | str:
-    """Return the reward of a run: the function given in Python, or what ``--reward`` names.
-
-    Raises:
-        PackError: there is none, or both.
-    """
+    """Return the reward of a run: the function given in Python, or what ``--reward`` names."""
     if given is not None and setting is not None:
         raise PackError(
             "reward: is given twice, as a function and by --reward.", "conflict", "reward"
         )
-
-    if given is not None:
-        return given
-    if setting is None:
+    if given is None and setting is None:
         raise PackError(
             "--reward: --task grpo needs one: FILE.py:NAME, or the expected completion by "
-            f"{', '.join(METRICS)}.",
-            "invalid",
-            "reward",
+            f"{', '.join(METRICS)}."
         )
-    if setting in METRICS:
-        return setting
+    if setting is None or setting in METRICS:
+        return given or setting
     return load_reward(setting)
 
 

@@ -15,9 +15,8 @@ from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
-from ..optim import schedule, unused_learning_rate, updates_of, warmup_updates
+from ..optim import unused_learning_rate, updates_of, warmup_updates
 from ..packs.base import Base
-from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
@@ -261,24 +260,11 @@ def _long_warmup(phase: RunPhase) -> str | None:
     if warmup < updates:
         return None
 
-    start = ""
-    name = "run"
-    if phase.name:
-        start = f"{phase.name}: "
-        name = "phase"
-
     setting = "lr_schedule.warmup"
     if not isinstance(train.lr_schedule, dict):
         setting = flag_of(train.changed(("warmup_steps", "warmup_ratio"))[0])
-
-    highest = _rate(train, updates - 1)
-    peak = _rate(train, warmup)
+    where = f"{phase.name}: " if phase.name else ""
     return (
-        f"{start}the warm-up takes {warmup:,} updates, and the {name} has {updates:,}: the "
-        f"learning rate ends at {highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use "
-        f"a lower {setting}, or train longer"
+        f"{where}the warm-up takes {warmup:,} of {updates:,} updates, so that the learning rate "
+        f"never reaches its peak. Use a lower {setting}, or train longer"
     )
-
-
-def _rate(train: TrainConfig, update: int) -> float:
-    return schedule(train)(mx.array(update)).item()

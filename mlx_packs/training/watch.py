@@ -224,18 +224,14 @@ def better_earlier(curve: Sequence[dict]) -> str | None:
         return None
 
     end = validated[-1]
-    last = best = StoredScore.of(end)
-    for line in validated:
-        score = StoredScore.of(line)
-        if line.get("phase") == end.get("phase") and score.is_better_than(best):
-            best = score
-            batch = line["batch"]
-
-    if not best.is_better_than(last, by=_CLEARLY):
+    last = StoredScore.of(end)
+    found = EarlyStop(curve=[x for x in validated if x.get("phase") == end.get("phase")])
+    best = found.best
+    if best is None or not best.is_better_than(last, by=_CLEARLY):
         return None
 
     return (
-        f"the validation {best.measure} was {best.value:.3f} at batch {batch} and "
+        f"the validation {best.measure} was {best.value:.3f} at batch {found.batch} and "
         f"{last.value:.3f} at batch {end['batch']}: --load-best ends with the best weights"
     )
 

@@ -75,10 +75,6 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(PACKAGES[name]) is not None
 
 
-def _project(run: Run) -> str:
-    return run.request.option("project_name") or run.folder.name
-
-
 class Trackers(Observer):
     """Reports the numbers that mlx-lm's trainer reports, under its names."""
 
@@ -134,7 +130,7 @@ def _tracker(name: str, observed: ObservedRun) -> Any:
             return TensorBoard(run)
         return get_reporting_callbacks(
             name,
-            project_name=_project(run),
+            project_name=run.request.option("project_name") or run.folder.name,
             log_dir=str(run.folder),
             config=observed.recipe,
         )
