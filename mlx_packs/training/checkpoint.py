@@ -5,13 +5,10 @@ were taken (the order of the data is a function of the seed). ``state.json`` has
 other files, and one of itself.
 """
 
-import math
 import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
 
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
@@ -23,6 +20,7 @@ from ..distributed.group import group
 from ..errors import PackError, older_version
 from ..files import atomic_folder, to_json
 from ..filesystem import sync
+from ..kinds import check_keys
 from ..reading import (
     check_files,
     check_seal,
@@ -40,8 +38,15 @@ from .update import KEY, is_scaled
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-_SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may be negative
-_FILES = "files"  # in the state: size and hash of each
+_FILES = "files"  # in the state: size and hash of each of these
+_STORED = (ADAPTERS, OPTIMIZER)
+_FACTS = {"": "a mapping", ".*": "a mapping", ".*.bytes": "an integer", ".*.sha256": "text"}
+_KINDS = {
+    int: "an integer of 0 or more",
+    float: "a number",
+    float | None: "a number?",
+    Window: "a mapping",
+}
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
 _SPARE = 1 << 20  # bytes for what else a run writes
@@ -60,7 +65,7 @@ def save_checkpoint(
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, tensors)
         save_tensors(partial / OPTIMIZER, arrays)
-        content = {**asdict(state), _FILES: file_facts(partial, (ADAPTERS, OPTIMIZER))}
+        content = {**asdict(state), _FILES: file_facts(partial, _STORED)}
         (partial / STATE).write_text(to_json(sealed(content)), encoding="utf-8")
         if (run / METRICS).is_file():  # the lines up to here; the folder is synced next
             sync(run / METRICS, through_drive=False)
@@ -151,55 +156,29 @@ def _read_state(folder: Path) -> tuple[TrainingState, dict]:
         content = read_json(folder / STATE)
         check_seal(content)
         content = without_seal(content)
-        facts = _checked_facts(content.pop(_FILES))
+        check_keys(content, {f"{_FILES}{key}": kind for key, kind in _FACTS.items()})
+        facts = content.pop(_FILES)
+        if set(facts) != set(_STORED):
+            raise ValueError(f"{_FILES} must name {' and '.join(_STORED)}")
         if not {field.name for field in fields(TrainingState)} <= set(content):
             raise older_version(folder / STATE)
 
-        state = _from_json(TrainingState, content)
-        if state.batches and not state.train_s:
-            raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
+        check_keys(content, {field.name: _KINDS[field.type] for field in fields(TrainingState)})
+        window = content.pop("window")
+        check_keys(window, {field.name: _KINDS[field.type] for field in fields(Window)}, "window")
+
+        state = TrainingState(**content, window=Window(**window))
+        if state.batches and state.train_s <= 0:
+            raise ValueError(f"train_s must be positive after {state.batches} batches")
         if state.batches != batches_of(folder):
-            raise ValueError(f"{STATE} is of batch {state.batches}")
+            raise ValueError(f"it is of batch {state.batches}")
         return state, facts
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(folder, error) from None
-
-
-def _checked_facts(facts: object) -> dict:
-    """Return size and hash of each file of a checkpoint, if that is what they are."""
-    if not isinstance(facts, dict) or set(facts) != {ADAPTERS, OPTIMIZER}:
-        raise ValueError(f"{STATE}: {_FILES} must name {ADAPTERS} and {OPTIMIZER}")
-    for name, entry in facts.items():
-        if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
-            raise ValueError(f"{STATE}: {_FILES}.{name} must have bytes and sha256")
-    return facts
+        raise _damaged(folder / STATE, error) from None
 
 
 def _damaged(folder: Path, error: Exception) -> PackError:
     return PackError(f"{folder}: is not a complete checkpoint ({error}).", "unreadable")
-
-
-def _from_json(cls: type, value: object, prefix: str = "") -> Any:
-    """Return a dataclass from JSON, after a check of every name and number."""
-    kinds = {f.name: f.type for f in fields(cls)}
-    if not isinstance(value, dict) or set(value) != set(kinds):
-        raise ValueError(f"{STATE} must contain {', '.join(prefix + name for name in kinds)}")
-
-    entries = dict(value)
-    for key, number in entries.items():
-        kind = kinds[key]
-        optional = NoneType in get_args(kind)
-        if kind is Window:
-            entries[key] = _from_json(Window, number, f"{key}.")
-        elif optional and number is None:
-            continue
-        elif type(number) not in (int, kind, *get_args(kind)) or not (
-            (key in _SIGNED or number >= 0) and -math.inf < number < math.inf
-        ):
-            bound = "" if key in _SIGNED else " of 0 or more"
-            raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
-
-    return cls(**entries)
 
 
 def _with_current_names(
