@@ -320,7 +320,9 @@ def _open_base(
     request: Request, settings: RunSettings, place: Place, tasks: Mapping[str, Task]
 ) -> tuple[Base, ComputeDtype]:
     """Return the base, quantized as requested, and its dtype; reject it unread if it cannot fit."""
-    train, base, display = settings.train, request.base, request.display
+    train = settings.train
+    base = request.base
+    display = request.display
     if isinstance(base, Base):
         unoffloaded = train.offloads and base.blocks_on_disk is None
         for flag, value, default in (
