@@ -8,8 +8,8 @@ with the true forward, so a run under it is evaluated on the true forward all th
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -158,15 +158,6 @@ class Graph:
         stack = self.base.model
         return Head(stack.hidden, stack.logits, frozen_head(stack.head))
 
-    def lines(self) -> list[str]:
-        count = len(self.facts["stack"])
-        head = self.facts["head"]
-        return [
-            f"{STACK} · {count} of {self.facts['blocks']} blocks · head {head} · embedding "
-            f"{self.facts['embedding']}",
-            self.facts["note"],
-        ]
-
 
 def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     """Return the projection stack over a base, whose other weights are not read."""
@@ -190,7 +181,8 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
 
     table_path, table = _table(base, modules)
     head = _head(base, modules)
-    stack, left_out = _square(base, modules, blocks, table_path)
+    stack = _square(base, modules, blocks, table)
+    left_out = f"the output projection of {len(blocks) - len(stack)} blocks, which is not square"
 
     trained = blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks
     adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in trained))]
@@ -199,8 +191,9 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
 
     if not adapted:
         raise PackError(
-            f"--objective {STACK}: {base.name} has nothing to train in it: {left_out or 'no block'}"
-            ", and its head is the frozen embedding table. Train --objective transformer.",
+            f"--objective {STACK}: {base.name} has nothing to train in it: no square output "
+            "projection, and a head that is the frozen embedding table. Train --objective "
+            "transformer.",
             "unsupported",
         )
 
@@ -215,10 +208,8 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     mx.eval(model.parameters())
 
     note = _PROXY
-    if left_out and stack:
+    if len(stack) < len(blocks):
         note += f"; without {left_out}"
-    elif left_out:
-        note += f"; only the head, since {left_out}"
 
     facts = {
         "graph": STACK,
@@ -293,38 +284,22 @@ def _head(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Mod
 
 
 def _square(
-    base: "BaseModel", modules: dict[str, nn.Module], blocks: list[str], table_path: str
-) -> tuple[list[tuple[str, nn.Module]], str]:
-    """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
-    table = modules[table_path]
-    if isinstance(table, EMBEDDINGS):
-        _, width = frozen_weight(table).shape
-    else:
-        _, width = table.weight.shape
+    base: "BaseModel", modules: dict[str, nn.Module], blocks: list[str], table: nn.Module
+) -> list[tuple[str, nn.Module]]:
+    """Return the output projections [D, D] of the blocks, D the table's width."""
+    weight = frozen_weight(table) if isinstance(table, EMBEDDINGS) else table.weight
+    width = weight.shape[1]
 
-    stack: list[tuple[str, nn.Module]] = []
-    faults: list[str] = []
-    for block in blocks:
-        paths = [f"{block}.{tail}" for tail in _PROJECTIONS]
-        path = next((path for path in paths if path in modules), "")
+    stack = []
+    for path in (f"{block}.{tail}" for block in blocks for tail in _PROJECTIONS):
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, *LINEARS)):
-            faults.append(f"no {' or '.join(tail.rpartition('.')[2] for tail in _PROJECTIONS)}")
             continue
-        try:
+        with suppress(GeometryError):  # its tensors contradict each other
             geometry = probe(path, module, base.config)
-        except GeometryError:
-            faults.append(f"{path.rpartition('.')[2]} is of a geometry that cannot be probed")
-            continue
-
-        if geometry.in_features == geometry.out_features == width:
-            stack.append((path, module))
-        else:
-            sizes = f"{geometry.in_features} -> {geometry.out_features}"
-            faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
-
-    counts = sorted(Counter(faults).items())
-    return stack, "; ".join(f"{fault} in {n} of {len(blocks)} blocks" for fault, n in counts)
+            if geometry.in_features == geometry.out_features == width:
+                stack.append((path, module))
+    return stack
 
 
 class ProjectionStackTask(CausalLMTask):
@@ -338,8 +313,11 @@ class ProjectionStackTask(CausalLMTask):
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         self.base = base
         self.graph = graph_of(base, self.lora)
-        for line in self.graph.lines():
-            self.display.line("graph", line)
+        facts = self.graph.facts
+        described = f"{STACK} · {len(facts['stack'])} of {facts['blocks']} blocks"
+        described += f" · head {facts['head']} · embedding {facts['embedding']}"
+        self.display.line("graph", described)
+        self.display.line("graph", facts["note"])
         return self.graph.base, self.graph.lora
 
     def bind(self, binding: Binding) -> list[Objective]:

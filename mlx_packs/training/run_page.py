@@ -58,18 +58,21 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
     identities = {run: RunFolder(run).read_identity() for run in runs}
     first = identities[runs[0]]
     alike = [run for run in runs if _common_identity(identities[run]) == _common_identity(first)]
-    notes = []
-    if others := [_seed_name(run) for run in runs if run not in alike]:
-        notes.append(f"{_listed(others)}: other settings or examples, left out")
-
     seeds = [_seed(run, identities[run], has_links) for run in alike]
+    notes = []
+    finished = sum(bool(seed.numbers) for seed in seeds)
+    if finished < max(2, len(seeds)):
+        notes.append(f"{finished} of {len(seeds)} seeds finished; means are of two or more")
+    if others := [_seed_name(run) for run in runs if run not in alike]:
+        notes.append(f"{', '.join(others)}: other settings or examples, left out")
+
     recipe = {key: value for key, value in first["recipe"].items() if key != "seed"}
     unit = unit_of(key for line in RunFolder(runs[0]).metrics() for key in line)
     return SeedsFacts(
         title=text(folder.resolve().name),
         seeds=seeds,
-        sub=f"{name_alone(recipe.get('model'))} · {_listed([seed.name for seed in seeds])}",
-        status=" · ".join([*_missing(seeds), *notes]),
+        sub=f"{name_alone(recipe.get('model'))} · {', '.join(seed.name for seed in seeds)}",
+        status=" · ".join(notes),
         unit=unit,
         recipe=recipe_sections(recipe),
     )
@@ -100,24 +103,8 @@ def _common_identity(identity: Mapping) -> dict:
     return {"recipe": recipe, "base": identity["base"], "data": identity["data"]}
 
 
-def _missing(seeds: Sequence[SeedFacts]) -> list[str]:
-    finished = sum(bool(seed.numbers) for seed in seeds)
-    if finished == len(seeds) > 1:
-        return []
-    status = f"{finished} of {len(seeds)} seeds finished"
-    if finished < 2:
-        return [f"{status}; results have a mean if two are"]
-    return [f"{status}; the means are of these"]
-
-
 def _seed_name(run: Path) -> str:
     return run.name.removesuffix("-run")
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 _SUFFIX = "-run"

@@ -225,13 +225,13 @@ def better_earlier(curve: Sequence[dict]) -> str | None:
 
     end = validated[-1]
     last = StoredScore.of(end)
-    found = EarlyStop(curve=[x for x in validated if x.get("phase") == end.get("phase")])
-    best = found.best
+    scores = EarlyStop(curve=[x for x in validated if x.get("phase") == end.get("phase")])
+    best = scores.best
     if best is None or not best.is_better_than(last, by=_CLEARLY):
         return None
 
     return (
-        f"the validation {best.measure} was {best.value:.3f} at batch {found.batch} and "
+        f"the validation {best.measure} was {best.value:.3f} at batch {scores.batch} and "
         f"{last.value:.3f} at batch {end['batch']}: --load-best ends with the best weights"
     )
 

@@ -74,12 +74,12 @@ def test_packs_report_writes_the_page_of_seeds(three, run):
 def test_a_seed_without_a_result_is_named_and_in_no_mean(three):
     (three / "seed-1-run" / "report.json").unlink()
     facts = facts_of("three")
-    assert facts.status == "2 of 3 seeds finished; the means are of these"
+    assert facts.status == "2 of 3 seeds finished; means are of two or more"
     assert [bool(seed.numbers) for seed in facts.seeds] == [True, False, True]
     assert "not recorded" in facts.seeds[1].note
 
     (three / "seed-2-run" / "report.json").unlink()
-    assert facts_of("three").status == "1 of 3 seeds finished; results have a mean if two are"
+    assert facts_of("three").status == "1 of 3 seeds finished; means are of two or more"
 
 
 def test_a_failed_gate_is_named(three):
@@ -121,7 +121,7 @@ def test_a_pack_that_fails_leaves_a_page_of_the_others(three, small, monkeypatch
     with raises("diverged", None, "seed-0: "):
         train(small, "three", seeds=3, overwrite=True, progress=display)
     assert not (three / "seeds.json").exists()
-    assert facts_of("three").status == "2 of 3 seeds finished; the means are of these"
+    assert facts_of("three").status == "2 of 3 seeds finished; means are of two or more"
     assert "2 of 3 seeds finished" in (three / "report.html").read_text()
     assert "page three/report.html" in display.lines
 

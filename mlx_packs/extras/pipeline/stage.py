@@ -1,6 +1,6 @@
 """The stages of a pipeline: the ranks, the blocks of each, and what stands for those of others."""
 
-import json
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,20 +106,11 @@ class Stages(Group):
 
     def union(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return the arrays of all ranks by name; of equal names they must be equal."""
-        own = {name: np.array(a.reshape(-1).view(mx.uint8)) for name, a in arrays.items()}
-        facts = [[name, a.shape, str(a.dtype).rpartition(".")[2]] for name, a in arrays.items()]
-        headers = self.gathered(json.dumps(facts).encode())
-        contents = self.gathered(b"".join(part.tobytes() for part in own.values()))
-
+        content = io.BytesIO()
+        mx.save_safetensors(content, dict(arrays))
         united: dict[str, mx.array] = {}
-        for header, content in zip(headers, contents, strict=True):
-            start = 0
-            for name, shape, dtype in json.loads(header):
-                kind: mx.Dtype = getattr(mx, dtype)
-                stop = start + kind.size * int(np.prod(shape))
-                values = mx.array(np.frombuffer(content[start:stop], np.uint8))
-                united[name] = values.view(kind).reshape(shape)
-                start = stop
+        for received in self.gathered(content.getvalue()):
+            united |= mx.load(io.BytesIO(received), format="safetensors")
         return united
 
     def map(
