@@ -384,10 +384,6 @@ class Embedder:
 
         ``prompt`` is put before each of them.
         """
-        if batch_size < 1:
-            raise PackError(
-                f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
-            )
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise PackError("encode: texts must be a list of texts.", flag="texts")
 

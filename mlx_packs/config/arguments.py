@@ -66,7 +66,9 @@ def checked_arguments(function: F) -> F:
         bound = signature.bind(*args, **arguments)
         for name, value in bound.arguments.items():
             if name in kinds:
-                bound.arguments[name] = _typed(value, kinds[name], name)
+                bound.arguments[name] = value = _typed(value, kinds[name], name)
+            if name == "batch_size" and value < 1:
+                raise PackError(f"--batch-size {value}: must be at least 1.")
         return function(*bound.args, **bound.kwargs)
 
     return cast(F, checked)

@@ -129,8 +129,6 @@ def rerank(
 
     ``head`` is that of the pack on the base; None reads its logits of yes and no.
     """
-    if batch_size < 1:
-        raise PackError(f"rerank: batch_size must be positive, but got {batch_size}.")
     if isinstance(documents, str) or not len(documents):
         raise PackError("rerank: documents must be a list of texts, with something in it.")
 

@@ -242,8 +242,6 @@ class Base(BaseModel):
         """
         if isinstance(prompts, str):
             raise PackError("prompts: must be a list of prompts, but is one text.", flag="prompts")
-        if batch_size < 1:
-            raise PackError(f"--batch-size: must be at least 1, but is {batch_size}.")
 
         tokens = [self._prompt_tokens(prompt, raw, pack) for prompt in prompts]
         settings = Sampling.from_mapping(sampling)

@@ -111,8 +111,6 @@ def classify(
     base: BaseModel, inputs: Sequence[Input], pack: Pack, head: nn.Module, batch_size: int
 ) -> list[Prediction]:
     """As `packs.base.Base.classify`."""
-    if batch_size < 1:
-        raise PackError(f"--batch-size {batch_size}: must be at least 1.")
     if isinstance(inputs, (str, Mapping)):
         raise PackError("texts: must be a list, but is one text.", flag="texts")
 
@@ -155,11 +153,6 @@ def rewards(
     base: BaseModel, completions: Data, pack: Pack, head: nn.Module, batch_size: int
 ) -> np.ndarray:
     """float32 [N]; `packs.base.Base.rewards` has the rest."""
-    if batch_size < 1:
-        raise PackError(
-            f"rewards: batch_size must be positive, but got {batch_size}.", flag="batch_size"
-        )
-
     source = source_of(completions)
     if not hasattr(source, "splits"):
         raise PackError(
