@@ -104,14 +104,12 @@ class Question:
 class Accuracy:
     """Share of right answers with its binomial standard error, and share of answers in valid form.
 
-    ``valid`` is None where the metric requires no form. ``only`` is the answer to every question,
-    if there is one though they differ in what is wanted.
+    ``valid`` is None where the metric requires no form.
     """
 
     share: float
     se: float
     valid: float | None = None
-    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -249,9 +247,7 @@ class Exam:
         share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
 
         valid = sum(map(metric.is_valid, answers)) / count if metric.is_valid is not None else None
-
-        only = answers[0] if len(set(answers)) == 1 and self._commonest_share < 1 else None
-        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid, only)
+        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid)
 
 
 def answer_of(base: Base, prompt: Sequence[int], text: str) -> str:

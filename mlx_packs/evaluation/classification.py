@@ -161,18 +161,6 @@ class Predictions:
 
         return calibration_error
 
-    def only_label(self, labels: Sequence[str]) -> str | None:
-        """Return what is predicted of every example, though not all have it; else None."""
-        if self.problem == REGRESSION or commonest_share(self.values) == 1:
-            return None
-
-        predicted = self.predicted()
-        if (predicted != predicted[0]).any():
-            return None
-        if self.problem == MULTI:
-            return ", ".join(np.array(labels)[predicted[0]]) or "no label"
-        return labels[predicted[0]]
-
     def mistakes(self, labels: Sequence[str]) -> list[tuple[str, str, int]]:
         """Return the most frequent mistakes: right label, predicted one, number."""
         if self.problem in (MULTI, REGRESSION):
@@ -271,7 +259,6 @@ class ClassifierEvaluator(TextEvaluator):
             "labels": len(classes.labels),
             "temperature": classes.temperature,
             "mistakes": mistakes,
-            "predicts_only": predictions.only_label(classes.labels),
         }
 
         notes = mistake_lines(mistakes)

@@ -142,12 +142,8 @@ def format_change(result: Mapping) -> str:
 
 def format_commonest(result: Mapping) -> str:
     """What a constant answer would reach, beside an accuracy; empty for results without labels."""
-    if (share := result.get("commonest_share")) is None:
-        return ""
-    text = f" (commonest label {share:.4f}"
-    if only := result.get("predicts_only"):
-        text += f"; predicts only '{only}'"
-    return f"{text})"
+    share = result.get("commonest_share")
+    return "" if share is None else f" (commonest label {share:.4f})"
 
 
 def format_answers(answers: Mapping, examples: str = "examples") -> str:
@@ -164,8 +160,6 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
     share = answers.get("commonest_share") or 0
     if share >= _COMMON and share * answers["rows"] > 1:
         text += f" (commonest answer {100 * share:.1f} %)"
-    if only := scores[-1].get("only"):
-        text += f" (answers only '{only:.60}')"
     return text
 
 
@@ -377,8 +371,6 @@ def held_out_line(result: Mapping) -> str:
     line += "."
     if (share := number(result.get("commonest_share"))) is not None:
         line += f" The commonest label has {share:.1%} of them."
-    if only := text(result.get("predicts_only"), 60):
-        line += f" The pack predicts only '{only}'."
     if any(key.endswith("_after_se") for key in result):
         line += " ± is the standard error."
     return line

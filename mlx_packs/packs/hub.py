@@ -129,23 +129,18 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
 
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
-        commit = info.sha
         listed = [file.rfilename for file in info.siblings or []]
         if not all(isinstance(name, str) for name in listed):
             raise TypeError("a file's name is no text")
+        if not re.fullmatch(r"[0-9a-f]{7,64}", info.sha):
+            raise TypeError(f"its commit is {info.sha}")
     except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
-        reason = reason_of(error)
-        commit = listed = None
-    else:
-        reason = f"its commit is {commit}"
-
-    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{7,64}", commit):
-        text = f"the Hub's answer about it cannot be read ({reason})"
-        raise PackError(f"{repo}@{revision}: {text}. Try again later.", "network")
+        text = f"the Hub's answer about it cannot be read ({reason_of(error)})"
+        raise PackError(f"{repo}@{revision}: {text}. Try again later.", "network") from None
 
     if MANIFEST not in listed:
         raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
-    return commit, listed
+    return info.sha, listed
 
 
 def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:

@@ -139,7 +139,6 @@ _PARTS = {
         "split": "text?",
         "rows": "an integer of 0 or more?",
         "commonest_share": "a number?",
-        "predicts_only": "text?",
         "answers": "a mapping?",
         **dict.fromkeys((f"ppl_{end}_se" for end in _ENDS), "a number?"),
         **dict.fromkeys((f"{n}_{end}" for n in ("ppl", *METRICS) for end in _ENDS), "a number?"),
@@ -154,7 +153,6 @@ _PARTS = {
         f"eval.answers.{end}": {
             **dict.fromkeys(("share", "se"), "a number"),
             "valid": "a number?",
-            "only": "text?",
         }
         for end in _ENDS
     },

@@ -150,8 +150,6 @@ class ClassifyTask(TextsTask):
         if self.train.calibrate:
             classes, calibrated = self._calibrated(objective, last, held_out)
 
-        only = held_out.only_label(classes.labels)
-        results = {**({} if only is None else {"predicts_only": only}), **calibrated}
         named = {
             "task": "classify",
             "loss_on": "last token",
@@ -162,7 +160,7 @@ class ClassifyTask(TextsTask):
             "mistakes": held_out.mistakes(classes.labels),
         }
         facts = {"classifier": classes.to_json()}
-        return summarized(trained, named, facts, report, results)
+        return summarized(trained, named, facts, report, calibrated)
 
     def _calibrated(
         self, objective: Any, data: PhaseData, held_out: Predictions
