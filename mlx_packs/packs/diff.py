@@ -202,7 +202,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
 
 
 def lines(report: dict) -> list[str]:
-    """The report of `diff` as a table of 50 columns, the farthest projections below it."""
+    """The report of `diff` as a table of 50 columns."""
     table = []
     for name, facts in (("A", report["a"]), ("B", report["b"])):
         ranks = ", ".join(map(str, facts["ranks"])) or "0"
@@ -217,16 +217,10 @@ def lines(report: dict) -> list[str]:
         return table
 
     table += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}"]
-    table += [_row(_block(layer["layer"]), layer) for layer in report["layers"]]
+    for layer in report["layers"]:  # the last part of a path with the number of its block
+        table.append(_row(".".join(layer["layer"].rsplit(".", 2)[-2:])[:12], layer))
     if len(report["layers"]) > 1:
         table.append(_row("all", report["total"]))
-
-    table.append("")
-    for m in sorted(report["modules"], key=lambda m: -m["distance"])[:3]:
-        table.append(
-            f"far     {m['path']}: |A-B| {_norm(m['distance'])}, rel "
-            f"{_ratio(m['relative'])}, cos {_ratio(m['cosine'])}"
-        )
 
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
@@ -265,24 +259,10 @@ def _text(value: object) -> str:
 
 
 def _row(name: str, difference: dict) -> str:
-    norms = "".join(f"{_norm(difference[key]):>8}" for key in ("norm_a", "norm_b", "distance"))
-    ratios = "".join(f"{_ratio(difference[key]):>6}" for key in ("relative", "cosine"))
-    return f"{name:<13}{norms}{ratios}"
-
-
-def _norm(value: float) -> str:
-    return f"{value:.3g}" if value == 0 or 1e-3 <= value < 1e4 else f"{value:.1e}"
-
-
-def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if abs(value) < 100:
-        return f"{value:.2f}"
-    return ">99"
-
-
-def _block(layer: str) -> str:
-    """The last part of a block's path with its number, as far as it fits."""
-    name = ".".join(layer.rsplit(".", 2)[-2:])
-    return name if len(name) < 13 else "…" + name[-11:]
+    line = f"{name:<13}"
+    for key in ("norm_a", "norm_b", "distance"):
+        line += f"{difference[key]:>8.3g}"
+    for key in ("relative", "cosine"):
+        value = difference[key]
+        line += "     -" if value is None else f"{value:>6.2f}"
+    return line
