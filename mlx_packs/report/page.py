@@ -156,18 +156,6 @@ def _scientific(value: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def _labels(values: Sequence[float]) -> list[str]:
-    """Return ticks as text, all with the same decimals."""
-    steps = [b - a for a, b in zip(values, values[1:], strict=False)] or [abs(values[0]) or 1]
-    step = min(steps)
-    most = max(map(abs, values))
-
-    if most >= 1e6 or 0 < most < 1e-2:
-        return [_scientific(value) if value else "0" for value in values]
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{value:,.{decimals}f}" for value in values]
-
-
 def _around(series: Sequence[Points]) -> tuple[float, float]:
     """Return bounds of the values with a margin, at 0 where that is near.
 
@@ -202,7 +190,7 @@ def chart(
     last = max(batches)
     low, high = _around(list(usable.values()))
     y_values = ticks(low, high, 5 if size[1] > 180 else 3)
-    y_labels = _labels(y_values)
+    y_labels = [f"{value:,.6g}" for value in y_values]
 
     width, height = size
     left = 14 + _LABEL * max(map(len, y_labels))
@@ -228,7 +216,7 @@ def chart(
     return Chart(
         *size,
         *(left, right, top, bottom),
-        list(zip(map(x, x_values), _labels(x_values), strict=True)),
+        [(x(value), f"{value:,.6g}") for value in x_values],
         list(zip(map(y, y_values), y_labels, strict=True)),
         lines,
         *("batch", y_label),
