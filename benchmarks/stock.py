@@ -6,12 +6,13 @@ the first and lose from the second. Here each can be undone temporarily.
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mlx_packs import runtime
-from mlx_packs.cpu.blas import gemm_slots, library_segments, own_maps
+from mlx_packs.cpu.blas import gemm_slots, loaded_library
 from mlx_packs.runtime import mx
 
 REFERENCE_BLAS = "reference (MLX wheel)"
@@ -52,7 +53,7 @@ def _reference_blas() -> Iterator[None]:
 
 def _libmlx_file() -> str:
     """The path that libmlx.so was loaded from."""
-    return library_segments("libmlx.so", own_maps())[0].path
+    return os.fsdecode(loaded_library("libmlx.so").path)
 
 
 @contextmanager

@@ -5,9 +5,7 @@ All have functions of the same names and ABI, so three entries of libmlx's jump 
 An entry is kept only if products through it are right; otherwise MLX stays as it was linked.
 
 The jump table of a loaded library has the addresses of the functions that it calls (ELF64, System V
-gABI, chapters 4 and 5). Nothing here trusts what it reads: every read is checked against the mapped
-memory, every count against the table that it counts, so that an unknown layout is an ElfError and
-never a crash.
+gABI, chapters 4 and 5). The loader, which has read the same tables, says where they are.
 """
 
 import ctypes
@@ -15,11 +13,10 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -36,26 +33,15 @@ _DTYPES = {  # of the products that libmlx computes by each function
     "cblas_dgemm": (mx.float64, np.float64),
     "cblas_cgemm": (mx.complex64, np.complex64),
 }
-Reader = Callable[[int, int], bytes]  # (address, size) -> exactly so many bytes, or an ElfError
 
-_EM_MACHINES = {"x86_64": 62, "aarch64": 183}
 _JUMP_SLOTS = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUMP_SLOT
-_HEADER = 64  # bytes
-_PROGRAM_HEADER = 56
-_SYMBOL = 24
-_RELOCATION = 24
-_PT_DYNAMIC = 2
+_RTLD_DI_LINKMAP = 2
+_SYMBOL = 24  # bytes
 _DT_NULL = 0
 _DT_PLTRELSZ = 2
 _DT_STRTAB = 5
 _DT_SYMTAB = 6
-_DT_RELA = 7
-_DT_STRSZ = 10
-_DT_SYMENT = 11
-_DT_PLTREL = 20
 _DT_JMPREL = 23
-_MOST_TAGS = 4096
-_MOST_RELOCATIONS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -116,182 +102,96 @@ def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
 
 
 class ElfError(ValueError):
-    """The memory is not that of a loaded ELF64 library for this processor."""
+    """The jump table of a loaded library cannot be found, or not be written."""
 
 
-class Segment(NamedTuple):
-    """A mapped range of a process's memory; ``offset`` is that of its first byte in ``file``."""
-
-    start: int
-    end: int
-    permissions: str
-    offset: int
-    file: tuple[str, str, str]  # device, inode, path
-
-    @property
-    def path(self) -> str:
-        """The file's path, also of one that an upgrade has replaced since it was loaded."""
-        return self.file[2].removesuffix(" (deleted)")
+class LoadedLibrary(ctypes.Structure):
+    """What the loader knows of a library: ``struct link_map`` of link.h."""
 
 
-def parse_maps(text: str) -> list[Segment]:
-    """Return the mapped ranges that a ``/proc/PID/maps`` lists."""
-    segments = []
-    for line in text.splitlines():
-        addresses, permissions, offset, device, inode, *path = line.split(maxsplit=5)
-        start, end = (int(address, 16) for address in addresses.split("-"))
-        file = (device, inode, path[0] if path else "")
-        segments.append(Segment(start, end, permissions, int(offset, 16), file))
-    return segments
+LoadedLibrary._fields_ = [
+    ("base", ctypes.c_size_t),
+    ("path", ctypes.c_char_p),
+    ("dynamic", ctypes.c_void_p),
+    ("next", ctypes.POINTER(LoadedLibrary)),
+]
 
 
-def own_maps() -> list[Segment]:
-    return parse_maps(Path("/proc/self/maps").read_text())
+def loaded_library(name: str) -> LoadedLibrary:
+    """Return a library by its file's name; ElfError unless one of that name is loaded."""
+    loader = ctypes.CDLL(None)
+    loader.dlopen.restype = ctypes.c_void_p
+    program = ctypes.c_void_p(loader.dlopen(None, os.RTLD_LAZY))
+    entry = ctypes.POINTER(LoadedLibrary)()
+    if loader.dlinfo(program, _RTLD_DI_LINKMAP, ctypes.byref(entry)):
+        raise ElfError("the loader does not list its libraries")
+
+    libraries = []
+    while entry:
+        library = entry.contents
+        if Path(os.fsdecode(library.path)).name == name:
+            libraries.append(library)
+        entry = library.next
+    if len(libraries) != 1:
+        raise ElfError(f"{name} is loaded {len(libraries)} times")
+    return libraries[0]
 
 
-def library_segments(name: str, maps: Iterable[Segment]) -> list[Segment]:
-    """Return the ranges of a library by its file's name; ElfError unless one file is loaded."""
-    segments = [s for s in maps if Path(s.path).name == name]
-    files = {segment.file for segment in segments}
-
-    if len(files) != 1:
-        raise ElfError(f"{name} is loaded {len(files)} times")
-    return segments
-
-
-def covers(segments: Iterable[Segment], address: int, size: int, permission: str) -> bool:
-    """Return whether one of the ranges has ``size`` bytes from an address, with a permission."""
-    return any(
-        segment.start <= address and address + size <= segment.end
-        for segment in segments
-        if permission in segment.permissions
-    )
-
-
-def memory_reader(segments: Iterable[Segment]) -> Reader:
-    """Return a reader of this process's memory, bounded by ranges that may be read."""
-    ranges: list[list[int]] = []
-    for segment in sorted(s for s in segments if "r" in s.permissions):
-        if ranges and ranges[-1][1] == segment.start:
-            ranges[-1][1] = segment.end
-        else:
-            ranges.append([segment.start, segment.end])
-
-    def read(address: int, size: int) -> bytes:
-        if size < 0 or not any(start <= address and address + size <= end for start, end in ranges):
-            raise ElfError(f"{size} bytes at {address:#x} are not the library's")
-        return ctypes.string_at(address, size)
-
-    return read
-
-
-def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) -> dict[str, int]:
+def jump_slots(library: LoadedLibrary, machine: str, names: Collection[str]) -> dict[str, int]:
     """Return the addresses of the jump-table entries for functions of some names.
 
-    The library is at ``base``, and ``machine`` is the processor as `platform.machine` has it.
-    Functions that the library does not call by its jump table are left out; another layout is an
-    ElfError.
+    ``machine`` is the processor as `platform.machine` has it. Functions that the library does not
+    call by its jump table are left out.
     """
-    if machine not in _EM_MACHINES:
+    if machine not in _JUMP_SLOTS:
         raise ElfError(f"no binding for {machine}")
 
-    tags = _dynamic_tags(read, base, _EM_MACHINES[machine])
+    tags: dict[int, int] = {}
+    address = library.dynamic
+    while (tag := ctypes.c_int64.from_address(address).value) != _DT_NULL:
+        tags[tag] = ctypes.c_uint64.from_address(address + 8).value
+        address += 16
 
-    def located(tag: int) -> int:
-        # glibc adds the base to the addresses in memory; others leave them as they are in the file
-        if tags[tag] >= base:
-            return tags[tag]
-        return base + tags[tag]
+    tables = [tags.get(tag, 0) for tag in (_DT_STRTAB, _DT_SYMTAB, _DT_JMPREL)]
+    if min(tables) < library.base:  # absent, or not relocated as glibc does
+        raise ElfError("its tables are not where glibc has them")
+    strings, symbols, relocations = tables
 
-    strings, symbols, relocations = (located(t) for t in (_DT_STRTAB, _DT_SYMTAB, _DT_JMPREL))
-    count, rest = divmod(tags[_DT_PLTRELSZ], _RELOCATION)
-    if rest or count > _MOST_RELOCATIONS:
-        raise ElfError(f"its jump table has {tags[_DT_PLTRELSZ]} bytes of relocations")
-
-    encoded = {name.encode() + b"\0": name for name in names}
-    longest = max(map(len, encoded), default=0)
-    slots: dict[str, int] = {}
-    table = read(relocations, count * _RELOCATION)
-
+    slots = {}
+    by_bytes = {name.encode(): name for name in names}
+    table = ctypes.string_at(relocations, tags[_DT_PLTRELSZ])
     for offset, info, _ in struct.iter_unpack("<QQq", table):
-        if info & 0xFFFFFFFF != _JUMP_SLOTS[machine]:
-            continue
-        (name_at,) = struct.unpack("<I", read(symbols + (info >> 32) * _SYMBOL, 4))
-        if name_at >= tags[_DT_STRSZ]:
-            raise ElfError("a symbol's name is not in the table of names")
-
-        text = read(strings + name_at, min(longest, tags[_DT_STRSZ] - name_at))
-        name = encoded.get(text[: text.find(b"\0") + 1])
-        if name is None:
-            continue
-
-        if name in slots or offset % 8:
-            raise ElfError(f"{name} has no jump-table entry of its own")
-        slots[name] = base + offset
-
+        if info & 0xFFFFFFFF == _JUMP_SLOTS[machine]:
+            place = ctypes.c_uint32.from_address(symbols + (info >> 32) * _SYMBOL).value
+            if name := by_bytes.get(ctypes.string_at(strings + place)):
+                slots[name] = library.base + offset
     return slots
 
 
-def _dynamic_tags(read: Reader, base: int, machine: int) -> dict[int, int]:
-    """Return the dynamic section of a library as {tag: value}, with the tags that are needed."""
-    header = read(base, _HEADER)
-    if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
-        raise ElfError("it is not an ELF64 library")
-
-    kind, of_machine = struct.unpack_from("<HH", header, 16)
-    (table,) = struct.unpack_from("<Q", header, 32)
-    entry_size, entries = struct.unpack_from("<HH", header, 54)
-    if (kind, of_machine, entry_size) != (3, machine, _PROGRAM_HEADER):
-        raise ElfError(f"it is of another kind: {kind}, {of_machine}, {entry_size}")
-
-    dynamic = None
-    for at in range(entries):
-        program_header = read(base + table + at * _PROGRAM_HEADER, _PROGRAM_HEADER)
-        if struct.unpack_from("<I", program_header)[0] == _PT_DYNAMIC:
-            dynamic = struct.unpack_from("<16xQ16xQ", program_header)
-            break
-    if dynamic is None:
-        raise ElfError("it has no dynamic section")
-
-    address, size = dynamic
-    if size // 16 > _MOST_TAGS:
-        raise ElfError(f"its dynamic section has {size} bytes")
-
-    tags: dict[int, int] = {}
-    for tag, value in struct.iter_unpack("<QQ", read(base + address, size // 16 * 16)):
-        if tag == _DT_NULL:
-            break
-        tags[tag] = value
-
-    needed = {_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT, _DT_PLTREL, _DT_JMPREL}
-    if missing := needed - set(tags):
-        raise ElfError(f"its dynamic section lacks {sorted(missing)}")
-    if (tags[_DT_SYMENT], tags[_DT_PLTREL]) != (_SYMBOL, _DT_RELA):
-        raise ElfError("its symbols or relocations are of another size")
-    return tags
+def permissions_at(address: int) -> str:
+    """Return how this process may use its memory at an address, as ``r-xp``."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, _ = line.split(maxsplit=2)
+        start, end = (int(each, 16) for each in addresses.split("-"))
+        if start <= address < end:
+            return permissions
+    return ""
 
 
 def gemm_slots() -> dict[str, ctypes.c_uint64]:
     """Return the entries of libmlx's jump table for matrix products, by name; or raise ElfError."""
-    maps = own_maps()
-    library = library_segments(_LIBRARY, maps)
-    base = next((s.start for s in library if s.offset == 0), None)
-    if base is None:
-        raise ElfError(f"{_LIBRARY} is not mapped from its beginning")
-
-    reader = memory_reader(library)
-    addresses = jump_slots(reader, base, platform.machine(), _DTYPES)
+    addresses = jump_slots(loaded_library(_LIBRARY), platform.machine(), _DTYPES)
     if _SGEMM not in addresses:
         raise ElfError(f"{_LIBRARY} does not call {_SGEMM} by its jump table")
 
+    slots = {}
     for name, address in addresses.items():
-        if not covers(library, address, 8, "w"):
+        if "w" not in permissions_at(address):
             raise ElfError(f"the jump table of {_LIBRARY} cannot be written")
-        function = int.from_bytes(reader(address, 8), "little")
-        if not covers(maps, function, 1, "x"):
+        slots[name] = ctypes.c_uint64.from_address(address)
+        if "x" not in permissions_at(slots[name].value):
             raise ElfError(f"the entry of {name} points to no code")
-
-    return {name: ctypes.c_uint64.from_address(address) for name, address in addresses.items()}
+    return slots
 
 
 def _is_right(symbol: str) -> bool:
@@ -355,7 +255,7 @@ def bind() -> Blas:
 
     try:
         slots = gemm_slots()
-    except (ElfError, OSError, ValueError) as error:
+    except (ElfError, OSError, AttributeError) as error:
         return Blas("as linked", False, f"{SLOW}: {error}")
 
     library = _open_blas()
