@@ -1,4 +1,4 @@
-"""Prints the cost-model tables of kernels/*/README.md from the launch tables in mlx_packs/ops.
+"""Prints the cost-model tables of kernels/*/README.md from benchmarks/kernel_plans.py.
 
 python -m benchmarks.cost_tables            # print
 python -m benchmarks.cost_tables --write    # put them into the READMEs, between their marks
@@ -11,8 +11,11 @@ from pathlib import Path
 
 from mlx_packs.chips import CHIPS as ALL_CHIPS
 from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel
-from mlx_packs.ops._cost import Launch, seconds
 from mlx_packs.runtime import mx
+
+from . import kernel_plans
+from .kernel_plans import Plans
+from .launch_costs import seconds
 
 CHIPS = [
     ALL_CHIPS[name]
@@ -28,7 +31,6 @@ DECIDES = {
     "nf4": " At each size the op compares its kernels with what plain MLX would do with them.",
 }
 BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
-Plans = tuple[Sequence[Launch], Sequence[Launch]]  # plain MLX, kernels
 WIDTHS = (
     4096,
     1024,
@@ -46,12 +48,12 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
                     mx.bfloat16, factors, (rank,) * 3, (0, 1, 2), 1
                 )
                 sizes = grouped_lora_kernel.GroupSizes(2560, WIDTHS)
-                plans = grouped_lora_kernel.plans(compiled, rows, sizes)
+                plans = kernel_plans.grouped_lora(compiled, rows, sizes)
                 deltas.append((f"rank {rank}, {rows:,} rows{what}", plans))
     packs = [
         (
             f"rank {rank}, {sequences} x {rows:,} rows",
-            multi_lora_kernel.plans(
+            kernel_plans.multi_lora(
                 multi_lora_kernel.BatchProgram(mx.bfloat16, mx.bfloat16, (rank,) * 3, 1),
                 rows,
                 multi_lora_kernel.BatchSizes(sequences, 2560, WIDTHS, 4),
@@ -61,9 +63,9 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
     ]
     products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
-    unpacked = nf4_kernel.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
+    unpacked = kernel_plans.nf4_dequantize(2, (WIDTHS[0], 2560), 64, True)
     decoded = [
-        (i.name.removeprefix("bfloat16 "), lora_qmv_kernel.plans(*i.call))
+        (i.name.removeprefix("bfloat16 "), kernel_plans.lora_qmv(*i.call))
         for i in lora_qmv_kernel.instances()
         if i.call[0].dtype == mx.bfloat16
     ]
@@ -78,8 +80,8 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
 def nf4_plans(rows: int) -> Plans:
     """Launches of a forward by the q projection: of plain MLX, and kernels with MLX's product."""
     weight = ((WIDTHS[0], 2560), 64, True)
-    plain, unpack = nf4_kernel.dequantize_plans(2, *weight)
-    by_dense, by_matvec = nf4_kernel.matvec_plans(2, rows, *weight)
+    plain, unpack = kernel_plans.nf4_dequantize(2, *weight)
+    by_dense, by_matvec = kernel_plans.nf4_matvec(2, rows, *weight)
     product = by_dense[-1:]
     kernels = by_matvec if rows <= nf4_kernel.MATVEC_ROWS else unpack + product
     return plain + product, kernels

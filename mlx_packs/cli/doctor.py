@@ -178,7 +178,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
 
 def _chip_line(chip: dict) -> str:
-    """Return the nominal rates that the cost model uses, which follow from the measured ones."""
+    """Return the nominal rates that predictions use, which follow from the measured ones."""
     units = "no matrix units"
     if chip["matrix_tflops"] > 2 * chip["vector_tflops"]:
         units = "matrix units"

@@ -1,7 +1,7 @@
 """Choose whether a kernel computes a call of an op, and launch it.
 
 The kernels of an op ask their `KernelSpec` before they are launched. What `packs doctor` measured
-on this device decides, else the cost model. A kernel instance (what the device compiles as one
+on this device decides, else a rule of the op. A kernel instance (what the device compiles as one
 program) is compared with its reference when it is first used; if it does not compile or is wrong,
 its op stays with the reference in this process, and a warning is logged once.
 """
@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import measurements
-from ..chips import chip_here
 from ..runtime import dtype_name, mx
 from . import dispatch
 from ._check import Check, first_fault
-from ._cost import MARGIN, Launch, seconds
 
 MAKERS = {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}
 _SUFFIX = {"metal": "metal", "cuda": "cu"}
@@ -37,7 +35,6 @@ THREADS = 256  # of a group, unless a kernel has its own number
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
-Plans = tuple[Sequence[Launch], Sequence[Launch]]  # of plain MLX and of kernels
 Call = tuple[str, tuple, int, tuple]  # op, instance, rows, sizes
 Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
@@ -119,18 +116,19 @@ def _words(value: object) -> str:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The kernels of an op: how they are compared with its reference, and what they cost.
+    """The kernels of an op: how they are compared with its reference, and when they are faster.
 
     Attributes:
         op: Its name.
         checks: For a backend and an instance, inputs for which it is compared with its reference.
-        plans: For an instance, rows and sizes, launches of plain MLX and of the kernels.
+        slower: For an instance, rows and sizes, why plain MLX is expected to be faster where
+            nothing was measured; None if the kernels are.
         workload: For a backend, an instance, rows and sizes, inputs of these sizes.
     """
 
     op: str
     checks: Callable[[str, Any], list[Check]]
-    plans: Callable[[Any, int, Any], Plans]
+    slower: Callable[[Any, int, Any], str | None] = lambda *_: None
     workload: Callable[[str, Any, int, Any], Check] | None = None
 
     def choose(
@@ -206,18 +204,14 @@ def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> Deci
 
 
 def _loss(spec: KernelSpec, name: str, call: Call) -> str | None:
-    """Return why plain MLX is faster for a call, by a measurement or else the cost model."""
+    """Return why plain MLX is faster for a call, by a measurement or else the rule of the op."""
     if (times := measured(name, call)) is not None:
         kernel, plain = times
         if kernel < plain:
             return None
         return f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
 
-    chip = chip_here()
-    plain, kernel = (1e6 * seconds(plan, chip) for plan in spec.plans(*call[1:]))
-    if kernel <= MARGIN * plain:
-        return None
-    return f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
+    return spec.slower(*call[1:])
 
 
 def measured(name: str, call: Call) -> tuple[float, float] | None:

@@ -9,7 +9,7 @@ the decay c_t from the beginning of the chunk, what all of its tokens add to the
 D = (I + L)^-1 (b V - b c K S^T), where L[t, s] = b_t c_t / c_s (k_t k_s) below the diagonal. All of
 this but the states is computed for every chunk at once; then the states follow each other, three
 launches a chunk. Segments of chunks keep the state that they begin with, and the backward pass
-computes them again. On Metal MLX's own kernels compute a segment where the cost model favours them.
+computes them again. On Metal MLX's own kernels compute a segment on chips with matrix units.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""MLX's own kernels of the gated delta rule: when they compute a segment, and what they cost."""
+"""MLX's own kernels of the gated delta rule, and when they compute a segment."""
 
 import functools
 from typing import NamedTuple
@@ -6,10 +6,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..chips import chip_here
-from ._backend import KernelSpec, Plans
+from ._backend import KernelSpec
 from ._check import Check, normal
-from ._cost import Launch
-from .gated_delta import CHUNK, RecurrenceSizes, reference, widened
+from .gated_delta import RecurrenceSizes, reference, widened
 from .profile import gradient_has, profile
 
 
@@ -65,33 +64,6 @@ def checks(_: str, instance: _Instance) -> list[Check]:
     return [Check("tokens", fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
 
 
-def plans(_: _Instance, __: int, sizes: RecurrenceSizes) -> Plans:
-    """Return the launches, forward and backward, of our products and of MLX's kernels.
-
-    MLX's backward pass stores the state of every token and reads it again, and adds the gradients
-    of q and k up in memory; on chips with matrix units it stores a state in 256 tokens.
-    """
-    rows, length, _, heads, wide, narrow = sizes
-    all_tokens = rows * heads * length
-    within = 2 * CHUNK * (5 * wide + 2 * narrow + 2 * CHUNK * CHUNK.bit_length())
-
-    flops = 3 * all_tokens * (within + 6 * wide * narrow)
-    ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
-    ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
-
-    cached = 256 if chip_here().matrix_units else 1
-    states = sizes.state_bytes * length // cached
-    arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
-    steps = 20 * all_tokens * wide * narrow
-
-    theirs = [
-        Launch("forward", arrays, steps // 3),
-        Launch("states", arrays + states, steps // 3),
-        Launch("gradients", 2 * arrays + states, steps, 2 * states),
-    ]
-    return ours, theirs
-
-
 def fused(
     q: mx.array,
     k: mx.array,
@@ -107,4 +79,15 @@ def fused(
     return [output.astype(dtype), state]
 
 
-SPEC = KernelSpec("gated_delta", checks, plans)
+def slower(*_: object) -> str | None:
+    """Return why products of chunks are expected to be faster than MLX's kernels.
+
+    The backward pass of these stores the state of every token and reads it again; on chips with
+    matrix units it stores one in 256 tokens.
+    """
+    if chip_here().matrix_units:
+        return None
+    return "MLX's kernels store the state of every token"
+
+
+SPEC = KernelSpec("gated_delta", checks, slower)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Instance, Kernel, KernelSpec, Plans, table
+from ._backend import Instance, Kernel, KernelSpec, table
 from ._check import Check, seeded
-from ._cost import Launch, level, product
 from .dispatch import forced
-from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of, reference, stacks
+from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of, reference
 from .profile import tiles
 
 DEPTH = 256  # columns of a staged tile
@@ -22,6 +21,7 @@ MANY_ROWS4 = 4
 WANTED_GROUPS = 64  # below that many the columns of x are split, so that all cores read
 UP_THREADS = 64
 UP_COLUMNS = 256
+_MOST_SHARED = 512  # rows times rank of projections that share x, for which one launch is faster
 
 
 def row_tile(rows: int) -> int:
@@ -345,44 +345,14 @@ def instance_of(
     return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def plans(instance: GroupProgram, rows: int, sizes: GroupSizes) -> Plans:
-    """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
-    e = instance.dtype.size
-    f = instance.factors.size
-    n = rows
-    d, widths = sizes
-    total = sum(instance.ranks)
-    adapted = [(r, o) for r, o in zip(instance.ranks, widths, strict=True) if r]
-
-    of_products = [r for r, _ in adapted]
-    steps = []
-    if stacks(n, of_products):
-        steps.append([Launch("copy A into the stack", 2 * f * d * r) for r in of_products])
-        of_products = [total]
-    if f != e:
-        steps.append([Launch("cast A", (e + f) * d * r) for r in of_products])
-    steps.append([product("x A", e, n, d, r) for r in of_products])
-    if f != e:
-        steps[0] += [Launch("cast B", (e + f) * r * o) for r, o in adapted]
-    steps.append(
-        [
-            Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
-            for r, o in adapted
-        ]
-    )
-    plain = [launch for step in steps for launch in level(step)]
-
-    row_tiles = tiles(n, 4 * row_tile(n))
-    computed = row_tiles * 4 * row_tile(n)  # rows, with those of no use in a tile of four
-    parts = tiles(d, down_chunk(row_tiles, d))
-
-    hidden = 4 * parts * n * total
-    moved = e * n * d + f * d * total + hidden
-    down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
-
-    area = sum(r * o for r, o in adapted)
-    moved = 2 * e * n * sum(widths) + f * area + hidden
-    return plain, [down, Launch("up", moved, 2 * computed * area, f * row_tiles * area)]
+def slower(instance: GroupProgram, rows: int, _: GroupSizes) -> str | None:
+    """Return why plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs."""
+    if instance.factors != instance.dtype:  # MLX would cast them first
+        return None
+    adapted = [rank for rank in instance.ranks if rank]
+    if len(adapted) > 1 and rows * max(adapted) <= _MOST_SHARED:
+        return None
+    return "expected to be slower than MLX's products"
 
 
-SPEC = KernelSpec(OP, checks, plans, check_of)
+SPEC = KernelSpec(OP, checks, slower, check_of)

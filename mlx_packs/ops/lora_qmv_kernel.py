@@ -5,11 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..chips import BANDWIDTH_REACHED
 from ..runtime import dtype_name, mx
-from ._backend import Instance, Kernel, KernelSpec, Plans, measured, padded, table
+from ._backend import Instance, Kernel, KernelSpec, measured, padded, table
 from ._check import Check, seeded
-from ._cost import CACHE_FACTOR, Launch, level, product
 from .dispatch import detect, forced
 from .grouped_lora_kernel import GroupSizes
 from .lora_qmv import (
@@ -238,7 +236,7 @@ def launches_of(
     instance = QmvProgram(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
     sizes = GroupSizes(depth, tuple(w.weight.shape[0] for w in weights))
     reason = unsupported(instance, sizes.widths)
-    # the model leaves out the weights, since `qmv` has the layout of MLX's kernel for Metal
+    # its rule is for Metal, where `qmv` has the layout of MLX's own kernel
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
         reason = reason or "not measured here (packs doctor)"
 
@@ -379,41 +377,15 @@ def instance_of(compiled: QmvProgram, depth: int, widths: tuple[int, ...]) -> In
     return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def plans(instance: QmvProgram, rows: int, sizes: GroupSizes) -> Plans:
-    """Return launches of plain MLX with factors in the same dtype, and of the kernels.
+def slower(instance: QmvProgram, rows: int, _: GroupSizes) -> str | None:
+    """Return why plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs.
 
-    The weights are left out: both read them once, and that takes most of the time. Our kernel reads
-    x from a cache for every four outputs; what of that takes longer than the weights counts.
+    Our kernel reads x from a cache for every four outputs, which takes longer than the weights if
+    x has many bytes and the weights have few. One projection gains nothing from a second launch.
     """
-    e = instance.dtype.size
-    n = rows
-    d = sizes.inputs
-    total = sum(instance.ranks)
-
-    each = list(zip(instance.ranks, instance.heads, sizes.widths, strict=True))
-    plain = level(
-        [*(Launch("x W", e * n * (d + o)) for *_, o in each), product("x A", e, n, d, total)]
-    )
-    adapted = [(r, o) for r, _, o in each if r]
-    plain += level([Launch("y + h B", e * (2 * n * o + n * r + r * o)) for r, o in adapted])
-    plain += level([Launch("norm", 2 * e * n * o) for _, head, o in each if head])
-
-    outputs = e * n * sum(sizes.widths)
-    if instance.gated:
-        plain += [Launch("SwiGLU", 1.5 * outputs)]
-        outputs /= 2
-
-    between = 4 * n * (total + sum(sizes.widths))  # y and h in float32
-    factors = e * sum(r * o for r, o in adapted)
-    again = e * n * d * tiles(sum(sizes.widths), OUTPUTS) * BANDWIDTH_REACHED / CACHE_FACTOR
-    stored = d * sum(sizes.widths) * (instance.bits / 8 + 2 * e / instance.group_size)
-    late = max(0.0, again - stored)
-
-    kernel = [
-        Launch("product", e * d * (n + total) + between + late),
-        Launch("up", between + factors + outputs),
-    ]
-    return plain, kernel
+    if len(instance.ranks) > 1 and rows * instance.dtype.size <= 2 * instance.bits:
+        return None
+    return "expected to be slower than MLX's products"
 
 
-SPEC = KernelSpec(OP, checks, plans, check_of)
+SPEC = KernelSpec(OP, checks, slower, check_of)

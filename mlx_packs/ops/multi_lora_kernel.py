@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Instance, Kernel, KernelSpec, Plans, table
+from ._backend import Instance, Kernel, KernelSpec, table
 from ._check import Check, seeded
-from ._cost import Launch, casts, level
 from .grouped_lora import factor_dtype
 from .grouped_lora_kernel import (
     UP_COLUMNS,
@@ -266,55 +265,4 @@ def instance_of(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     return Instance(SPEC, name, (compiled, rows, sizes))
 
 
-PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
-
-
-def plans(instance: BatchProgram, rows: int, sizes: BatchSizes) -> Plans:
-    """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
-
-    ``scales`` and ``pack`` are taken to need no copy.
-    """
-    sequences, d, widths, packs = sizes
-    ranks = instance.ranks
-    e = instance.dtype.size
-    f = instance.factors.size
-    total = sum(ranks)
-    n = sequences * rows
-    used = min(sequences, packs)
-    pairs = list(zip(ranks, widths, strict=True))
-    reads = sequences * tiles(rows, PLAIN_TILE)
-
-    def gathered(what: str, depth: int, columns: int) -> Launch:
-        area = depth * columns
-        moved = f * (n * (depth + columns) + used * area)
-        return Launch(what, moved, 2 * n * area, f * reads * area, matmul=True)
-
-    half = e if f == 4 else 4  # with factors as narrow as x nothing is cast
-    first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", half, [n * d])]
-    index = [Launch("index of packs: equal", 16 * sequences)]
-    index += [Launch("scales of packs", 12 * sequences)] * len(pairs)
-
-    steps = [
-        first,
-        [Launch("index of packs: min", 16 * sequences)],
-        [gathered("x A", d, r) for r in ranks] + index,
-        [Launch("scale it", 2 * f * n * r) for r in ranks],
-        [gathered("h B", r, o) for r, o in pairs],
-        casts("cast delta", half, [n * o for o in widths]),
-        [Launch("add", 3 * e * n * o) for o in widths],
-        [Launch("keep rows without a pack", 3 * e * n * o) for o in widths],
-    ]
-
-    area = sum(r * o for r, o in pairs)
-    row_tiles = sequences * _row_tiles(rows)
-    computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
-    hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
-
-    moved = e * n * d + f * used * d * total + hidden
-    down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
-    moved = 2 * e * n * sum(widths) + f * used * area + hidden
-    up = Launch("up", moved, 2 * computed * area, f * row_tiles * area)
-    return [launch for step in steps for launch in level(step)], [down, up]
-
-
-SPEC = KernelSpec(OP, checks, plans, check_of)
+SPEC = KernelSpec(OP, checks, workload=check_of)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import THREADS, Instance, Kernel, KernelSpec, Plans, table
+from ._backend import THREADS, Instance, Kernel, KernelSpec, table
 from ._check import Check, normal, sparse_signs
-from ._cost import Launch, casts, product
 from .blockwise import dynamic_map, nearest
 from .nf4 import NESTED_BLOCK_SIZE, OP, NF4Weight, level_table, quantize, reference_dequantize
 from .nf4 import product as nf4_product
@@ -21,10 +20,10 @@ MATVEC_OUTPUTS = 4
 ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
 MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
 _MANY_ROWS = 512  # of the product for which a weight is dequantized and timed
-UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
 
 
-def _row_tile(rows: int) -> int:
+def row_tile(rows: int) -> int:
+    """Return the rows that share an unpacked word; more of them take several turns."""
     return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
 
 
@@ -92,7 +91,7 @@ def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] 
     if not 0 < rows <= MATVEC_ROWS:
         return None
 
-    instance = NF4Program("matvec", x.dtype, *_form(weight), _row_tile(rows))
+    instance = NF4Program("matvec", x.dtype, *_form(weight), row_tile(rows))
     backend = SPEC.choose(instance, rows, NF4Sizes(weight.shape))
     if backend == "reference":
         return None
@@ -121,7 +120,7 @@ def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
     rows = x.shape[0]
     outputs, depth = weight.shape
     inputs, template = _kernel_inputs(weight, x.dtype)
-    tile = _row_tile(rows)
+    tile = row_tile(rows)
     outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
 
     (y,) = _MATVEC.launch(
@@ -225,7 +224,7 @@ def instance_of(
     outputs, depth = shape
     form = (dtype, _word_dtype(depth), block_size, double_quant)
     many = rows > MATVEC_ROWS
-    compiled = NF4Program("matvec", *form, _row_tile(rows))
+    compiled = NF4Program("matvec", *form, row_tile(rows))
     rows_of_call = rows
     if many:
         compiled = NF4Program("dequantize", *form)
@@ -236,57 +235,4 @@ def instance_of(
     return Instance(SPEC, name, (compiled, rows_of_call, NF4Sizes(shape)), trains=many)
 
 
-def plans(instance: NF4Program, rows: int, sizes: NF4Sizes) -> Plans:
-    """Return launches of plain MLX and of the kernel that an instance is."""
-    form = (sizes.weight, instance.block, instance.double_quant)
-    if instance.kernel == "dequantize":
-        return dequantize_plans(instance.dtype.size, *form)
-    return matvec_plans(instance.dtype.size, rows, *form)
-
-
-def dequantize_plans(
-    itemsize: int, shape: tuple[int, int], block_size: int, double_quant: bool
-) -> Plans:
-    """Return launches that dequantize the weight: of plain MLX, and the kernel."""
-    n = shape[0] * shape[1]
-    blocks = tiles(n, block_size)
-
-    plain = []
-    if double_quant:
-        plain += [
-            Launch("look up absmax", 5 * blocks),
-            Launch("times nested absmax", 8 * blocks),
-            Launch("add offset", 8 * blocks),
-        ]
-
-    plain += [Launch("look up levels", 4.5 * n), Launch("times absmax", 8 * n + 4 * blocks)]
-    plain += casts("cast", itemsize, [n])
-    stored = _quantized_bytes(n, block_size, double_quant)
-    return plain, [Launch("dequantize", stored + itemsize * n, (UNPACK_FLOPS + 2) * n)]
-
-
-def matvec_plans(
-    itemsize: int, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
-) -> Plans:
-    """Return launches of a product with few rows: by a dense weight, and by the matvec kernel."""
-    outputs, depth = shape
-    n = outputs * depth
-    dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
-    dense += [product("MLX's product", itemsize, rows, depth, outputs)]
-
-    tile = _row_tile(rows)
-    row_tiles = tiles(rows, tile)
-    stored = _quantized_bytes(n, block_size, double_quant)
-    x = itemsize * rows * depth
-    flops = row_tiles * (UNPACK_FLOPS + 2 * tile) * n
-    again = row_tiles * stored + tiles(outputs, MATVEC_OUTPUTS) * x
-    return dense, [Launch("matvec", stored + x + itemsize * rows * outputs, flops, again)]
-
-
-def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
-    blocks = tiles(n, block_size)
-    absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
-    return n / 2 + absmax
-
-
-SPEC = KernelSpec(OP, checks, plans, workload)
+SPEC = KernelSpec(OP, checks, workload=workload)

@@ -14,6 +14,8 @@ from benchmarks import (
     cost_tables,
     history,
     implementations,
+    kernel_plans,
+    launch_costs,
     op_race,
     report,
     stock,
@@ -22,6 +24,8 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.apple_gpu.trees import TreeShape
+from mlx_packs.chips import CHIPS
+from mlx_packs.ops import diagnostics
 from mlx_packs.runtime import BLAS, mx
 
 CONFIG = workloads.QWEN3_4B | {
@@ -145,6 +149,19 @@ def test_cost_tables_in_the_readmes_are_those_that_are_printed():
     for op in cost_tables.cases():
         readme = (cost_tables.KERNELS / op / "README.md").read_text()
         assert cost_tables.with_table(readme, op) == readme, op
+
+
+@pytest.mark.parametrize("op", ["grouped_lora", "lora_qmv", "multi_lora"])
+def test_the_rules_of_kernels_cost_little_by_the_cost_model(op):
+    kernels = {each.OP: each for each in diagnostics.OPS}[op]
+    for chip in (each for name, each in CHIPS.items() if name.startswith("Apple")):
+        chosen = best = 0.0
+        for instance in kernels.instances():
+            plans = getattr(kernel_plans, op)(*instance.call)
+            plain, kernel = (launch_costs.seconds(plan, chip) for plan in plans)
+            best += min(plain, kernel)
+            chosen += plain if kernels.SPEC.slower(*instance.call) else kernel
+        assert chosen < 1.05 * best, chip.name
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 import mlx_packs as mp
-from mlx_packs.chips import chip
 from mlx_packs.files import CACHE_VARIABLE
-from mlx_packs.ops import _backend, _cost, diagnostics, dispatch, grouped_lora, grouped_lora_kernel
+from mlx_packs.ops import _backend, diagnostics, dispatch, grouped_lora, grouped_lora_kernel
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker, forget_verdicts
@@ -18,7 +17,7 @@ from tests.ops.cases import with_workload
 
 
 def call() -> list[mx.array]:
-    """A call of an op with its seeded inputs, for which the cost model favours kernels."""
+    """A call of an op with its seeded inputs, for which its rule favours kernels."""
     x, *y = (mx.random.normal((6, w), key=mx.random.key(w)) for w in (40, 24, 24))
     a = mx.random.normal((40, 4), key=mx.random.key(1))
     b = mx.random.normal((4, 24), key=mx.random.key(2))
@@ -77,8 +76,6 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(
     expected = call()
     with emulation("metal"), caplog.at_level(logging.WARNING, "mlx_packs"):
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
-        if not forced:
-            monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M1"))
         with dispatch.backend("metal" if forced else None):
             for _ in range(3):
                 assert mx.array_equal(call()[0], expected[0]).item()
@@ -87,24 +84,22 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(
         assert len(caplog.records) == 1 and text in caplog.records[0].getMessage()
 
 
-def expect(monkeypatch, plain, kernel):
-    """Let the cost model expect these launches for every call."""
-    spec = replace(grouped_lora_kernel.SPEC, plans=lambda *_: (plain, kernel))
+def expect(monkeypatch, reason):
+    """Let the rule of an op give this reason against its kernel for every call."""
+    spec = replace(grouped_lora_kernel.SPEC, slower=lambda *_: reason)
     monkeypatch.setattr(grouped_lora_kernel, "SPEC", spec)
 
 
-def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
+def test_choose_follows_the_rule_of_an_op_and_records_its_reason(monkeypatch):
     with emulation("metal") as built:
-        monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
         call()
         text = "grouped_lora float32, factors float32, ranks 4/4, outputs 0/1, row tile 4 · inputs 40, widths 24/24"
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
 
-        slow = _cost.Launch("kernel", bytes=1e9)
-        expect(monkeypatch, [], [slow])
+        expect(monkeypatch, "slower")
         forget_verdicts()
         call()
-        assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
+        assert f"plain MLX for 1 ({text}, 6 rows: slower)" in _backend.summary()
 
         _backend.start_record()
         assert not _backend.record()["plain_mlx"]
@@ -114,13 +109,12 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
 
 @pytest.fixture
 def remembered(tmp_path, monkeypatch):
-    """What is measured is kept; the cost model would take a kernel for every call."""
+    """What is measured is kept; without that a kernel is taken for every call."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
-    expect(monkeypatch, [_cost.Launch("plain", 1e9)], [])
+    expect(monkeypatch, None)
 
 
-def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkeypatch):
+def test_a_measured_loss_or_win_decides_before_the_rule(remembered, monkeypatch):
     with emulation("metal") as built:
         call()
         assert built
@@ -136,7 +130,7 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
         assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
         assert _backend.measured("cuda", key) is None
 
-        expect(monkeypatch, [], [_cost.Launch("kernel", 1e9)])
+        expect(monkeypatch, "slower")
         _backend.keep_measured("metal", key, 7.0, 8.0)
         call()
         assert _backend.record()["kernels"]

@@ -134,16 +134,11 @@ def on_metal(monkeypatch):
     forget_verdicts()
 
 
-def on_chip(monkeypatch, name: str) -> None:
-    for module in (_backend, gated_delta_kernel):
-        monkeypatch.setattr(module, "chip_here", lambda: chip(name))
-
-
 def test_kernels_of_mlx_compute_where_they_are_faster(on_metal):
     on_metal.setattr(_backend, "first_fault", lambda _: None)
-    on_chip(on_metal, "Apple M5 Max")
+    on_metal.setattr(gated_delta_kernel, "chip_here", lambda: chip("Apple M5 Max"))
     assert gated_delta_kernel.choose(QWEN) == "metal"
-    on_chip(on_metal, "Apple M3 Max")
+    on_metal.setattr(gated_delta_kernel, "chip_here", lambda: chip("Apple M3 Max"))
     assert gated_delta_kernel.choose(QWEN._replace(rows=2)) == "reference"
     with dispatch.backend("metal"):
         assert gated_delta_kernel.choose(QWEN) == "metal"

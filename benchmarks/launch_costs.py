@@ -3,20 +3,20 @@
     seconds = wait + max(bytes / bandwidth, cached bytes / cache rate, operations / rate)
 
 summed over launches. Those of one level need nothing of each other, and MLX lets Metal run them at
-once: all but the first wait a quarter of the time. It decides between kernels and plain MLX where
-nothing was measured; the tables in kernels/*/README.md are printed from it.
+once: all but the first wait a quarter of the time. The tables in kernels/*/README.md are printed
+from it; the rules by which an op chooses where nothing was measured (`slower` in ops/*_kernel.py)
+are those that cost least by it on Macs.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..chips import Chip
+from mlx_packs.chips import Chip
 
 # Shares of the nominal rates that are reached; those of memory and of products are in chips.py.
 VECTOR_REACHED = 0.30  # our kernels: multiply-adds on operands in threadgroup memory
 CACHE_FACTOR = 3.0  # rate of the last-level cache over that of memory
 BESIDE = 0.25  # of a launch's wait, for one that runs beside another; assumed
-MARGIN = 0.9  # of plain MLX's time that a kernel may take at most: less is within the model's error
 _PLAIN_TILE = 32  # columns that MLX's products compute at least, where they have many rows
 
 
