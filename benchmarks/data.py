@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import CACHE_VARIABLE
-from mlx_packs.memory.row_shapes import example_memory
 from mlx_packs.training.loop import Loop
 
 from . import alone, history, report
@@ -89,14 +87,14 @@ def measure(data: str) -> dict:
 def records(file: Path, name: str) -> list[Record]:
     """Both starts on a file. Raises: alone.Failed."""
     here, size = Environment.here(), file.stat().st_size
-    planned = example_memory(DataConfig(data=str(file)))
     few = file.with_name("few.jsonl")  # rows of the same lengths: what the model takes alone
     with file.open(encoding="utf-8") as f:
         few.write_text("".join(itertools.islice(f, _FEW_ROWS)), encoding="utf-8")
+        rows = _FEW_ROWS + sum(1 for _ in f)
     model = alone.run("data", ["--alone", str(few)])["process"]
     load = os.getloadavg()[0]
-    note = f"load average {load:.1f}; planned {planned.nbytes / 1e6:.0f} MB beside the model"
-    shape = f"{planned.rows:,} rows, {size / 1e6:,.0f} MB"
+    note = f"load average {load:.1f}"
+    shape = f"{rows:,} rows, {size / 1e6:,.0f} MB"
     new_records = []
     for start in ("first start", "second start"):
         run = alone.run("data", ["--alone", str(file)])

@@ -22,7 +22,7 @@ from .topics import TopicCommand
 if TYPE_CHECKING:
     from ..memory.headers import Headers
     from ..memory.recommend import PlanOption
-    from ..memory.row_shapes import ExampleMemory, RowShapes
+    from ..memory.row_shapes import RowShapes
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -97,8 +97,8 @@ _memory = partial(option, section="Memory and speed")
 @options.setting(
     "data",
     "not counted",
-    help="Estimate with the lengths of these training examples, and count their memory too: a "
-    "folder, a file, or 'tiny' (bundled).",
+    help="Estimate with the lengths of these training examples: a folder, a file, or 'tiny' "
+    "(bundled).",
 )
 @_memory(
     "--machines",
@@ -128,7 +128,7 @@ def plan(
     """
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
-    from ..memory.row_shapes import example_memory, row_shapes
+    from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
     if device is not None and memory is None and budget is None:
@@ -145,33 +145,24 @@ def plan(
     headers = read_headers(model)
 
     names = recipe.specified
-    examples = needed = None
-    if names & DATA_SETTINGS:
-        examples = example_memory(recipe.data)
-    least = examples.nbytes if examples else 0
-    if least >= limit:
-        raise PackError(
-            f"--data {recipe.data.data}: the examples alone need {size(least)}, but the memory is "
-            f"{size(limit)}. Use less data or more memory.",
-            "memory",
-        )
-
+    rows = needed = None
     data = _command_arguments(flags, recipe)
     with assumed_device(device):
-        rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora) if examples else None
+        if names & DATA_SETTINGS:
+            rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
         headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
         known = recipe.lora, recipe.train, names, rows and rows.shapes_of
-        choices = recommend(headers, limit - least, *known)
+        choices = recommend(headers, limit, *known)
 
         report = []
         for choice in choices:
             command = shlex.join([*shlex.split(choice.command(model, configs, unflagged)), *data])
-            report.append({**_facts(choice, headers, examples), "command": command})
+            report.append({**_facts(choice, headers), "command": command})
 
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
         if machines is not None:
-            needed = _add_machines(report, lines, headers, limit - least, recipe, machines, width)
+            needed = _add_machines(report, lines, headers, limit, recipe, machines, width)
 
     lines[1:1] = shared
     if headers.code is not None:
@@ -179,7 +170,7 @@ def plan(
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & DATA_SETTINGS:
-        lines[1:1] = _data_lines(recipe.data.data, examples, rows, choices[0])
+        lines[1:1] = _data_lines(recipe.data.data, rows, choices[0])
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
     print_report({"model": model, "fits": fits, "options": report}, lines)
@@ -220,30 +211,27 @@ def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
     return arguments
 
 
-def _facts(choice: "PlanOption", headers: "Headers", examples: "ExampleMemory | None") -> dict:
+def _facts(choice: "PlanOption", headers: "Headers") -> dict:
     return {
         **choice.to_json(),
         "compute_dtype": choice.dtype(headers.config).to_json(),
         "code": headers.code,
-        "data_gb": examples and examples.nbytes / 1e9,
     }
 
 
 def _data_lines(
     data: str | None,
-    examples: "ExampleMemory | None",
     rows: "RowShapes | None",
     best: "PlanOption",
 ) -> list[str]:
-    if examples is None:
-        return [f"data    {data} · is not here, so its memory is not counted"]
-    lines = [f"data    {examples.line(data)}"]
-    if rows is not None:
-        lines.append(
-            f"rows    at most {rows.longest:,} tokens · planned for {best.train.batch_size} x "
-            f"{best.longest:,} tokens (longest batch of the data)"
-        )
-    if rows is not None and rows.image_tokens:
+    if rows is None:
+        return [f"data    {data} · is not read: every example is planned at full length"]
+    lines = [
+        f"data    {data} · {rows.count:,} training examples",
+        f"rows    at most {rows.longest:,} tokens · planned for {best.train.batch_size} x "
+        f"{best.longest:,} tokens (longest batch of the data)",
+    ]
+    if rows.image_tokens:
         lines.append(
             f"images  {rows.image_tokens:,} tokens in all · their features count as activations"
         )

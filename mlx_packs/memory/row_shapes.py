@@ -1,7 +1,7 @@
-"""What rows tell a plan without a loaded base: the shapes of batches, and the host's memory."""
+"""What rows tell a plan without a loaded base: the shapes of batches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +16,11 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.batches import training_set
 from ..data.encoding import EncodingOptions
-from ..data.rows import SPLITS, load_rows
+from ..data.rows import load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import cut_to, plan_trees, training_batches
 from ..data.token_cache import encode_cached
-from ..display import size
 from ..errors import PackError
 from ..files import is_pattern
 from ..vision.tokenizer import tokenizer_of
@@ -33,6 +32,7 @@ ShapesOf = Callable[[TrainConfig], set[Shape]]
 class RowShapes(NamedTuple):
     """The rows of a run, encoded."""
 
+    count: int
     longest: int  # tokens of the longest row
     shapes_of: ShapesOf  # of a run's batches
     image_tokens: int = 0  # of all images
@@ -43,9 +43,12 @@ def row_shapes(
 ) -> RowShapes | None:
     """Return the shapes of a run's batches.
 
-    None where rows are not encoded here: for tasks that have no single row for an example, phases,
-    and a base whose tokenizer is not on this machine or has code.
+    None where rows are not encoded here: of a dataset of the Hub, for tasks that have no single row
+    for an example, phases, and a base whose tokenizer is not on this machine or has code.
     """
+    is_here = columns.data == "tiny" or Path(columns.data).expanduser().exists()
+    if columns.hf_dataset is not None or not (is_here or is_pattern(columns.data)):
+        return None
     if not TASKS[train.task].plans_rows or train.phases or train.fim_rate:
         return None
     try:
@@ -84,58 +87,4 @@ def row_shapes(
         return training_batches(trees, rows, sampler).shapes(train.iters)
 
     image_tokens = images.counts()["tokens"] if (images := images_of(tokenizer)) else 0
-    return RowShapes(int(lengths.max()), shapes_of, image_tokens)
-
-
-# The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.
-_WORKING_BYTES = 125_000_000
-# Where a row begins; where its example ends, its row, length and targets; its place in an epoch's
-# order and a share of its batch.
-_ROW_BYTES = 8 + 40 + 8 + 40
-_IN_MEMORY = 4.6  # of a .json file, as times its size
-
-
-@dataclass(frozen=True)
-class ExampleMemory:
-    """Examples of a run, and what they need on the host (`python -m benchmarks data` measures it).
-
-    Text is read, rendered and tokenized some rows at a time, and tokens are mapped from a file, so
-    that most of it does not depend on the size of the data.
-
-    Attributes:
-        rows: Of all splits.
-        file_bytes: Of their text.
-        held_bytes: Those of files that are in memory entirely (.json).
-    """
-
-    rows: int
-    file_bytes: int
-    held_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """The most bytes that the examples take, over the start of a run and its training."""
-        return _WORKING_BYTES + _ROW_BYTES * self.rows + int(_IN_MEMORY * self.held_bytes)
-
-    def line(self, source: str) -> str:
-        return (
-            f"{source} · {self.rows:,} examples, {size(self.file_bytes)} · about "
-            f"{size(self.nbytes)} beside the model, which the peaks below do not have"
-        )
-
-
-def example_memory(config: DataConfig) -> ExampleMemory | None:
-    """Return the memory of examples in files here; None for a dataset of the Hub."""
-    is_here = config.data == "tiny" or Path(config.data).expanduser().exists()
-    if config.hf_dataset is not None or not (is_here or is_pattern(config.data)):
-        return None
-
-    splits = load_rows(replace(config, hold_out="last")).rows
-    rows = [splits[split] for split in SPLITS if len(splits[split])]
-    sizes = [part.nbytes() for part in rows]
-    in_memory = sum(
-        nbytes
-        for part, nbytes in zip(rows, sizes, strict=True)
-        if len(part.sources) == 1 and not part.is_in_files()
-    )
-    return ExampleMemory(sum(map(len, rows)), sum(sizes), in_memory)
+    return RowShapes(len(examples), int(lengths.max()), shapes_of, image_tokens)

@@ -14,7 +14,6 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import load_rows, matching_files
 from mlx_packs.errors import PackError
 from mlx_packs.files import is_pattern
-from mlx_packs.memory.row_shapes import example_memory
 from mlx_packs.training.run_folder import _data_name
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -329,7 +328,6 @@ def test_a_pattern_has_the_name_of_its_folder_and_manifests_have_no_path(tmp_pat
     for pattern in ("notes/*.jsonl", "notes/**/a?.jsonl"):
         assert _data_name(DataConfig(data=str(tmp_path / pattern))) == "notes"
     assert public_name(str(tmp_path / "notes" / "*.jsonl")) == "*.jsonl"
-    assert example_memory(DataConfig(data=str(tmp_path / "notes" / "*.jsonl"))).rows == 3
     odd = tmp_path / "a[1].jsonl"
     odd.write_text('{"text": "a"}\n{"text": "b"}\n')
     assert not is_pattern(str(odd)) and public_name(str(odd)) == "a[1].jsonl"

@@ -1,4 +1,4 @@
-"""Memory of the examples on the host, as `packs plan --data` counts it."""
+"""What `packs plan --data` reads of the examples, and their memory in a run."""
 
 import json
 import subprocess
@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks.data import write
 from mlx_packs.config.recipe import resolve, tiny_recipe
-from mlx_packs.config.schema import DataConfig
-from mlx_packs.memory.row_shapes import example_memory
 from tests.helpers.rows import write_rows
 
 # The most resident bytes over reading, encoding, one order of an epoch and some hundred batches.
@@ -38,44 +36,30 @@ print(alone.peak_rss_bytes() - before)
 """
 
 
-# One machine measured 101, 117, 145, 157 and 172 MB in five runs, more when it was busy, of 141 planned: what
-# malloc keeps of chunks that other threads freed, and how many pages of the mapped tokens are in the cache.
-AT_LEAST, AT_MOST = 0.6, 1.3
-
-
 @pytest.mark.nightly  # a minute: 100 MB of text, beside which what is in memory at a time is small
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_examples_is_as_planned(tmp_path, monkeypatch):
+def test_examples_stay_on_disk(tmp_path):
+    """One machine measured 101 to 172 MB in five runs: most is the tokenizer's working memory."""
     file = tmp_path / "train.jsonl"
     write(file, nbytes=100_000_000)
-    planned = example_memory(DataConfig(data=str(file)))
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(file)], capture_output=True, text=True, check=True
     )
-    measured = int(done.stdout.splitlines()[-1])
-    print(measured, planned)
-    assert AT_LEAST < measured / planned.nbytes < AT_MOST
+    assert int(done.stdout.splitlines()[-1]) < 190e6
 
 
-def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
+def test_plan_is_for_the_lengths_of_the_examples(here, run):
     write(here / "d.jsonl", rows=300)
-    counted = example_memory(DataConfig(data="d.jsonl"))
-    assert counted.rows == 300 and counted.file_bytes == (here / "d.jsonl").stat().st_size
-
     with_rows = ("plan", "--data", "d.jsonl")
     code, out, _ = run(*with_rows)
-    assert code == 0 and "d.jsonl · 300 examples" in out
+    assert code == 0 and "d.jsonl · 285 training examples" in out
 
     batch_size = resolve(tiny_recipe()).train.batch_size
     best = json.loads(run(*with_rows, "--json")[1])["options"][0]
     assert f"planned for {batch_size} x {best['planned_length']} tokens" in out
-    assert best["planned_length"] < best["max_seq_length"]
-    assert best["batch_size"] == batch_size and best["data_gb"] == counted.nbytes / 1e9
-
-    enough = 1.2 * best["peak_gb"]  # for the run without its examples
-    tight = json.loads(run(*with_rows, "--json", "--memory", str(enough))[1])["options"][0]
-    assert tight["batch_size"] < batch_size
-    assert run(*with_rows, "--memory", "0.01")[0] == 2
+    assert best["planned_length"] < best["max_seq_length"] and best["batch_size"] == batch_size
+    code, out, _ = run("plan", "--data", "owner/name")
+    assert code == 0 and "owner/name · is not read" in out
 
 
 def test_plan_counts_what_share_prefix_computes(here, run):
@@ -94,12 +78,3 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     assert on["planned_length"] == whole["planned_length"]
     assert "--share-prefix on" in on["command"] and "--share-prefix off" in whole["command"]
     assert "--share-prefix" not in auto["command"]
-
-
-def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):
-    (here / "d.json").write_text(json.dumps([{"text": "a b c " * 200}] * 200))
-    counted = example_memory(DataConfig(data="d.json"))
-    assert counted.held_bytes > 200_000
-    assert example_memory(DataConfig(data="owner/name")) is None
-    code, out, _ = run("plan", "--data", "owner/name")
-    assert code == 0 and "owner/name · is not here" in out
