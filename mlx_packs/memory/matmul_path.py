@@ -5,7 +5,7 @@ won more than 3 % (benchmarks/LOG.md). A path that cannot fit into memory is not
 too short to measure for takes the path that a formula expects to be the fastest.
 
 Weights of one shape and quantization are timed by one of them. Of a large weight the first rows are
-timed, as many as there is time for: what a path takes is in proportion to them.
+timed: what a path takes is in proportion to them.
 """
 
 import math
@@ -47,12 +47,9 @@ Precision = tuple[tuple[int, int, str], str]
 # proportion to them; on a GPU what a use of a weight costs counts the less the more they are.
 _TOKENS_CPU = {True: 64, False: 512}  # by whether it is in place
 _TOKENS_GPU = 2048
-_FIRST_ROWS = 64  # of a weight
-_MOST_NUMBERS = 1 << 24  # of a weight that are dense at a time
-_LEAST_REPETITIONS = 3
-_REPETITIONS = 100
-_AGREEMENT = 1.05
-_FAR_BEHIND = 3.0  # times the fastest: not timed again
+_LEAST_ROWS = 64  # of a weight
+_MOST_NUMBERS = {True: 1 << 20, False: 1 << 22}  # of it, on a CPU and on a GPU
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -164,57 +161,26 @@ def time_paths(kinds: Sequence[WeightKind], paths: Sequence[str], limit_s: float
 def _time_kind(
     kind: WeightKind, paths: Sequence[str], share_end: float, end: float
 ) -> dict[str, float] | None:
-    """Return the seconds of one weight by path; None if not each could be timed until ``end``.
+    """Return the seconds of one weight by path, the best of some repetitions with its first rows.
 
-    Those that are not far behind are timed again until ``share_end``, with more rows.
+    None if not each path could be timed until ``end``, after a run that compiles and allocates.
     """
-    out, width = kind.shape
-    most = min(out, max(_FIRST_ROWS, _MOST_NUMBERS // width))
-    rows = min(_FIRST_ROWS, most)
-
-    seconds = _time_rows(kind, paths, rows, 1, end)
-    if seconds is None:
-        return None
-
-    close = [path for path in paths if seconds[path] < _FAR_BEHIND * min(seconds.values())]
-    a_round = sum(seconds[path] * _share(kind, path, rows) for path in close)
-    in_time = int((share_end - perf_counter()) / (2 * a_round))
-
-    if in_time > 0:
-        rows = min(most, in_time * rows)
-        seconds |= _time_rows(kind, close, rows, _REPETITIONS, share_end) or {}
-    return seconds
-
-
-def _time_rows(
-    kind: WeightKind, paths: Sequence[str], rows: int, repetitions: int, until: float
-) -> dict[str, float] | None:
-    """Return the seconds of a weight by path: the best of some repetitions with its first rows.
-
-    None if there is not time for one repetition after a first run of all.
-    """
+    rows = min(kind.shape[0], max(_LEAST_ROWS, _MOST_NUMBERS[runtime.on_cpu()] // kind.shape[1]))
     products = _products(kind, paths, rows)
-    rounds: list[dict[str, float]] = []
-    last = _seconds(products, until)  # compiles kernels and allocates
-    while last and len(rounds) < repetitions and not _agree(rounds):
-        if perf_counter() + sum(last.values()) > until:
-            break
-        last = _seconds(products, until)
-        if last:
-            rounds.append(last)
-    if not rounds:
+    best = dict.fromkeys(paths, math.inf)
+
+    for repetition in range(1 + _REPETITIONS):
+        until = end if repetition < 2 else share_end
+        for path, compute in products.items():
+            start = perf_counter()
+            if start < until:
+                compute()
+                if repetition:
+                    best[path] = min(best[path], perf_counter() - start)
+
+    if math.inf in best.values():
         return None
-
-    share = {path: _share(kind, path, rows) for path in paths}
-    return {path: min(r[path] for r in rounds) / share[path] for path in paths}
-
-
-def _agree(rounds: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether the two best repetitions of each path agree: the machine did little else."""
-    if len(rounds) < _LEAST_REPETITIONS:
-        return False
-    best = (sorted(each[path] for each in rounds)[:2] for path in rounds[0])
-    return all(second < _AGREEMENT * first for first, second in best)
+    return {path: seconds / _share(kind, path, rows) for path, seconds in best.items()}
 
 
 def _share(kind: WeightKind, path: str, rows: int) -> float:
@@ -247,18 +213,6 @@ def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Ca
 
 def _compute(multiply: Callable[[mx.array], mx.array], x: mx.array, cotangent: mx.array) -> None:
     mx.eval(mx.vjp(multiply, [x], [cotangent]))  # both, or the product itself would not run
-
-
-def _seconds(products: Mapping[str, Callable[[], None]], until: float) -> dict[str, float] | None:
-    """Time each product once, one after the other; None if time is up before the last."""
-    seconds = {}
-    for path, compute in products.items():
-        start = perf_counter()
-        if start > until:
-            return None
-        compute()
-        seconds[path] = perf_counter() - start
-    return seconds
 
 
 def dense_bytes(model: nn.Module) -> int:

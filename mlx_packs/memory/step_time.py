@@ -1,10 +1,9 @@
 """Predict how long a training step takes: by rates of the chip, corrected by what was measured.
 
-    seconds = factor x (products / rate + attention / rate + other bytes / bandwidth)
-              + overhead x blocks
+    seconds = factor x (products / rate + attention / rate + other bytes / bandwidth + launches)
 
-`packs bench` fits factor and overhead to the steps that it measured on this device. Without it they
-are 1 and the launches of a block, for chips whose rates are known. The shares and counts below are
+`packs bench` fits the factor to the steps that it measured on this device. Without it it is 1, for
+chips whose rates are known. The shares and counts below are
 those of captured graphs of Qwen3 and Llama (benchmarks/README.md); no Mac was timed for them.
 """
 
@@ -12,8 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from .. import chips, runtime
 from ..bases.compressed_tensors import quantization_in_mlx
@@ -80,7 +77,6 @@ class MeasuredStep:
 
     model: str
     shape: tuple[int, int]
-    blocks: float
     by_rates_s: float
     measured_s: float
     date: str
@@ -141,16 +137,14 @@ def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime 
 
     measured = measured_steps()
     if measured:
-        factor, overhead, error = _fit(measured)
+        factor, error = _fit(measured)
         names = ", ".join(sorted({step.model for step in measured}))
         source = f"calibrated by packs bench of {max(s.date for s in measured)} ({names})"
-        seconds = factor * by_rates + overhead * needed.blocks
-        return StepTime(seconds, source, max(error, _LEAST_ERROR))
+        return StepTime(factor * by_rates, source, max(error, _LEAST_ERROR))
 
     if runtime.on_cpu() or (chip := chips.chip()) is None:
         return None
-    seconds = by_rates + _LAUNCHES * chip.launch_us * 1e-6 * needed.blocks
-    return StepTime(seconds, f"predicted by rates of the {chip.name}, not measured")
+    return StepTime(by_rates, f"predicted by rates of the {chip.name}, not measured")
 
 
 def slow_in_place(headers: Headers, train: TrainConfig) -> str:
@@ -190,7 +184,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
             continue
 
         shape = train.sequences, sequence_inputs(train.max_seq_length)
-        step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
+        step = MeasuredStep(model, shape, by_rates, seconds, today)
         new[model, shape] = vars(step)
 
     if new:
@@ -199,21 +193,11 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
     return len(new)
 
 
-def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
-    """Return factor, overhead of a block and largest relative error of the best fit above 0."""
-    rows = np.array([[s.by_rates_s / s.measured_s, s.blocks / s.measured_s] for s in steps])
-    ones = np.ones(len(steps))
-
-    solutions = [np.array([rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0])]
-    if np.linalg.matrix_rank(rows, tol=1e-3 * np.abs(rows).max()) == 2:
-        solutions.append(np.linalg.lstsq(rows, ones, rcond=None)[0])
-
-    factor, overhead = min(
-        (s for s in solutions if s[0] > 0 and s[1] >= 0),
-        key=lambda s: ((rows @ s - 1) ** 2).sum(),
-    )
-    error = np.abs(rows @ [factor, overhead] - 1).max()
-    return float(factor), float(overhead), float(error)
+def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
+    """Return the factor of least squared relative errors, and the largest of them."""
+    shares = [step.by_rates_s / step.measured_s for step in steps]
+    factor = sum(shares) / sum(share * share for share in shares)
+    return factor, max(abs(factor * share - 1) for share in shares)
 
 
 def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | None:
@@ -238,7 +222,8 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         else:
             products = nominal_seconds(needed.used, needed.tokens, path, precision, chip)
 
-    return products + needed.dense / nominal + needed.bytes / chip.bytes_per_s
+    launches = _LAUNCHES * chip.launch_us * 1e-6 * needed.blocks
+    return products + needed.dense / nominal + needed.bytes / chip.bytes_per_s + launches
 
 
 def _precision(headers: Headers, train: TrainConfig) -> Precision:

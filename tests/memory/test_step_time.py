@@ -58,14 +58,14 @@ def quantized(config: dict, mode: str = "affine", group_size: int = 64) -> Heade
     return Headers("base", config | {"quantization": quantization}, {**headers.tensors, **scales})
 
 
-def calibrate(factor: float, overhead: float, shapes=((1, 64), (1, 256), (4, 64)), path="dense"):
-    """Remember steps of the embedded base that take factor x rates + overhead x blocks."""
+def calibrate(factor: float, shapes=((1, 64), (1, 256), (4, 64)), path="dense"):
+    """Remember steps of the embedded base that take a factor of what rates predict."""
     headers = read_headers("tiny")
     steps = []
     for shape in shapes:
         train = run(*shape, matmul_path=path)
         needed = step_time.work(headers, LORA, train)
-        seconds = factor * step_time._by_rates(needed, headers, train) + overhead * needed.blocks
+        seconds = factor * step_time._by_rates(needed, headers, train)
         steps.append((headers, LORA, train, "tiny", seconds))
     assert remember_steps(steps) == len(shapes)
     return headers
@@ -152,12 +152,12 @@ def test_nothing_is_predicted_where_nothing_is_known(cache, monkeypatch):
 
 
 def test_measured_steps_calibrate_other_shapes_and_paths(measured_rates):
-    headers = calibrate(factor=2.0, overhead=0.003)
+    headers = calibrate(factor=2.0)
     for path in ("dense", "transient", "quantized"):
         train = run(2, 512, matmul_path=path)
         needed = step_time.work(headers, LORA, train)
         predicted = predict(headers, LORA, train)
-        expected = 2 * step_time._by_rates(needed, headers, train) + 0.003 * needed.blocks
+        expected = 2 * step_time._by_rates(needed, headers, train)
         assert predicted.seconds == pytest.approx(expected, rel=1e-3)
         assert predicted.source.startswith("calibrated by packs bench of 20")
         assert predicted.source.endswith("(tiny)") and predicted.error == 0.1
@@ -166,7 +166,7 @@ def test_measured_steps_calibrate_other_shapes_and_paths(measured_rates):
 
 
 def test_measurements_of_another_device_are_ignored(measured_rates, monkeypatch):
-    headers = calibrate(2.0, 0.001)
+    headers = calibrate(2.0)
     assert predict(headers, LORA, run(1, 64)) is not None
     with runtime.assumed_device("cpu"):
         assert predict(headers, LORA, run(1, 64)) is None
@@ -176,13 +176,13 @@ def test_measurements_of_another_device_are_ignored(measured_rates, monkeypatch)
 
 @pytest.mark.parametrize("steps", [None, [], [{"model": "x"}], [3]])
 def test_a_damaged_calibration_is_none(measured_rates, steps):
-    headers = calibrate(2.0, 0.001)
+    headers = calibrate(2.0)
     measurements.remember("step-times", {}, {"steps": steps} if steps is not None else {})
     assert step_time.measured_steps() == [] and predict(headers, LORA, run(1, 64)) is None
 
 
 def test_the_plan_shows_seconds_and_where_they_are_from(measured_rates):
-    headers = calibrate(2.0, 0.001)
+    headers = calibrate(2.0)
     options = recommend(headers, 10**10, LORA)
     lines = table(options, headers, 10**10, width=80)
     assert max(map(len, lines[:-1])) <= 80
