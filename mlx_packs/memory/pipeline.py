@@ -1,6 +1,6 @@
 """The memory of a rank of a pipeline, and on how many machines a run fits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -101,60 +101,32 @@ class Machines:
 
     Attributes:
         count: of them.
-        alone: the plan of one machine.
-        shared: of a rank that takes its share of every batch; None where it cannot be shared.
-        pipelines: of a rank by the number of stages, as far as they are needed.
+        plans: of a rank by the way of sharing the run, the simplest first, up to one that fits.
         memory: of a machine, in bytes.
     """
 
     count: int
-    alone: MemoryPlan
-    shared: MemoryPlan | None
-    pipelines: dict[int, MemoryPlan]
+    plans: dict[str, MemoryPlan]
     memory: int
 
     @property
     def needed(self) -> str:
-        """The simplest way that fits: ``one``, ``data-parallel``, ``pipeline N`` or ``none``."""
-        if self._fits(self.alone):
-            return "one"
-        if self.shared is not None and self._fits(self.shared):
-            return "data-parallel"
-        for stages, plan in self.pipelines.items():
-            if self._fits(plan):
-                return f"pipeline {stages}"
+        """The simplest way that fits; ``none`` without one."""
+        *_, (way, plan) = self.plans.items()
+        if verdict(plan, self.memory) == "fits":
+            return way
         return "none"
 
-    def _fits(self, plan: MemoryPlan) -> bool:
-        return verdict(plan, self.memory) == "fits"
-
     def to_json(self) -> dict:
-        return {
-            "count": self.count,
-            "needed": self.needed,
-            "alone_gb": self.alone.peak_gb,
-            "data_parallel_gb": self.shared and self.shared.peak_gb,
-            "pipeline_gb": {stages: plan.peak_gb for stages, plan in self.pipelines.items()},
-        }
+        peaks = {way: plan.peak_gb for way, plan in self.plans.items()}
+        return {"count": self.count, "needed": self.needed, "peak_gb": peaks}
 
     def line(self) -> str:
-        peaks = [f"{size(self.alone.peak_bytes)} alone"]
-        if self.shared is not None:
-            peaks.append(f"{size(self.shared.peak_bytes)} data-parallel")
-        peaks += [
-            f"{size(plan.peak_bytes)} in a pipeline of {stages}"
-            for stages, plan in list(self.pipelines.items())[-1:]
-        ]
-
-        kind, _, stages = self.needed.partition(" ")
-        needed = {
-            "one": "fits one machine",
-            "data-parallel": f"data-parallel on {self.count}",
-            "pipeline": f"pipeline of {stages} (--pipeline)",
-            "none": f"does not fit on {self.count}",
-        }[kind]
-
-        return f"ranks   {needed}; a rank takes {' · '.join(peaks)}, of {size(self.memory)}"
+        peaks = " · ".join(f"{size(plan.peak_bytes)} {way}" for way, plan in self.plans.items())
+        return (
+            f"ranks   {self.needed} of {self.count} (--hosts, --pipeline); each takes {peaks}, of "
+            f"{size(self.memory)}"
+        )
 
 
 def plan_machines(
@@ -164,18 +136,24 @@ def plan_machines(
 
     Of matmul paths and policies of activation checkpointing that are ``auto`` the cheapest count.
     """
-    alone = cheapest(headers, lora, train)
-    shared = None
-    if train.batch_size % count == 0:
-        shared = cheapest(headers, lora, replace(train, batch_size=train.batch_size // count))
+    plans = {}
+    for way, plan in _ways(headers, lora, train, count):
+        plans[way] = plan
+        if verdict(plan, memory) == "fits":
+            break
+    return Machines(count, plans, memory)
 
-    pipelines: dict[int, MemoryPlan] = {}
+
+def _ways(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, count: int
+) -> Iterator[tuple[str, MemoryPlan]]:
+    yield "one machine", cheapest(headers, lora, train)
+    if train.batch_size % count == 0:
+        share = replace(train, batch_size=train.batch_size // count)
+        yield "data-parallel", cheapest(headers, lora, share)
+
     blocks = 0
     if plan_of(headers.config) == "dense":
         blocks = sizes_of(headers.config, headers.tensors).blocks
     for stages in range(2, min(count, blocks) + 1):
-        pipelines[stages] = cheapest(headers, lora, train, of_stages(stages))
-        if verdict(pipelines[stages], memory) == "fits":
-            break
-
-    return Machines(count, alone, shared, pipelines, memory)
+        yield f"pipeline {stages}", cheapest(headers, lora, train, of_stages(stages))

@@ -52,13 +52,15 @@ def test_pieces_take_less(large):
 def test_the_simplest_way_that_fits_is_needed(large):
     with runtime.assumed_device("gpu"):
         one = plan_machines(large, 10**12, LORA, TRAIN, 4)
-        assert one.needed == "one" and "fits one machine" in one.line()
-        most, least = one.alone.peak_bytes, one.shared.peak_bytes
-        between = int(1.16 * least)
-        assert 1.15 * least < between < most
-        assert plan_machines(large, between, LORA, TRAIN, 4).needed == "data-parallel"
+        assert one.needed == "one machine" and list(one.plans) == ["one machine"]
         split = plan_machines(large, 15 * GB, LORA, TRAIN, 4)
-        assert split.needed == "pipeline 3" and list(split.pipelines) == [2, 3]
+        assert split.needed == "pipeline 3" and list(split.plans)[2:] == [
+            "pipeline 2",
+            "pipeline 3",
+        ]
+        between = int(1.16 * split.plans["data-parallel"].peak_bytes)
+        assert between < split.plans["one machine"].peak_bytes
+        assert plan_machines(large, between, LORA, TRAIN, 4).needed == "data-parallel"
         assert "--pipeline" in split.line()
         assert plan_machines(large, 3 * GB, LORA, TRAIN, 2).needed == "none"
 
@@ -76,6 +78,8 @@ def test_a_run_that_only_a_pipeline_holds_fits(monkeypatch):
 def test_packs_plan_says_what_machines_are_needed_for():
     arguments = ["--model", "tiny", "--memory", "8GB", "--machines", "2"]
     result = CliRunner().invoke(plan, [*arguments, "--json"])
-    assert all(each["machines"]["needed"] == "one" for each in json.loads(result.stdout)["options"])
+    assert all(
+        each["machines"]["needed"] == "one machine" for each in json.loads(result.stdout)["options"]
+    )
     lines = CliRunner().invoke(plan, arguments).stdout.splitlines()
     assert [line for line in lines if line.startswith("ranks ") and "one machine" in line]
