@@ -51,38 +51,24 @@ def _of_macos() -> Pressure:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folders of the memory cgroups (2 and 1) of this process, innermost first."""
-    with suppress(OSError):
-        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            root = _CGROUPS / controllers
-            folder = root / path.lstrip("/")
-            while folder != root and root in folder.parents:
-                yield folder
-                folder = folder.parent
-            yield root
+    """Yield the folders of the memory cgroups of this process, innermost first."""
+    with suppress(OSError, ValueError):
+        (line, *_) = (_PROC / "self" / "cgroup").read_text().splitlines()
+        folder = _CGROUPS / line.rpartition(":")[2].lstrip("/")
+        while folder != _CGROUPS and _CGROUPS in folder.parents:
+            yield folder
+            folder = folder.parent
+        yield _CGROUPS
 
 
 def _of_group(group: Path) -> Pressure:
     """Return the pressure in a cgroup, if it has a limit; caches of files can be dropped."""
-    for limit, used, dropped in (
-        ("memory.max", "memory.current", ("inactive_file", "active_file")),
-        (
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            ("total_inactive_file", "total_active_file"),
-        ),
-    ):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            most = int((group / limit).read_text())
-            taken = int((group / used).read_text())
-            lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            taken -= sum(int(value) for name, value in lines if name in dropped)
-
-            if most < 1 << 60:  # version 1 has a number for no limit
-                return _of_room(most - taken, most, "the container's memory")
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        most = int((group / "memory.max").read_text())
+        taken = int((group / "memory.current").read_text())
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        taken -= sum(int(n) for name, n in lines if name in ("inactive_file", "active_file"))
+        return _of_room(most - taken, most, "the container's memory")
     return Pressure(NONE)
 
 

@@ -24,20 +24,12 @@ def system(tmp_path, monkeypatch):
     return write
 
 
-def group(write, version: int, limit: str, used: int, cached: int) -> None:
+def group(write, limit: str, used: int, cached: int) -> None:
     """A container's memory, in bytes."""
-    if version == 2:
-        write("proc/self/cgroup", "0::/box\n")
-        write("cgroup/box/memory.max", limit)
-        write("cgroup/box/memory.current", str(used))
-        write("cgroup/box/memory.stat", f"anon 1\ninactive_file {cached}\nactive_file 0\n")
-    else:
-        write("proc/self/cgroup", "5:devices:/\n4:memory:/box\n0::/\n")
-        write("cgroup/memory/box/memory.limit_in_bytes", limit)
-        write("cgroup/memory/box/memory.usage_in_bytes", str(used))
-        write(
-            "cgroup/memory/box/memory.stat", f"total_inactive_file 0\ntotal_active_file {cached}\n"
-        )
+    write("proc/self/cgroup", "0::/box\n")
+    write("cgroup/box/memory.max", limit)
+    write("cgroup/box/memory.current", str(used))
+    write("cgroup/box/memory.stat", f"anon 1\ninactive_file {cached}\nactive_file 0\n")
 
 
 @pytest.mark.parametrize(("available", "level"), [(2 << 20, NONE), (800 << 10, LOW), (9, CRITICAL)])
@@ -46,7 +38,6 @@ def test_the_machine_has_little_left(system, available, level):
     assert memory_pressure().level == level
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("used", "cached", "level"),
     [
@@ -56,20 +47,19 @@ def test_the_machine_has_little_left(system, available, level):
         (10 * GB - 1, 0, CRITICAL),
     ],
 )
-def test_a_container_has_little_left(system, version, used, cached, level):
-    group(system, version, f"{10 * GB}\n", used, cached)
+def test_a_container_has_little_left(system, used, cached, level):
+    group(system, f"{10 * GB}\n", used, cached)
     result = memory_pressure()
     assert result.level == level and ("container" in result.reason) == bool(level)
 
 
-@pytest.mark.parametrize(("version", "limit"), [(2, "max\n"), (1, "9223372036854771712\n")])
-def test_a_container_without_a_limit_is_the_machine(system, version, limit):
-    group(system, version, limit, 10 * GB, 0)
+def test_a_container_without_a_limit_is_the_machine(system):
+    group(system, "max\n", 10 * GB, 0)
     assert memory_pressure().level == NONE
 
 
 def test_a_limit_of_an_outer_group_counts(system):
-    group(system, 2, "max", GB, 0)
+    group(system, "max", GB, 0)
     system("proc/self/cgroup", "0::/outer/box\n")
     for name, text in (("max", str(2 * GB)), ("current", str(2 * GB - 1)), ("stat", "")):
         system(f"cgroup/outer/memory.{name}", text)
