@@ -184,23 +184,8 @@ def user_loss(function: Callable[..., mx.array]) -> Loss:
     return loss
 
 
-def sequence_forward(layers: Sequence[RegisteredLayer], inputs: mx.array) -> Forward:
-    """Return layers applied one after the other, after a check of their widths."""
-    if not isinstance(inputs, mx.array | np.ndarray) or inputs.shape[-1:] != (
-        layers[0].in_features,
-    ):
-        raise wrong(
-            "inputs",
-            f"'{layers[0].name}' expects width {layers[0].in_features}, but got {shown(inputs)}.",
-        )
-
-    for before, after in zip(layers, layers[1:], strict=False):
-        if before.out_features != after.in_features:
-            raise wrong(
-                "layers",
-                f"'{after.name}' expects width {after.in_features}, but '{before.name}' "
-                f"before it returns {before.out_features}.",
-            )
+def sequence_forward(layers: Sequence[RegisteredLayer]) -> Forward:
+    """Return layers applied one after the other."""
 
     def forward(x: mx.array) -> mx.array:
         for layer in layers:

@@ -208,7 +208,7 @@ class LayerTrainer:
                 Adapters, optimizer and random state are then unchanged, and accumulated gradients
                 are dropped.
         """
-        loss = self._lm_loss(layers, inputs)
+        loss = self._lm_loss(layers)
         batch = lm_batch(inputs, targets, mask, weights)
         graph = self._graphs.graph(layers, loss, batch)
         graph.loss.check_targets(batch[1])
@@ -244,7 +244,7 @@ class LayerTrainer:
         weights: mx.array | None = None,
     ) -> float:
         """Return the loss of a batch as `step_lm` does, without dropout and without an update."""
-        loss = self._lm_loss(layers, inputs)
+        loss = self._lm_loss(layers)
         batch = lm_batch(inputs, targets, mask, weights)
         total, count = loss(*batch)
         loss.check_targets(batch[1])
@@ -260,10 +260,10 @@ class LayerTrainer:
         self._count_update(graph)
         return True
 
-    def _lm_loss(self, layers: Layers | Forward, inputs: mx.array) -> LMLoss:
+    def _lm_loss(self, layers: Layers | Forward) -> LMLoss:
         if isinstance(layers, (list, tuple)) and layers:
             registered = [self._registered(i, layer) for i, layer in enumerate(layers)]
-            forward = sequence_forward(registered, inputs)
+            forward = sequence_forward(registered)
         elif callable(layers):
             forward = layers
         else:

@@ -336,8 +336,8 @@ BAD_STEPS = {
     "unknown name": ((["up", "dwn"],), "unknown", "layers", "'dwn'", "'down'"),
     "unregistered linear": (([nn.Linear(64, 32)],), "unknown", "layers", "layers[0]", "Linear"),
     "another trainer's layer": (([fresh_layer()],), "unknown", "layers", "layers[0]", "'x'"),
-    "widths": ((["up", "head"],), "invalid", "layers", "'head'", "64", "'up'", "128"),
-    "inputs": ((["down", "head"],), "invalid", "inputs", "'down'", "128", "[8, 5, 64]"),
+    "widths": ((["up", "head"],), "invalid", None, "head", "64", "[8, 5, 128]"),
+    "inputs": ((["down", "head"],), "invalid", None, "down", "128", "[8, 5, 64]"),
     "no layers": (([],), "invalid", "layers", "[]"),
     "a name alone": (("up",), "invalid", "layers", "'up'"),
     "nothing called": ((nothing_called,), "not-found", "layers"),
@@ -439,12 +439,6 @@ def test_a_function_whose_layers_change_is_refused():
     with raises("conflict", "layers", "down, up"):
         for _ in range(4):
             trainer.step_lm(forward, *batch())
-
-
-def test_the_wrong_width_inside_a_function_names_the_layer():
-    trainer = trainer_of(three())
-    with raises("invalid", None, "down", "128", "[8, 5, 64]"):
-        trainer.step_lm(lambda x: trainer.layer("down")(x), *batch())
 
 
 def test_a_loss_of_ones_own_must_be_one_number():
