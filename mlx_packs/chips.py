@@ -144,7 +144,7 @@ def measure() -> Chip:
     """Measure the rates of MLX's default device, and remember them for `chip_here`."""
     from .measurements import remember
 
-    products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
+    products = [product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
     rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
     remember(_KIND, {"name": _name()}, rates)
     chip_here.cache_clear()
@@ -200,7 +200,8 @@ def _copied_gb_s() -> float:
     return moved / least_seconds(lambda: [a + 1 for a in arrays]) / 1e9
 
 
-def _product_tflops(dtype: mx.Dtype) -> float:
+def product_tflops(dtype: mx.Dtype) -> float:
+    """Return the measured rate of products of matrices on the default device."""
     size = 256 if on_cpu() else 2048
     arrays = [mx.random.normal((size, size), key=mx.random.key(i)).astype(dtype) for i in range(4)]
     mx.eval(arrays)

@@ -98,7 +98,7 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
         sizes = (group.members[0].in_features, (rank,) * len(widths), widths, output_of)
 
         of_group = []
-        if grouped_lora_kernel.unsupported(sizes[1]) is None:
+        if grouped_lora_kernel.fits_launch(sizes[1]):
             of_group += [grouped_lora_kernel.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
         for linear in linears:
             if isinstance(linear, NF4Linear):
@@ -131,7 +131,7 @@ def _decoding_instances(
     gated = names == ["gate_proj", "up_proj"]
     compiled = lora_qmv_kernel.QmvProgram(dtype, *form, 1, (rank,) * len(names), heads, gated)
 
-    if lora_qmv_kernel.unsupported(compiled, widths):
+    if not lora_qmv_kernel.fits_launch(compiled, widths):
         return []
     return [
         lora_qmv_kernel.instance_of(

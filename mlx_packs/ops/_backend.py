@@ -36,39 +36,28 @@ _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
 Call = tuple[str, tuple, int, tuple]  # op, instance, rows, sizes
-Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
 _checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
-_decided: dict[tuple, Decision] = {}  # by everything that this depends on
-_calls: dict[Call, Decision] = {}  # since `start_record`
+_decided: dict[tuple, str] = {}  # the backend, by everything that it depends on
+_launched: set[Call] = set()  # since `start_record`
 
 
 def start_record() -> None:
     """Clear the record of calls; a run that reports them begins here."""
-    _calls.clear()
+    _launched.clear()
 
 
 def record() -> dict:
     """Return the implementations of the calls since `start_record`, for reports.
 
-    They are ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was chosen
-    for, with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
+    They are ``backend``; ``kernels``, the kinds of calls that ran as kernels; ``fallbacks``, ops
+    whose kernel failed in this process, and why.
     """
-    by_kernel: dict[str, list[int]] = {}
-    plain: dict[str, tuple[list[int], str]] = {}
-
-    for (op, instance, rows, sizes), (choice, reason) in _calls.items():
-        kind = f"{op} {_words(instance)} · {_words(sizes)}"
-        if choice != "reference":
-            by_kernel.setdefault(kind, []).append(rows)
-        elif reason is not None:
-            plain.setdefault(kind, ([], reason))[0].append(rows)
-
+    kinds = {f"{op} {_words(instance)} · {_words(sizes)}" for op, instance, _, sizes in _launched}
     return {
         "backend": dispatch.forced() or dispatch.detect(),
-        "kernels": {kind: _span(rows) for kind, rows in by_kernel.items()},
-        "plain_mlx": {kind: f"{_span(rows)}: {why}" for kind, (rows, why) in plain.items()},
+        "kernels": sorted(kinds),
         "fallbacks": dict(_fallbacks),
     }
 
@@ -79,22 +68,10 @@ def summary() -> str:
     if known["backend"] == "reference":
         return "plain MLX"
 
-    parts = [f"{known['backend']} for {len(known['kernels'])} kinds of calls"]
-    if known["plain_mlx"]:
-        call, why = next(iter(known["plain_mlx"].items()))
-        parts.append(f"plain MLX for {len(known['plain_mlx'])} ({call}, {why})")
+    line = f"{known['backend']} for {len(known['kernels'])} kinds of calls, plain MLX for others"
     if known["fallbacks"]:
-        parts.append(f"failed here: {', '.join(known['fallbacks'])}")
-
-    return " · ".join(parts)
-
-
-def _span(rows: list[int]) -> str:
-    low = min(rows)
-    high = max(rows)
-    if low == high:
-        return f"{low:,} rows"
-    return f"{low:,} to {high:,} rows"
+        line += f" · failed here: {', '.join(known['fallbacks'])}"
+    return line
 
 
 def _words(value: object) -> str:
@@ -121,42 +98,37 @@ class KernelSpec:
     Attributes:
         op: Its name.
         checks: For a backend and an instance, inputs for which it is compared with its reference.
-        slower: For an instance, rows and sizes, why plain MLX is expected to be faster where
-            nothing was measured; None if the kernels are.
+        slower: For an instance, rows and sizes, whether plain MLX is expected to be faster where
+            nothing was measured.
         workload: For a backend, an instance, rows and sizes, inputs of these sizes.
     """
 
     op: str
     checks: Callable[[str, Any], list[Check]]
-    slower: Callable[[Any, int, Any], str | None] = lambda *_: None
+    slower: Callable[[Any, int, Any], bool] = lambda *_: False
     workload: Callable[[str, Any, int, Any], Check] | None = None
 
-    def choose(
-        self, instance: tuple, rows: int, sizes: tuple, unsupported: str | None = None
-    ) -> str:
+    def choose(self, instance: tuple, rows: int, sizes: tuple, supported: bool = True) -> str:
         """Return the backend that computes one call of the op.
 
         Args:
             instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
             rows: The cost depends on them.
             sizes: A named tuple of all else that the cost depends on.
-            unsupported: Why the op has no kernel for this call; the reference computes it.
+            supported: Whether the op has a kernel for this call.
         """
         wanted = dispatch.forced()
         name = wanted or dispatch.detect()
-        if name == "reference":
-            return name
+        if name == "reference" or not supported:
+            return "reference"
 
         call = (self.op, instance, rows, sizes)
         decision = _decided.get((name, wanted, call))
         if decision is None:
-            decision = "reference", unsupported
-            if unsupported is None:
-                decision = _decide(self, name, wanted, call)
-            _decided[(name, wanted, call)] = decision
-
-        _calls[call] = decision
-        return decision[0]
+            decision = _decided[(name, wanted, call)] = _decide(self, name, wanted, call)
+        if decision != "reference":
+            _launched.add(call)
+        return decision
 
 
 @dataclass(frozen=True)
@@ -184,12 +156,10 @@ class Instance:
         return self.spec.workload(backend, *self.call)
 
 
-def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> Decision:
+def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> str:
     op, instance, *_ = call
-    if op in _fallbacks:
-        return "reference", None
-    if wanted is None and (reason := _loss(spec, name, call)) is not None:
-        return "reference", reason
+    if op in _fallbacks or (wanted is None and _is_slower(spec, name, call)):
+        return "reference"
 
     if (name, op, instance) not in _checked:
         try:
@@ -198,19 +168,16 @@ def _decide(spec: KernelSpec, name: str, wanted: str | None, call: Call) -> Deci
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault is not None:
             _fall_back(op, f"{name} kernel ({_words(instance)}): {fault}")
-            return "reference", None
+            return "reference"
         _checked.add((name, op, instance))
-    return name, None
+    return name
 
 
-def _loss(spec: KernelSpec, name: str, call: Call) -> str | None:
-    """Return why plain MLX is faster for a call, by a measurement or else the rule of the op."""
+def _is_slower(spec: KernelSpec, name: str, call: Call) -> bool:
+    """Return whether plain MLX is faster for a call, by a measurement or else the op's rule."""
     if (times := measured(name, call)) is not None:
         kernel, plain = times
-        if kernel < plain:
-            return None
-        return f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
-
+        return kernel >= plain
     return spec.slower(*call[1:])
 
 
@@ -341,6 +308,21 @@ def _built(backend: str, kernel: Kernel) -> Callable[..., list[mx.array]]:
         source=body,
         header="\n".join(texts),
     )
+
+
+def with_plain_gradient(
+    kernel: Callable[..., Sequence[mx.array]], plain: Callable[..., Sequence[mx.array]]
+) -> Callable[..., Sequence[mx.array]]:
+    """Return a kernel as an op whose gradient is that of plain MLX; both take the same arrays."""
+    op = mx.custom_function(kernel)
+
+    @op.vjp
+    def op_vjp(
+        primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: object
+    ) -> list[mx.array]:
+        return mx.vjp(plain, list(primals), list(cotangents))[1]
+
+    return op
 
 
 @functools.cache

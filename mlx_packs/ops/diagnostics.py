@@ -29,15 +29,6 @@ OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
 COPIES = 64
 
 
-def matmul_gflops() -> float:
-    """Measured rate of fp32 products on the default device, best of three."""
-    rows, inner, columns = 512, 1024, 2048
-    a = mx.random.normal((rows, inner), key=mx.random.key(0))
-    b = mx.random.normal((inner, columns), key=mx.random.key(1))
-    mx.eval(a, b)
-    return 2 * rows * inner * columns / chips.least_seconds(lambda: [a @ b]) / 1e9
-
-
 def kernel_instances() -> list[Instance]:
     """Return the usual instances for `examine_kernel`."""
     return [instance for op in OPS for instance in op.instances()]
@@ -132,7 +123,7 @@ def examine_machine() -> dict:
             "note": runtime.BLAS.note,
             "threads": runtime.BLAS.threads,
             "streams": profile().streams,
-            "gflops": matmul_gflops(),
+            "gflops": 1e3 * chips.product_tflops(mx.float32),
         },
         "memory": {
             "total_gb": runtime.total_memory() / 1e9,

@@ -24,8 +24,8 @@ class _Instance(NamedTuple):
 def choose(sizes: RecurrenceSizes) -> str:
     """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
-    reason = "MLX has no kernel for these heads" if not has_fused_gradient(*instance) else None
-    return SPEC.choose(instance, sizes.rows * sizes.length, sizes, reason)
+    supported = has_fused_gradient(*instance)
+    return SPEC.choose(instance, sizes.rows * sizes.length, sizes, supported)
 
 
 @functools.cache
@@ -79,15 +79,13 @@ def fused(
     return [output.astype(dtype), state]
 
 
-def slower(*_: object) -> str | None:
-    """Return why products of chunks are expected to be faster than MLX's kernels.
+def slower(*_: object) -> bool:
+    """Return whether products of chunks are expected to be faster than MLX's kernels.
 
     The backward pass of these stores the state of every token and reads it again; on chips with
     matrix units it stores one in 256 tokens.
     """
-    if chip_here().matrix_units:
-        return None
-    return "MLX's kernels store the state of every token"
+    return not chip_here().matrix_units
 
 
 SPEC = KernelSpec("gated_delta", checks, slower)

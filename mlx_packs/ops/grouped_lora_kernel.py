@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Instance, Kernel, KernelSpec, table
+from ._backend import Instance, Kernel, KernelSpec, table, with_plain_gradient
 from ._check import Check, seeded
 from .dispatch import forced
 from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of, reference
@@ -123,31 +123,15 @@ def by_kernel(
     dtype = factor_dtype(x.dtype, factors)
     factors = [v.astype(dtype) for v in factors]
 
-    summed = _differentiable(backend, layout, chunk)(flat_x, *flat, *factors)
+    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        m = len(outputs)
+        s = len(layout.adapted)
+        h = _down(backend, layout, x, rest[m : m + s], chunk)
+        return _up(backend, layout, rest[:m], rest[m + s :], h)
+
+    op = with_plain_gradient(kernel, _of_adapted(reference, layout))
+    summed = op(flat_x, *flat, *factors)
     return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=True)]
-
-
-@functools.cache
-def _differentiable(
-    backend: str, layout: Layout, chunk: int | None
-) -> Callable[..., tuple[mx.array, ...]]:
-    """Return (x, *outputs, *A, *B) to sums; the gradient is that of plain MLX."""
-    m = len(layout.strides)
-    s = len(layout.adapted)
-
-    @mx.custom_function
-    def op(x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        outputs = rest[:m]
-        a = rest[m : m + s]
-        b = rest[m + s :]
-        return tuple(_up(backend, layout, outputs, b, _down(backend, layout, x, a, chunk)))
-
-    @op.vjp
-    def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
-        plain = _of_adapted(reference, layout)
-        return tuple(mx.vjp(plain, list(primals), list(cotangents))[1])
-
-    return op
 
 
 def _of_adapted(op: Callable[..., list[mx.array]], layout: Layout) -> Callable[..., list[mx.array]]:
@@ -243,18 +227,13 @@ def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -
         x.dtype, factor_dtype(x.dtype, factors), layout.ranks, layout.output_of, row_tile(rows)
     )
 
-    reason = unsupported(layout.ranks)
-    if rows > MOST_ROWS and forced() is None:
-        reason = f"products of more than {MOST_ROWS} rows are MLX's"
-
-    return SPEC.choose(instance, rows, GroupSizes(x.shape[-1], layout.widths), reason)
+    supported = fits_launch(layout.ranks) and (rows <= MOST_ROWS or forced() is not None)
+    return SPEC.choose(instance, rows, GroupSizes(x.shape[-1], layout.widths), supported)
 
 
-def unsupported(ranks: Sequence[int]) -> str | None:
-    """Return why no launch takes slices of these ranks, if it is so."""
-    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        return "more slices or ranks than a launch can hold"
-    return None
+def fits_launch(ranks: Sequence[int]) -> bool:
+    """Return whether a launch takes slices of these ranks."""
+    return len(ranks) <= MAX_SLICES and max(ranks) <= MAX_RANK and sum(ranks) <= MAX_RANKS
 
 
 def checks(backend: str, instance: GroupProgram) -> list[Check]:
@@ -345,14 +324,12 @@ def instance_of(
     return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def slower(instance: GroupProgram, rows: int, _: GroupSizes) -> str | None:
-    """Return why plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs."""
+def slower(instance: GroupProgram, rows: int, _: GroupSizes) -> bool:
+    """Return whether plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs."""
     if instance.factors != instance.dtype:  # MLX would cast them first
-        return None
+        return False
     adapted = [rank for rank in instance.ranks if rank]
-    if len(adapted) > 1 and rows * max(adapted) <= _MOST_SHARED:
-        return None
-    return "expected to be slower than MLX's products"
+    return len(adapted) == 1 or rows * max(adapted) > _MOST_SHARED
 
 
 SPEC = KernelSpec(OP, checks, slower, check_of)

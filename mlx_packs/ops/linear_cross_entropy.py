@@ -193,7 +193,8 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
     Semantics: logits[n, k] = hidden[n] @ W[tokens[n, k]] (and its bias). They are rounded as
     `linear_cross_entropy` rounds the logits of its slices, so that both can be subtracted.
 
-    The rows of W are gathered in float32, `GATHERED_BYTES` at a time, again for the gradient.
+    The rows of W are gathered in float32, `GATHERED_BYTES` at a time or those of one row of
+    ``hidden``, again for the gradient.
 
     Args:
         hidden: [N, D], any float dtype.
@@ -204,12 +205,8 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
         Logits [N, K] float32.
     """
     width = head.width
-    fitting = max(1, GATHERED_BYTES // (4 * width))
-    if tokens.shape[1] > fitting:
-        return _by_columns(hidden, tokens, head, fitting)
-
     count, chosen = tokens.shape
-    step = max(1, fitting // chosen)
+    step = max(1, GATHERED_BYTES // (4 * width * chosen))
 
     def gathered(start: int) -> mx.array:
         own = tokens[start : start + step]
@@ -241,17 +238,6 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
         return mx.concatenate(parts).astype(primal.dtype)
 
     return logits_of(hidden)
-
-
-def _by_columns(hidden: mx.array, tokens: mx.array, head: FrozenHead, most: int) -> mx.array:
-    """Return `linear_logits` with at most ``most`` rows of W gathered at a time."""
-    parts: list[mx.array] = []
-    for start in range(0, tokens.shape[1], most):
-        own = hidden
-        if parts:
-            own = mx.depends(own, [mx.stop_gradient(parts[-1])])
-        parts.append(linear_logits(own, tokens[:, start : start + most], head))
-    return mx.concatenate(parts, axis=1)
 
 
 def _of_slice(

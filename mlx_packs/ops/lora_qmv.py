@@ -166,9 +166,10 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
     Returns:
         A function of x that returns [..., O] of each projection, or of gate and up together.
     """
-    kernels = dispatch.kernels(OP)
-    if kernels is None:
+    if dispatch.is_plain():
         return None
+
+    from . import lora_qmv_kernel as kernels
 
     task = GroupTask(form, factors.ranks, norms or (None,) * len(weights), gated)
     return kernels.launches_of(shape, dtype, weights, factors, task)

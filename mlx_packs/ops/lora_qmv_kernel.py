@@ -235,29 +235,27 @@ def launches_of(
 
     instance = QmvProgram(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
     sizes = GroupSizes(depth, tuple(w.weight.shape[0] for w in weights))
-    reason = unsupported(instance, sizes.widths)
+    supported = fits_launch(instance, sizes.widths)
     # its rule is for Metal, where `qmv` has the layout of MLX's own kernel
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
-        reason = reason or "not measured here (packs doctor)"
+        supported = False
 
-    backend = SPEC.choose(instance, rows, sizes, reason)
+    backend = SPEC.choose(instance, rows, sizes, supported)
     if backend == "reference":
         return None
     return prepared(backend, shape, dtype, weights, factors, task)
 
 
-def unsupported(instance: QmvProgram, widths: Sequence[int]) -> str | None:
-    """Return why there is no launch for a group, if it is so."""
+def fits_launch(instance: QmvProgram, widths: Sequence[int]) -> bool:
+    """Return whether there is a launch for a group."""
     if instance.group_size not in GROUP_SIZES or instance.bits not in BITS:
-        return f"weights of {instance.bits} bits in groups of {instance.group_size}"
+        return False
     if len(instance.ranks) > MAX_SLICES or max(instance.ranks) > MAX_RANK:
-        return "more slices or ranks than a launch can hold"
-    if any(
+        return False
+    return not any(  # heads that simdgroups cannot share
         head % LANES or (head and width % head)
         for head, width in zip(instance.heads, widths, strict=True)
-    ):
-        return "heads that simdgroups cannot share"
-    return None
+    )
 
 
 def checks(backend: str, instance: QmvProgram) -> list[Check]:
@@ -377,15 +375,13 @@ def instance_of(compiled: QmvProgram, depth: int, widths: tuple[int, ...]) -> In
     return Instance(SPEC, name, (compiled, rows, GroupSizes(depth, widths)))
 
 
-def slower(instance: QmvProgram, rows: int, _: GroupSizes) -> str | None:
-    """Return why plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs.
+def slower(instance: QmvProgram, rows: int, _: GroupSizes) -> bool:
+    """Return whether plain MLX is expected to be faster, by benchmarks/kernel_plans.py on Macs.
 
     Our kernel reads x from a cache for every four outputs, which takes longer than the weights if
     x has many bytes and the weights have few. One projection gains nothing from a second launch.
     """
-    if len(instance.ranks) > 1 and rows * instance.dtype.size <= 2 * instance.bits:
-        return None
-    return "expected to be slower than MLX's products"
+    return len(instance.ranks) == 1 or rows * instance.dtype.size > 2 * instance.bits
 
 
 SPEC = KernelSpec(OP, checks, slower, check_of)

@@ -1,11 +1,11 @@
 """The launches of kernels/multi_lora, checks against the reference, and what they cost."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..runtime import dtype_name, mx
-from ._backend import Instance, Kernel, KernelSpec, table
+from ._backend import Instance, Kernel, KernelSpec, table, with_plain_gradient
 from ._check import Check, seeded
 from .grouped_lora import factor_dtype
 from .grouped_lora_kernel import (
@@ -13,11 +13,11 @@ from .grouped_lora_kernel import (
     UP_THREADS,
     check_widths,
     down_chunk,
+    fits_launch,
     four,
     rank_template,
     row_tile,
     tails,
-    unsupported,
 )
 from .multi_lora import OP, Arrays, reference
 from .profile import tiles
@@ -108,7 +108,7 @@ def compute(
 
     backend = "reference"
     if all(y.dtype == x.dtype for y in outputs):
-        backend = SPEC.choose(instance, rows, sizes, unsupported(ranks))
+        backend = SPEC.choose(instance, rows, sizes, fits_launch(ranks))
     if backend == "reference":
         return reference(x, outputs, lora_a, lora_b, scales, pack)
     return by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack)
@@ -131,37 +131,22 @@ def by_kernel(
     dtype = factor_dtype(x.dtype, [*lora_a, *lora_b])
     factors = [v.astype(dtype) for v in (*lora_a, *lora_b)]
     scales = [v.astype(mx.float32) for v in scales]
-    op = _differentiable(backend, chunk)
-    return list(op(x, pack.astype(mx.int32), *outputs, *factors, *scales))
+    pack = pack.astype(mx.int32)
+
+    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        outputs, a, b, scales = _by_kind(rest)
+        return _up(backend, outputs, b, scales, pack, _down(backend, x, a, pack, chunk))
+
+    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        return reference(x, *_by_kind(rest), pack)
+
+    return list(with_plain_gradient(kernel, plain)(x, *outputs, *factors, *scales))
 
 
 def _by_kind(values: Arrays) -> list[Arrays]:
     """Return the outputs, A's, B's and scales of the slices."""
     slices = len(values) // 4
     return [values[k * slices : (k + 1) * slices] for k in range(4)]
-
-
-@functools.cache
-def _differentiable(backend: str, chunk: int | None) -> Callable[..., tuple[mx.array, ...]]:
-    """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
-
-    @mx.custom_function
-    def op(x: mx.array, pack: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        outputs, a, b, scales = _by_kind(rest)
-        h = _down(backend, x, a, pack, chunk)
-        return tuple(_up(backend, outputs, b, scales, pack, h))
-
-    @op.vjp
-    def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
-        x, pack, *rest = primals
-
-        def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-            return reference(x, *_by_kind(rest), pack)
-
-        _, (dx, *others) = mx.vjp(plain, [x, *rest], list(cotangents))
-        return (dx, mx.zeros_like(pack), *others)
-
-    return op
 
 
 def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array, chunk: int | None) -> mx.array:

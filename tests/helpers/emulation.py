@@ -138,7 +138,7 @@ def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_
 
 def forget_verdicts() -> None:
     """Decide on kernels again, as in a new process."""
-    for known in (_backend._checked, _backend._fallbacks, _backend._decided, _backend._calls):
+    for known in (_backend._checked, _backend._fallbacks, _backend._decided, _backend._launched):
         known.clear()
 
 

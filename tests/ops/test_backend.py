@@ -84,53 +84,52 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(
         assert len(caplog.records) == 1 and text in caplog.records[0].getMessage()
 
 
-def expect(monkeypatch, reason):
-    """Let the rule of an op give this reason against its kernel for every call."""
-    spec = replace(grouped_lora_kernel.SPEC, slower=lambda *_: reason)
+def expect(monkeypatch, is_slower):
+    """Let the rule of an op say this of its kernel for every call."""
+    spec = replace(grouped_lora_kernel.SPEC, slower=lambda *_: is_slower)
     monkeypatch.setattr(grouped_lora_kernel, "SPEC", spec)
 
 
-def test_choose_follows_the_rule_of_an_op_and_records_its_reason(monkeypatch):
+def test_choose_follows_the_rule_of_an_op_and_what_ran_is_recorded(monkeypatch):
     with emulation("metal") as built:
         call()
         text = "grouped_lora float32, factors float32, ranks 4/4, outputs 0/1, row tile 4 · inputs 40, widths 24/24"
-        assert built and _backend.record()["kernels"] == {text: "6 rows"}
+        assert built and _backend.record()["kernels"] == [text]
+        assert _backend.summary() == "metal for 1 kinds of calls, plain MLX for others"
+        _backend.start_record()
+        assert not _backend.record()["kernels"]
+        call()  # decided before, and recorded again
+        assert _backend.record()["kernels"] == [text]
 
-        expect(monkeypatch, "slower")
+        expect(monkeypatch, True)
         forget_verdicts()
         call()
-        assert f"plain MLX for 1 ({text}, 6 rows: slower)" in _backend.summary()
-
-        _backend.start_record()
-        assert not _backend.record()["plain_mlx"]
-        call()  # decided before, and recorded again
-        assert set(_backend.record()["plain_mlx"]) == {text}
+        assert not _backend.record()["kernels"]
 
 
 @pytest.fixture
 def remembered(tmp_path, monkeypatch):
     """What is measured is kept; without that a kernel is taken for every call."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    expect(monkeypatch, None)
+    expect(monkeypatch, False)
 
 
 def test_a_measured_loss_or_win_decides_before_the_rule(remembered, monkeypatch):
     with emulation("metal") as built:
         call()
         assert built
-        (key,) = _backend._calls
+        (key,) = _backend._launched
 
         _backend.keep_measured("metal", key, 9.0, 8.0)
         forget_verdicts()  # as in a new process
         call()
-        (reason,) = _backend.record()["plain_mlx"].values()
-        assert reason == "6 rows: 8 us, kernel 9 us (measured)"
+        assert not _backend.record()["kernels"]
 
         assert _backend.measured("metal", (*key[:2], 7, key[3])) == (9.0, 8.0)  # up to 8 rows
         assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
         assert _backend.measured("cuda", key) is None
 
-        expect(monkeypatch, "slower")
+        expect(monkeypatch, True)
         _backend.keep_measured("metal", key, 7.0, 8.0)
         call()
         assert _backend.record()["kernels"]
@@ -186,13 +185,11 @@ def test_usual_instances_ask_for_the_kernel_that_is_measured():
         assert len(set(keys)) == len(keys)
 
 
-def test_choose_records_why_a_launch_is_unsupported():
+def test_a_rank_beyond_a_launch_is_left_to_plain_mlx():
     with emulation("metal") as built, dispatch.backend("metal"):
         x, y = mx.ones((3, 80)), mx.ones((3, 96))
         grouped_lora.grouped_lora(x, [y], [mx.ones((80, 65))], [mx.ones((65, 96))], [1.0])
         assert not built
-        (reason,) = _backend.record()["plain_mlx"].values()
-        assert reason == "3 rows: more slices or ranks than a launch can hold"
 
 
 def test_examine_finds_a_wrong_value_a_wrong_gradient_and_a_nan():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from mlx_packs.ops import _backend
 from mlx_packs.ops import lora_qmv as op
 from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import examine
@@ -86,10 +85,6 @@ def test_other_calls_are_left_to_plain_mlx(nothing_launched):
     wide = [mx.zeros((128, 65))] * 3, [mx.zeros((65, o)) for o in (64, 32, 40)]
     wide = LowRank.of(*wide, scales, FP32)
     assert op.prepare(x.shape, FP32, weights, form, wide) is None
-
-    reasons = " ".join(_backend.record()["plain_mlx"].values())
-    for part in ("3 bits", "heads", "more slices or ranks"):
-        assert part in reasons
 
 
 WORKLOADS = {  # instance, rows, D, widths
