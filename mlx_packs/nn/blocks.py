@@ -21,7 +21,7 @@ from .lora import GroupedLoRA
 from .prefix import PrefixCache, PrefixKeys, PrefixLevels
 from .recompute import recomputed
 from .segments import SegmentCache
-from .surgery import ATTENTION, MLP, GroupedBlock, block_kind
+from .surgery import ATTENTION, GroupedBlock, block_kind
 
 
 class GroupedAttention(GroupedBlock):
@@ -209,9 +209,6 @@ class GroupedMLP(GroupedBlock):
         else:  # as in mlx-lm, so that attaching changes no bit of a logit
             inner = nn.silu(gate) * up
         return _projected(inner, [self.down_proj], self.down_lora)[0]
-
-
-GROUPED = {ATTENTION: GroupedAttention, MLP: GroupedMLP}
 
 
 def _projected(

@@ -137,13 +137,11 @@ class Instance:
 
     Attributes:
         call: What `KernelSpec.choose` is asked for it: the instance, rows and sizes.
-        trains: Whether its gradient counts in the choice.
     """
 
     spec: KernelSpec
     name: str
     call: tuple[tuple, int, tuple]
-    trains: bool = False
 
     @property
     def op(self) -> str:
@@ -188,7 +186,7 @@ def measured(name: str, call: Call) -> tuple[float, float] | None:
 
 
 def keep_measured(name: str, call: Call, kernel_us: float, plain_us: float) -> None:
-    """Let measured times of a call, forward or with gradients as it is used, decide from now on."""
+    """Let measured times of a call decide from now on."""
     times = {"kernel_us": kernel_us, "plain_us": plain_us}
     measurements.remember(_MEASURED, _subject(name, call), times)
     _decided.clear()

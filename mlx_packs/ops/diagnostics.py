@@ -7,7 +7,6 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 
 from .. import chips, runtime
 from ..runtime import mx
@@ -20,7 +19,7 @@ from . import (
     nf4_kernel,
 )
 from ._backend import Instance
-from ._check import Check, Op, examine, outputs_and_gradients
+from ._check import Check, Op, examine
 from .profile import profile
 
 OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
@@ -38,8 +37,8 @@ def examine_kernel(instance: Instance) -> dict:
     """Compare a kernel instance with its reference: on small inputs and on real sizes, then times.
 
     ``max_error`` is relative to the largest number, over outputs and gradients of small inputs. The
-    times are of one call among `COPIES`, forward and with all gradients; ``choice`` is the faster
-    (with gradients for what is used in training), which `_backend.choose` takes from now on.
+    times are of one call among `COPIES`, forward, since gradients are plain MLX's or take as long;
+    ``choice`` is the faster, which `KernelSpec.choose` takes from now on.
     Without a GPU the reference itself is compared with float64, and timed only in float32: half
     precision on a CPU is far slower.
     """
@@ -67,7 +66,6 @@ def examine_kernel(instance: Instance) -> dict:
     except Exception as error:  # compilers and devices raise what they like
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
-    keys = ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us", "choice")
     return {
         "op": instance.op,
         "instance": instance.name,
@@ -75,27 +73,19 @@ def examine_kernel(instance: Instance) -> dict:
         "max_error": max_error,
         "ok": fault is None,
         "fault": fault,
-        **dict.fromkeys(keys),
+        **dict.fromkeys(("kernel_us", "reference_us", "choice")),
         **times,
     }
 
 
 def _measure(backend: str, instance: Instance, workload: Check) -> dict[str, float | str]:
     """Return the times of a correct kernel and of its reference; they decide from now on."""
-    times: dict[str, float | str] = {}
-    for side in ("kernel", "reference"):
-        op = getattr(workload, side)
-        times[f"{side}_us"] = _microseconds(op, workload)
-        gradients = partial(outputs_and_gradients, op)
-        times[f"{side}_gradient_us"] = _microseconds(
-            lambda *inputs, of=gradients: [of(inputs)], workload
-        )
-
-    kind = "gradient_us" if instance.trains else "us"
-    kernel, plain = times[f"kernel_{kind}"], times[f"reference_{kind}"]
+    kernel, plain = (_microseconds(op, workload) for op in (workload.kernel, workload.reference))
     _backend.keep_measured(backend, (instance.op, *instance.call), kernel, plain)
-    times["choice"] = backend if kernel < plain else "reference"
-    return times
+    choice = "reference"
+    if kernel < plain:
+        choice = backend
+    return {"kernel_us": kernel, "reference_us": plain, "choice": choice}
 
 
 def _microseconds(op: Op, workload: Check, copies: int | None = None) -> float:

@@ -1,18 +1,27 @@
 """Which backend computes an op: plain MLX (the reference), or kernels for Metal or CUDA.
 
 The default follows the device; a name forces one. The module of an op has its reference alone. Its
-kernels are in a module of their own, which the op imports when a GPU first computes.
+kernels are in a module of their own, which is imported when a GPU first asks.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 from ..errors import PackError
 from ..runtime import mx, on_cpu
 
 BACKENDS = ("reference", "metal", "cuda")
 VARIABLE = "MLX_PACKS_BACKEND"
+KERNELS = {  # by op: the module with its launches, checks and plans
+    "grouped_lora": "mlx_packs.ops.grouped_lora_kernel",
+    "multi_lora": "mlx_packs.ops.multi_lora_kernel",
+    "lora_qmv": "mlx_packs.ops.lora_qmv_kernel",
+    "nf4": "mlx_packs.ops.nf4_kernel",
+    "gated_delta": "mlx_packs.ops.gated_delta_kernel",
+}
 
 _forced: str | None = None
 
@@ -71,6 +80,8 @@ def backend(name: str | None) -> Iterator[None]:
         _forced = before
 
 
-def is_plain() -> bool:
-    """Return whether plain MLX computes every operation."""
-    return (forced() or detect()) == "reference"
+def kernels(op: str) -> ModuleType | None:
+    """Return the module with the kernels of an op; None where plain MLX computes everything."""
+    if (forced() or detect()) == "reference":
+        return None
+    return importlib.import_module(KERNELS[op])

@@ -149,11 +149,9 @@ def _engine(sizes: RecurrenceSizes, by_column: bool) -> tuple[Segment, int]:
     if by_column:
         return _recomputed(reference), _STEP_STATES * sizes.state_bytes
 
-    if not dispatch.is_plain():
-        from . import gated_delta_kernel as kernels
-
-        if kernels.choose(sizes) != "reference":
-            return kernels.fused, sizes.state_bytes
+    kernels = dispatch.kernels("gated_delta")
+    if kernels is not None and kernels.choose(sizes) != "reference":
+        return kernels.fused, sizes.state_bytes
     return _recomputed(_chunked), 4 * sizes.rows * sizes.value_heads * sizes.in_flight
 
 

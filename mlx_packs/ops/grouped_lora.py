@@ -47,12 +47,8 @@ def grouped_lora(
     LoRA: https://arxiv.org/abs/2106.09685
     """
     layout_of(outputs, lora_b, scales)
-    if dispatch.is_plain():
-        return reference(x, outputs, lora_a, lora_b, scales)
-
-    from . import grouped_lora_kernel as kernels
-
-    return kernels.compute(x, outputs, lora_a, lora_b, scales)
+    compute = kernels.compute if (kernels := dispatch.kernels(OP)) is not None else reference
+    return compute(x, outputs, lora_a, lora_b, scales)
 
 
 def reference(

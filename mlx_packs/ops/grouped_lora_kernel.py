@@ -123,15 +123,23 @@ def by_kernel(
     dtype = factor_dtype(x.dtype, factors)
     factors = [v.astype(dtype) for v in factors]
 
+    summed = _differentiable(backend, layout, chunk)(flat_x, *flat, *factors)
+    return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=True)]
+
+
+@functools.cache
+def _differentiable(
+    backend: str, layout: Layout, chunk: int | None
+) -> Callable[..., Sequence[mx.array]]:
+    """Return (x, *outputs, *A, *B) to sums."""
+    m = len(layout.strides)
+    s = len(layout.adapted)
+
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        m = len(outputs)
-        s = len(layout.adapted)
         h = _down(backend, layout, x, rest[m : m + s], chunk)
         return _up(backend, layout, rest[:m], rest[m + s :], h)
 
-    op = with_plain_gradient(kernel, _of_adapted(reference, layout))
-    summed = op(flat_x, *flat, *factors)
-    return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=True)]
+    return with_plain_gradient(kernel, _of_adapted(reference, layout))
 
 
 def _of_adapted(op: Callable[..., list[mx.array]], layout: Layout) -> Callable[..., list[mx.array]]:

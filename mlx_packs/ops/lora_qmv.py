@@ -166,10 +166,9 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
     Returns:
         A function of x that returns [..., O] of each projection, or of gate and up together.
     """
-    if dispatch.is_plain():
+    kernels = dispatch.kernels(OP)
+    if kernels is None:
         return None
-
-    from . import lora_qmv_kernel as kernels
 
     task = GroupTask(form, factors.ranks, norms or (None,) * len(weights), gated)
     return kernels.launches_of(shape, dtype, weights, factors, task)

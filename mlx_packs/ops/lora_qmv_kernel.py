@@ -236,7 +236,7 @@ def launches_of(
     instance = QmvProgram(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
     sizes = GroupSizes(depth, tuple(w.weight.shape[0] for w in weights))
     supported = fits_launch(instance, sizes.widths)
-    # its rule is for Metal, where `qmv` has the layout of MLX's own kernel
+    # the rule is for Metal, where `qmv` has the layout of MLX's own kernel
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
         supported = False
 

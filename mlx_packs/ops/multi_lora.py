@@ -52,9 +52,7 @@ def multi_lora(
         return list(outputs)
 
     slices = [[v[i] for i in adapted] for v in (outputs, lora_a, lora_b, scales)]
-    compute = reference
-    if not dispatch.is_plain():
-        from .multi_lora_kernel import compute
+    compute = kernels.compute if (kernels := dispatch.kernels(OP)) is not None else reference
 
     summed = list(outputs)
     for i, y in zip(adapted, compute(x, *slices, pack), strict=True):

@@ -160,12 +160,10 @@ def dequantize(weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     Semantics: w.flatten()[i] = LEVELS[code[i]] * absmax[i // block_size]
     The product is float32, rounded to ``dtype`` once.
     """
-    if dispatch.is_plain():
-        return reference_dequantize(weight, dtype)
-
-    from . import nf4_kernel as kernels
-
-    return kernels.compute_dequantize(weight, dtype)
+    compute = reference_dequantize
+    if (kernels := dispatch.kernels(OP)) is not None:
+        compute = kernels.compute_dequantize
+    return compute(weight, dtype)
 
 
 def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
@@ -182,12 +180,8 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     depth = weight.shape[1]
     if x.shape[-1] != depth:
         raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
-    if dispatch.is_plain():
-        return product(x, weight, None, dequantize)
-
-    from . import nf4_kernel as kernels
-
-    return product(x, weight, kernels.matvec_of(x, weight), dequantize)
+    matvec = kernels.matvec_of(x, weight) if (kernels := dispatch.kernels(OP)) is not None else None
+    return product(x, weight, matvec, dequantize)
 
 
 def product(

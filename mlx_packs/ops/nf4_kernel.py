@@ -232,7 +232,7 @@ def instance_of(
 
     kind = "nf4 double" if double_quant else "nf4"
     name = f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}"
-    return Instance(SPEC, name, (compiled, rows_of_call, NF4Sizes(shape)), trains=many)
+    return Instance(SPEC, name, (compiled, rows_of_call, NF4Sizes(shape)))
 
 
 SPEC = KernelSpec(OP, checks, workload=workload)

@@ -162,11 +162,10 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
 
         assert result["ok"], result["fault"]
         assert result["choice"] == "reference"
-        assert min(calls.values()) >= 2 * 2 * 3  # warm and timed, forward and with gradients
+        assert min(calls.values()) >= 2 * 3  # warm and timed
 
         kernel, plain = _backend.measured("metal", (instance.op, *instance.call))
         assert (kernel, plain) == (result["kernel_us"], result["reference_us"])
-        assert result["kernel_gradient_us"] > 0 < result["reference_gradient_us"]
         assert grouped_lora_kernel.SPEC.choose(*instance.call) == "reference"
 
 
