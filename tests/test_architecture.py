@@ -138,6 +138,8 @@ OWN_READERS = {
         "memory/pressure runtime sandbox/child sandbox/process",
         # arrays and messages of other ranks, bounded
         "distributed/group distributed/link extras/pipeline/stage",
+        # bytes of a file that was read, in a sandbox
+        "sandbox/images",
         # rows and their cells, bounded
         "data/json_lines data/messages data/row_format data/rows",
     )

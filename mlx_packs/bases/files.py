@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..errors import PackError, file_errors, warn_once
+from ..errors import PackError, file_errors, reason_of, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from ..kinds import check_keys
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
@@ -105,7 +105,7 @@ def _hub_snapshot(repo: str) -> Path:
         pass
     except ValueError as error:  # the hub's rules for names
         raise PackError(
-            f"--model {repo}: no such folder, and {first_line(error)}", "not-found"
+            f"--model {repo}: no such folder, and {reason_of(error)}", "not-found"
         ) from None
 
     try:
@@ -116,7 +116,7 @@ def _hub_snapshot(repo: str) -> Path:
     except RepositoryNotFoundError:
         raise unknown_to_hub(repo) from None
     except (OSError, ValueError) as error:
-        reason = first_line(error)
+        reason = reason_of(error)
 
     raise PackError(
         f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
@@ -136,12 +136,6 @@ def unknown_to_hub(repo: str) -> PackError:
         "private: `hf auth login`).",
         "not-found",
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, or its class if it says nothing."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:120].rstrip(".")
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -14,7 +14,6 @@ from ..bases.compressed_tensors import renamed_headers
 from ..bases.files import (
     CONFIG,
     check_files,
-    first_line,
     is_complete,
     read_config,
     resolve_checkpoint,
@@ -28,7 +27,7 @@ from ..bases.supported import check_supported
 from ..config.choices import architecture_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..errors import PackError
+from ..errors import PackError, reason_of
 from ..files import is_hub_id
 from ..reading import read_header
 from ..tensors import DTYPES
@@ -128,7 +127,7 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
     except unreachable as error:
         raise PackError(
             f"--model {repo}: not a folder here, not in the Hugging Face cache, and its headers "
-            f"cannot be read from the Hub ({first_line(error)}).",
+            f"cannot be read from the Hub ({reason_of(error)}).",
             "network",
         ) from None
 

@@ -4,23 +4,16 @@ The size of an image is checked before it is decoded, but not what decoding cost
 JPEG may have thousands of scans. A fault is a ValueError whose text continues "image a.png: …".
 """
 
-import importlib
 import io
 import re
 import warnings
+from contextlib import suppress
 from typing import Any
 
 MOST_SIDE = 16_384  # pixels
 MOST_PIXELS = 1 << 24  # which can be decoded, turned and made opaque within 256 MB
-_KINDS = {  # the first bytes of a file, the plug-in of pillow that reads it, and its name there
-    b"\xff\xd8\xff": ("Jpeg", "JPEG"),
-    b"\x89PNG\r\n\x1a\n": ("Png", "PNG"),
-    b"RIFF....WEBP": ("WebP", "WEBP"),
-    b"BM": ("Bmp", "BMP"),
-    b"GIF8": ("Gif", "GIF"),
-    rb"II[*+]\0|MM\0[*+]": ("Tiff", "TIFF"),
-}
-_OTHER_KINDS = {
+_KINDS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+_OTHER_KINDS = {  # by the first bytes of a file
     b"version https://git-lfs": "a Git LFS pointer. Run `git lfs pull` in its folder",
     rb"....ftyp(avif|avis)": "AVIF",
     rb"....ftyp(hei|hev|mif1|msf1)": "HEIC",
@@ -50,23 +43,20 @@ def decode(content: bytes) -> tuple[list[int], bytes]:
 
 
 def _opened(content: bytes) -> Any:
-    """Return a PIL image of which only the header was read; `Image.open` would check its size."""
-    from PIL import Image
+    """Return a PIL image of which only the header was read."""
+    # Pillow itself imports these two only after it has tried all others
+    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
     if not content:
         raise ValueError("has 0 bytes. Copy or download it again.")
+    with suppress(Image.UnidentifiedImageError):
+        return Image.open(io.BytesIO(content), formats=_KINDS)
 
-    start = content[:64]
-    for signature, (plugin, name) in _KINDS.items():
-        if re.match(signature, start, re.DOTALL):
-            importlib.import_module(f"PIL.{plugin}ImagePlugin")
-            return Image.OPEN[name][0](io.BytesIO(content), "")
-
-    allowed = "JPEG, PNG, WebP, BMP, GIF or TIFF"
+    allowed = "must be JPEG, PNG, WebP, BMP, GIF or TIFF, but is"
     for signature, name in _OTHER_KINDS.items():
-        if re.match(signature, start, re.DOTALL | re.IGNORECASE):
-            raise ValueError(f"must be {allowed}, but is {name}.")
-    raise ValueError(f"must be {allowed}, but is none of them.")
+        if re.match(signature, content[:64], re.DOTALL | re.IGNORECASE):
+            raise ValueError(f"{allowed} {name}.")
+    raise ValueError(f"{allowed} none of them, or truncated or damaged. Copy or download it again.")
 
 
 def as_rgb(image: Any, in_place: bool = True) -> Any:
