@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.bases.files import check_files, read_config, read_record, tiny_checkpoint
-from mlx_packs.bases.sentence_config import read_sentence_config
 from mlx_packs.bases.tokenizer import load_encoder_tokenizer, load_tokenizer
 from mlx_packs.errors import PackError
 from tests.helpers.bases import copy_tiny
@@ -175,27 +174,6 @@ def test_a_generation_config_with_another_end_is_one_line(base, rejected):
     for text in ('{"eos_token_id": {"a": 1}}', "[1]", "[" * 99_999):
         (base / "generation_config.json").write_text(text)
         check(rejected("train", *options), "unreadable", None, "b: ")
-
-
-ENCODER_FILES = [
-    ("modules.json", {}),
-    ("modules.json", [{"type": 1}]),
-    ("modules.json", [{"type": "a.Transformer", "path": 1}]),
-    ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}]),
-    ("modules.json", [{"type": "a.Pooling", "path": "/etc"}]),
-    ("1_Pooling/config.json", {"pooling_mode": 5}),
-    ("sentence_bert_config.json", {"max_seq_length": "x"}),
-    ("sentence_bert_config.json", {"max_seq_length": -5}),
-]
-
-
-@pytest.mark.parametrize(("name", "content"), ENCODER_FILES)
-def test_settings_of_an_encoder_of_another_shape_name_the_file(encoder, here, name, content):
-    folder = shutil.copytree(encoder, here / "e")
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps(content))
-    with raises("unreadable", None, name.rpartition("/")[2]):
-        read_sentence_config(folder)
 
 
 def test_a_tokenizer_of_an_encoder_that_is_damaged_is_one_line(encoder, here):
