@@ -52,7 +52,7 @@ from .completions import (
 )
 from .phases import PhaseData, RunPhase, encode_each, sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
-from .tokens import check_trees, computes_trees, show_shared_prompts
+from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -250,7 +250,12 @@ class GRPOTask(Task):
 
         data = super().encode(base, phases, splits)
         if self.shared is not None:
-            show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, self.display)
+            facts = self.shared.to_json(data[-1].train.examples)
+            if facts["saved"]:
+                what = f"the {t.num_generations} completions of a prompt"
+                show_shared(facts, what, self.display)
+            else:
+                say_nothing_shared(t, self.display)
 
         prompts = data[-1].held_out_examples
         row = prompts.row(0)

@@ -30,7 +30,16 @@ from ..nn.blocks import attends_by_spans, takes_one_pass
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.exactness import check_packing, why_not_shared
 from ..packs.base import Base
-from .phases import PhaseData, RunPhase, counted, encode_each, sample, show_notes, show_phase
+from .phases import (
+    PhaseData,
+    RunPhase,
+    counted,
+    encode_each,
+    sample,
+    show_cut,
+    show_notes,
+    show_phase,
+)
 from .task import Task
 
 
@@ -80,7 +89,11 @@ class TokenTask(Task):
         if not computes_trees(train, self.base, self.display):
             return None
 
-        show_trees(trees, examples, draws_at_random(train, self.lora), self.display)
+        facts = trees.to_json(examples)
+        show_shared(facts, what_shares(trees, facts), self.display)
+        if draws_at_random(train, self.lora):
+            text = "rows share what is drawn at random for these tokens"
+            self.display.line("prefix", text)
         self.trees = {**self.trees, phase.name: trees}
         return trees
 
@@ -144,9 +157,7 @@ def encode_splits(
     counted = _counts(examples, train, base.model)
     display.line("data", f"{splits.source} · {counted} · loss on {first.loss_on}")
     display.line("", f"{first.format} · {first.targets:,} supervised tokens", VERBOSE)
-    if cut := _cut(examples, train):
-        display.line("data", cut)
-
+    _show_cut(examples, train, display)
     show_notes(splits, columns, base.tokenizer, display)
     return examples
 
@@ -169,26 +180,18 @@ def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module)
     return f"{len(first):,} examples packed into {packed}{held_out}"
 
 
-def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
-    """How many examples are too long, and what became of them; empty if none is."""
+def _show_cut(examples: dict[str, Examples], train: TrainConfig, display: Display) -> None:
+    """Show how many examples are too long, and what became of them."""
     first = examples["train"]
-    is_text = first.format == "text"
-    cut = sum(e.cut for e in examples.values())
-    dropped = sum(e.dropped for e in examples.values())
-    if not cut:
-        return ""
+    cut = examples
+    if first.format == "text" and train.long_rows == "split":
+        cut = {split: part for split, part in examples.items() if split != "train"}
+        if first.cut:
+            display.line("data", f"longer than {train.max_seq_length} tokens: {first.cut} split")
 
-    text = f"longer than {train.max_seq_length} tokens (--max-seq-length): "
-    if is_text and train.long_rows == "split":
-        text += f"{first.cut} training examples split, {cut - first.cut} held-out examples cut"
-    else:
-        text += f"{cut} examples cut"
-    if dropped:
-        text += f", {dropped} of them dropped, since no target was left"
-    if is_text and first.cut and train.long_rows != "split":
-        text += ". --long-rows split keeps all of them"
-
-    return text
+    show_cut(cut, train.max_seq_length, "examples", display)
+    if first.format == "text" and first.cut and cut is examples:
+        display.line("note", "--long-rows split keeps all parts of long texts")
 
 
 def encoding_options(
@@ -305,36 +308,19 @@ def say_nothing_shared(train: TrainConfig, display: Display) -> None:
         display.line("prefix", f"fewer than {LEAST} tokens are common: none is shared")
 
 
-def show_trees(
-    trees: TreePlan | GroupPlan, examples: Examples, draws: bool, display: Display
-) -> None:
-    """Show what rows have in common; ``draws`` is whether something is drawn for each of them."""
-    facts = trees.to_json(examples)
-    tokens = f"{facts['tokens']:,.0f} tokens begin every example"
+def what_shares(trees: TreePlan | GroupPlan, facts: Mapping) -> str:
+    """Return what begins with the tokens of trees, by their ``facts``."""
+    what = "every example"
     if isinstance(trees, GroupPlan):
-        tokens = (
-            f"{facts['tokens']:,.0f} tokens, on average, begin the examples of each of "
-            f"{facts['groups']:,} groups, which are put together"
-        )
+        what = f"the examples of each of {facts['groups']:,} groups, which are put together"
     elif trees.common is not None:
-        tokens = f"{facts['tokens']:,.0f} tokens, on average, begin both examples of a row"
+        what = "both examples of a row"
     if trees.root:
-        tokens += f", {trees.root:,} of them every example"
+        what += f", {trees.root:,} of them every example"
+    return what
 
+
+def show_shared(facts: Mapping, what: str, display: Display) -> None:
+    """Show how many tokens begin ``what``, and what that saves, by the facts of a report."""
+    tokens = f"{facts['tokens']:,.0f} tokens on average begin {what}"
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")
-    if draws:
-        display.line("prefix", "rows share what is drawn at random for these tokens")
-
-
-def show_shared_prompts(facts: dict, train: TrainConfig, display: Display) -> None:
-    """Show that prompts are computed once for their completions, by the facts of a report."""
-    if not facts["saved"]:
-        say_nothing_shared(train, display)
-        return
-
-    display.line(
-        "prefix",
-        f"{facts['tokens']:,.0f} tokens, on average, begin the {train.num_generations} completions "
-        f"of a prompt: computed once, {facts['saved']:.0%} of all inputs saved where completions "
-        f"have {train.max_completion_length:,} tokens",
-    )
