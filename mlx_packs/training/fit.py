@@ -153,23 +153,19 @@ class Fit:
     def _measure(self, optimizer: optimizers.Optimizer | None) -> None:
         """Note times, throughput and memory; ``optimizer`` is the last phase's, if it trained."""
         state = self.state
+        computed = {}
+        if state.computed_tokens:  # all batches of the run are counted
+            per_s = state.computed_tokens / state.train_s
+            computed = {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
         self.measured = {
             "train_s": state.train_s,
             f"{self.unit}_per_s": state.trained_tokens / state.train_s,
-            **self._computed(),
+            **computed,
             "peak_gb": max(state.peak_gb, mx.get_peak_memory() / 1e9),
         }
         if self.float16 and optimizer:
             self.measured |= scale_facts(optimizer)
         self.measured |= self.on_nan.facts()
-
-    def _computed(self) -> dict:
-        """Return how many tokens were computed, if all batches of the run are counted."""
-        state = self.state
-        if not state.computed_tokens:
-            return {}
-        per_s = state.computed_tokens / state.train_s
-        return {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
 
     def _check_end(self) -> None:
         """Note that a resumed run had ended; it cannot end before batches that it has taken."""

@@ -106,7 +106,12 @@ class TrainRun:
             PackError: If matplotlib is not installed.
         """
         if ax is None:
-            ax = _current_axes()
+            try:
+                import matplotlib.pyplot as plt
+            except ModuleNotFoundError:
+                text = "plot: matplotlib is not installed. Run `pip install 'mlx-packs[plot]'`."
+                raise PackError(text, "dependency") from None
+            ax = plt.gca()
 
         label = loss_name(task_of(self.pack.manifest))
         if "loss" in self.report:  # of the caller's own loss, too
@@ -117,18 +122,6 @@ class TrainRun:
     def to_json(self) -> dict:
         """Return the report, as `packs train --json` prints it."""
         return self.report
-
-
-def _current_axes() -> "Axes":
-    """Return the axes that pyplot draws on; a PackError if matplotlib is not installed."""
-    try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        raise PackError(
-            "plot: matplotlib is not installed. Run `pip install 'mlx-packs[plot]'`.",
-            "dependency",
-        ) from None
-    return plt.gca()
 
 
 def _draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:

@@ -239,18 +239,16 @@ def read_report(run: Path) -> dict | None:
 
 
 def run_stage(run: Path, identity: Mapping) -> Page:
-    recipe = identity["recipe"]
+    """Return what a run without its pack has come to."""
     batches = [line["batch"] for line in RunFolder(run).metrics()]
     batches += [batches_of(folder) for folder in RunFolder(run).checkpoints()]
     done = max(batches, default=0)
 
-    iters = number(recipe.get("iters"))
-    known = iters is not None and not recipe.get("phases") and recipe.get("epochs") is None
-    total = f" of {iters:,.0f}" if known else ""
-
+    recipe = identity["recipe"]
+    total = ""
+    if not recipe.get("phases") and recipe.get("epochs") is None:
+        total = f" of {number(recipe.get('iters')) or 0:,.0f}"
     status = f"Not finished: the last entry is of batch {done:,}{total}"
-    if known and done >= iters:
-        status = "Trained to the last batch, but the result was not recorded"
     if read_report(run) is not None:
         status = "The pack of this run is not beside it"
     return Page(title="", status=status)

@@ -71,16 +71,6 @@ def test_retention_removes_checkpoints_of_the_run_alone(tmp_path):
     assert {"step-1", "step-by-step", "notes"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_resumed_run_removes_what_a_killed_one_left(tmp_path):
-    folders = write_states(tmp_path, dict.fromkeys((2, 4, 6, 8)))
-    (folders[8] / "state.json").write_text("{}")  # damaged: the run continues at 6
-    retention = Retention(tmp_path, 2, Display(QUIET), resumed=folders[6])
-    retention.on_phase_start(10, 6)
-    assert RunFolder(tmp_path).checkpoints() == [folders[4], folders[6], folders[8]]
-    retention.on_phase_start(10, 0)  # of the next phase
-    assert RunFolder(tmp_path).checkpoints() == [folders[4], folders[6], folders[8]]
-
-
 def test_the_best_checkpoint_is_of_the_phase(tmp_path):
     losses = {2: 1.0, 3: None, 4: 3.0, 6: 2.0, 8: 2.0, 9: 2.5}
     folders = write_states(tmp_path, losses)

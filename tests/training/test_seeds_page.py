@@ -76,7 +76,7 @@ def test_a_seed_without_a_result_is_named_and_in_no_mean(three):
     facts = facts_of("three")
     assert facts.status == "2 of 3 seeds finished; means are of two or more"
     assert [bool(seed.numbers) for seed in facts.seeds] == [True, False, True]
-    assert "not recorded" in facts.seeds[1].note
+    assert "Not finished" in facts.seeds[1].note
 
     (three / "seed-2-run" / "report.json").unlink()
     assert facts_of("three").status == "1 of 3 seeds finished; means are of two or more"

@@ -59,14 +59,9 @@ class Console(Observer):
         if rewards := [entry["reward"] for entry in self._curve if "reward" in entry]:
             return f"reward {rewards[-1]:.3f}  {rate}"
 
-        losses = [entry.get("valid_loss") for entry in self._curve if "valid_loss" in entry][-2:]
         text = f"loss {line['loss']:.3f}"
-        if losses:
+        if losses := [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry]:
             text += f"  valid {losses[-1]:.3f}"
-        if len(losses) == 2 and losses[1] < losses[0]:
-            text += " ↓"
-        elif len(losses) == 2:
-            text += " ↑"
         return f"{text}  {rate}"
 
     def on_phase_end(self) -> None:

@@ -83,7 +83,6 @@ class Retention(Observer):
     keep_last: int
     display: Display
     starts: Sequence[int] = (0,)  # batches before each phase
-    resumed: Path | None = None  # where a run continues
     best_by: str | None = None
 
     @classmethod
@@ -94,27 +93,14 @@ class Retention(Observer):
             return None
 
         starts = [phase.first_batch for phase in run.phases]
-        resumed = point.folder if (point := run.place.resume_point) is not None else None
-        return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
-
-    def on_phase_start(self, batches: int, done: int) -> None:
-        """Remove what a killed run left, which ended between a checkpoint and the removal."""
-        if self.resumed is not None:
-            last = batches_of(self.resumed)
-            known = [
-                folder for folder in RunFolder(self.run).checkpoints() if batches_of(folder) <= last
-            ]
-            self._keep(known, self.resumed)
-            self.resumed = None
+        return cls(run.folder, run.train.keep_last, run.display, starts, run.train.best)
 
     def on_checkpoint(self, folder: Path) -> None:
-        """The new one is complete. Later ones are damaged: the run was resumed before them."""
-        self._keep(RunFolder(self.run).checkpoints(), folder)
-
-    def _keep(self, existing: list[Path], newest: Path) -> None:
-        """Keep the last checkpoints up to the newest, and the best of its phase."""
-        until_now = existing[: existing.index(newest) + 1]
-        start = max(start for start in self.starts if start < batches_of(newest) or not start)
+        """Remove all but the last checkpoints up to a new one, and the best of its phase."""
+        existing = RunFolder(self.run).checkpoints()
+        # later ones are damaged: the run was resumed before them
+        until_now = existing[: existing.index(folder) + 1]
+        start = max(start for start in self.starts if start < batches_of(folder) or not start)
         best = RunFolder(self.run).best_checkpoint(start, self.best_by)
         newest_and_best = {*until_now[-self.keep_last :], best}
 
