@@ -46,9 +46,6 @@ class PlainText:
     images: ClassVar[Sequence[Any]] = ()
     answer: ClassVar[str | None] = None
 
-    def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "PlainText":
-        return replace(self, tokenizer=tokenizer)
-
     def prompt(self) -> tuple[str, list[int]]:
         """The prompt is the beginning of the text."""
         tokens = text_tokens(self.tokenizer, self.text)
@@ -87,11 +84,6 @@ class Conversation:
     _prefixes: dict[tuple[int, bool], str | PackError] = field(
         default_factory=dict, init=False, repr=False
     )
-
-    @property
-    def texts(self) -> list[str]:
-        texts = map(without_marks, self.messages)
-        return [text for text in texts if text]
 
     @property
     def images(self) -> list[Any]:

@@ -13,8 +13,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ import numpy as np
 from ..cache import Cache
 from ..files import free_bytes
 from ..reading import open_regular, read_text, sha256
-from .row_format import MOST_DEPTH, Row, RowError, is_deep
+from .row_format import MOST_DEPTH, LazyRow, Row, RowError, is_deep
 from .sources import RowList, Source, file_error
 
 # Of one row: while it is encoded, its tokens take a hundred times as much.
@@ -42,20 +42,6 @@ _MOST_TEXT_BYTES = 1 << 30
 _ONE_LINE = "A cell of .tsv has neither tabs nor line breaks in it. Save the table as .csv."
 _IN_QUOTES = "Cells with commas or line breaks in them must be in quotes."
 _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
-
-
-class LineRow(Row):
-    """A line of a JSONL file, parsed when its value is first read."""
-
-    def __init__(self, where: str, line: bytes, folder: Path | None = None) -> None:
-        object.__setattr__(self, "where", where)
-        object.__setattr__(self, "folder", folder)
-        object.__setattr__(self, "line", line)
-
-    @cached_property
-    def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The columns; a RowError if the line is no JSON or exceeds a limit."""
-        return parse_line(self.where, self.line)
 
 
 def parse_line(where: str, line: bytes) -> Any:
@@ -183,7 +169,8 @@ class JsonLines(Source):
                     line = block[low:high]
                     if i == 0:
                         line = line.removeprefix(BOM)
-                    yield LineRow(self.where(i), line, self.folder)
+                    where = self.where(i)
+                    yield LazyRow(where, partial(parse_line, where, line), self.folder)
 
                 start = end
 
@@ -223,27 +210,18 @@ def table_rows(file: Path) -> JsonLines:
 
 def text_rows(file: Path) -> RowList:
     """Return the paragraphs of a text; a row has as many as fit into 4,000 characters."""
-    rows = []
-    begun: list[str] = []
-    start = 1  # line of the first paragraph in a row
-    number = 0  # of lines so far
+    paragraphs: dict[int, list[str]] = {}  # of each row, by the line of its first one
+    start = number = 1
     text = read_text(file, _MOST_TEXT_BYTES).replace("\r\n", "\n")
 
     for paragraph in text.split("\n\n"):
-        if begun and sum(map(len, begun)) + len(paragraph) > _PIECE:
-            rows.append(_text_row(file, start, begun))
-            begun = []
-            start = number + 1
-
-        begun.append(paragraph)
+        if sum(map(len, paragraphs.get(start, ()))) + len(paragraph) > _PIECE:
+            start = number
+        paragraphs.setdefault(start, []).append(paragraph)
         number += paragraph.count("\n") + 2
 
-    rows.append(_text_row(file, start, begun))
-    return RowList([row for row in rows if row.value["text"]])
-
-
-def _text_row(file: Path, line: int, paragraphs: list[str]) -> Row:
-    return Row(f"{file}:{line}", {"text": "\n\n".join(paragraphs).strip()})
+    texts = {line: "\n\n".join(parts).strip() for line, parts in paragraphs.items()}
+    return RowList([Row(f"{file}:{line}", {"text": own}) for line, own in texts.items() if own])
 
 
 def _copied(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> JsonLines:

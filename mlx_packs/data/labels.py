@@ -4,6 +4,7 @@ A row has one label, several labels or a score besides its text or messages, as 
 Hub have them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,17 +111,15 @@ class Classes:
             text = f"--ordinal: does not go with examples that have '{column}'. Leave it out."
             raise PackError(text, "conflict", "ordinal")
 
-        try:
-            labels = sorted(self.labels, key=int)
-        except ValueError:
-            texts = [label for label in self.labels if not _is_integer(label)]
+        texts = [label for label in self.labels if not re.fullmatch(r"[+-]?\d+", label)]
+        if texts:
             raise PackError(
                 f"--ordinal: the label {shown(texts[0])} is no integer, so the order of the labels "
                 "is not known. Write them as integers, such as 1 to 5.",
                 "data",
                 "ordinal",
-            ) from None
-        return replace(self, problem=ORDINAL, labels=tuple(labels))
+            )
+        return replace(self, problem=ORDINAL, labels=tuple(sorted(self.labels, key=int)))
 
     def check(self, row: Row, label: Label) -> None:
         """Raise a RowError if a label is none of the classes."""
@@ -134,14 +133,6 @@ class Classes:
                     known += ", …"
                 fault = f"the label {shown(each)} is none of the {len(self.labels)} that were "
                 raise row.error(f"{fault}trained on ({known}).", "unknown label")
-
-
-def _is_integer(label: str) -> bool:
-    try:
-        int(label)
-    except ValueError:
-        return False
-    return True
 
 
 def probabilities(logits: np.ndarray, problem: str) -> np.ndarray:
@@ -215,20 +206,13 @@ def _name(row: Row, column: str, value: Any) -> str:
 
 def check_input(row: Row, names: DataConfig) -> RowFormat:
     """Return whether a row is a text or a chat; a RowError if it says nothing."""
-    if isinstance(row.value, Mapping) and not any(f.matches(row, names) for f in INPUTS):
-        columns = f"'{names.text_feature}' or '{names.chat_feature}'"
-        fault = f"must have {columns}, but has {shown(sorted(row.value))}."
-        raise row.error(fault, "missing columns")
-
     row_format = format_of(row, names, INPUTS)
+    (column,) = row_format.columns(names)
     if row_format is TEXT:
-        texts = [text_of(row, names.text_feature)]
-        column = names.text_feature
+        text_of(row, column)
     else:
-        texts = CHAT.read(row, names).texts
-        column = names.chat_feature
-
-    if not any(text.strip() for text in texts):
+        CHAT.read(row, names)  # which names what is wrong
+    if not any(text.strip() for text in row_format.texts(row, names)):
         raise row.error(f"'{column}' is empty.", "empty")
     return row_format
 

@@ -21,7 +21,6 @@ from .chat_formats import about_conversation, prompt_and_completion
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, format_of
-from .messages import Turn
 from .row_format import RowFormat, messages_of, optional, truth_of
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
@@ -112,39 +111,21 @@ def encode_tokens(
 def _rated_rows(row: Row, names: DataConfig) -> Iterator[Row]:
     """Yield a row whose label and completion can be used."""
     format_of(row, names, RATED_FORMATS)
-    _split_turns(row, names.completion_feature, names)
+    _read_side(row, names.completion_feature, names)
     truth_of(row, "label")
     yield row
 
 
-def _check_sides(row: Row, names: DataConfig) -> None:
-    """Check that both completions have one prompt, differ and are not empty."""
-    chosen, rejected = (_split_turns(row, column, names) for column in PREFERENCE.columns(names))
-    if chosen[0] != rejected[0]:
-        raise row.error(
-            "the prompts of 'chosen' and 'rejected' differ: their messages before the last answer "
-            "must be the same.",
-            "prompts differ",
-        )
+def _read_side(row: Row, column: str, names: DataConfig) -> tuple[tuple, tuple]:
+    """Return prompt and completion of a column as they are, and as turns that say something."""
+    values = split_prompt(row, column, names)
+    side = row.with_value(dict(zip((names.prompt_feature, column), values, strict=True)))
+    turns = prompt_and_completion(side, names.prompt_feature, column)
 
-    if chosen[1] == rejected[1]:
-        raise row.error("'chosen' and 'rejected' are the same.", "same completions")
-
-
-def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], list[Turn]]:
-    """Return prompt and completion, which says something or calls a tool."""
-    prompt, completion = split_prompt(row, column, names)
-    if completion == []:
-        raise row.error(f"'{column}' is empty.", "empty")
-
-    side = row.with_value({names.prompt_feature: prompt, column: completion})
-    prompt, completion = prompt_and_completion(side, names.prompt_feature, column)
-
-    parts = [turn.message.get(key) for turn in completion for key in ("content", "tool_calls")]
+    parts = [turn.message.get(key) for turn in turns[1] for key in ("content", "tool_calls")]
     if not any(part.strip() if isinstance(part, str) else part for part in parts):
         raise row.error(f"'{column}' is empty.", "empty")
-
-    return prompt, completion
+    return values, turns
 
 
 def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
@@ -170,12 +151,23 @@ def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
 
 
 def _completion_rows(row: Row, names: DataConfig) -> Iterator[Row]:
+    """Yield both completions, which have one prompt and differ."""
     format_of(row, names, PREFERENCE_FORMATS)
-    _check_sides(row, names)
-    for column in PREFERENCE.columns(names):
-        prompt, completion = split_prompt(row, column, names)
-        value = {names.prompt_feature: prompt, names.completion_feature: completion}
-        yield row.with_value({**about_conversation(row), **value})
+    sides = [_read_side(row, column, names) for column in PREFERENCE.required]
+    (chosen_prompt, chosen), (rejected_prompt, rejected) = (turns for _, turns in sides)
+    if chosen_prompt != rejected_prompt:
+        raise row.error(
+            "the prompts of 'chosen' and 'rejected' differ: their messages before the last answer "
+            "must be the same.",
+            "prompts differ",
+        )
+    if chosen == rejected:
+        raise row.error("'chosen' and 'rejected' are the same.", "same completions")
+
+    columns = names.prompt_feature, names.completion_feature
+    for values, _ in sides:
+        completion = dict(zip(columns, values, strict=True))
+        yield row.with_value({**about_conversation(row), **completion})
 
 
 class Mismatched(Sequence):

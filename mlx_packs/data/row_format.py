@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,6 +155,19 @@ class Row:
     def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
         """Return an error of a setting or of the base model, which this row shows."""
         return PackError(fault, code, flag, self.where)
+
+
+class LazyRow(Row):
+    """A row whose columns are read when they are first used; a RowError if they cannot be."""
+
+    def __init__(self, where: str, read: Callable[[], Mapping], folder: Path | None = None) -> None:
+        object.__setattr__(self, "where", where)
+        object.__setattr__(self, "folder", folder)
+        object.__setattr__(self, "read", read)
+
+    @cached_property
+    def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.read()
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from .json_lines import BOM, TEXT_SUFFIXES, JsonLines, gzip_rows, parse_json, ta
 from .near_copies import hold_out
 from .row_format import BadRows, label_names, shown_counts
 from .sources import Parquet, Rows, Source, ValueList, as_rows, data_error, file_error
-from .streams import STREAMED, hub_splits, hub_stream
+from .streams import STREAMED, hub_errors, hub_library, hub_splits, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
 _KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
@@ -309,20 +309,10 @@ _READERS: dict[str, Callable[[Path], Source]] = {
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        fault = (
-            "no such folder or file here. To take it from the Hugging Face Hub, run "
-            "`pip install datasets`."
-        )
-        raise data_error(name, fault, "dependency") from None
-
-    try:
+    purpose = "no such folder or file here. To take it from the Hugging Face Hub"
+    datasets = hub_library(name, purpose)
+    with hub_errors(name, "cannot be loaded from the Hub"):
         return datasets.load_dataset(name, **arguments)
-    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise data_error(name, f"cannot be loaded from the Hub: {reason}", "network") from None
 
 
 def _hf_dataset(name: str) -> dict[str, Rows]:
@@ -380,7 +370,7 @@ def matching_files(pattern: str) -> list[Path]:
         fault = "no file matches. Check the folder, and quote the pattern."
         raise data_error(pattern, fault, "not-found")
 
-    _check_complete({file: file.name.split(".")[0] for file in files})
+    numbered_shards({file: file.name.split(".")[0] for file in files})
     return files
 
 
@@ -390,21 +380,12 @@ def numbered_shards(stems: dict[Path, str]) -> dict[str, list[Path]]:
     ``stems`` has the names of files without their endings. Missing shards are a PackError.
     """
     shards: dict[str, list[tuple[int, Path]]] = defaultdict(list)
-    for file, stem in stems.items():
-        if match := _SHARD.fullmatch(stem):
-            shards[match["name"]].append((int(match["number"]), file))
-
-    _check_complete(stems)
-    return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}
-
-
-def _check_complete(stems: dict[Path, str]) -> None:
-    """Raise a PackError if the names of shards (``-of-00008``) count more than there are."""
     numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for file, stem in stems.items():
-        match = _SHARD.fullmatch(stem)
-        if match and match["count"]:
-            numbers[file.parent, match["name"], int(match["count"])].add(int(match["number"]))
+        if match := _SHARD.fullmatch(stem):
+            name, number, count = match.groups(default="0")
+            shards[name].append((int(number), file))
+            numbers[file.parent, name, int(count)].add(int(number))
 
     for (folder, name, count), present in numbers.items():
         if len(present) < count:
@@ -413,3 +394,5 @@ def _check_complete(stems: dict[Path, str]) -> None:
                 "rename the files without '-of-'."
             )
             raise file_error(folder, fault, "not-found")
+
+    return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}

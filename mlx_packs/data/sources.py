@@ -5,10 +5,11 @@ import hashlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ..errors import Code, PackError
 from ..reading import sha256
 from .formats import Row
 from .images import hashed_text
-from .row_format import RowError, label_names, parquet_features
+from .row_format import LazyRow, RowError, label_names, parquet_features
 
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
@@ -50,9 +51,11 @@ class Source(ABC):
     def where(self, i: int) -> str:
         """Return the place of a row, as messages name it; nothing is read."""
 
-    @abstractmethod
     def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows have."""
+        """Return about how many bytes of text these rows have, from a hundred of them."""
+        sample = range(start, stop, max(1, (stop - start) // 100))
+        total = sum(len(str(next(self.read(i, i + 1)).value)) for i in sample)
+        return total * (stop - start) // max(1, len(sample))
 
     def content_key(self) -> bytes | None:
         """Return a hash of everything in the rows; None for a value that JSON does not have.
@@ -202,25 +205,14 @@ class RowList(Source):
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        return map(self.rows.__getitem__, range(start, stop))
+        return iter(self.rows[start:stop])
 
     def where(self, i: int) -> str:
         return self.rows[i].where
 
-    def nbytes(self, start: int, stop: int) -> int:
-        return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
-
-class BadRow(Row):
-    """A row whose columns cannot be read."""
-
-    def __init__(self, where: str, fault: RowError) -> None:
-        object.__setattr__(self, "where", where)
-        object.__setattr__(self, "fault", fault)
-
-    @property
-    def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
-        raise self.fault
+def _raise(error: RowError) -> NoReturn:
+    raise error
 
 
 class ConvertedRows(Source):
@@ -256,7 +248,7 @@ class ConvertedRows(Source):
         try:
             return list(self.convert(row))
         except RowError as error:
-            return [BadRow(row.where, error)] * self.per_row
+            return [LazyRow(row.where, partial(_raise, error))] * self.per_row
 
     def _originals(self, start: int, stop: int) -> Rows:
         return self.rows[start // self.per_row : -(-stop // self.per_row)]
@@ -308,16 +300,6 @@ class ValueList(Source):
 
     def where(self, i: int) -> str:
         return f"{self.name}[{i}]"
-
-    def nbytes(self, start: int, stop: int) -> int:
-        return _sampled_bytes(self.values.__getitem__, start, stop)
-
-
-def _sampled_bytes(value_of: Callable[[int], Any], start: int, stop: int) -> int:
-    """Estimate the bytes of values as text, from a hundred of them."""
-    sample = range(start, stop, max(1, (stop - start) // 100))
-    total = sum(len(str(value_of(i))) for i in sample)
-    return total * (stop - start) // max(1, len(sample))
 
 
 class Parquet(Source):

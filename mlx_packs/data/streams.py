@@ -8,12 +8,12 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import date, time
-from functools import partial
 from typing import Any, BinaryIO
 
 from ..cache import key_of
-from ..errors import PackError, library_errors
+from ..errors import library_errors
 from .images import stored_text
 from .in_memory import SPLIT_NAMES
 from .json_lines import ROWS, JsonLines
@@ -50,14 +50,10 @@ def hub_stream(data: str) -> dict[str, Rows]:
         raise data_error(data, fault, "invalid")
 
     count = int(match["count"]) if match["count"] else None
-    try:
-        import datasets
-    except ImportError:
-        fault = "to stream from the Hugging Face Hub, run `pip install datasets`."
-        raise data_error(data, fault, "dependency") from None
+    datasets = hub_library(data, "to stream from the Hugging Face Hub")
     from huggingface_hub import dataset_info
 
-    with library_errors(partial(_failed, data)):
+    with hub_errors(data, "cannot be streamed"):
         revision = dataset_info(match["name"]).sha
         streams = datasets.load_dataset(match["name"], revision=revision, streaming=True)
 
@@ -83,7 +79,7 @@ def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
 
     source = iter(values)
     while True:
-        with library_errors(partial(_failed, name)):
+        with hub_errors(name, "cannot be streamed"):
             value = next(source, None)
 
         if value is None:
@@ -93,5 +89,14 @@ def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
         file.write(line.encode(errors="surrogatepass") + b"\n")
 
 
-def _failed(name: str, reason: str) -> PackError:
-    return data_error(name, f"cannot be streamed: {reason[:200]}", "network")
+def hub_library(data: str, purpose: str) -> Any:
+    """Return the library `datasets`."""
+    try:
+        import datasets
+    except ImportError:
+        raise data_error(data, f"{purpose}, run `pip install datasets`.", "dependency") from None
+    return datasets
+
+
+def hub_errors(data: str, fault: str) -> AbstractContextManager:
+    return library_errors(lambda reason: data_error(data, f"{fault}: {reason[:200]}", "network"))
