@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from .trees import (
     LEAST,
     ROOT_WORTHWHILE,
     STEP,
-    WORTHWHILE,
     TreeCollate,
     TreePlan,
     common_length,
@@ -163,24 +162,17 @@ def _groups(indices: np.ndarray, found: Sequence[tuple[int, int, int]], count: i
 
 
 @dataclass(frozen=True)
-class GroupSampler:
+class GroupSampler(Sampler):
     """Batches of blocks of groups, and of the rest; they only depend on the fields.
 
     An order has an index for each row of the batch, or `EMPTY`.
     """
 
-    groups: Groups
-    lengths: np.ndarray  # tokens of each example, int [N]
-    batch_size: int  # rows
-    together: int  # rows of a block
-    inputs: int  # most of a row
-    seed: int = 0
+    groups: Groups = field(kw_only=True)
+    together: int = field(kw_only=True)  # rows of a block
 
-    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        first, start = divmod(start, self.groups.batches(self.batch_size, self.together))
-        for number in itertools.count(first):
-            yield from self.epoch(number)[start:]
-            start = 0
+    def _cursor(self, start: int) -> tuple[int, int]:
+        return divmod(start, self.groups.batches(self.batch_size, self.together))
 
     def epoch(self, number: int) -> list[np.ndarray]:
         """Return the batches of an epoch, with each example once."""
@@ -342,12 +334,12 @@ class GroupPlan:
 
     def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
         own = GroupSampler(
-            self.groups,
             examples.lengths,
             self.of_all.batch_size,
-            self.together,
             sampler.inputs,
             sampler.seed,
+            groups=self.groups,
+            together=self.together,
         )
         return Dataset(examples, self._collate(examples, own), own)
 
@@ -359,26 +351,15 @@ class GroupPlan:
 
     def _collate(self, examples: Examples, sampler: GroupSampler) -> GroupCollate:
         of_all = self.of_all
-        prefixes = {int(prefix): int(prefix) for prefix in self.groups.prefixes}
-        allowed = _few_shapes(examples, sampler, {0: of_all.prefix, **prefixes})
+        prefixes = {0: of_all.prefix} | {own: own for own in self.groups.prefixes.tolist()}
+        allowed = _few_shapes(examples, sampler, prefixes)
 
         trees = {}
-        for key, prefix in {0: of_all.prefix, **prefixes}.items():
+        for key, prefix in prefixes.items():
             tokens = TokenCollate(of_all.batch_size, sampler.inputs, allowed.get(key), prefix)
             together = self.together if key else 0
             trees[key] = TreeCollate(tokens, None, together, of_all.least, root=self.root)
         return GroupCollate(self.groups, trees)
-
-
-def with_groups(examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> TreePlan | GroupPlan:
-    """Return a plan of groups if it spares 15 % of what ``of_all`` computes."""
-    groups = GroupPlan.of(examples, chosen, of_all)
-    if groups is None:
-        return of_all
-
-    computed = 1 - of_all.saved(examples)
-    is_better = 1 - groups.saved(examples) <= (1 - WORTHWHILE) * computed
-    return groups if is_better else of_all
 
 
 def _few_shapes(

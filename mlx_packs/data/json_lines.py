@@ -93,6 +93,8 @@ class JsonLines(Source):
     copy are not those of the original, its number.
     """
 
+    is_in_files = True
+
     def __init__(
         self, file: Path, original: Path | str | None = None, has_same_lines: bool = True
     ) -> None:
@@ -181,14 +183,11 @@ class JsonLines(Source):
         before = np.searchsorted(blanks, i, "right") if len(blanks) else 0
         return f"{self._place}:{i + 1 + before}"
 
-    def nbytes(self, start: int, stop: int) -> int:
-        return int(self._starts[stop] - self._starts[start])
+    def nbytes(self) -> int:
+        return int(self._starts[-1] - self._starts[0])
 
     def content_key(self) -> bytes:
         return self._key
-
-    def is_in_files(self) -> bool:
-        return True
 
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
         status = os.fstat(f.fileno())

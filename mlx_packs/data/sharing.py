@@ -7,7 +7,7 @@ from ..config.schema import TrainConfig
 from .batches import training_set
 from .dataset import Dataset
 from .encoding import Example, Examples
-from .groups import GroupPlan, with_groups
+from .groups import GroupPlan
 from .sampler import Sampler
 from .trees import WORTHWHILE, TreePlan
 
@@ -44,8 +44,9 @@ def plan_trees(
 
     if groups and not together and train.share_prefix == "on":
         of_all = trees if is_enough else TreePlan(train.batch_size, least=least)
-        plan = with_groups(examples, chosen, of_all)
-        if plan is not of_all:
+        plan = GroupPlan.of(examples, chosen, of_all)
+        most = (1 - WORTHWHILE) * (1 - of_all.saved(examples))
+        if plan is not None and 1 - plan.saved(examples) <= most:
             return plan
     return trees if is_enough else None
 

@@ -38,6 +38,7 @@ class Source(ABC):
     """A file, list or data set whose rows are read by number."""
 
     per_row = 1  # of each row that bad rows are counted by
+    is_in_files = False  # whether another process can read the rows
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,11 +52,11 @@ class Source(ABC):
     def where(self, i: int) -> str:
         """Return the place of a row, as messages name it; nothing is read."""
 
-    def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows have, from a hundred of them."""
-        sample = range(start, stop, max(1, (stop - start) // 100))
+    def nbytes(self) -> int:
+        """Return about how many bytes of text the rows have, by default from a hundred of them."""
+        sample = range(0, len(self), max(1, len(self) // 100))
         total = sum(len(str(next(self.read(i, i + 1)).value)) for i in sample)
-        return total * (stop - start) // max(1, len(sample))
+        return total * len(self) // max(1, len(sample))
 
     def content_key(self) -> bytes | None:
         """Return a hash of everything in the rows; None for a value that JSON does not have.
@@ -71,10 +72,6 @@ class Source(ABC):
             return None
 
         return digest.digest()
-
-    def is_in_files(self) -> bool:
-        """Return whether another process can read the rows, since they are not in memory here."""
-        return False
 
 
 class Rows(Sequence[Row]):
@@ -132,11 +129,8 @@ class Rows(Sequence[Row]):
         return self.sources[source].where(number)
 
     def nbytes(self) -> int:
-        if isinstance(self.indices, range):
-            return self._nbytes(self.indices.start, self.indices.stop)
-
-        total = self._edges[-1]
-        return self._nbytes(0, total) * len(self) // max(1, total)
+        total = sum(source.nbytes() for source in self.sources)
+        return total * len(self) // max(1, self._edges[-1])
 
     def content_key(self) -> bytes | None:
         """Hash everything in the sources, and which of their rows these are."""
@@ -160,26 +154,17 @@ class Rows(Sequence[Row]):
         return digest.hexdigest()
 
     def is_in_files(self) -> bool:
-        return all(source.is_in_files() for source in self.sources)
+        return all(source.is_in_files for source in self.sources)
 
     def _read(self, start: int, stop: int) -> Iterator[Row]:
-        for source, low, high in self._ranges(start, stop):
-            yield from source.read(low, high)
-
-    def _nbytes(self, start: int, stop: int) -> int:
-        return sum(source.nbytes(low, high) for source, low, high in self._ranges(start, stop))
-
-    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
-        """Yield each source with such rows, and the range of them in it."""
         first, _ = _located(self._edges, start)
         for source in range(first, len(self.sources)):
             edge = self._edges[source]
-            end = self._edges[source + 1]
             if edge >= stop:
                 return
-            low, high = max(start, edge), min(stop, end)
+            low, high = max(start, edge), min(stop, self._edges[source + 1])
             if low < high:
-                yield self.sources[source], low - edge, high - edge
+                yield from self.sources[source].read(low - edge, high - edge)
 
 
 def _located(edges: Sequence[int], number: int) -> tuple[int, int]:
@@ -233,12 +218,13 @@ class ConvertedRows(Source):
         self.convert = convert
         self.how = how
         self.per_row = per_row
+        self.is_in_files = rows.is_in_files()
 
     def __len__(self) -> int:
         return self.per_row * len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        originals = self._originals(start, stop)
+        originals = self.rows[start // self.per_row : -(-stop // self.per_row)]
         converted = itertools.chain.from_iterable(map(self._converted, originals))
         first = start % self.per_row
         return itertools.islice(converted, first, first + stop - start)
@@ -250,21 +236,15 @@ class ConvertedRows(Source):
         except RowError as error:
             return [LazyRow(row.where, partial(_raise, error))] * self.per_row
 
-    def _originals(self, start: int, stop: int) -> Rows:
-        return self.rows[start // self.per_row : -(-stop // self.per_row)]
-
     def where(self, i: int) -> str:
         return self.rows.where(i // self.per_row)
 
-    def nbytes(self, start: int, stop: int) -> int:
-        return self._originals(start, stop).nbytes()
+    def nbytes(self) -> int:
+        return self.rows.nbytes()
 
     def content_key(self) -> bytes | None:
         key = self.rows.content_key()
         return key and key + self.how.encode()
-
-    def is_in_files(self) -> bool:
-        return self.rows.is_in_files()
 
 
 class ValueList(Source):
@@ -304,6 +284,8 @@ class ValueList(Source):
 
 class Parquet(Source):
     """A parquet file; a batch of one row group is in memory at a time."""
+
+    is_in_files = True
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -355,9 +337,6 @@ class Parquet(Source):
     def content_key(self) -> bytes:
         return bytes.fromhex(sha256(self.file))
 
-    def is_in_files(self) -> bool:
-        return True
-
-    def nbytes(self, start: int, stop: int) -> int:
+    def nbytes(self) -> int:
         """Return the bytes uncompressed."""
-        return self._bytes * (stop - start) // max(1, len(self))
+        return self._bytes
