@@ -152,7 +152,7 @@ def check_format(
     formats: Sequence[RowFormat] = FORMATS,
 ) -> None:
     """Raise an error if a row has another format than the row called ``first``."""
-    if (other := format_of(row, names, formats)) is not row_format:
+    if (other := format_of(row, names, formats)).name != row_format.name:
         raise row.error(
             f"mixed formats: this example is {other.name}, but {first} is {row_format.name}.",
             "another format",

@@ -20,7 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, Signals, signal
@@ -35,7 +36,7 @@ from ..cache import json_array, read_arrays, write_arrays
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
 from .encoding import ENCODING_VERSION, Encoder, EncodingOptions, Examples, checked_format, encode
-from .formats import TOKEN_FORMATS, Row, RowFormat
+from .formats import Row, RowFormat
 from .row_format import BadRows
 from .sources import Rows, as_rows
 from .token_store import TOKENS, StoredExamples
@@ -88,8 +89,8 @@ def encode_cached(
     parts = parts_of(rows, folder, key)
     if len(parts) > 1:
         first, token_format = checked_format(rows, columns, row_format)
-        job = EncodingJob(rows, tokenizer, columns, options, token_format.name, first.where)
-        examples = encode_parts(job, parts, num_proc, advance or (lambda: None))
+        encoder_of = partial(Encoder, rows, tokenizer, columns, options, token_format, first.where)
+        examples = encode_parts(encoder_of, parts, num_proc, advance or (lambda: None))
     else:
         examples = encode(rows, tokenizer, columns, options, row_format)
 
@@ -192,28 +193,15 @@ class Part(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class EncodingJob:
-    """What a process must know to encode any part of a split: the arguments of `Encoder`."""
+Encoders = Callable[..., Encoder]  # `Encoder` without ``is_part``, which can be pickled
 
-    rows: Rows
-    tokenizer: Any
-    columns: DataConfig
-    options: EncodingOptions
-    format: str  # the name of the rows' format
-    first: str  # the place of a row of it
 
-    def encoder(self, is_part: bool = False) -> Encoder:
-        formats = {each.name: each for each in TOKEN_FORMATS}
-        args = self.rows, self.tokenizer, self.columns, self.options, formats[self.format]
-        return Encoder(*args, self.first, is_part)
-
-    def encode(self, part: Part) -> None:
-        """Write the file of a part, unless it has an error."""
-        encoder = self.encoder(is_part=True)
-        with suppress(PackError, OSError):  # who joins the parts encodes it again, and raises it
-            encoder.encode(part.start, part.stop)
-            write_arrays(part.file, part.key, encoder.part())
+def encode_part(encoder_of: Encoders, part: Part) -> None:
+    """Write the file of a part, unless it has an error."""
+    encoder = encoder_of(is_part=True)
+    with suppress(PackError, OSError):  # who joins the parts encodes it again, and raises it
+        encoder.encode(part.start, part.stop)
+        write_arrays(part.file, part.key, encoder.part())
 
 
 def part_count(rows: Rows) -> int:
@@ -246,7 +234,7 @@ def process_count(rows: Rows, parts: int, num_proc: int | None) -> int:
 
 
 def encode_parts(
-    job: EncodingJob, parts: list[Part], num_proc: int | None, advance: Callable[[], None]
+    encoder_of: Encoders, parts: list[Part], num_proc: int | None, advance: Callable[[], None]
 ) -> Examples:
     """Return the examples of all parts; a part whose file is missing is encoded.
 
@@ -254,12 +242,13 @@ def encode_parts(
     part. A row that cannot be used, or a process that was killed, is a PackError.
     """
     missing = [part for part in parts if not part.file.exists()]
-    encoder = job.encoder()
+    encoder = encoder_of()
+    count = process_count(encoder.rows, len(missing), num_proc)
 
-    with _encoding(job, missing, process_count(job.rows, len(missing), num_proc)) as encode_part:
+    with _encoding(encoder_of, missing, count) as encode_missing:
         for part in parts:
             if part in missing:
-                encode_part(part)
+                encode_missing(part)
 
             if (arrays := read_arrays(part.file, part.key)) is not None:
                 encoder.add_part(arrays)
@@ -272,17 +261,17 @@ def encode_parts(
 
 @contextmanager
 def _encoding(
-    job: EncodingJob, parts: list[Part], count: int
+    encoder_of: Encoders, parts: list[Part], count: int
 ) -> Iterator[Callable[[Part], object]]:
     """Yield what returns once a part is encoded: here, or by one of ``count`` processes."""
     if count == 1:
-        yield job.encode
+        yield partial(encode_part, encoder_of)
         return
 
     workers: list[_Worker] = []
     try:
         for first in range(count):
-            workers.append(_Worker(job, parts[first::count]))
+            workers.append(_Worker(encoder_of, parts[first::count]))
         yield lambda part: workers[parts.index(part) % count].wait()
     finally:
         for worker in workers:
@@ -292,10 +281,10 @@ def _encoding(
 class _Worker:
     """A process that encodes parts, one after the other."""
 
-    def __init__(self, job: EncodingJob, parts: list[Part]) -> None:
+    def __init__(self, encoder_of: Encoders, parts: list[Part]) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as source:
-            pickle.dump((job, parts), source)
+            pickle.dump((encoder_of, parts), source)
             source.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE],
@@ -329,15 +318,15 @@ class _Worker:
 
 
 def work() -> None:
-    """Encode the parts that stdin has with their job, and write a byte to stdout after each.
+    """Encode the parts that stdin has with their encoder, and write a byte to stdout after each.
 
     The process ends with the process that started it, once a part is complete.
     """
     signal(SIGINT, SIG_IGN)  # Ctrl-C is for who started it
     done = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no reply
-    job, parts = pickle.load(sys.stdin.buffer)
+    encoder_of, parts = pickle.load(sys.stdin.buffer)
 
     for part in parts:
-        job.encode(part)
+        encode_part(encoder_of, part)
         done.write(b".")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,9 +11,10 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.fim import FillInTheMiddle
+from mlx_packs.data.formats import format_of
 from mlx_packs.data.json_lines import JsonLines
 from mlx_packs.data.sources import Rows, as_rows
-from mlx_packs.data.token_cache import EncodingJob, encode_parts, parts_of, process_count
+from mlx_packs.data.token_cache import Encoder, encode_parts, parts_of, process_count
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA
@@ -42,12 +44,12 @@ def shards(folder, rows):
 
 
 def job_of(rows, tokenizer, options=OPTIONS, columns=COLUMNS):
-    row_format = "chat" if "messages" in rows[0].value else "text"
-    return EncodingJob(rows, tokenizer, columns, options, row_format, rows.where(0))
+    row_format = format_of(rows[0], columns)
+    return partial(Encoder, rows, tokenizer, columns, options, row_format, rows.where(0))
 
 
 def encoded(job, folder, num_proc=1):
-    parts = parts_of(job.rows, folder, "key")
+    parts = parts_of(job.args[0], folder, "key")
     assert len(parts) > 4
     return encode_parts(job, parts, num_proc, lambda: None)
 
