@@ -463,7 +463,8 @@ class Encoder:
         if not target.any():
             fault = f"nothing to supervise (--loss-on {self.loss_on})."
             error = RowError(self.rows.where(row), fault, "no target", flag="loss_on")
-            return self.bad.add(row, error)
+            self.bad.add(row, error)
+            return
 
         if len(tokens) > length:
             self.cut += 1
@@ -471,12 +472,11 @@ class Encoder:
             target = target[:length]
             if not target.any():
                 self.dropped += 1
-                return None
+                return
 
         if last_k is not None:
             target[np.flatnonzero(target)[:-last_k]] = False
         self.store.add(row, np.array(tokens, dtype=np.int32), target)
-        return None
 
 
 class _Pieces:

@@ -2,16 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice, pairwise
 from typing import Any
 
 from ..config.data import JSON_LAYOUT, DataConfig
 from ..reading import parse_json
-from .conversations import Conversation
-from .formats import COMPLETION, PREFERENCE, Row, TokenFormat
-from .preferences import both_completions
+from .left_out import conversations_of
 from .rows import Splits
 
 _MOST_ROWS = 1000  # that are read
@@ -55,23 +53,17 @@ def json_layout(splits: Splits, columns: DataConfig) -> dict[str, Any]:
     return layout
 
 
-def _answers(splits: Splits, columns: DataConfig) -> Iterable[tuple[str, list]]:
+def _answers(splits: Splits, columns: DataConfig) -> Iterator[tuple[str, list]]:
     """Yield each answer with its thoughts, and the arguments of the calls of its row."""
-    rows: Iterable[Row] = splits.usable("train")
-    row_format: Any = splits.format
-    if row_format is PREFERENCE:  # the chosen completions
-        rows = islice(both_completions(list(islice(rows, _MOST_ROWS)), columns), 0, None, 2)
-        row_format = COMPLETION
-
-    if isinstance(row_format, TokenFormat):
-        for row in rows:
-            content = row_format.read(row, columns)
-            if not isinstance(content, Conversation):
-                return
-            answer = content.answer or ""
-            if content.thoughts:
-                answer = f"{content.thoughts}</think>{answer}"
-            yield answer, content.arguments
+    for row in splits.usable("train"):
+        # of a preference the chosen completion
+        content = next(conversations_of(row, splits.format, columns), None)
+        if content is None:
+            return
+        answer = content.answer or ""
+        if content.thoughts:
+            answer = f"{content.thoughts}</think>{answer}"
+        yield answer, content.arguments
 
 
 def _count(answer: str, counts: Mapping[str, Counter], orders: list[list[str]]) -> bool:

@@ -50,7 +50,7 @@ def template_notes(
         if any(column not in unused for column in columns):
             unused |= dict.fromkeys(columns)
             tasks = tasks or suggested_tasks(row, names, columns)
-        for conversation in _conversations(row, row_format, names, tokenizer):
+        for conversation in conversations_of(row, row_format, names, tokenizer):
             rendered.add(conversation)
 
     notes = rendered.notes(tokenizer)
@@ -126,13 +126,10 @@ def _listed(names: list[str]) -> str:
     return text
 
 
-def _conversations(
-    row: Row, row_format: RowFormat, names: DataConfig, tokenizer: Any
+def conversations_of(
+    row: Row, row_format: RowFormat, names: DataConfig, tokenizer: Any = None
 ) -> Iterator[Conversation]:
     """Yield the conversations that the chat template renders; a bad row has none."""
-    if not _is_rendered(row_format):
-        return
-
     try:
         if row_format is PREFERENCE:
             for side in both_completions([row], names):
