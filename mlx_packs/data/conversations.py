@@ -114,12 +114,7 @@ class Conversation:
         return [call["function"]["arguments"] for call in calls]
 
     def for_tokenizer(self, tokenizer: Any, chat_template: str | None) -> "Conversation":
-        """Return the conversation with what renders and encodes it.
-
-        Raises:
-            RowError: The text has been rendered before.
-            PackError: The base model has no chat template, or reads no images.
-        """
+        """Return the conversation with what renders and encodes it; errors say what is missing."""
         if self.images and images_of(tokenizer) is None:
             raise PackError(
                 f"{self.where}: has images, and {NO_IMAGES} If the text is not about the images, "

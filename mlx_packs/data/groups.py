@@ -248,23 +248,17 @@ def _apart(groups: Sequence[int], size: int) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
-class GroupCollate:
+class GroupCollate(TreeCollate):
     """Lays out batches of blocks as trees with a prefix for each block.
 
     ``trees`` lay out batches by the inputs that their blocks have in common; 0 is the rest.
     """
 
-    groups: Groups
-    trees: Mapping[int, TreeCollate]
+    groups: Groups = field(kw_only=True)
+    trees: Mapping[int, TreeCollate] = field(kw_only=True)
 
-    def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
-        return self.trees[self.groups.prefix_of(order)](examples, order)
-
-    def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
-        shapes: set[Shape] = set()
-        for order in orders:
-            shapes |= self.trees[self.groups.prefix_of(order)].shapes(examples, iter([order]))
-        return shapes
+    def of(self, order: np.ndarray) -> TreeCollate:
+        return self.trees[self.groups.prefix_of(order)]
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return whole blocks of a batch, or pieces of blocks if there are fewer of these."""
@@ -359,7 +353,7 @@ class GroupPlan:
             tokens = TokenCollate(of_all.batch_size, sampler.inputs, allowed.get(key), prefix)
             together = self.together if key else 0
             trees[key] = TreeCollate(tokens, None, together, of_all.least, root=self.root)
-        return GroupCollate(self.groups, trees)
+        return GroupCollate(trees[0].tokens, groups=self.groups, trees=trees)
 
 
 def _few_shapes(

@@ -38,10 +38,6 @@ def encode_labelled(
 
     Texts are cut to fewer than ``max_seq_length`` tokens. Longer chats are dropped, since their
     end says what is asked. Without ``labelled`` rows need no label.
-
-    Raises:
-        RowError: A row cannot be used, unless ``names.on_bad_row`` leaves such rows out.
-        PackError: No row can be used, or all are too long.
     """
     rows = as_rows(rows)
     column = COLUMNS[classes.problem]
@@ -95,10 +91,7 @@ def _input_rows(row: Row, names: DataConfig, classes: Classes, labelled: bool) -
 def _fitted(
     examples: Examples, labels: np.ndarray, tokenizer: Any, classes: Classes, limit: int
 ) -> TextGroups:
-    """Return what is read of each example, fewer than ``limit`` tokens.
-
-    Raises a PackError if all are too long.
-    """
+    """Return what is read of each example, fewer than ``limit`` tokens."""
     prompts = _prompt_lengths(examples, tokenizer, classes)
     cut = 0
 

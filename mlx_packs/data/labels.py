@@ -233,9 +233,6 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
     """Return the classes of training rows: texts in order, or numbers in theirs.
 
     Rows that cannot be used are left to the encoding, unless they stop the run.
-
-    Raises:
-        PackError: all rows have one class, there are too many, or labels are numbers and texts.
     """
     column = None
     first_format = None

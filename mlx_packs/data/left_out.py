@@ -30,8 +30,7 @@ def template_notes(
 ) -> list[str]:
     """Return a note for each kind of thing in rows that nothing is trained on.
 
-    An unusual end of answers in rendered rows has one, too. From more than
-    `_LOOKED_AT` rows, blocks of that many are read.
+    An unusual end of answers has one, too. From more rows than `_LOOKED_AT`, blocks are read.
     """
     tokenizer = with_template(tokenizer, names.chat_template)
     unused: dict[str, None] = {}
@@ -66,19 +65,12 @@ def template_notes(
 
 @dataclass
 class _Rendered:
-    """What the chat template does with conversations, and the first place of each fault.
-
-    Attributes:
-        variables: variables of the template.
-        kept: shapes of parts that the template renders.
-        lost: kinds of parts that it leaves out.
-        bare_answer: an answer that lacks the thoughts which its prompt opens.
-    """
+    """What the chat template does with conversations, and the first place of each fault."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    kept: set[tuple] = field(default_factory=set)
-    lost: dict[str, str] = field(default_factory=dict)
-    bare_answer: str = ""
+    kept: set[tuple] = field(default_factory=set)  # shapes of parts that are rendered
+    lost: dict[str, str] = field(default_factory=dict)  # by kinds of parts
+    bare_answer: str = ""  # it lacks the thoughts that its prompt opens
     answers: int = 0
 
     def add(self, conversation: Conversation) -> None:

@@ -47,8 +47,7 @@ def encode_preferences(
     Labels are float32: 1 if the first example of a row is desirable, else 0. They are all 1 if the
     second one is what was rejected.
 
-    At most ``num_proc`` processes encode them. A row that cannot be used is a RowError, unless
-    ``columns.on_bad_row`` leaves such rows out. ``advance`` is called as by `encode_cached`.
+    ``num_proc`` and ``advance`` are as of `encode_cached`.
     """
     rows = as_rows(rows)
     sides = both_completions(rows, columns)
@@ -215,9 +214,8 @@ def encode_scored(
 ) -> TextGroups:
     """Return both completions of every row, to be scored; labels are 1 and 0.
 
-    Arguments and errors are as of `encode_preferences`. Rows with a completion of
-    ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one would be scored in its
-    middle.
+    Rows with a completion of ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one
+    would be scored in its middle.
     """
     examples = encode_preferences(
         rows, tokenizer, columns, options, num_proc=num_proc, advance=advance

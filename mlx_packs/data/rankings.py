@@ -129,9 +129,8 @@ def encode_rankings(
     """Return the queries of a split: of each document the text with its query, and its label."""
 
     def groups_of(row: Row, row_format: RankingFormat) -> list[Group]:
-        ranking = row_format.usable(row)
-        texts = [prompt.text(ranking.query, document) for document in ranking.documents]
-        return [(texts, ranking.labels)]
+        query, documents, labels = row_format.usable(row)
+        return [([prompt.text(query, document) for document in documents], labels)]
 
     def encoding(texts: Sequence[str]) -> Iterator[tuple[np.ndarray, bool]]:
         return map(prompt.encoded, texts)

@@ -70,10 +70,7 @@ class BadRows:
     def usable(self, rows: Sequence[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
         """Yield the number of each row, the row, and what ``read`` returns for it.
 
-        A row for which it raises a RowError is added.
-
-        Raises:
-            PackError: There are no rows, or none can be used.
+        A row for which it raises a RowError is added; if no row is left, that is a PackError.
         """
         if not len(rows):
             raise PackError("--data: the split has no examples.", "data")

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from ..config.choices import LOSSES
 from ..config.data import DataConfig
@@ -32,6 +31,7 @@ POSITIVE_NAMES = ("positives", "pos")
 NEGATIVE_NAMES = ("negative", "negatives", "neg", "negative_1")
 RELEVANCE_NAMES = ("labels", "label", "scores", "score", "relevance")
 _DOCUMENT_NAMES = ("document", "documents", "passage")
+_SINGLE = ("anchor", "query", "sentence1", "sentence2")  # columns of one text
 _NUMBERED = re.compile(r"negative_\d+")
 LABEL_COLUMNS = ("label", "labels", "score")  # a row has one of them
 MOST_NEGATIVES = 32  # of an anchor
@@ -45,25 +45,6 @@ class Prompt(RowFormat):
 
     def used(self, row: Row, names: DataConfig) -> set[str]:
         return set(row.value)
-
-
-def negative_columns(row: Row, column: str) -> list[str]:
-    """Return the columns with the negatives of a row: one, or all that are numbered."""
-    if not _NUMBERED.fullmatch(column):
-        return [column]
-
-    numbered = [each for each in row.value if _NUMBERED.fullmatch(str(each))]
-    return [each for each in numbered if optional(row, each) is not None] or [column]
-
-
-def negatives_of(row: Row, column: str, most: int | None = None) -> list[str]:
-    """Return the texts of `negative_columns`; more than ``most`` are an error."""
-    texts = [text for each in negative_columns(row, column) for text in texts_of(row, each)]
-    if most is not None and len(texts) > most:
-        fault = f"has {len(texts)} negatives, but at most {most} are read. Leave others out."
-        raise row.error(fault, "wrong type")
-
-    return texts
 
 
 # A prompt with a completion that is chosen and one that is rejected, as TRL has them. Without a
@@ -88,17 +69,40 @@ PROMPT_FORMATS: tuple[RowFormat, ...] = (PROMPT,)
 LABEL_FORMATS: tuple[RowFormat, ...] = (LABELLED_CHAT, LABELLED_TEXT)
 
 
-def _checked(row: Row, column: str, texts: list[str]) -> list[str]:
-    """Return texts of a column, none of which may be empty."""
-    for text in texts:
-        check_unicode(row, text)
-        if not text.strip():
-            raise row.error(f"'{column}' is empty.", "empty")
-    return texts
+@dataclass(frozen=True, eq=False)
+class TextsFormat(RowFormat):
+    """Rows of texts that are read as a whole: one in a column of `_SINGLE`, in others several."""
+
+    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
+        columns = super().text_columns(row, names)
+        return [each for column in columns for each in _numbered(row, column)]
+
+    def texts_in(self, row: Row, name: str) -> list[str]:
+        """Return the texts of a column and of those numbered like it; none may be empty."""
+        column = self.column(row, name)
+        if name in _SINGLE:
+            texts = [text_of(row, column)]
+        else:
+            texts = [text for each in _numbered(row, column) for text in texts_of(row, each)]
+
+        for text in texts:
+            check_unicode(row, text)
+            if not text.strip():
+                raise row.error(f"'{column}' is empty.", "empty")
+        return texts
+
+
+def _numbered(row: Row, column: str) -> list[str]:
+    """Return the columns with the negatives of a row if they are numbered, else the column."""
+    if not _NUMBERED.fullmatch(column):
+        return [column]
+
+    numbered = [each for each in row.value if _NUMBERED.fullmatch(str(each))]
+    return [each for each in numbered if optional(row, each) is not None] or [column]
 
 
 @dataclass(frozen=True, eq=False)
-class PairFormat(RowFormat):
+class PairFormat(TextsFormat):
     """Rows of sentence-transformers, which an encoder trains on.
 
     Columns are texts (anchor, positive and negative, or two sentences), and maybe a score.
@@ -132,12 +136,6 @@ class PairFormat(RowFormat):
             if facts.scored == self.has_scores and facts.texts <= len(self.sides)
         ]
 
-    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
-        columns = super().text_columns(row, names)
-        if self.has_negatives:
-            columns[2:] = negative_columns(row, columns[2])
-        return columns
-
     def matches(self, row: Row, names: DataConfig) -> bool:
         """Documents with labels do not all belong to the query."""
         is_document = self.column(row, "positive") in _DOCUMENT_NAMES
@@ -146,24 +144,20 @@ class PairFormat(RowFormat):
 
     def usable(self, row: Row) -> Iterator[tuple[list[str], float | None]]:
         """Yield the texts of each pair of a row and its score; a RowError says what is wrong."""
-        columns = [self._texts(row, column) for column in self.sides]
+        (first,), seconds, *others = (self.texts_in(row, column) for column in self.sides)
+        negatives = [*chain.from_iterable(others)]
+        if len(negatives) > MOST_NEGATIVES:
+            raise row.error(
+                f"has {len(negatives)} negatives, but at most {MOST_NEGATIVES} are read. Leave "
+                "others out.",
+                "wrong type",
+            )
+
         score = None
         if self.has_scores:
             score = number_of(row, self.column(row, "score"))
-        (first,), seconds, *negatives = columns
         for second in seconds:
-            yield [first, second, *chain.from_iterable(negatives)], score
-
-    def _texts(self, row: Row, name: str) -> list[str]:
-        """Return one text, of answers to an anchor one or several."""
-        column = self.column(row, name)
-        if name == "positive":
-            texts = texts_of(row, column)
-        elif name == "negative":
-            texts = negatives_of(row, column, MOST_NEGATIVES)
-        else:
-            texts = [text_of(row, column)]
-        return _checked(row, column, texts)
+            yield [first, second, *negatives], score
 
 
 PAIR_FORMATS: tuple[PairFormat, ...] = (
@@ -187,16 +181,8 @@ PAIR_FORMATS: tuple[PairFormat, ...] = (
 )
 
 
-class Ranking(NamedTuple):
-    """A query, its documents, and how well each answers it: 0 or more."""
-
-    query: str
-    documents: list[str]
-    labels: list[float]
-
-
 @dataclass(frozen=True, eq=False)
-class RankingFormat(RowFormat):
+class RankingFormat(TextsFormat):
     """A query with documents that answer it and others that do not, or with labelled documents.
 
     The higher the label of a document, the better it answers. A row may have one document with its
@@ -207,79 +193,65 @@ class RankingFormat(RowFormat):
     def is_labelled(self) -> bool:
         return "labels" in self.required
 
-    def text_columns(self, row: Row, names: DataConfig) -> list[str]:
-        query, documents, others = super().text_columns(row, names)
+    def usable(self, row: Row) -> tuple[str, list[str], list[float]]:
+        """Return query, documents and labels of a row; a RowError says what is wrong."""
+        (query,) = self.texts_in(row, "query")
+        texts = self.texts_in(row, self.required[1])
         if self.is_labelled:
-            return [query, documents, others]
-        return [query, documents, *negative_columns(row, others)]
-
-    def usable(self, row: Row) -> Ranking:
-        """Return the ranking of a row, or raise the RowError that says what is wrong."""
-        query, documents, others = (self.column(row, part) for part in self.required)
-        (text,) = _checked(row, query, [text_of(row, query)])
-        texts = _checked(row, documents, texts_of(row, documents))
-        if self.is_labelled:
-            labels = _labels(row, documents, len(texts), others)
+            labels = _labels(row, len(texts), self.column(row, "labels"))
         else:
-            negatives = _checked(row, others, negatives_of(row, others))
+            negatives = self.texts_in(row, "negatives")
             labels = [1.0] * len(texts) + [0.0] * len(negatives)
             texts += negatives
 
         if len(set(labels)) < 2:
             fault = "all labels are equal, but a ranking needs documents of different ones."
             raise row.error(fault, "no target")
-        return Ranking(text, texts, labels)
+        return query, texts, labels
 
     def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
         if not self.is_labelled:
             return rows
 
-        groups: dict[str, Row] = {}
+        groups: dict[str, dict] = {}
         joined: list[Row] = []
         for row in rows:
-            query = self._query_of_one(row)
-            if query is None:
+            columns = self._of_one(row)
+            if columns is None:
                 joined.append(row)
                 continue
 
-            if query not in groups:
-                groups[query] = self._group_of(row)
-                joined.append(groups[query])
-
-            group = groups[query].value
-            group["documents"].append(row.value[self.column(row, "documents")])
-            group["labels"].append(row.value[self.column(row, "labels")])
+            query, document, label = (row.value[column] for column in columns)
+            if query not in groups:  # other columns are those of its first row
+                others = {name: own for name, own in row.value.items() if name not in columns}
+                groups[query] = {**others, "query": query, "documents": [], "labels": []}
+                joined.append(row.with_value(groups[query]))
+            groups[query]["documents"].append(document)
+            groups[query]["labels"].append(label)
 
         return joined if groups else rows
 
-    def _query_of_one(self, row: Row) -> str | None:
-        """Return the query of a row that has a single document with a label, else None."""
+    def _of_one(self, row: Row) -> list[str] | None:
+        """Return the columns of a row that has a single document with a label, else None."""
         with suppress(RowError):  # encoding names such rows
             if isinstance(row.value, Mapping) and self.matches(row, _NAMES):
-                label = row.value[self.column(row, "labels")]
-                texts = [row.value[self.column(row, name)] for name in ("query", "documents")]
+                columns = [self.column(row, name) for name in self.required]
+                *texts, label = (row.value[column] for column in columns)
                 if relevance(label) is not None and all(isinstance(t, str) for t in texts):
-                    return texts[0]
+                    return columns
 
         return None
 
-    def _group_of(self, row: Row) -> Row:
-        """Return a row without documents; its other columns are those of the first row."""
-        columns = [self.column(row, name) for name in self.required]
-        others = {name: value for name, value in row.value.items() if name not in columns}
-        query = row.value[self.column(row, "query")]
-        return row.with_value({**others, "query": query, "documents": [], "labels": []})
 
-
-def _labels(row: Row, documents: str, count: int, labels: str) -> list[float]:
-    """Return the labels of a row with ``count`` documents, by the names of their columns."""
-    values = plain(unpacked(row.value[labels]))
+def _labels(row: Row, count: int, column: str) -> list[float]:
+    """Return the labels of ``count`` documents."""
+    values = plain(unpacked(row.value[column]))
     if not isinstance(values, list):
         values = [values]
 
     relevances = [number for value in values if (number := relevance(value)) is not None]
     if len(relevances) != len(values):
-        raise wrong_type(row, labels, "numbers of 0 or more")
+        raise wrong_type(row, column, "numbers of 0 or more")
 
     if len(relevances) != count:
         raise row.error(f"has {count} documents, but {len(relevances)} labels.", "wrong type")

@@ -128,11 +128,7 @@ class TeacherCache:
 
     @classmethod
     def at(cls, path: str | Path) -> "TeacherCache":
-        """Return the cache of a folder by its cache.json; `of` reads the shards.
-
-        Raises:
-            PackError: there is no cache, or its cache.json is damaged.
-        """
+        """Return the cache of a folder by its cache.json; `of` reads the shards."""
         folder = Path(path).expanduser()
         file = folder / FACTS
         if not file.is_file():
@@ -173,11 +169,7 @@ class TeacherCache:
         write_arrays(self._file(split, shard), self._key(split, shard), flat)
 
     def of(self, examples: Examples, vocab_size: int) -> "TeacherTargets":
-        """Return what is cached of a split, known by its tokens, for a student's vocabulary.
-
-        Raises:
-            PackError: the examples are others, or the cache is not complete.
-        """
+        """Return what is cached of a split, known by its tokens, for a student's vocabulary."""
         key = examples_key(examples)
 
         for split, facts in self.facts.splits.items():

@@ -128,14 +128,14 @@ class TreeCollate:
         return self.tokens.batch_size
 
     def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
-        tokens = self._tokens_of(order)
-        return self.tree(tokens(examples, order), tokens.prefix)
+        own = self.of(order)
+        return own.tree(own.tokens(examples, order), own.tokens.prefix)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
         shapes = set()
         for order in orders:
-            tokens = self._tokens_of(order)
-            shapes.add(self.planned(*tokens.shape(examples, order), tokens.prefix))
+            own = self.of(order)
+            shapes.add(own.planned(*own.tokens.shape(examples, order), own.tokens.prefix))
         return shapes
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
@@ -177,12 +177,13 @@ class TreeCollate:
         together = self.together if layout.groups > 1 else 0
         return TreeShape(width, slots, layout.prefix, together, layout.root)
 
-    def _tokens_of(self, order: np.ndarray) -> TokenCollate:
+    def of(self, order: np.ndarray) -> "TreeCollate":
         """Return the collate of a batch, padded after what its groups have in common."""
         if self.common is None:
-            return self.tokens
+            return self
         groups = np.asarray(order)[:: self.together] // self.together
-        return dataclasses.replace(self.tokens, prefix=prefix_of(int(self.common[groups].min())))
+        prefix = prefix_of(int(self.common[groups].min()))
+        return dataclasses.replace(self, tokens=dataclasses.replace(self.tokens, prefix=prefix))
 
 
 @dataclass(frozen=True)
