@@ -22,6 +22,7 @@ CONVERSATION_COLUMNS = (
     "chat_template_kwargs",
     *IMAGE_COLUMNS,
 )
+_PLACEHOLDER = "."  # a completion that is not read
 _LEAST_WORDS = 3  # of a prompt: an answer may begin with a word of it
 
 
@@ -175,9 +176,11 @@ def _turns(row: Row, messages: list) -> list[Turn]:
     return turns
 
 
-def about_conversation(row: Row) -> dict[str, Any]:
-    """Return the columns about the conversation, without its messages."""
-    return {key: row.value[key] for key in CONVERSATION_COLUMNS if key in row.value}
+def completion_row(row: Row, names: DataConfig, prompt: Any, completion: Any = _PLACEHOLDER) -> Row:
+    """Return a prompt and its completion as a row, with the columns about their conversation."""
+    about = {key: row.value[key] for key in CONVERSATION_COLUMNS if key in row.value}
+    own = {names.prompt_feature: prompt, names.completion_feature: completion}
+    return row.with_value({**about, **own})
 
 
 def prompt_and_completion(

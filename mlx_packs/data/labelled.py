@@ -13,7 +13,7 @@ import numpy as np
 from ..bases.tokenizer import text_tokens
 from ..config.data import DataConfig
 from ..errors import PackError
-from .chat_formats import about_conversation
+from .chat_formats import completion_row
 from .encoding import EncodingOptions, Examples
 from .formats import CHAT, COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, check_input, read_label
@@ -22,7 +22,6 @@ from .texts import Selected, TextGroups
 from .token_cache import encode_cached
 
 NO_LIMIT = 1 << 30  # of the tokens of an example
-_ANSWER = "."  # where a prompt needs a completion, and none is read
 
 
 def encode_labelled(
@@ -77,11 +76,7 @@ def _input_rows(row: Row, names: DataConfig, classes: Classes, labelled: bool) -
     content = {names.text_feature: text}
     if classes.chat:
         prompt = row.value.get(names.chat_feature)
-        content = {
-            **about_conversation(row),
-            names.prompt_feature: text if prompt is None else prompt,
-            names.completion_feature: _ANSWER,
-        }
+        content = dict(completion_row(row, names, text if prompt is None else prompt).value)
 
     if column in row.value:  # for the fingerprint
         content[column] = row.value[column]

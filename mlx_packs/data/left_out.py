@@ -9,12 +9,11 @@ from ..bases.tokenizer import with_template
 from ..bases.turns import answer_end_note
 from ..config.data import DataConfig
 from ..errors import PackError, any_of
-from .chat_formats import ConversationFormat
+from .chat_formats import ConversationFormat, completion_row
 from .conversations import Conversation
 from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat, suggested_tasks
 from .near_copies import compared
 from .preferences import both_completions
-from .prompts import with_placeholder
 from .rendered_parts import lost_parts, remedy
 from .row_format import RowError, optional
 from .sources import as_rows
@@ -127,7 +126,8 @@ def conversations_of(
             for side in both_completions([row], names):
                 yield COMPLETION.read(side, names, tokenizer)
         elif row_format is PROMPT:
-            prompt = COMPLETION.read(with_placeholder(row, names), names, tokenizer)
+            prompt = completion_row(row, names, row.value[names.prompt_feature])
+            prompt = COMPLETION.read(prompt, names, tokenizer)
             yield replace(prompt, messages=prompt.messages[:-1])
         elif isinstance(row_format, ConversationFormat) and row_format.matches(row, names):
             yield row_format.read(row, names, tokenizer)

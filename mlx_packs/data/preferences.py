@@ -17,7 +17,7 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
-from .chat_formats import about_conversation, prompt_and_completion
+from .chat_formats import completion_row, prompt_and_completion
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, format_of
@@ -163,10 +163,8 @@ def _completion_rows(row: Row, names: DataConfig) -> Iterator[Row]:
     if chosen == rejected:
         raise row.error("'chosen' and 'rejected' are the same.", "same completions")
 
-    columns = names.prompt_feature, names.completion_feature
-    for values, _ in sides:
-        completion = dict(zip(columns, values, strict=True))
-        yield row.with_value({**about_conversation(row), **completion})
+    for (prompt, completion), _ in sides:
+        yield completion_row(row, names, prompt, completion)
 
 
 class Mismatched(Sequence):
@@ -259,7 +257,7 @@ class LabelledCollate:
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         if isinstance(batch.layout, Tree):
             rows = self.split(felled(batch), parts)
-            return self.tokens.pieces(rows, batch.layout)
+            return [self.tokens.tree(piece, batch.layout.prefix) for piece in rows]
 
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}

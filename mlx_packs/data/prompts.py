@@ -10,14 +10,12 @@ import numpy as np
 
 from ..config.data import DataConfig
 from .batches import TokenCollate
-from .chat_formats import about_conversation
+from .chat_formats import completion_row
 from .dataset import Batch, ExampleSet, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .row_format import BadRows
 from .sources import Rows, as_rows, canonical_line
 from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
-
-_PLACEHOLDER = "."  # of a row without a completion, for the template
 
 
 @dataclass
@@ -145,7 +143,8 @@ def encode_prompts(
 
 def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) -> list[int]:
     """The prompt must leave room for a completion."""
-    text, tokens = COMPLETION.read(with_placeholder(row, columns), columns, tokenizer).prompt()
+    prompt = completion_row(row, columns, row.value[columns.prompt_feature])
+    text, tokens = COMPLETION.read(prompt, columns, tokenizer).prompt()
     check_unicode(row, text)
     if len(tokens) >= max_seq_length:
         raise row.error(
@@ -156,12 +155,6 @@ def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) 
         )
 
     return tokens
-
-
-def with_placeholder(row: Row, columns: DataConfig) -> Row:
-    prompt = row.value[columns.prompt_feature]
-    own = {columns.prompt_feature: prompt, columns.completion_feature: _PLACEHOLDER}
-    return row.with_value({**about_conversation(row), **own})
 
 
 def wanted_text(row: Row, columns: DataConfig) -> str | None:

@@ -143,11 +143,7 @@ class TreeCollate:
         if not isinstance(batch.layout, Tree):
             return split_rows(batch, parts, together=max(self.together, 1))
         pieces = split_rows(felled(batch), parts, together=max(self.together, 1))
-        return self.pieces(pieces, batch.layout)
-
-    def pieces(self, rows: list[Batch], layout: Tree) -> list[Batch]:
-        """Return the trees of pieces, which were made of the rows of a tree."""
-        return [self.tree(piece, layout.prefix) for piece in rows]
+        return [self.tree(piece, batch.layout.prefix) for piece in pieces]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
         """Return the tree of a batch of rows, if it saves enough."""

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_packs.bases.turns import IMAGE_MARK, image_sources
 from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.chat_formats import completion_row
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import COMPLETION, TOKEN_FORMATS, Row, format_of
 from mlx_packs.data.images import stored_text
@@ -16,7 +17,7 @@ from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.messages import turns_of
 from mlx_packs.data.overview import write_splits
 from mlx_packs.data.preferences import both_completions, encode_preferences
-from mlx_packs.data.prompts import encode_prompts, with_placeholder
+from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.data.rows import Splits, read_rows
 from mlx_packs.data.sources import as_rows
 from mlx_packs.vision.pictures import ImageSource, open_picture
@@ -97,7 +98,7 @@ def test_every_form_of_the_documentation_is_read():
         if "chosen" in value:
             row = both_completions([row], COLUMNS)[0]
         elif value.keys() == {"prompt", "image"}:
-            row = with_placeholder(row, COLUMNS)
+            row = completion_row(row, COLUMNS, value["prompt"])
         texts, images = shown(read(row.value))
         assert (texts[0], images) == (f"{M}Which animal?", ["cats/1.png"])
 

@@ -1,6 +1,5 @@
 """Rows in memory: what is taken, where messages say a row is, training, resuming, evaluating."""
 
-from collections import UserList
 from dataclasses import replace
 
 import numpy as np
@@ -17,38 +16,10 @@ from tests.helpers.packs import random_pack
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
-
-class Frame:
-    """What pandas' DataFrame has of this."""
-
-    def __init__(self, rows: list):
-        self.rows, self.columns = rows, list(rows[0])
-
-    def to_dict(self, orient: str) -> list:
-        assert orient == "records"
-        return self.rows
-
-
-class Polars(Frame):
-    to_dict = None
-
-    def to_dicts(self) -> list:
-        return self.rows
-
-
-class Dataset(UserList):
-    """What `datasets.Dataset` has of this."""
-
-    column_names = property(lambda self: list(self[0]))
-
-
 FORMS = {
     "list": list,
     "generator": lambda rows: (row for row in rows),
-    "pandas": Frame,
-    "polars": Polars,
-    "datasets": Dataset,
-    "splits": lambda rows: {"train": rows[:-1], "validation": Dataset(rows[-1:])},
+    "splits": lambda rows: {"train": rows[:-1], "validation": rows[-1:]},
 }
 
 

@@ -12,6 +12,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.turns import AnswerEnd, TurnStyle
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as data
+from mlx_packs.data import sources
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Chat, Row, format_of
 from mlx_packs.data.rows import load_rows
@@ -104,60 +105,27 @@ def test_read_rows_keeps_line_separators_inside_strings(tmp_path):
     assert rows[1].where.endswith("rows.jsonl:3")
 
 
-class ParquetFile:
-    """A substitute for pyarrow's: two groups of rows, read two at a time."""
+@pytest.mark.interop
+def test_read_rows_parquet_is_read_a_batch_at_a_time(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
 
-    values = [{"text": letter} for letter in "abcde"]
-
-    def __init__(self, file, memory_map):
-        if file.read_bytes() != b"PAR1":
-            raise ValueError("magic bytes not found in footer.\nEither the file is corrupted")
-        self.groups = [self.values[:3], self.values[3:]]
-        facts = [SimpleNamespace(num_rows=len(g), total_byte_size=9) for g in self.groups]
-        of_group = facts.__getitem__
-        self.metadata = SimpleNamespace(num_row_groups=2, row_group=of_group, metadata=None)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.groups = None
-
-    def iter_batches(self, size, row_groups):
-        for values in (self.groups[i] for i in row_groups):
-            for start in range(0, len(values), 2):
-                yield Batch(values[start : start + 2])
-
-
-class Batch(list):
-    num_rows = property(len)
-    to_pylist = list.copy
-
-    def slice(self, start, length):
-        return Batch(self[start : start + length])
-
-
-@pytest.fixture
-def parquet_library(monkeypatch):
-    module = SimpleNamespace(ParquetFile=ParquetFile)
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
-
-
-def test_read_rows_parquet_is_read_a_batch_at_a_time(tmp_path, parquet_library):
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    rows = data.read_rows(tmp_path / "rows.parquet")
+    values, file = [{"text": letter} for letter in "abcde"], tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), file, row_group_size=3)
+    monkeypatch.setattr(sources, "_PARQUET_ROWS", 2)
+    rows = data.read_rows(file)
     for start, stop in ((0, 5), (1, 2), (2, 4), (3, 5), (4, 4)):
         part = list(rows[start:stop])
-        assert [row.value for row in part] == ParquetFile.values[start:stop]
+        assert [row.value for row in part] == values[start:stop]
         assert [row.where for row in part] == [rows.where(i) for i in range(start, stop)]
-    assert rows[-1].where.endswith("rows.parquet[4]") and rows.nbytes() == 18
-
-
-def test_read_rows_parquet_says_what_is_wrong(tmp_path, parquet_library, monkeypatch):
-    (tmp_path / "rows.parquet").write_bytes(b"text")
+    assert rows[-1].where.endswith("rows.parquet[4]") and rows.nbytes() > 0
+    file.write_bytes(b"text, and no parquet")
     with raises("unreadable", None, "rows.parquet", "magic bytes not found in footer. Either"):
-        data.read_rows(tmp_path / "rows.parquet")
+        data.read_rows(file)
+
+
+def test_read_rows_parquet_names_the_library_that_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with raises("dependency", None, "rows.parquet", "`pip install pyarrow`"):
         data.read_rows(tmp_path / "rows.parquet")
