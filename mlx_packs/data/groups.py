@@ -53,11 +53,6 @@ def token_order(examples: Sequence[Example], chosen: np.ndarray) -> TokenOrder:
     return TokenOrder(indices[places], np.array(common, dtype=np.int64))
 
 
-def block_sizes(batch_size: int) -> list[int]:
-    """Return the rows that a block may have: two or more, and two blocks or more in a batch."""
-    return [rows for rows in range(2, batch_size // 2 + 1) if batch_size % rows == 0]
-
-
 @dataclass(frozen=True)
 class Groups:
     """Which examples begin alike, each in one group at most."""
@@ -92,10 +87,8 @@ class _Interval:
     cost: float
 
 
-def find_groups(
-    examples: Examples, order: TokenOrder, together: int, root: int = 0
-) -> tuple[Groups, float]:
-    """Return the groups of sorted examples that leave the fewest inputs to compute, and how many.
+def find_groups(examples: Examples, order: TokenOrder, together: int, root: int = 0) -> Groups:
+    """Return the groups of sorted examples that leave the fewest inputs to compute.
 
     Groups that begin alike could be a larger one with a shorter prefix, and so on: of these nested
     choices the cheapest is used, in blocks of ``together`` rows. The first ``root`` inputs, which
@@ -140,7 +133,7 @@ def find_groups(
         else:
             intervals[-1].cost += cost
 
-    return _groups(order.indices, found, len(examples)), intervals[0].cost
+    return _groups(order.indices, found, len(examples))
 
 
 def _cost(rows: int, inputs: int, prefix: int, together: int) -> float:
@@ -284,9 +277,11 @@ class GroupPlan:
         """Return the cheapest plan; None if no chosen examples are in groups."""
         order = token_order(examples, chosen)
         plans = {}
-        for together in block_sizes(of_all.batch_size):
+        # a block has two rows or more, and a batch two blocks or more
+        most = of_all.batch_size // 2
+        for together in (rows for rows in range(2, most + 1) if of_all.batch_size % rows == 0):
             for root in sorted({0, of_all.prefix}):
-                groups, _ = find_groups(examples, order, together, root)
+                groups = find_groups(examples, order, together, root)
                 plan = cls(groups, of_all, together, root)
                 cost = 1 - plan.saved(examples)
                 if root:

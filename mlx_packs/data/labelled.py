@@ -87,7 +87,7 @@ def _fitted(
     examples: Examples, labels: np.ndarray, tokenizer: Any, classes: Classes, limit: int
 ) -> TextGroups:
     """Return what is read of each example, fewer than ``limit`` tokens."""
-    prompts = _prompt_lengths(examples, tokenizer, classes)
+    prompts = _read_lengths(examples, tokenizer, classes)
     cut = 0
 
     if classes.chat:
@@ -112,16 +112,13 @@ def _fitted(
     return TextGroups.of_examples(row_format, examples, texts, labels[kept])
 
 
-def _prompt_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
+def _read_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:
     """Return how many tokens of each example come before its answer, or are its text, [N]."""
-    lengths = np.asarray(examples.lengths)
-    if not classes.chat:
-        adds_end = text_tokens(tokenizer, "a")[-1:] != [tokenizer.eos_token_id]
-        return lengths - adds_end  # which the encoding adds to texts, and the tokenizer does not
+    if classes.chat:
+        return examples.items.prompt_lengths
 
-    hits = np.flatnonzero(examples.items.parts["target"])
-    starts = np.cumsum(lengths) - lengths
-    return hits[np.searchsorted(hits, starts)] - starts
+    adds_end = text_tokens(tokenizer, "a")[-1:] != [tokenizer.eos_token_id]
+    return examples.lengths - adds_end  # which the encoding adds to texts, and the tokenizer not
 
 
 def _check_input(row: Row, names: DataConfig, classes: Classes) -> None:

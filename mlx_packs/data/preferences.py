@@ -176,9 +176,7 @@ class Mismatched(Sequence):
     def __init__(self, examples: Examples, limit: int) -> None:
         self._items = examples.items
         self._limit = limit
-        hits = np.flatnonzero(examples.items.parts["target"])
-        starts = np.cumsum(examples.lengths) - examples.lengths
-        self._prompts = hits[np.searchsorted(hits, starts)] - starts  # tokens of each
+        self._prompts = examples.items.prompt_lengths
 
         completions = np.roll(examples.target_counts, 1)
         lengths = np.minimum(self._prompts + completions, limit)

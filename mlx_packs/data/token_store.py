@@ -77,6 +77,13 @@ class StoredExamples(Sequence):
         """Supervised tokens of each example, int32 [N]."""
         return self.parts["target_counts"]
 
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """Tokens of each example before its first target, int64 [N]."""
+        hits = np.flatnonzero(self._target)
+        starts = self._edges[:-1]
+        return hits[np.searchsorted(hits, starts)] - starts
+
 
 class JoinedExamples(Sequence):
     """Several sequences of examples as one, without a copy."""

@@ -41,7 +41,7 @@ def documents(
 
 
 def groups_of(examples: Examples, together: int):
-    return find_groups(examples, token_order(examples, np.arange(len(examples))), together)[0]
+    return find_groups(examples, token_order(examples, np.arange(len(examples))), together)
 
 
 def same_inputs(pieces, batch) -> bool:
