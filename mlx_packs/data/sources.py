@@ -162,7 +162,8 @@ class Rows(Sequence[Row]):
             edge = self._edges[source]
             if edge >= stop:
                 return
-            low, high = max(start, edge), min(stop, self._edges[source + 1])
+            low = max(start, edge)
+            high = min(stop, self._edges[source + 1])
             if low < high:
                 yield from self.sources[source].read(low - edge, high - edge)
 
@@ -324,7 +325,8 @@ class Parquet(Source):
         with self._opened() as table:
             groups = range(group, bisect.bisect_left(self._edges, stop))
             for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups)):
-                low, high = max(start - number, 0), min(stop - number, batch.num_rows)
+                low = max(start - number, 0)
+                high = min(stop - number, batch.num_rows)
                 if low < high:
                     values = batch.slice(low, high - low).to_pylist()
                     for i, value in enumerate(values, number + low):
