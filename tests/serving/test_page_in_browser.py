@@ -133,8 +133,11 @@ def test_base_and_pack_answer_side_by_side(server, opened, expect):
     first = server.worker.registry.names[1]
     assert [m.input_value() for m in page.locator(".model").all()] == ["base", first]
 
+    expect(page.get_by_label("Images")).to_be_hidden()  # of a base without a tower
     options(page, max_tokens="12", system="You answer briefly.")
     ask(page, expect, "Name a colour.")
+    expect(page.locator("#learns")).to_be_hidden()
+    expect(page.get_by_role("group", name="Feedback")).to_have_count(0)
 
     messages = [
         {"role": "system", "content": "You answer briefly."},
@@ -229,12 +232,6 @@ def test_images_are_attached_removed_and_sent(image_server, opened, expect):
     ask(page, expect, "Sure?", 1)
     assert bodies[1]["messages"][0]["content"] == question
     assert bodies[1]["messages"][-1]["content"] == "Sure?"
-
-
-def test_a_base_without_images_offers_none(server, opened, expect):
-    page = opened(server)
-    expect(page.locator(".column")).to_have_count(2)
-    expect(page.get_by_label("Images")).to_be_hidden()
 
 
 def test_keyboard_alone(server, opened, expect):
@@ -469,10 +466,3 @@ def test_answers_of_the_pack_that_learns_are_rated_and_corrected(
         expect(correction).to_be_hidden()
         assert [row["chosen"][0]["content"] for row in rows("dpo")] == ["Green."]
         assert [row["label"] for row in rows("kto")] == [False]  # the rating stays
-
-
-def test_a_server_that_does_not_learn_offers_no_feedback(server, opened, expect):
-    page = opened(server)
-    ask(page, expect, "Name a colour.")
-    expect(page.locator("#learns")).to_be_hidden()
-    expect(page.get_by_role("group", name="Feedback")).to_have_count(0)

@@ -87,17 +87,6 @@ def test_a_step_that_fails_ends_its_embeddings_alone(embedder, monkeypatch):
     assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1
 
 
-def test_embeddings_take_no_longer_than_they_may(embedder):
-    go_on = threading.Event()
-    with Running(embedder, request_seconds=0.1) as server:
-        embedder.post(lambda: go_on.wait(SECONDS))
-        status, answer = server.json("POST", "/v1/embeddings", {"model": "base", "input": "a"})
-        assert (status, answer["error"]["type"]) == (504, "timeout_error")
-        go_on.set()
-        until(lambda: embedder.counts == (0, 0))
-    assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1
-
-
 def test_closing_tells_those_who_wait_for_embeddings(embedder):
     go_on = threading.Event()
     embedder.post(lambda: go_on.wait(SECONDS))

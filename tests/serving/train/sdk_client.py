@@ -92,17 +92,6 @@ def reinforce(url: str, given: dict) -> dict:
     return {"rewards": rewards}
 
 
-def formulas(url: str, given: dict) -> dict:
-    """Return the loss and the log-probabilities that some losses have of one datum."""
-    client = service(url).create_lora_training_client("base", rank=4, seed=1).result()
-    results = {}
-    for loss in given["losses"]:
-        output = client.forward([datum(**given["row"])], loss).result()
-        values = output.loss_fn_outputs[0]["logprobs"].tolist()
-        results[loss] = {"sum": output.metrics["loss:sum"], "logprobs": values}
-    return results
-
-
 def everything(url: str, given: dict) -> dict:
     """Call what the other scenarios do not, and return what a recipe would read."""
     client = service(url)

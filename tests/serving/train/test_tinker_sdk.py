@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -104,38 +103,6 @@ def test_cross_entropy_is_that_of_packs_train(server, tmp_path, monkeypatch):
     answer = run_client("supervised", server.url, batches=batches, adam=adam, lora=lora)
     assert answer["rank"] == 4 and len(losses) == 8
     np.testing.assert_allclose(answer["losses"], losses, rtol=1e-5)
-
-
-def test_two_clients_at_once(server, rows):
-    def train(i: int) -> list[float]:
-        given = {"batches": [[rows[i]]] * 4, "adam": ADAM, "lora": {"rank": 4, "seed": i}}
-        return run_client("supervised", server.url, **given)["losses"]
-
-    alone = [train(0), train(1)]
-    with ThreadPoolExecutor(2) as pool:
-        at_once = list(pool.map(train, (0, 1)))
-    np.testing.assert_allclose(at_once, alone, rtol=1e-5)  # where they share a pass
-    assert alone[0] == sorted(alone[0], reverse=True)
-
-
-def test_losses_of_a_policy(server, rows):
-    row = {key: rows[0][key] for key in ("tokens", "target_tokens")}
-    rng = np.random.default_rng(0)
-    count = len(row["tokens"])
-    row |= {
-        "logprobs": (-5 - rng.random(count)).tolist(),
-        "advantages": rng.normal(size=count).tolist(),
-    }
-    answer = run_client("formulas", server.url, row=row, losses=["importance_sampling", "ppo"])
-
-    advantages = np.array(row["advantages"])
-    ratio = np.exp(np.array(answer["ppo"]["logprobs"]) - row["logprobs"])
-    expected = {
-        "importance_sampling": -(ratio * advantages).sum(),
-        "ppo": -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages).sum(),
-    }
-    for loss, value in expected.items():
-        assert answer[loss]["sum"] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
