@@ -34,11 +34,9 @@ _TEXT = """\
 What is kept here
 
 A server of mlx-packs that was started with --learn writes this folder. It keeps an answer only if
-somebody rates or corrects it: on the page of the server, or by a request to /v1/feedback. Then it
-keeps the conversation up to the answer, the answer, the rating or the correction, the tools and
-variables of the chat template that the request had, the name and version of the pack, and a random
-number. It keeps no other answers, no addresses and no names of clients. Nothing is sent to another
-machine.
+somebody rates or corrects it, with the conversation up to it, the rating or the correction, tools
+and variables of the chat template, the name and version of the pack, and a random number. It keeps
+no other answers, no addresses and no names of clients. Nothing is sent to another machine.
 
 kto.jsonl    rated answers
 dpo.jsonl    corrected answers, each with its correction
@@ -47,15 +45,11 @@ versions     packs that `packs learn` trained on these rows
 candidate    the pack that it trained last, unless that became a version
 current      the number of the version that is served; 0 is what the server began with
 
-How to delete it
-
-To forget an answer, remove its line from each of the .jsonl files, while the server runs, too. To
-forget all of them, remove the three files. Remove the folder candidate, too: after an interruption
-it has copies of the rows. A version that was trained on a row may repeat its text: remove its
-folder in versions, after `packs learn DIR --use` with the number of another version. To delete
-everything, stop the server and remove this folder. Of more than 2 MB of rows, `packs learn` keeps
-the tokens for 30 days in ~/.cache/mlx_packs/tokens, or where MLX_PACKS_CACHE says: remove that
-folder too, or set MLX_PACKS_CACHE=off before.
+To forget an answer, remove its line from each of the .jsonl files, while the server runs, too, the
+folder candidate, and the versions that were trained on it, after `packs learn DIR --use` with the
+number of another one. Also remove ~/.cache/mlx_packs/tokens (or where MLX_PACKS_CACHE says): it has
+the tokens of more than 2 MB of rows for 30 days. To delete everything, stop the server and remove
+both folders.
 """
 
 

@@ -55,29 +55,26 @@ class Answer:
         return not self.text.strip() and not self.message.get("tool_calls")
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """What somebody says of an answer: whether it is good, or what it should have been, or both."""
-
-    rating: Literal["up", "down"] | None = None
-    correction: str | None = None
-
-
-def rows_of(answer: Answer, feedback: Feedback, identity: str) -> dict[str, Row]:
-    """Return the rows of a rated answer, by the name of their file."""
+def rows_of(
+    answer: Answer,
+    identity: str,
+    rating: Literal["up", "down"] | None = None,
+    correction: str | None = None,
+) -> dict[str, Row]:
+    """Return the rows of an answer that was rated or corrected, by the name of their file."""
     about = {"id": identity, **answer.about}
     completion = [dict(answer.message)]
     rows: dict[str, Row] = {}
 
-    if feedback.rating is not None:
-        rows[FILES["kto"]] = {"completion": completion, "label": feedback.rating == "up"}
+    if rating is not None:
+        rows[FILES["kto"]] = {"completion": completion, "label": rating == "up"}
 
     good = None
-    if feedback.correction is not None:
-        good = [{"role": "assistant", "content": feedback.correction}]
+    if correction is not None:
+        good = [{"role": "assistant", "content": correction}]
         if not answer.is_empty:
             rows[FILES["dpo"]] = {"chosen": good, "rejected": completion}
-    elif feedback.rating == "up":
+    elif rating == "up":
         good = completion
     if good is not None:
         rows[FILES["lm"]] = {"completion": good}

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..errors import PackError
 from ..learning.folder import LearningFolder
-from ..learning.rows import Answer, Feedback, rows_of, write_rows
+from ..learning.rows import Answer, rows_of, write_rows
 from .answers import ChatAnswer
 from .fields import Object, not_found
 from .library import Library
@@ -131,7 +131,7 @@ class Learning:
         async with self._writing:
             remembered, answer = self._rated(body)
             identity = secrets.token_hex(16)
-            rows = rows_of(answer, Feedback(body.rating, body.correction), identity)
+            rows = rows_of(answer, identity, body.rating, body.correction)
             await run_in_threadpool(write_rows, self._path, rows, remembered.row)
             replaces = remembered.row is not None
             remembered.row = identity

@@ -6,9 +6,11 @@ Hugging Face tokenizer and gives a bit for each of them.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import PackError, library_errors
 from ..runtime import mx
@@ -88,26 +90,23 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._tokens: Any = None
 
     def check(self, schema: dict, layout: Mapping[str, Any], state: str = "normal") -> str:
         """Return the grammar of a JSON schema, or raise a PackError if llguidance cannot use it.
 
         ``layout`` is as of `schema_in_layout`, and ``state`` as of `first_state`.
         """
-        from llguidance import LLMatcher
-
         schema = schema_in_layout(schema, layout)
         lark = f"start: %json {json.dumps(schema)}"
         if state == "reasoning" or layout.get("thoughts"):
-            is_special = self._known().is_special_token
+            is_special = self._tokens.is_special_token
             lark = json_after_thoughts(self._tokenizer, schema, state, is_special)
 
         with library_errors(_unusable):
             grammar = LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{lark}")
-            fault = LLMatcher.validate_grammar(grammar, self._known())
+            fault = LLMatcher.validate_grammar(grammar, self._tokens)
         if not fault:  # that no answer obeys it, the first mask alone says
-            matcher = LLMatcher(self._known(), grammar)
+            matcher = LLMatcher(self._tokens, grammar)
             matcher.compute_logit_bias()
             fault = matcher.get_error()
 
@@ -118,9 +117,7 @@ class Grammars:
 
     def processor(self, grammar: str, prompt_tokens: int) -> Callable[..., mx.array]:
         """Return what masks the scores of one answer, after a prompt of so many tokens."""
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._known(), grammar)
+        matcher = LLMatcher(self._tokens, grammar)
         taken = 0
 
         def mask(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -140,23 +137,19 @@ class Grammars:
 
         return mask
 
-    def _known(self) -> Any:
-        """Return the tokenizer as llguidance has it; it is made once."""
-        if self._tokens is None:
-            from llguidance import LLTokenizer
-
-            fast = self._tokenizer._tokenizer
-            backend = getattr(fast, "backend_tokenizer", None)
-            if backend is None:
-                raise PackError(
-                    "response_format: this base's tokenizer is not a fast one, which JSON needs.",
-                    "unsupported",
-                    "response_format",
-                )
-
-            eos = sorted(self._tokenizer.eos_token_ids)
-            self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
-        return self._tokens
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance has it."""
+        fast = self._tokenizer._tokenizer
+        backend = getattr(fast, "backend_tokenizer", None)
+        if backend is None:
+            raise PackError(
+                "response_format: this base's tokenizer is not a fast one, which JSON needs.",
+                "unsupported",
+                "response_format",
+            )
+        eos = sorted(self._tokenizer.eos_token_ids)
+        return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
 
 
 def _unusable(reason: str) -> PackError:

@@ -21,7 +21,7 @@ from mlx_packs.training.run import train_pack
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
-from tests.learning.test_rows import Feedback, answer_to
+from tests.learning.test_rows import answer_to
 
 ROWS = 45  # of which 11 prompts are held out
 
@@ -40,8 +40,8 @@ def folder(base, tmp_path):
         rating = "up" if number % 2 else "down"
         text = {"up": f"It is {number}.", "down": "I cannot."}[rating]
         answer = answer_to(f"Say {number}.", text)
-        said = Feedback(rating, json.dumps({"say": number}))
-        write_rows(folder.path, rows_of(answer, said, str(number)))
+        correction = json.dumps({"say": number})
+        write_rows(folder.path, rows_of(answer, str(number), rating, correction))
     return folder
 
 

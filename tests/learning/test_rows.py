@@ -7,7 +7,6 @@ import pytest
 from mlx_packs.errors import PackError
 from mlx_packs.learning.rows import (
     Answer,
-    Feedback,
     is_held_out,
     key_of,
     read_rows,
@@ -26,7 +25,7 @@ def answer_to(question: str, text: str = "No.", **more) -> Answer:
 def add(folder, questions, **said) -> None:
     for question in questions:
         answer = answer_to(question)
-        write_rows(folder, rows_of(answer, Feedback(**said), f"id of {question}"))
+        write_rows(folder, rows_of(answer, f"id of {question}", **said))
 
 
 def test_a_prompt_stays_held_out_whatever_else_is_rated(tmp_path):
@@ -56,10 +55,10 @@ def test_a_prompt_is_held_out_as_a_text_and_as_a_message(tmp_path):
 
 
 def test_an_empty_answer_has_no_rows_that_cannot_be_trained_on():
-    rows = rows_of(answer_to("a", " "), Feedback(correction="Yes."), "1")
+    rows = rows_of(answer_to("a", " "), "1", correction="Yes.")
     assert set(rows) == {"chat.jsonl"}
     call = answer_to("a", "", tool_calls=[{"function": {"name": "f", "arguments": {}}}])
-    assert set(rows_of(call, Feedback(correction="Yes."), "1")) == {"chat.jsonl", "dpo.jsonl"}
+    assert set(rows_of(call, "1", correction="Yes.")) == {"chat.jsonl", "dpo.jsonl"}
 
 
 def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_path):
@@ -79,7 +78,7 @@ def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_pat
     for last in (json.dumps({"prompt": "by hand", "completion": "y", "label": True}), '{"torn'):
         with file.open("a") as opened:
             opened.write(last)  # a second feedback on d
-        rows = rows_of(answer_to("d"), Feedback("down"), "id of d")
+        rows = rows_of(answer_to("d"), "id of d", "down")
         write_rows(tmp_path, rows, replaced="id of d")
         assert read_rows(tmp_path, "kto").count == 3
 

@@ -105,7 +105,7 @@ def test_the_opening_of_a_code_block_ends_the_prompt(small_tiny):
 def test_json_after_thoughts(small_tiny, state, layout, answer, is_right):
     grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
     grammar = grammars.check({"const": {"a": 1}}, {"key_separator": ": "} | layout, state)
-    matcher = LLMatcher(grammars._known(), grammar)
+    matcher = LLMatcher(grammars._tokens, grammar)
     tokens = small_tiny.tokenizer.encode(answer)
     is_accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
     assert is_accepted is is_right
