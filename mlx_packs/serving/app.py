@@ -30,7 +30,7 @@ from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
 from .feedback import Learning, rejected
-from .fields import not_found
+from .fields import field_error, not_found
 from .generation import TextWorker
 from .http import (
     AccessGuard,
@@ -184,9 +184,7 @@ class Server:
         embedder = worker.base.embedder
         recorded = worker.registry.recorded(body.model)
         if body.dimensions not in (None, embedder.vectors.dims):
-            raise PackError(
-                f"dimensions: this base has {embedder.vectors.dims}.", flag="dimensions"
-            )
+            raise field_error("dimensions", f"this base has {embedder.vectors.dims}.")
 
         if body.prompt_name is not None:
             prompt = recorded.get("objective", {}).get(f"{body.prompt_name}_prompt")
@@ -207,7 +205,7 @@ class Server:
         worker = self._worker(Reranker)
         worker.registry.check_model(body.model)
         if not body.query.strip():
-            raise PackError("query: is empty.", flag="query")
+            raise field_error("query", "is empty.")
 
         work = self._ranked(worker, body)
         scores, tokens = await self._until(self._deadline(), request, work)
@@ -414,9 +412,7 @@ def _logits(generator: TextWorker, entry: Served, texts: Sequence[np.ndarray]) -
 def _texts(generator: TextWorker, count: int, maker: MakeRequest) -> Texts:
     """Return the texts of a request, unless they are more than can ever wait at once."""
     if count > (most := generator.limits.waiting):
-        raise PackError(
-            f"n: the request asks for {count} texts, but only {most} may wait.", flag="n"
-        )
+        raise field_error("n", f"the request asks for {count} texts, but only {most} may wait.")
     return Texts(generator, count, maker)
 
 

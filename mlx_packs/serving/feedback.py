@@ -17,7 +17,7 @@ from ..errors import PackError
 from ..learning.folder import LearningFolder
 from ..learning.rows import Answer, rows_of, write_rows
 from .answers import ChatAnswer
-from .fields import Object, not_found
+from .fields import Object, not_found, value_error
 from .library import Library
 from .protocol import MAX_CHOICES, ChatBody
 
@@ -148,11 +148,8 @@ class Learning:
 
         answer = remembered.answer
         if answer is None:
-            raise PackError(
-                f"id '{body.id:.80}': this answer {remembered.reason}. It cannot be rated.",
-                "conflict",
-                "id",
-            )
+            text = f"this answer {remembered.reason}. It cannot be rated."
+            raise value_error("id", body.id, text, "conflict")
 
         _check_said(body, answer)
         return remembered, answer

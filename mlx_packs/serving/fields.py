@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..errors import PackError
+from ..errors import Code, PackError
 
 _CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
 _COMMAS = 1 << 18  # between numbers and keys, whose parsing keeps all others waiting
@@ -102,9 +102,19 @@ def parsed(kind: type[Object], body: bytes) -> Any:
         raise PackError(f"{where or 'body'}: {_reason(first)}", flag=where or None) from None
 
 
+def field_error(field: str, text: str, code: Code = "invalid") -> PackError:
+    """Return the error of a field of a request, which its message begins with."""
+    return PackError(f"{field}: {text}", code, field)
+
+
+def value_error(field: str, value: str, text: str, code: Code = "invalid") -> PackError:
+    """Return the error of a field whose value is at fault."""
+    return PackError(f"{field} '{value:.140}': {text}", code, field)
+
+
 def not_found(field: str, value: str, reason: str) -> PackError:
     """Return the error of a field whose value names nothing that is here."""
-    return PackError(f"{field} '{value:.140}': {reason}", "not-found", field)
+    return value_error(field, value, reason, "not-found")
 
 
 def _reason(fault: Any) -> str:

@@ -17,6 +17,7 @@ from ..bases.supported import is_batchable
 from ..errors import PackError
 from ..inference.generate import check_batches, reads_at_once
 from ..runtime import mx
+from .fields import field_error
 from .registry import PackRegistry, Served
 from .request import Finished, Limits, Logprob, Output, Processor, Progress, Started, TextRequest
 from .slots import BatchedModel, PackOfSequence, PackSlots, cache_bytes, reserved_tokens
@@ -116,12 +117,12 @@ class TextWorker(Worker):
 
         tokens = len(request.prompt) + request.max_tokens
         if (need := self.kv_bytes(1, tokens)) > self.limits.kv_bytes:
-            raise PackError(
-                f"max_tokens: {tokens} tokens need {need / 1e6:.0f} MB of keys and values, but the "
-                f"server has {self.limits.kv_bytes / 1e6:.0f} MB. Shorten the prompt, lower "
-                "max_tokens, or start the server with a larger --kv-memory.",
-                "memory",
+            raise field_error(
                 "max_tokens",
+                f"{tokens} tokens need {need / 1e6:.0f} MB of keys and values, but the server has "
+                f"{self.limits.kv_bytes / 1e6:.0f} MB. Shorten the prompt, lower max_tokens, or "
+                "start the server with a larger --kv-memory.",
+                "memory",
             )
 
     def check_length(self, prompt: int, max_tokens: int, field: str) -> None:
@@ -131,11 +132,11 @@ class TextWorker(Worker):
         """
         tokens = prompt + max_tokens
         if tokens > self.limits.context:
-            raise PackError(
-                f"{field}: the prompt has {prompt} tokens, and with max_tokens {max_tokens} that "
-                f"is {tokens}, but the context of {self.base.name} is {self.limits.context}. "
+            raise field_error(
+                field,
+                f"the prompt has {prompt} tokens, and with max_tokens {max_tokens} that is "
+                f"{tokens}, but the context of {self.base.name} is {self.limits.context}. "
                 "Shorten the prompt or lower max_tokens.",
-                flag=field,
             )
 
     def step(self) -> None:

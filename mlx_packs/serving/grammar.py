@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import PackError, library_errors
 from ..runtime import mx
+from .fields import field_error
 
 # What llguidance calls the options of a schema.
 _OPTIONS = "x-guidance"
@@ -143,15 +144,11 @@ class Grammars:
         fast = self._tokenizer._tokenizer
         backend = getattr(fast, "backend_tokenizer", None)
         if backend is None:
-            raise PackError(
-                "response_format: this base's tokenizer is not a fast one, which JSON needs.",
-                "unsupported",
-                "response_format",
-            )
+            text = "this base's tokenizer is not a fast one, which JSON needs."
+            raise field_error("response_format", text, "unsupported")
         eos = sorted(self._tokenizer.eos_token_ids)
         return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
 
 
 def _unusable(reason: str) -> PackError:
-    text = f"response_format: the schema cannot be used: {reason}."
-    return PackError(text, flag="response_format")
+    return field_error("response_format", f"the schema cannot be used: {reason}.")

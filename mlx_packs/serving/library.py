@@ -15,7 +15,7 @@ from ..packs.hub import cached
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from .embedding import EmbeddingWorker
-from .fields import not_found
+from .fields import not_found, value_error
 from .generation import TextWorker
 from .registry import check_name
 
@@ -93,12 +93,8 @@ class Library:
     def _check_free(self, name: str) -> None:
         """Raise a PackError for a name that `put` serves."""
         if name in self._held:
-            raise PackError(
-                f"name '{name}': versions of --learn are served under it, and packs learn --use "
-                "chooses which.",
-                "conflict",
-                "name",
-            )
+            text = "versions of --learn are served under it, and packs learn --use chooses which."
+            raise value_error("name", name, text, "conflict")
 
     def scan(self) -> None:
         """Add packs of the folder that are new or changed, and remove those that are gone."""

@@ -25,6 +25,7 @@ from ..inference.generate import (
     seeing_no_images,
 )
 from ..vision.pictures import open_picture
+from .fields import field_error
 from .generation import TextWorker
 from .grammar import Grammars
 from .protocol import ChatBody, CompletionBody, GenerationBody
@@ -66,19 +67,14 @@ class RequestPrompts:
         tokenizer = tokenizer or self._base.tokenizer
         variables = body.chat_template_kwargs or {}
         if taken := renderer_argument(variables):
-            raise PackError(
-                f"chat_template_kwargs: {taken} is not a variable of the template.",
-                flag="chat_template_kwargs",
-            )
+            text = f"{taken} is not a variable of the template."
+            raise field_error("chat_template_kwargs", text)
 
         tools = None
         if body.usable_tools:
             if not tokenizer.has_tool_calling:
-                raise PackError(
-                    f"tools: the chat template of {self._base.name} has none.",
-                    "unsupported",
-                    "tools",
-                )
+                text = f"the chat template of {self._base.name} has none."
+                raise field_error("tools", text, "unsupported")
             tools = [tool.to_template() for tool in body.usable_tools]
 
         messages = [message.to_template() for message in body.messages]
@@ -172,7 +168,7 @@ class RequestPrompts:
     def _processors(self, body: GenerationBody) -> list[Processor]:
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         if beyond := [token for token in bias if token >= self._base.vocab_size]:
-            raise PackError(f"logit_bias: token {beyond[0]} is unknown.", flag="logit_bias")
+            raise field_error("logit_bias", f"token {beyond[0]} is unknown.")
 
         repetition = body.repetition_penalty
         penalties = make_logits_processors(
@@ -194,11 +190,9 @@ class RequestPrompts:
 def check_tokens(prompt: list[int], vocab_size: int) -> None:
     """Raise a PackError for a prompt without a token, or with one beyond the vocabulary."""
     if not prompt:
-        raise PackError("prompt: has no token.", flag="prompt")
+        raise field_error("prompt", "has no token.")
     if max(prompt) >= vocab_size or min(prompt) < 0:
-        raise PackError(
-            f"prompt: a token lies beyond the vocabulary of {vocab_size}.", flag="prompt"
-        )
+        raise field_error("prompt", f"a token lies beyond the vocabulary of {vocab_size}.")
 
 
 def read_images(worker: TextWorker, body: ChatBody, allow_urls: bool, deadline: float) -> list[Any]:
@@ -214,12 +208,10 @@ def read_images(worker: TextWorker, body: ChatBody, allow_urls: bool, deadline: 
     }
     images = images_of(worker.base.tokenizer)
     if images is None:
-        raise PackError(f"messages: {worker.base.name}: {NO_IMAGES}", "unsupported", "messages")
+        raise field_error("messages", f"{worker.base.name}: {NO_IMAGES}", "unsupported")
     if len(sources) > MOST_IMAGES:
-        raise PackError(
-            f"messages: have {len(sources)} images, but {MOST_IMAGES} is the most. Send fewer.",
-            flag="messages",
-        )
+        text = f"have {len(sources)} images, but {MOST_IMAGES} is the most. Send fewer."
+        raise field_error("messages", text)
     if images.nbytes > _MOST_BYTES:
         raise PackError("The images that wait take too much memory. Try again later.", "busy")
 
@@ -231,7 +223,7 @@ def read_images(worker: TextWorker, body: ChatBody, allow_urls: bool, deadline: 
             future = worker.call(partial(images.add, picture))
             read.append(future.result(max(0.0, deadline - time.monotonic())))
         except ValueError as error:
-            raise PackError(f"{place}: {error}", "data", place) from None
+            raise field_error(place, str(error), "data") from None
         except Late:
             future.cancel()
             raise PackError("The request took too long.", "timeout") from None
@@ -248,11 +240,8 @@ def _check_url(place: str, url: str, allow_urls: bool) -> None:
     remedy = "Send the image itself, or start the server with --allow-urls for HTTP URLs."
     if allow_urls:
         remedy = "Send the image itself, or its HTTP URL."
-    raise PackError(
-        f"{place}: an image must be a data: URL, as data:image/png;base64,…. {remedy}",
-        "data",
-        place,
-    )
+    text = f"an image must be a data: URL, as data:image/png;base64,…. {remedy}"
+    raise field_error(place, text, "data")
 
 
 CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes

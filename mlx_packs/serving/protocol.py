@@ -19,7 +19,7 @@ from ..data.images import check_marks
 from ..data.messages import ROLES, name_thoughts, normal_arguments, normal_tools
 from ..errors import PackError, library_errors, reason_of
 from ..vision.pictures import ImageSource
-from .fields import Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text
+from .fields import Data, Integer, Json, JsonObject, Name, Number, Object, Seed, Text, field_error
 
 _log = logging.getLogger("mlx_packs.serving")
 
@@ -288,14 +288,11 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            raise PackError("top_logprobs: needs logprobs.", flag="top_logprobs")
+            raise field_error("top_logprobs", "needs logprobs.")
 
         if any(tool.function.strict for tool in self.usable_tools):
-            raise PackError(
-                "tools: strict calls are not supported here. Send strict: false.",
-                "unsupported",
-                "tools",
-            )
+            text = "strict calls are not supported here. Send strict: false."
+            raise field_error("tools", text, "unsupported")
         return self
 
     @field_validator("tool_choice", mode="before")

@@ -8,13 +8,12 @@ import mlx.nn as nn
 
 from ..adapters.full_tensors import score_head
 from ..adapters.spec import SCORE_WEIGHT
-from ..errors import PackError
 from ..nn.served_lora import BASE
 from ..packs.compatibility import check_generates, check_use
 from ..packs.manifest import has_score_head
 from ..packs.pack import Pack
 from ..packs.scored import OpenClassifier, classifier_of
-from .fields import not_found
+from .fields import not_found, value_error
 from .protocol import now
 from .slots import PackSlots
 
@@ -104,7 +103,7 @@ class PackRegistry:
     def remove(self, name: str) -> None:
         """Serve a pack no more; requests that began with it end with it."""
         if name == BASE_NAME:
-            raise PackError("base: is not a pack.", "conflict", "name")
+            raise value_error("name", name, "is not a pack.", "conflict")
         self._retire(self._entry(name))
         del self._entries[name]
 
@@ -129,11 +128,8 @@ class PackRegistry:
         """
         entry = self._entry(model)
         if classifies and entry.classifier is None:
-            raise PackError(
-                f"model '{model}': is no classifier. Name a pack of --task classify.",
-                "unsupported",
-                "model",
-            )
+            text = "is no classifier. Name a pack of --task classify."
+            raise value_error("model", model, text, "unsupported")
         entry.users += 1
         return entry
 
@@ -189,8 +185,5 @@ class PackRegistry:
 def check_name(name: str) -> None:
     """Raise a PackError unless a pack can be asked for by a name."""
     if name == BASE_NAME or not _NAME.fullmatch(name):
-        raise PackError(
-            f"name '{name:.140}': cannot name a pack here. Use letters, digits and . _ - / @, "
-            f"and not '{BASE_NAME}'.",
-            flag="name",
-        )
+        text = f"Use letters, digits and . _ - / @, and not '{BASE_NAME}'."
+        raise value_error("name", name, f"cannot name a pack here. {text}")

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from ...errors import PackError, did_you_mean
 from ...objectives.causal_lm import Head, forward, part_of
 from ...ops import linear_cross_entropy as head_ops
+from ..fields import field_error
 
 Grads = dict[str, mx.array]  # by the names of the parameters
 Inputs = Mapping[str, mx.array]  # [M] by name, one number for each target
@@ -86,11 +87,8 @@ def find_loss(name: str) -> Loss:
     if (loss := LOSSES.get(name)) is not None:
         return loss
 
-    raise PackError(
-        f"loss_fn: '{name:.40}' is not supported here. {did_you_mean(name, list(LOSSES))}",
-        "unknown",
-        "loss_fn",
-    )
+    hint = did_you_mean(name, list(LOSSES))
+    raise field_error("loss_fn", f"'{name:.40}' is not supported here. {hint}", "unknown")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ...packs.making import attach_pack, pack_of
 from ...packs.pack import Pack
 from ...runtime import mx
 from ...training.update import Update
-from ..fields import not_found
+from ..fields import field_error, not_found
 from ..generation import TextWorker
 from ..slots import PackSlots
 from .losses import Datum, Grads, Loss, compute, find_loss, split_passes
@@ -106,7 +106,7 @@ class Trainer:
         """Return a model with the adapters of a pack; ``state`` is its optimizer's, or None."""
         check_generates(pack)
         if reason := pack._beyond_lora:
-            raise PackError(f"path: {reason}, which is not trained here.", "unsupported", "path")
+            raise field_error("path", f"{reason}, which is not trained here.", "unsupported")
 
         with self._slots.lifted():
             model = self._model(attach_pack(self._base, pack))
@@ -115,9 +115,8 @@ class Trainer:
         if state is not None:
             expected = {name: array.shape for name, array in self.state_of(model).items()}
             if expected != {name: array.shape for name, array in state.items()}:
-                raise PackError(
-                    "path: its optimizer state is of other adapters.", "mismatch", "path"
-                )
+                text = "its optimizer state is of other adapters."
+                raise field_error("path", text, "mismatch")
             model.optimizer.state = tree_unflatten(list(state.items()))
         return model
 
@@ -294,7 +293,7 @@ class Models:
         """
         loss = find_loss(request.loss_fn)
         if not request.data:
-            raise PackError("data: has no datum.", flag="data")
+            raise field_error("data", "has no datum.")
 
         context = self._generator.limits.context
         vocab_size = self._generator.base.vocab_size

@@ -7,6 +7,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ...errors import PackError
+from ..fields import field_error
 from . import tinker_pb2
 from .losses import Datum, Loss
 
@@ -31,11 +32,8 @@ def read_forward_request(body: bytes) -> Any:
     _check_length("data", message.data, MOST_DATUMS)
     _check_length("loss_fn", message.loss_fn, _LONGEST_NAME)
     if message.loss_fn_config or message.loss_fn_config_v2:
-        raise PackError(
-            "loss_fn_config: is not supported here. Leave it out: every loss has the thresholds "
-            "of docs/tinker.md.",
-            flag="loss_fn_config",
-        )
+        text = "Leave it out: every loss has the thresholds of docs/tinker.md."
+        raise field_error("loss_fn_config", f"is not supported here. {text}")
     return message
 
 

@@ -16,7 +16,7 @@ from ...errors import PackError
 from ...packs.pack import Pack
 from ...runtime import mx
 from ..answers import Choice, Texts
-from ..fields import not_found
+from ..fields import field_error, not_found
 from ..generation import TextWorker
 from ..http import ServerSettings
 from ..prompts import CHARACTER_TOKENS, check_tokens
@@ -106,11 +106,8 @@ class Samplers:
 
         most = self._generator.limits.waiting
         if body.num_samples > most:
-            raise PackError(
-                f"num_samples: asks for {body.num_samples} sequences, but only {most} may wait. "
-                "Send several requests.",
-                flag="num_samples",
-            )
+            text = f"asks for {body.num_samples} sequences, but only {most} may wait."
+            raise field_error("num_samples", f"{text} Send several requests.")
 
     async def sample(self, body: SampleBody, model: str) -> bytes:
         """Return the message with the sequences that ``model`` of the registry continues with."""

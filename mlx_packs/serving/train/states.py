@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import PackError, file_errors
+from ...errors import file_errors
 from ...files import to_json
 from ...packs.manifest import MANIFEST
 from ...packs.pack import Pack
 from ...reading import check_files, file_facts, read_json
 from ...runtime import mx
 from ...tensors import read_tensors, save_tensors
-from ..fields import not_found
+from ..fields import field_error, not_found, value_error
 
 SCHEME = "tinker://"
 OPTIMIZER = "optimizer.safetensors"
@@ -52,10 +52,8 @@ class Saved:
 def new_saved(top: Path, model_id: str, kind: Kind, name: str, facts: Mapping[str, Any]) -> Saved:
     """Return what a model will be saved as below ``top``; its name is checked."""
     if not _NAME.fullmatch(name):
-        raise PackError(
-            f"path '{name:.80}': cannot name a saved model. Use up to 64 letters, digits and . _ -",
-            flag="path",
-        )
+        text = "cannot name a saved model. Use up to 64 letters, digits and . _ -"
+        raise value_error("path", name, text)
     run = run_of(model_id)
     return Saved(run, kind, name, top / run / kind / name, facts)
 
@@ -71,11 +69,8 @@ def save_model(
     A PackError if the path is in use and is not to be overwritten, or the disk is full.
     """
     if saved.folder.exists() and not overwrite:
-        raise PackError(
-            f"path: '{saved.name}' is saved already. Choose another name or pass overwrite.",
-            "exists",
-            "path",
-        )
+        text = f"'{saved.name}' is saved already. Choose another name or pass overwrite."
+        raise field_error("path", text, "exists")
 
     def write_more(partial: Path) -> None:
         content = dict(saved.facts)
@@ -126,9 +121,6 @@ def _parts(uri: str) -> tuple[str, str, str]:
 
     is_path = uri.startswith(SCHEME) and kind in _KINDS
     if not is_path or not _NAME.fullmatch(run) or not _NAME.fullmatch(name):
-        raise PackError(
-            f"path '{uri:.200}': must be tinker://RUN/weights/NAME or "
-            "tinker://RUN/sampler_weights/NAME.",
-            flag="path",
-        )
+        text = "must be tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."
+        raise value_error("path", uri, text)
     return run, kind, name
