@@ -206,15 +206,11 @@ class Learned:
     version: int  # that is served now
     pack: Path  # the folder of the candidate
 
-    @property
-    def is_swapped(self) -> bool:
-        return self.figures["won"]
-
     def to_json(self) -> dict[str, Any]:
         return {**self.figures, "version": self.version, "pack": str(self.pack)}
 
     def lines(self) -> list[str]:
-        if self.is_swapped:
+        if self.figures["won"]:
             return [f"swapped   version {self.version} is served from now on: {self.pack}"]
         reason = f"not better by more than {WINS_BY:g} standard errors"
         if self.figures.get("worse_on_data"):

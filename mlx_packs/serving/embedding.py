@@ -133,7 +133,7 @@ class EmbeddingWorker(Worker):
 
     def on_end(self, reason: PackError) -> None:
         self.on_failure(reason)
-        self.registry.close()
+        self.registry.slots.close()
 
 
 def rows_within(lengths: Sequence[int], most: int) -> int:

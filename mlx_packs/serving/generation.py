@@ -312,7 +312,7 @@ class TextWorker(Worker):
         self._waiting.clear()
         self.on_failure(reason)
         self._generator.close()
-        self.registry.close()
+        self.registry.slots.close()
 
 
 def _isolated(process: Processor, faults: list[Exception]) -> Processor:

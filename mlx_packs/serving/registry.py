@@ -83,6 +83,7 @@ class PackRegistry:
     def add(self, name: str, pack: Pack | None, source: str | None = None) -> bool:
         """Serve a pack, or the base for None, under a name; return whether it is another.
 
+        A PackError if no request of this server can use it.
         A pack that had the name is used to the end by the requests that began with it.
         """
         check_name(name)
@@ -90,7 +91,10 @@ class PackRegistry:
         if pack is None:
             entry = Served(name, BASE, None, next(self._keys), source)
         else:
-            self.check_pack(pack)
+            if self.task != "lm":
+                check_use(pack, self.task)
+            elif not pack.is_classifier:
+                check_generates(pack)
             if before is not None and before.pack and before.adapters == pack._adapters_hash:
                 return False
             entry = self._load(name, pack, source)
@@ -136,16 +140,6 @@ class PackRegistry:
     def release(self, entry: Served) -> None:
         entry.users -= 1
         self._free(entry)
-
-    def close(self) -> None:
-        self.slots.close()
-
-    def check_pack(self, pack: Pack) -> None:
-        """Raise a PackError for a pack that no request of this server can use."""
-        if self.task != "lm":
-            check_use(pack, self.task)
-        elif not pack.is_classifier:
-            check_generates(pack)
 
     def _load(self, name: str, pack: Pack, source: str | None) -> Served:
         slot = self.slots.add(pack)

@@ -226,11 +226,7 @@ class PackOfSequence:
 
 
 class BatchedModel:
-    """The model of a base, called with caches that end with a `PackOfSequence`.
-
-    Args:
-        slots: the packs on the base.
-    """
+    """The model of a base with packs, called with caches that end with a `PackOfSequence`."""
 
     def __init__(self, slots: PackSlots) -> None:
         self._model = slots.base.model

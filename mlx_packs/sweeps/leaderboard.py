@@ -32,6 +32,18 @@ class RankedTrial:
         names = [MEANING[n] for n, g in (self.result.gates or {}).items() if not g["passed"]]
         return f"gate failed: {', '.join(names)}" if names else "ok"
 
+    @property
+    def described(self) -> str:
+        """What came of it, for people: the metric, the time, and what is wrong."""
+        parts = []
+        if self.value is not None:
+            parts.append(f"{self.metric} {self.value:.4g} after {self.result.batches:,} batches")
+        if self.result.train_s is not None:
+            parts.append(clock(self.result.train_s))
+        if self.status != "ok":
+            parts.append(self.status)
+        return " · ".join(parts)
+
     def order(self) -> tuple:
         """Return the key that sorts the best first: those that pass all gates, then by metric."""
         if self.value is None or self.result.error:

@@ -4,13 +4,13 @@ from typing import Any
 
 from ..config.other_names import without_removed
 from ..config.recipe import resolve
-from ..display import Display, clock
+from ..display import Display
 from ..errors import PackError
 from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json, sealed, without_seal
-from .leaderboard import value_text, write_leaderboard
+from .leaderboard import RankedTrial, value_text, write_leaderboard
 from .plan import Sweep
-from .trial import Result, train
+from .trial import train
 
 _FILE = "sweep.json"
 _FORMAT = "mlx_packs sweep 3"
@@ -72,23 +72,9 @@ def train_trials(sweep: Sweep, display: Display) -> None:
         values = ", ".join(f"{key}={value_text(value)}" for key, value in trial.values.items())
         with display.working("trial", f"{trial.number} · {values}"):
             result = train(trial, recipe.to_json())
-        text = f"{trial.number}/{len(sweep.trials)} · {values} · {_described(sweep, result)}"
-        display.line("trial", text)
+        ranked = RankedTrial(trial, result, *sweep.metric_of(result))
+        place = f"{trial.number}/{len(sweep.trials)}"
+        display.line("trial", f"{place} · {values} · {ranked.described}")
         write_leaderboard(sweep)
 
     write_leaderboard(sweep)
-
-
-def _described(sweep: Sweep, result: Result) -> str:
-    name, value = sweep.metric_of(result)
-    if result.error:
-        text = result.error
-    elif value is None:
-        text = f"has no finite {name}"
-    else:
-        text = f"{name} {value:.4g} after {result.batches:,} batches"
-    if result.train_s is not None:
-        text += f" · {clock(result.train_s)}"
-    if not result.error and not result.passed:
-        text += " · FAILED a gate"
-    return text

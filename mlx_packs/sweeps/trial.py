@@ -26,7 +26,6 @@ from ..training.run_folder import RunFolder
 RECIPE = "recipe.json"
 LOG = "train.log"
 _RESULT = "result-0.json"
-_TAIL_BYTES = 300  # of a log, for the reason of its end
 # `python -m`, but without the current folder on the path, whose files may be called as modules.
 _PROGRAM = (
     "import sys; "
@@ -143,13 +142,9 @@ def _run(trial: Trial) -> int:
 
 
 def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").split("\n")
-    for line in reversed(lines):
-        if line.strip():
-            return terminal.printable(line.strip())
-    return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return terminal.printable(last.strip())
 
 
 def metrics_of(task: str) -> tuple[str, ...]:

@@ -84,11 +84,7 @@ class TrainedModel:
 
 
 class Trainer:
-    """Makes models and trains them; only the thread that computes may call it.
-
-    Args:
-        slots: the packs that are served on the base.
-    """
+    """Makes models and trains them beside the packs of ``slots``, on the thread that computes."""
 
     def __init__(self, slots: PackSlots) -> None:
         self._slots = slots

@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
-from functools import wraps
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,9 @@ _FIRST = "first"  # in place of the number of the request that makes a model
 
 
 class TrainingService:
-    """Sessions of clients, their models and what they sample from.
+    """Sessions of clients, their models, which are saved in ``folder``, and their samplers.
 
-    Args:
-        generator: owns the base; its thread computes.
-        folder: where models are saved.
-        settings: of the server.
-
-    Attributes:
-        results: of all requests; ``end`` needs an open port, so that clients can fetch theirs.
+    The ``results`` of requests end while the port is open, so that clients can fetch theirs.
     """
 
     def __init__(self, generator: TextWorker, folder: Path, settings: ServerSettings) -> None:
@@ -154,11 +148,9 @@ class TrainingService:
         self._check_base(body.base_model)
         model_id = _model_id(body.session_id, body.model_seq_id)
 
-        async def create() -> Result:
-            await self._models.create(model_id, body.session_id, body.lora_config)
-            return {"type": "create_model", "model_id": model_id}
-
-        return self._started(create(), model_id, (model_id, _FIRST))
+        work = partial(self._models.create, model_id, body.session_id, body.lora_config)
+        done = _after(work, type="create_model", model_id=model_id)
+        return self._started(done, model_id, (model_id, _FIRST))
 
     async def get_info(self, _: Request, body: ModelBody) -> Response:
         model = self._models.find(body.model_id)
@@ -180,11 +172,8 @@ class TrainingService:
     async def unload_model(self, _: Request, body: ModelBody) -> Response:
         model = self._models.find(body.model_id)
 
-        async def unload() -> Result:
-            await self._unload(model)
-            return {"type": "unload_model", "model_id": model.id}
-
-        return self._started(unload(), model.id)
+        done = _after(partial(self._unload, model), type="unload_model", model_id=model.id)
+        return self._started(done, model.id)
 
     async def _unload(self, model: TrainedModel) -> None:
         await self._models.unload(model)
@@ -247,11 +236,9 @@ class TrainingService:
         self._check_session(body.session_id)
         model_id = _model_id(body.session_id, body.model_seq_id)
 
-        async def load() -> Result:
-            await self._models.load(model_id, body.session_id, saved, body.optimizer)
-            return {"type": "load_weights", "path": saved.uri, "model_id": model_id}
-
-        return self._started(load(), model_id, (model_id, _FIRST))
+        work = partial(self._models.load, model_id, body.session_id, saved, body.optimizer)
+        done = _after(work, type="load_weights", path=saved.uri, model_id=model_id)
+        return self._started(done, model_id, (model_id, _FIRST))
 
     # Sampling
 
@@ -349,6 +336,12 @@ class TrainingService:
         if name not in (BASE_NAME, base.name, base.public_name, self._sdk_name):
             reason = f"is not the base of this server, which is {base.public_name}."
             raise not_found("base_model", name, reason)
+
+
+async def _after(work: Callable[[], Awaitable[None]], **facts: str) -> Result:
+    """Do work, whose result is some facts."""
+    await work()
+    return facts
 
 
 def _constant(content: Mapping[str, Any]) -> Handler:
