@@ -10,7 +10,7 @@ timed: what a path takes is in proportion to them.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -33,7 +33,6 @@ _LEAST_S = 0.1
 _DENSE_SHARE = 0.6  # of the memory that is left
 # The same for generated text, whose keys and values need memory too.
 _DENSE_SHARE_TO_GENERATE = 0.25
-_LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
 # A second of a core: multiply-adds of a dense product by OpenBLAS and of MLX's quantized one, and
 # dequantized numbers
 _CPU_DENSE = 2e10
@@ -321,8 +320,6 @@ def _times(
         return f"by formula, since {limit:.1f} s were too short to measure", None
 
     remember("matmul-path", of, {"step_s": timing.step_s})
-    _remember_rates(kinds, timing.step_s)
-
     source = f"measured in {timing.seconds:.1f} s"
     if timing.timed < len(kinds):
         source += f", {timing.timed} of {len(kinds)} kinds of weights"
@@ -330,36 +327,26 @@ def _times(
 
 
 def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of a step by path, by measured rates of this device or nominal ones."""
-    expected = dict.fromkeys(paths, 0.0)
-    for kind in kinds:
-        precision = kind.precision
-        if expected.keys() <= (rates := matmul_rates(precision)).keys():
-            for path in paths:
-                expected[path] += kind.multiply_adds / rates[path]
-            continue
-
-        chip = None if runtime.on_cpu() else chips.chip_here()
-        for path in paths:
-            expected[path] += nominal_seconds(kind.used, kind.tokens, path, precision, chip)
-
-    return expected
+    """Return the seconds of a step by path, by nominal rates."""
+    return {
+        path: sum(nominal_seconds(kind.used, kind.tokens, path, kind.precision) for kind in kinds)
+        for path in paths
+    }
 
 
-def nominal_seconds(
-    used: float, tokens: int, path: str, precision: Precision, chip: chips.Chip | None
-) -> float:
-    """Return the seconds of products with frozen weights by nominal rates; None is a CPU's chip.
+def nominal_seconds(used: float, tokens: int, path: str, precision: Precision) -> float:
+    """Return the seconds of products with frozen weights by nominal rates of this device.
 
     Each of the ``used`` numbers of weights, once for each use, is multiplied by ``tokens`` rows.
     """
     facts = MATMUL_PATHS[path]
     multiply_adds = used * tokens
-    if chip is None:
+    if runtime.on_cpu():
         cores = os.cpu_count() or 1
         seconds = multiply_adds / cores / (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)
         dequantized_s = used / _CPU_DEQUANTIZED
     else:
+        chip = chips.chip_here()
         (bits, group_size, mode), dtype = precision
         share = chip.quantized_share(mode) if facts.in_place else 1.0
         itemsize = 4 if dtype == "float32" else 2
@@ -370,20 +357,3 @@ def nominal_seconds(
     if facts.dequantizes:
         seconds += dequantized_s
     return seconds
-
-
-def matmul_rates(precision: Precision) -> dict[str, float]:
-    """Return the multiply-adds per second by path that this device reached, where measured."""
-    return recall("matmul-rates", {"precision": precision}) or {}
-
-
-def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
-    """Keep the rates of the largest weight, which those of other bases will be like."""
-    largest = max(range(len(kinds)), key=lambda i: (math.prod(kinds[i].shape), kinds[i].tokens))
-    kind = kinds[largest]
-    if math.prod(kind.shape) < _LARGE:
-        return
-
-    rates = {path: kind.multiply_adds / seconds for path, seconds in step_s[largest].items()}
-    known = matmul_rates(kind.precision)
-    remember("matmul-rates", {"precision": kind.precision}, known | rates)

@@ -25,7 +25,7 @@ from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder_sizes import sizes_of
 from .headers import Headers
-from .matmul_path import Precision, matmul_rates, nominal_seconds
+from .matmul_path import Precision, nominal_seconds
 from .plan import has_logits, recompute_policies
 from .planned_adapters import plan_adapters
 
@@ -206,21 +206,13 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
     if chip is None:
         return None
 
-    on_cpu = runtime.on_cpu()
-    nominal = 1e12 * (chip.vector_tflops if on_cpu else chip.matrix_tflops)
-    multiply_adds = needed.tokens * needed.used
+    nominal = 1e12 * (chip.vector_tflops if runtime.on_cpu() else chip.matrix_tflops)
     if not headers.is_quantized and train.quantize == "none":
-        products = 2 * multiply_adds / (nominal * MATMUL_REACHED)
+        products = 2 * needed.tokens * needed.used / (nominal * MATMUL_REACHED)
     else:
         path = "quantized" if train.matmul_path == "auto" else train.matmul_path
         precision = _precision(headers, train)
-        rates = matmul_rates(precision)
-        if path in rates:
-            products = multiply_adds / rates[path]
-        elif on_cpu:
-            return None
-        else:
-            products = nominal_seconds(needed.used, needed.tokens, path, precision, chip)
+        products = nominal_seconds(needed.used, needed.tokens, path, precision)
 
     launches = _LAUNCHES * chip.launch_us * 1e-6 * needed.blocks
     return products + needed.dense / nominal + needed.bytes / chip.bytes_per_s + launches

@@ -19,7 +19,6 @@ from tests.helpers.fp4 import write_compressed
 LORA = LoRAConfig(rank=16)
 RATES = {"copied_gb_s": 10.0, "float32_tflops": 0.1}
 RATES |= {"float16_tflops": 0.1, "bfloat16_tflops": 0.1, "launch_us": 5.0}
-PATH_RATES = {"dense": 4e10, "transient": 2e10, "quantized": 2e9}
 
 
 @pytest.fixture
@@ -32,17 +31,20 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured_rates(cache):
-    """Rates of products and memory, as this device's earlier runs have measured them."""
+    """Rates of dense products and memory, as this device's earlier runs have measured them."""
     measurements.remember(chips._KIND, {"name": chips._name()}, RATES)
-    of = {"precision": ((4, 64, "affine"), "float32")}
-    measurements.remember("matmul-rates", of, PATH_RATES)
 
 
 @pytest.fixture
 def on_gpu(cache, monkeypatch):
     """This process plans for a GPU of a name."""
     monkeypatch.setattr(runtime, "on_cpu", lambda: False)
-    return lambda name: monkeypatch.setattr(chips, "_name", lambda: name)
+
+    def named(name: str) -> None:
+        monkeypatch.setattr(chips, "_name", lambda: name)
+        chips.chip_here.cache_clear()
+
+    return named
 
 
 def run(rows: int, length: int, **settings) -> TrainConfig:
