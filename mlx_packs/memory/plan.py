@@ -88,16 +88,9 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by part at the worst moment; they add up to the peak."""
-        return self._parts(self.moments[self.moment])
-
-    def largest_parts(self) -> dict[str, int]:
-        """Return each part when it is largest; they are not all so at the same moment."""
-        names = next(iter(self.moments.values()))
-        return self._parts({n: max(parts[n] for parts in self.moments.values()) for n in names})
-
-    def _parts(self, moment: Mapping[str, int]) -> dict[str, int]:
         constant = {"base": self.base, "adapters": self.adapters, "optimizer": self.optimizer}
-        return {name: (constant | moment)[name] for name in PARTS}
+        parts = constant | self.moments[self.moment]
+        return {name: parts[name] for name in PARTS}
 
 
 @dataclass(frozen=True)

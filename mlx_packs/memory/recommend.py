@@ -130,9 +130,9 @@ class PlanOption:
     def to_json(self) -> dict:
         """Return the option as `packs plan --json` prints it.
 
-        Sizes of ``parts`` are in bytes; they add up to the peak; ``parts_max`` is each when it is
-        largest. ``error`` is the share by which peak_gb may be off. ``step_s`` is null where it is
-        not known; ``step_error`` is the share by which steps that were measured differed.
+        Sizes of ``parts`` are in bytes; they add up to the peak. ``error`` is the share by which
+        peak_gb may be off. ``step_s`` is null where it is not known; ``step_error`` is the share by
+        which steps that were measured differed.
         """
         return {
             "method": self.method,
@@ -154,7 +154,6 @@ class PlanOption:
             "why": self.why,
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
-            "parts_max": self.plan.largest_parts(),
             "offload": self.plan.offload and self.plan.offload.to_json(),
             "disk": plan_disk(self.plan, self.train).to_json(),
             "adapter_weights": self.plan.adapter_weights,
@@ -495,12 +494,8 @@ def table(
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{answer}"
         )
 
-    lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
-    largest = best.plan.largest_parts()
-    for name, now in best.plan.parts().items():
-        at_peak = _size_or_0(now)
-        at_most = _size_or_0(largest[name])
-        lines.append(f"  {name:<22} {at_peak:>12} {at_most:>9}")
+    lines += ["", f"parts of {best.kind} at the peak"]
+    lines += [f"  {name:<22} {size(part):>12}" for name, part in best.plan.parts().items()]
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
 
     lines += _notes(best, headers, width)
@@ -508,10 +503,6 @@ def table(
         ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
         return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
     return [*lines, f"try:    {best.command(headers.name, configs, defaults)}"]
-
-
-def _size_or_0(count: int) -> str:
-    return size(count) if count else "0"
 
 
 def _notes(best: PlanOption, headers: Headers, width: int) -> list[str]:

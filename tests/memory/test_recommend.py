@@ -118,10 +118,11 @@ def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
     weights, parts = full.plan.base_weights, full.plan.parts()
     assert (parts["optimizer"], parts["adapters"]) == (8 * weights, 4 * weights)
     assert parts["base"] == pytest.approx(2 * weights, rel=0.01)  # as stored, in bfloat16
-    assert full.plan.largest_parts()["gradients"] == 4 * weights
+    moments = full.plan.moments.values()
+    assert max(of["gradients"] for of in moments) == 4 * weights
     assert full.train.batch_size == 1 and "16 bytes" in full.why
     # inputs of 36 blocks of one row, in float32
-    activations = full.plan.largest_parts()["activations"]
+    activations = max(of["activations"] for of in moments)
     assert activations > 36 * (full.train.max_seq_length - 1) * 2560 * 4
     assert full.plan.peak_bytes > 18 * weights and "--method full" in full.command("m")
 
@@ -140,7 +141,7 @@ def test_what_is_specified_is_not_searched():
 
 def test_command_prints_a_list_of_options(run):
     code, out, _ = run("plan", "--memory", "16", "--json")
-    keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
+    keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts".split()
     assert code == 0 and all(set(keys) <= set(option) for option in json.loads(out)["options"])
     assert f"{ERROR:.0%}" in run("plan", "--memory", "16")[1]
 
