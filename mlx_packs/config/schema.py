@@ -20,33 +20,12 @@ from .optimizer import OptimizerConfig
 from .tasks import PAIR_LOSSES, TaskSettings, read_task_config, tasks_of
 from .tasks import Phase as Phase
 
-# The common settings come first, and what is not listed last; help has this order in each section,
-# as have signatures, completion and docs. The second part is for experts, the third for one task.
-ORDER = """
-task method iters epochs learning_rate batch_size max_seq_length lr_schedule warmup_steps
-warmup_ratio optimizer weight_decay betas grad_accumulation_steps max_grad_norm seed quantize
-loss_on packing grad_checkpoint metric patience load_best best steps_per_eval save_every time
-
-warmup_from_zero bias_correction optimizer_config loraplus_lr_ratio long_rows fim_rate
-fim_spm_rate fim_tokens num_proc on_nan recompute offload_base micro_batches cache_frozen
-share_prefix objective
-ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path double_quant keep compute_dtype
-train_fp16_fallback phases steps_per_report val_batches test_batches keep_last clear_cache_threshold
-pack_dtype awake max_pack_mb max_ppl_ratio min_tps_ratio exchange_dtype pipeline
-
-loss similarity_scale mini_batch_size triplet_margin triplet_distance query_prompt beta simpo_gamma
-cpo_alpha desirable_weight undesirable_weight center_rewards_coefficient head ordinal class_weights
-calibrate reward num_generations max_completion_length temperature teacher_cache teacher
-teacher_top_k on_policy ce_weight jsd_beta rerank_instruction rank_margin task_config
-""".split()
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class _Ordered(Settings):
-    # The order of `TrainConfig`, as its last base; editors, which do not run this, have the common
-    # settings first too, since `CommonConfig` comes before it. All are given by name.
+class _Specified(Settings):
+    # The last base of `TrainConfig`, so that this is its first field. All are given by name.
     __slots__ = ("specified",)  # names of settings that the caller specified; not in `vars`
-    __annotations__ = {"_specified": InitVar[Any], **dict.fromkeys(ORDER, Any)}
+    _specified: InitVar[Any]
 
     def __new__(cls, *args: Any, **settings: Any) -> "Settings":
         specified = list(settings)
@@ -68,7 +47,7 @@ class _Ordered(Settings):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class TrainConfig(OptimizerConfig, TaskSettings, CommonConfig, _Ordered):
+class TrainConfig(TaskSettings, OptimizerConfig, CommonConfig, _Specified):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm.
 
     Settings that are not specified have the defaults of the task, also in a copy by

@@ -15,7 +15,6 @@ from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases import loading
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli import recipe as cli_recipe
 from mlx_packs.cli.train import train as command
@@ -30,6 +29,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.training import run as training
 from mlx_packs.training.attached import _describe
 from mlx_packs.training.run_folder import output_folders
+from mlx_packs.vision import tokenizer
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
 
@@ -348,7 +348,7 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     passed = []
-    monkeypatch.setattr(loading, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *args: passed.append(args) or 1 / 0)
     invoke_train("--show-mask")
     invoke_train("--show-mask", "--trust-remote-code")
     assert [args[-1] for args in passed] == [False, True]
