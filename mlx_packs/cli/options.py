@@ -43,14 +43,9 @@ SETTINGS = {
 
 
 class Option(click.Option):
-    """An option in a section of help, which may show the default in words.
+    """An option in a section of help, of some tasks or (without any) of all.
 
-    Args:
-        names: its flags.
-        section: of help.
-        default_text: the default in words, or a function that returns it, for a task in its help.
-        tasks: the tasks that it belongs to; empty where all have it.
-        settings: of `click.Option`.
+    Its default may be a text, or a function that returns one, for a task in the help of that task.
     """
 
     def __init__(

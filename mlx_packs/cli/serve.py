@@ -240,19 +240,10 @@ def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
     if given != "auto":
         return given
 
-    tasks = {pack._part("objective").get("task") for pack in packs.values()}
-    own = sorted(task for task in tasks if task in TASKS and TASKS[task].pack.worker)
-    if own and len(tasks) > 1:
-        raise PackError(
-            f"--task: some of these packs were trained for --task {own[0]} and others were not. "
-            "Serve them apart, or name what to serve.",
-            "conflict",
-        )
-
-    if own:
-        return own[0]
+    tasks = [pack._part("objective").get("task") for pack in packs.values()]
     is_embedder = not packs and (base.path / MODULES).is_file()
-    return _VECTORS if is_embedder else _TEXT
+    own = (task for task in tasks if task in TASKS and TASKS[task].pack.worker)
+    return next(own, _VECTORS if is_embedder else _TEXT)
 
 
 def _check_training(states: str, api_key: str | None) -> None:

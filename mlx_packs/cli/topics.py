@@ -21,29 +21,17 @@ class TopicCommand(SectionedCommand):
     """A command whose help has topics: ``-h``, ``-h --all``, ``-h --task dpo``."""
 
     def __init__(self, *args, common: Sequence[str], **settings) -> None:
-        super().__init__(*args, **settings)
+        super().__init__(*args, add_help_option=False, **settings)
         self.common = {"help", *common}  # names of the options that short help has
+        flags = {"is_flag": True, "expose_value": False}
         text = "Show all options; only together with -h."
-        self.params.append(
-            Option(["--all"], help=text, is_flag=True, expose_value=False, callback=_check_alone)
+        self.params.append(Option(["--all"], help=text, callback=_check_alone, **flags))
+        text = (
+            "Show the common options, all of them (-h --all) or the options of a task (-h --task "
+            "dpo), and exit."
         )
-
-    def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option ``-h``, whose topic is in the other arguments."""
-        names = self.get_help_option_names(ctx)
-
-        if self._help_option is None or set(self._help_option.opts) != set(names):
-            self._help_option = Option(
-                names,
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_show,
-                help="Show the common options, all of them (-h --all) or the options of a task "
-                "(-h --task dpo), and exit.",
-            )
-
-        return self._help_option
+        helps = Option(["-h", "--help"], help=text, callback=_show, is_eager=True, **flags)
+        self.params.append(helps)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description; only its first paragraphs unless all options are shown."""
