@@ -37,8 +37,6 @@ plan
     packs plan --model mlx-community/Qwen3-4B-4bit --memory 16GB
   List settings with which a run fits into 10 GB, whatever else the machine does:
     packs plan --model mlx-community/Qwen3-8B-4bit --budget 10GB
-  Estimate the bundled model:
-    packs plan --model tiny
 
 bench
   Time training steps of the bundled model, alongside mlx-lm's:
@@ -53,8 +51,6 @@ doctor
     packs doctor
   Write the result to a file, for a bug report:
     packs doctor --report doctor.json
-  Print the result as JSON:
-    packs doctor --json
 
 inspect
   Show the contents of a pack:
@@ -67,16 +63,12 @@ inspect
 list
   List the packs below this folder:
     packs list
-  List those below another folder:
-    packs list packs
   List packs that were downloaded from the Hub:
     packs list --hub-cache
 
 diff
   Compare two packs:
     packs diff packs/tickets packs/law
-  Print the comparison as JSON:
-    packs diff packs/tickets packs/law --json
 
 report
   Write the report page of a run that still trains:
@@ -121,8 +113,6 @@ generate
 chat
   Chat with a pack:
     packs chat --pack packs/tickets
-  Chat with the bundled model:
-    packs chat --model tiny
   Start with a system message:
     packs chat --pack packs/tickets --system "Answer in one sentence."
 

@@ -69,18 +69,13 @@ def generate(
 
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
-    if raw and template_kwargs:
-        raise PackError(
-            "--raw and --template-kwargs: raw text has no template. Leave one out.",
-            "conflict",
-            "raw",
-        )
-    if raw and images:
-        raise PackError(
-            "--raw and --image: raw text has no place for an image. Leave one out.",
-            "conflict",
-            "raw",
-        )
+    for flag, value, part in (
+        ("--template-kwargs", template_kwargs, "template"),
+        ("--image", images, "place for an image"),
+    ):
+        if raw and value:
+            text = f"--raw and {flag}: raw text has no {part}. Leave one out."
+            raise PackError(text, "conflict", "raw")
 
     pack, base = _opened("generate", model, packs, trust_remote_code, offload_base)
 

@@ -118,7 +118,12 @@ def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
 
     if base.architecture == "decoder":
         facts |= _text_facts(base)
-        lines.append(_text_line(facts))
+        template = "no chat template"
+        if facts["has_chat_template"]:
+            template = "with a chat template"
+        lines.append(f"text    {base.vocab_size:,} tokens · {template}")
+        if facts["answer_end"]:
+            lines[-1] += f" · an answer ends with {facts['answer_end']}"
     if facts["takes_images"]:
         lines.append(_TAKES_IMAGES)
     if (name / RECORD).is_file():
@@ -146,15 +151,6 @@ def _text_facts(base: "BaseModel") -> dict[str, Any]:
     if not text and end.token is not None:
         text = tokenizer.decode([end.token])
     return {"has_chat_template": tokenizer.has_chat_template, "answer_end": text or None}
-
-
-def _text_line(facts: dict[str, Any]) -> str:
-    parts = [f"{facts['vocab_size']:,} tokens", "no chat template"]
-    if facts["has_chat_template"]:
-        parts[1] = "with a chat template"
-    if facts["answer_end"]:
-        parts.append(f"an answer ends with {facts['answer_end']}")
-    return "text    " + " · ".join(parts)
 
 
 def bits_line(report: dict) -> str:
@@ -220,20 +216,18 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
     from ..packs.folder import list_packs, table
 
     top = folder or None
-    if top is None and not hub_cache:
+    place = f"below {top}"
+    if top is None and hub_cache:
+        place = "in the cache of pulled packs"
+    elif top is None:
         top = "."
+        place = "below ."
+
     listed = list_packs(top, hub_cache)
-
+    lines = [f"no packs {place}"]
     if listed:
-        print_report({"packs": listed}, table(listed))
-        return
-
-    places = []
-    if top:
-        places.append(f"below {top}")
-    if hub_cache:
-        places.append("in the cache of pulled packs")
-    print_report({"packs": listed}, [f"no packs {' or '.join(places)}"])
+        lines = table(listed)
+    print_report({"packs": listed}, lines)
 
 
 @click.command()
