@@ -126,8 +126,7 @@ with mx.stream({stream}):
         b = b @ a * 0.01
     mx.async_eval(b)
 """
-    for _ in range(2):
-        run_python(code)
+    run_python(code)
 
 
 @pytest.mark.slow
@@ -238,6 +237,7 @@ def test_wheel_and_sdist_are_the_same_bytes_from_two_copies_of_the_tree(built):
 
 
 @pytest.mark.interop
+@pytest.mark.nightly  # pip installs all dependencies, 40 s
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
 def test_wheel_in_an_empty_environment_runs_the_first_command(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT]

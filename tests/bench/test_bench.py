@@ -372,7 +372,8 @@ def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(faked, monkeypatch)
     assert lines[2] == "state   on AC · heat nominal · GPU 3 % · load 0.30 per core"
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
 def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     monkeypatch.setattr(step, "runs_ahead", lambda: ahead)
     of = steps.contest("small", small, 2)

@@ -37,7 +37,7 @@ from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.runtime import mx
 from tests.helpers.memory import active_bytes
 from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.variants import slow_except
+from tests.helpers.variants import nightly_except
 
 CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 2,
@@ -134,7 +134,7 @@ RUNS = {
 
 @pytest.mark.parametrize(
     "module",
-    slow_except(RUNS, whole, swap),
+    nightly_except(RUNS, whole, swap, often_is=()),
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_a_benchmark_appends_its_records(module, in_this_process, here, monkeypatch):

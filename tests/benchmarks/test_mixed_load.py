@@ -7,7 +7,7 @@ import pytest
 from benchmarks.mixed_load import CLIENTS, MixedLoad, served
 from mlx_packs.bases.files import TINY
 
-pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.interop, pytest.mark.nightly, pytest.mark.filterwarnings("default")]
 
 
 def test_nothing_is_lost_or_different(tmp_path):

@@ -55,6 +55,7 @@ def test_inspect_prints_the_manifest_with_hashes(answers):
     assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text
 
 
+@pytest.mark.slow
 def test_inspect_on_a_base_says_what_apply_says(answers, rejected):
     applied = json.loads(invoke("apply", answers / "pack", "--model", "tiny", "--json").stdout)
     assert applied["fits"] and applied["projections"] == 42 and "largest_logit_change" in applied
@@ -184,6 +185,7 @@ def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
     assert shown.exit_code == 0 and shown.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_base_data_and_plan_in_80_columns(tmp_path):
     few = ("--iters", 1, "--warmup-steps", 0, "--batch-size", 1, "--num-layers", 1)
     fast = ("--matmul-path", "dense", "--test-batches", 1, "--val-batches", 1, "--metric", "none")

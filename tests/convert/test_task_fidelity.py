@@ -11,6 +11,7 @@ from mlx_packs.convert.task_fidelity import score_divergence
 from mlx_packs.packs.pack import Pack
 from tests.helpers.decoder_embedders import write_decoder
 from tests.helpers.encoders import all_pairs, all_rankings, write_pairs
+from tests.helpers.variants import slow_except
 
 PLAIN = {"iters": 4, "batch_size": 4, "learning_rate": 1e-2, "val_batches": 0}
 KINDS = {
@@ -41,7 +42,7 @@ def packs(folder, data, tmp_path_factory) -> dict[str, Pack]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "embedding"))
 def test_merge_reports_the_drift_of_what_the_pack_is_for(packs, folder, data, tmp_path, run, kind):
     arguments = [packs[kind].path, "--model", folder, "--out", tmp_path / "m", "--rows", "6"]
     code, out, _ = run("merge", *arguments, "--data", data[kind], "--json")
@@ -56,7 +57,7 @@ def test_merge_reports_the_drift_of_what_the_pack_is_for(packs, folder, data, tm
     assert code == 0 and "drift" in out and unit in out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "embedding"))
 def test_merge_that_moves_results_is_rejected(packs, folder, data, tmp_path, kind):
     settings = {"requantize": "affine4", "data": data[kind], "rows": 4}
     report = merge_pack(packs[kind], folder, tmp_path / "merged", max_drift=1e-7, **settings)

@@ -193,12 +193,6 @@ def hub(places) -> Iterator[LocalHub]:
         yield hub
 
 
-def test_few_points(killer, places):
-    kill_run(killer, RUNS["plain"](places), 2)
-    kill_overwrite(killer, "import", places, 2, exchange=True)
-    kill_overwrite(killer, "import", places, 2, exchange=False)
-
-
 @pytest.mark.parametrize("count", [FEW, MANY])  # 25 s for many: each time the run is resumed
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_runs_end_bit_identical(killer, places, name, count):

@@ -179,6 +179,7 @@ def letters(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("letters"), train=rows, test=rows[:5])
 
 
+@pytest.mark.slow
 def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path, run):
     out = tmp_path / "p"
     learn = {**vars(TRAIN), "iters": 12, "learning_rate": 5e-3, "metric": "exact"}

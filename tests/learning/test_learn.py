@@ -21,6 +21,7 @@ from mlx_packs.training.run import train_pack
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
+from tests.helpers.variants import slow_except
 from tests.learning.test_rows import answer_to
 
 ROWS = 45  # of which 11 prompts are held out
@@ -49,7 +50,7 @@ def stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("task", GAINS)
+@pytest.mark.parametrize("task", slow_except(GAINS, "kto"))
 def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejected, monkeypatch):
     flags = ("--task", task, "--iters", 4, "--learning-rate", "1e-3", "--max-seq-length", 64)
     with monkeypatch.context() as patch:

@@ -21,7 +21,6 @@ from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
 from tests.helpers.models import base_of
 from tests.helpers.steps import make_batch
-from tests.helpers.variants import slow_except
 from tests.memory.measured import peak_of_step
 
 DENSE = TrainConfig(matmul_path="dense")
@@ -163,7 +162,8 @@ def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     assert peak < (1 + ERROR) * planned.peak_bytes
 
 
-@pytest.mark.parametrize("recompute", slow_except(["none", "block"], "none"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_plan_of_a_tree_is_within_its_error_of_the_measured_peak(recompute):
     """Of eight rows three quarters are common."""
     rows, length, prefix = 8, 256, 192

@@ -225,6 +225,7 @@ def prepared(data, train: TrainConfig, seed: int = 2):
     return task, batch, objective.prepare(batch)
 
 
+@pytest.mark.slow
 def test_a_live_teacher_teaches_what_its_cache_does(tmp_path, data, teacher):
     cache_of(tmp_path / "c", data, VOCABULARY, load_base(teacher))
     for name, changes in (

@@ -99,6 +99,7 @@ def test_gates_are_checked_and_recorded_in_the_manifest(small_folder, numbers, t
     assert "PPL ratio" in shown.stdout and "0.001 FAILED" in shown.stdout
 
 
+@pytest.mark.slow
 def test_json_reports_the_matmul_path(numbers, tmp_path, monkeypatch):
     monkeypatch.setattr(matmul_path, "_SHARE", 100)  # two batches are little to measure for
     arguments = (

@@ -20,8 +20,9 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.vision.pictures import ImageSource
 from tests.helpers.errors import raises
+from tests.helpers.variants import nightly_except
 from tests.helpers.vision_bases import write_vision_base
-from tests.vision.test_models import loss_and_gradients, picture
+from tests.vision.test_models import MECHANISMS, loss_and_gradients, picture
 from tests.vision.test_runs import TRAIN, chats
 
 pytestmark = [
@@ -96,7 +97,7 @@ def loss_and_gradients_here(base, pack) -> tuple[float, dict[str, mx.array]]:
     return loss, attached.tensors()
 
 
-@pytest.mark.parametrize("family", IN_MLX_VLM)
+@pytest.mark.parametrize("family", nightly_except(IN_MLX_VLM, *MECHANISMS, often_is=()))
 def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, tmp_path):
     from mlx_vlm.utils import load
 
@@ -127,7 +128,7 @@ def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, 
         assert mx.abs(ours[name] - gradient).max().item() <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_except(FAMILIES, *MECHANISMS, often_is=()))
 def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, trained, tmp_path):
     import torch
     from peft import PeftModel
@@ -178,7 +179,7 @@ def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, trained, t
 
 
 @pytest.mark.parametrize("form", ["mlx-lm", "peft"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_except(FAMILIES, *MECHANISMS, often_is=()))
 def test_an_exported_pack_comes_back_bit_identically(family, form, trained, tmp_path):
     folder, pack = trained(family)
     export_pack(Pack.open(pack), form, tmp_path / "adapter")

@@ -31,6 +31,7 @@ from mlx_packs.vision.images import for_step
 from mlx_packs.vision.pictures import ImageSource
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
+from tests.helpers.variants import nightly_except
 from tests.helpers.vision_bases import write_vision_base
 
 pytestmark = pytest.mark.interop
@@ -125,7 +126,7 @@ def check_equal(model: nn.Module, batch, expected: tuple[float, dict[str, mx.arr
 
 
 @pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", nightly_except(VISION_FAMILIES, *MECHANISMS, often_is=()))
 def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
     from mlx_vlm.utils import load
 

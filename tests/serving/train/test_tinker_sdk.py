@@ -19,6 +19,7 @@ from tests.helpers.bases import first_blocks
 from tests.helpers.documents import ROOT
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.serving import SECONDS, until
+from tests.helpers.variants import nightly_except
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 CLIENT = Path(__file__).with_name("sdk_client.py")
@@ -176,7 +177,12 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "samples"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)]
+    ("number", "samples"),
+    nightly_except(
+        [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
+        (signal.SIGTERM, True),
+        often_is=(),
+    ),
 )
 def test_waiting_clients_end_with_the_server(tmp_path, tokens, number, samples):
     row = {"tokens": tokens[:-1] * 20, "target_tokens": tokens[1:] * 20}
