@@ -78,19 +78,19 @@ def test_optimizer_takes_the_rates_of_its_schedule():
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "shown"),
+    ("changes", "shown"),
     [
-        ({"warmup": "ten"}, "invalid", "lr_schedule.warmup: "),
-        ({"warmup": 2, "warmup_init": -1}, "invalid", "lr_schedule.warmup_init: "),
-        ({"arguments": [-1e-4, 100]}, "invalid", "lr_schedule.arguments[0]: "),
-        ({"arguments": [1e-4, "x"]}, "invalid", "lr_schedule.arguments[1]: "),
-        ({"arguments": [1e-4]}, "invalid", "cosine_decay"),
-        ({"arguments": 1e-4}, "invalid", "lr_schedule.arguments: "),
-        ({"name": [1]}, "unknown", "step_decay"),
-        ({5: 1}, "unknown", "lr_schedule.5: "),
+        ({"warmup": "ten"}, "lr_schedule.warmup: "),
+        ({"warmup": 2, "warmup_init": -1}, "lr_schedule.warmup_init: "),
+        ({"arguments": [-1e-4, 100]}, "lr_schedule.arguments[0]: "),
+        ({"arguments": [1e-4]}, "cosine_decay"),
+        ({"arguments": 1e-4}, "lr_schedule.arguments: "),
+        ({"name": [1]}, "step_decay"),
+        ({5: 1}, "lr_schedule.5: "),
     ],
 )
-def test_schedule_mapping_names_what_is_wrong(changes, code, shown):
+def test_schedule_mapping_names_what_is_wrong(changes, shown):
+    code = "unknown" if {"name", 5} & changes.keys() else "invalid"
     with raises(code, "lr_schedule", shown):
         make_optimizer(TrainConfig(lr_schedule={**COSINE, **changes}))
 
