@@ -207,18 +207,10 @@ class LearningFolder:
 
     def _check_same(self, earlier: "LearningFolder") -> None:
         """Raise a PackError if a folder is of another base model, pack or name."""
-        fault = ""
-        if self.fingerprint != earlier.fingerprint:
-            fault = f"another base model ({earlier.model})"
-        elif self.pack != earlier.pack:
-            fault = "the base model without a pack" if earlier.pack is None else "another pack"
-        elif self.name != earlier.name:
-            fault = f"a pack that was served as {earlier.name}"
-
-        if fault:
+        if replace(earlier, path=self.path, model=self.model) != self:
             raise PackError(
-                f"--learn {self.path}: its answers are of {fault}. Serve that, or name another "
-                "folder.",
+                f"--learn {self.path}: its answers are of '{earlier.name}' on {earlier.model}, and "
+                "this base model, pack or name is another. Serve that, or name another folder.",
                 "conflict",
                 "learn",
             )

@@ -107,11 +107,8 @@ class ChatAnswer:
         self._prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._tools = tools
-        self._head = {"id": new_id(self.prefix), "created": now(), "model": model}
-
-    @property
-    def id(self) -> str:
-        return self._head["id"]
+        self.id = new_id(self.prefix)
+        self._head = {"id": self.id, "created": now(), "model": model}
 
     def messages(self) -> list[tuple[dict[str, Any], str | None, str | None]]:
         """Return each choice, once it has ended, as a message of training.

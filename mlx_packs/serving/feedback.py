@@ -17,7 +17,7 @@ from ..errors import PackError
 from ..learning.folder import LearningFolder
 from ..learning.rows import Answer, rows_of, write_rows
 from .answers import ChatAnswer
-from .fields import Object, not_found, value_error
+from .fields import Object, field_error, not_found
 from .library import Library
 from .protocol import MAX_CHOICES, ChatBody
 
@@ -38,16 +38,10 @@ class FeedbackBody(Object):
 
 @dataclass
 class _Remembered:
-    """A choice of an answer, or why it cannot be rated.
+    """A choice of an answer, with its bytes as JSON, and the identity of its rows if it has any."""
 
-    Attributes:
-        size: bytes of the answer as JSON.
-        row: the identity of its rows.
-    """
-
-    answer: Answer | None = None
-    reason: str = ""
-    size: int = 0
+    answer: Answer
+    size: int
     row: str | None = None
 
 
@@ -89,37 +83,29 @@ class Learning:
     def remember(self, answer: ChatAnswer, body: ChatBody, variables: dict[str, Any]) -> None:
         """Remember an answer that has ended, so that it can be rated.
 
-        ``variables`` are those that the chat template was given.
+        Only answers of the pack that learns are kept, and none about images. ``variables`` are
+        those that the chat template was given.
         """
+        if body.model != self.folder.name or any(message.images for message in body.messages):
+            return
+
         prompt = [message.to_template() for message in body.messages]
         columns: dict[str, Any] = {}
-
         if body.usable_tools:
             columns["tools"] = [tool.to_template() for tool in body.usable_tools]
         if variables:
             columns["chat_template_kwargs"] = variables
 
-        has_images = any(message.images for message in body.messages)
-
         for index, (message, reason, adapters) in enumerate(answer.messages()):
-            if body.model != self.folder.name or adapters not in self._numbers:
-                fault = f"is of '{body.model:.140}', and this server learns for {self.folder.name}"
-                remembered = _Remembered(reason=fault)
-            elif has_images:
-                remembered = _Remembered(reason="is about images, which are not learned from")
-            else:
-                version = self._numbers[adapters]
-                about = {"model": body.model, "version": version, "pack": adapters}
-                rated = Answer(prompt, message, columns, about, reason == "length")
-                text = json.dumps(vars(rated), ensure_ascii=False)
-                # a client may send half a character
-                size = len(text.encode(errors="surrogatepass"))
-                remembered = _Remembered(rated, size=size)
-            self._put((answer.id, index), remembered)
+            version = self._numbers.get(adapters)
+            about = {"model": body.model, "version": version, "pack": adapters}
+            rated = Answer(prompt, message, columns, about, reason == "length")
+            text = json.dumps(vars(rated), ensure_ascii=False)
+            # a client may send half a character
+            size = len(text.encode(errors="surrogatepass"))
+            self._choices[answer.id, index] = _Remembered(rated, size)
+            self._bytes += size
 
-    def _put(self, key: tuple[str, int], remembered: _Remembered) -> None:
-        self._choices[key] = remembered
-        self._bytes += remembered.size
         while len(self._choices) > _ANSWERS or self._bytes > _BYTES:
             _, oldest = self._choices.popitem(last=False)
             self._bytes -= oldest.size
@@ -129,9 +115,9 @@ class Learning:
     async def rate(self, _: Request, body: FeedbackBody) -> Response:
         """Answer ``POST /v1/feedback``: keep the answer with what is said of it."""
         async with self._writing:
-            remembered, answer = self._rated(body)
+            remembered = self._rated(body)
             identity = secrets.token_hex(16)
-            rows = rows_of(answer, identity, body.rating, body.correction)
+            rows = rows_of(remembered.answer, identity, body.rating, body.correction)
             await run_in_threadpool(write_rows, self._path, rows, remembered.row)
             replaces = remembered.row is not None
             remembered.row = identity
@@ -139,47 +125,42 @@ class Learning:
         facts = {"id": body.id, "index": body.index, "kept": sorted(rows), "replaces": replaces}
         return JSONResponse({"object": "feedback", **facts})
 
-    def _rated(self, body: FeedbackBody) -> tuple[_Remembered, Answer]:
+    def _rated(self, body: FeedbackBody) -> _Remembered:
         """Return the answer that feedback is about; a PackError if it says nothing of one."""
         remembered = self._choices.get((body.id, body.index))
         if remembered is None:
-            reason = f"is none of the latest {_ANSWERS:,} chat answers of this server."
+            reason = (
+                f"is none of the latest {_ANSWERS:,} chat answers of {self.folder.name} on this "
+                "server. Answers of other models and about images cannot be rated."
+            )
             raise not_found("id", body.id, reason)
 
-        answer = remembered.answer
-        if answer is None:
-            text = f"this answer {remembered.reason}. It cannot be rated."
-            raise value_error("id", body.id, text, "conflict")
-
-        _check_said(body, answer)
-        return remembered, answer
+        _check_said(body, remembered.answer)
+        return remembered
 
 
 def _check_said(body: FeedbackBody, answer: Answer) -> None:
     """Raise a PackError if what is said of an answer contradicts itself or the answer."""
     text = body.correction
     is_up = body.rating == "up"
-    invalid = {
-        "rating: is required, or a correction.": body.rating is None and text is None,
-        "rating: is 'up', but a correction says that the answer is wrong. Send one of them.": (
-            is_up and text is not None
-        ),
-        "correction: is empty.": text is not None and not text.strip(),
-        "correction: is the answer itself. Send the rating 'up' instead.": (
-            text is not None and text.strip() == answer.text.strip()
-        ),
-    }
-    conflicts = {
-        "rating: the answer is empty, so it can only be corrected.": (
-            body.rating is not None and answer.is_empty
-        ),
-        "rating: the answer was cut off at max_tokens, so it can only be rated down, or "
-        "corrected.": is_up and answer.is_cut,
-    }
-    for code, faults in (("invalid", invalid), ("conflict", conflicts)):
-        for message, holds in faults.items():
-            if holds:
-                raise PackError(message, code, message.partition(":")[0])
+    if body.rating is None and text is None:
+        raise field_error("rating", "is required, or a correction.")
+    if text is not None:
+        if is_up:
+            reason = "is 'up', but a correction says that the answer is wrong. Send one of them."
+            raise field_error("rating", reason)
+        if not text.strip():
+            raise field_error("correction", "is empty.")
+        if text.strip() == answer.text.strip():
+            reason = "is the answer itself. Send the rating 'up' instead."
+            raise field_error("correction", reason)
+
+    if body.rating is not None and answer.is_empty:
+        reason = "the answer is empty, so it can only be corrected."
+        raise field_error("rating", reason, "conflict")
+    if is_up and answer.is_cut:
+        reason = "the answer was cut off at max_tokens, so it can only be rated down, or corrected."
+        raise field_error("rating", reason, "conflict")
 
 
 async def rejected(_: Request, __: FeedbackBody) -> Response:

@@ -8,7 +8,7 @@ from ..config.choices import is_lower_better
 from ..display import clock
 from ..files import atomic_write, to_json
 from ..gates import MEANING
-from .plan import Numbers, Sweep
+from .plan import Sweep
 from .trial import Result, Trial
 
 _FILE = "leaderboard.json"
@@ -79,21 +79,14 @@ def leaderboard(sweep: Sweep) -> dict[str, Any]:
 
     return {
         "sweep": str(sweep.folder),
-        "name": sweep.name,
         "search": sweep.config.search,
         "metric": metric,
         "lower_is_better": is_lower_better(metric),
         "trials": len(sweep.trials),
-        "axes": {key: _axis(values) for key, values in sweep.space.items()},
+        "parameters": list(sweep.space),
         "best": best,
         "rows": [{"place": place, **row.to_json()} for place, row in enumerate(rows, 1)],
     }
-
-
-def _axis(values: list | Numbers) -> dict[str, Any]:
-    if isinstance(values, Numbers):
-        return {"values": None, "log": values.is_log}
-    return {"values": values, "log": False}
 
 
 def write_leaderboard(sweep: Sweep) -> None:
@@ -102,17 +95,17 @@ def write_leaderboard(sweep: Sweep) -> None:
 
 def text_table(content: Mapping) -> list[str]:
     """Return the lines of a leaderboard as a table."""
+    names = content["parameters"]
     metric = content["metric"]
-    lines = [["place", "trial", *content["axes"], metric, "batches", "pack MB", "time", "status"]]
+    lines = [["place", "trial", *names, metric, "batches", "pack MB", "time", "status"]]
 
     for row in content["rows"]:
-        values = [value_text(row["values"][key]) for key in content["axes"]]
+        place = [str(row["place"]), str(row["trial"])]
+        values = [value_text(row["values"][key]) for key in names]
         seconds = clock(row["train_s"]) if row["train_s"] is not None else ""
         forms = {metric: ".4f", "batches": ",", "pack_mb": ".2f"}
         shown = ["" if row[k] is None else format(row[k], form) for k, form in forms.items()]
-        lines.append(
-            [str(row["place"]), str(row["trial"]), *values, *shown, seconds, row["status"]]
-        )
+        lines.append([*place, *values, *shown, seconds, row["status"]])
 
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

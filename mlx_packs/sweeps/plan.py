@@ -193,7 +193,6 @@ _OF_SWEEP = ("out", "adapter_path", "resume", "overwrite", "seeds")
 class Sweep:
     """A sweep that was checked."""
 
-    name: str  # for people
     folder: Path  # for everything that it writes
     config: SweepConfig
     space: Space
@@ -236,7 +235,7 @@ def plan_sweep(
     _check_inputs(recipes)
 
     trials = [Trial(i, v, folder / "trials" / f"{i:03d}") for i, v in enumerate(values, 1)]
-    return Sweep(Path(where).stem, folder, config, space, trials, recipes, metrics)
+    return Sweep(folder, config, space, trials, recipes, metrics)
 
 
 def _recipe(

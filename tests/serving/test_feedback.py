@@ -135,7 +135,7 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
         (answer, {"correction": "a" * 100_001}, 400, "100000"),
         (answer, {"correction": content(answer) + " "}, 400, "the answer itself"),
         (cut, {"rating": "up"}, 409, "cut off at max_tokens"),
-        (other, {"rating": "up"}, 409, "is of 'base'"),
+        (other, {"rating": "up"}, 404, "other models"),
     ):
         status, message = rejected(server, of, **said)
         assert status == code and named in message, said
