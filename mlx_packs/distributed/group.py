@@ -108,18 +108,9 @@ class Group:
         if self.is_alone:
             return content
 
-        own = np.frombuffer(content, np.uint8) if self.is_first else np.zeros(0, np.uint8)
-
-        received = [np.zeros(0, np.uint8)]
-        for start in range(0, self.highest(len(own))[0], _CHUNK):
-            size = min(_CHUNK, self.highest(len(own) - start)[0])
-            chunk = own[start : start + size] if self.is_first else np.zeros(size, np.uint8)
-
-            summed = self.sum(mx.array(chunk))
-            mx.eval(summed)
-            received.append(np.array(summed))
-
-        return np.concatenate(received).tobytes()
+        own = content if self.is_first else b""
+        starts = range(0, self.highest(len(own))[0], _CHUNK)
+        return b"".join(self.gathered(own[start : start + _CHUNK])[0] for start in starts)
 
     def map(
         self, function: Callable[[T], Sequence[np.ndarray]], items: Sequence[T]

@@ -22,9 +22,6 @@ def joined_ranks() -> Iterator[Group]:
     """Yield the group of the ranks that this process was launched with; without others `ALONE`.
 
     They end together: an error of one ends all of them, and the first one says so.
-
-    Raises:
-        PackError: ranks do not answer, or differ in a version.
     """
     here = launched()
     if here is None:

@@ -40,11 +40,7 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """Return how this process was launched; None if it is alone.
-
-    Raises:
-        PackError: the launcher's file is no list.
-    """
+    """Return how this process was launched; None if it is alone."""
     if "MLX_RANK" not in os.environ:
         return None
 
@@ -163,12 +159,7 @@ class Link:
 
 
 def connect(here: Launched, versions: Mapping[str, str]) -> Link:
-    """Return the link of a rank once all have called the first one.
-
-    Raises:
-        PackError: on the first rank, which ranks do not call, differ in a version, or have a port
-            in use; on others, that the first one cannot be reached or has said no.
-    """
+    """Return the link of a rank once all have called the first; a PackError names what is wrong."""
     report = {"rank": here.rank, "versions": dict(versions), "fault": _port_fault(here)}
 
     if here.rank:

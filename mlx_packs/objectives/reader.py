@@ -102,10 +102,7 @@ def scale_logits(steps: mx.array) -> mx.array:
 
 
 def hidden_states(model: nn.Module, name: str, task: str) -> States:
-    """Return the part of a model that computes the states that a head reads.
-
-    Raises a PackError if the model changes its logits after the head: this part is not certain.
-    """
+    """Return the part of a model that computes what a head reads; a PackError if unsure."""
     head = split_head(model)
     if head is None:
         raise PackError(

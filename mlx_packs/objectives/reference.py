@@ -53,10 +53,7 @@ class PhaseReference:
             save_tensors(self._file, self._parameters)
 
     def take(self, fresh: bool) -> None:
-        """Take the model as it is, if it is ``fresh``, or that which began the phase.
-
-        Raises a PackError if a resumed run lacks the file of its parameters.
-        """
+        """Take the model as it is, if it is ``fresh``, or as it began the phase."""
         file = self._file
         if self._bare:
             return

@@ -56,11 +56,7 @@ from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the function ``FILE.py:NAME``; the file is executed.
-
-    Raises:
-        PackError: there is no such file or function, or the file cannot be executed.
-    """
+    """Return the function ``FILE.py:NAME``; the file is executed."""
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         raise _error(name, f"must be FILE.py:NAME, or one of {', '.join(METRICS)}.", "unknown")
@@ -114,11 +110,7 @@ class Reward:
     def __call__(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[str]
     ) -> np.ndarray:
-        """Return the reward of each completion of the prompts at ``indices``, float32 [N].
-
-        Raises:
-            PackError: the function raises, or returns other than as many finite numbers or None.
-        """
+        """Return the reward of each completion of the prompts at ``indices``, float32 [N]."""
         rows = [prompts.row(i) for i in indices]
         names = dict.fromkeys(name for row in rows for name in row.value)
         columns: dict[str, list] = {name: [row.value.get(name) for row in rows] for name in names}

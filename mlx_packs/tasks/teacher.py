@@ -166,9 +166,6 @@ def write_teacher_cache(teacher: Teacher, recipe: Recipe, display: Display) -> N
 
     A run on ``recipe`` reads them: the examples are encoded as its own, and known by their tokens.
     A cache that is not complete is continued.
-
-    Raises:
-        PackError: the folder has something else, or examples cannot be used.
     """
     out = Path(recipe.train.teacher_cache).expanduser()
     if out.exists() and not out.is_dir():

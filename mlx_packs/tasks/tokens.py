@@ -245,11 +245,7 @@ def passes_of(
 
 
 def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
-    """Return whether the model computes trees exactly; say so if it does not.
-
-    Raises:
-        PackError: it does not, and trees are asked for.
-    """
+    """Return whether the model computes trees exactly; raise if not and they are asked for."""
     reason = why_in_rows(base, sequence_inputs(train.max_seq_length), train.share_prefix)
     if reason is None and train.share_prefix == "auto":
         reason = _why_not_recomputed(train, base)
@@ -285,11 +281,7 @@ def _why_not_recomputed(train: TrainConfig, base: Base) -> str | None:
 
 
 def check_trees(trainable: Trainable, head: Head | None) -> None:
-    """Check that trees have the gradients of rows, with what is trained and recomputed.
-
-    Raises:
-        PackError: they have others.
-    """
+    """Check that trees have the gradients of rows, with what is trained and recomputed."""
     base = trainable.base
     reason = why_not_shared(trainable.model, head, base.vocab_size)
     if reason:

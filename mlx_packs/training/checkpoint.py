@@ -101,11 +101,7 @@ def check_checkpoint(folder: Path) -> None:
 def load_checkpoint(
     folder: Path, trainable: Trainable, optimizer: optimizers.Optimizer
 ) -> TrainingState:
-    """Restore trainable parameters, optimizer and random state; return the progress of the run.
-
-    The optimizer must be initialized for the parameters. Raises PackError if the checkpoint is
-    damaged, or belongs to other parameters or another optimizer.
-    """
+    """Restore parameters, optimizer and random state; return the progress of the run."""
     state = read_training_state(folder)
     try:
         tensors = mx.load(str(folder / ADAPTERS))
@@ -184,10 +180,7 @@ def _damaged(folder: Path, error: Exception) -> PackError:
 def _with_current_names(
     arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
 ) -> dict[str, mx.array]:
-    """Return a stored optimizer state under the names of a fresh one.
-
-    They differ where blocks are checkpointed now and were not then, or the other way round.
-    """
+    """Return a stored optimizer state under the names of a fresh one, which recomputing changes."""
 
     def unwrapped(name: str) -> str:  # as if there were no `nn.recompute.RecomputedBlock`
         return name.replace(".block.", ".")

@@ -215,10 +215,7 @@ class Fit:
     def _optimizer_of(
         self, phase: RunPhase, previous: optimizers.Optimizer | None, checkpoint: Path | None
     ) -> optimizers.Optimizer:
-        """Return the optimizer of a phase, with the state of a checkpoint or of the phase before.
-
-        The checkpoint also has the trained parameters and the training state.
-        """
+        """Return a phase's optimizer, with the state of a checkpoint or of the phase before."""
         optimizer = phase.optimizer()
         optimizer.init(self.trainable.model.trainable_parameters())
         if self.float16:

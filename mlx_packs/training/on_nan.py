@@ -75,10 +75,7 @@ class OnNan:
         self._run.display.line("nan", text)
 
     def end(self, number: int, fault: str, batches: Sequence[Batch]) -> NoReturn:
-        """Raise a PackError that names the rows.
-
-        A model that is not finite leaves no other choice.
-        """
+        """Raise a PackError that names the rows."""
         rows = self._announced(number, fault, batches, action="stop")
 
         last = "No checkpoint was due."
@@ -149,11 +146,7 @@ class UpdateGuard:
     def is_skipped(
         self, batch: Batch, number: int, updates: bool, loss: float, norm: float
     ) -> bool:
-        """Return whether a batch is no part of an update, because something is not finite.
-
-        ``updates`` is whether an update came with it, whose gradient has this norm. Raises
-        PackError if the run ends.
-        """
+        """Return whether a batch, maybe with an update of this norm, is skipped."""
         fault = not_finite(loss, 0.0)
         self._of_update.append((batch, fault))
         if not fault:

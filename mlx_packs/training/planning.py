@@ -169,10 +169,7 @@ def show_plan(base: Base, run: Run, memory: MemoryChoice) -> None:
 
 
 def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype:
-    """Return the dtype of a run on a base that is to be loaded.
-
-    A resumed run stays in float16, or out of it, as its checkpoint is.
-    """
+    """Return the dtype of a run; a resumed one stays in float16 or out of it."""
     if place.overflow:
         return ComputeDtype("bfloat16", place.overflow, "bfloat16")
 

@@ -69,10 +69,7 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
 
 
 def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
-    """Check that a resumed run is the same run: base, data and everything that shapes a step.
-
-    ``base`` is the folder of the base, ``earlier`` the identity of the run as it began.
-    """
+    """Check that a resumed run is the same run: base, data and everything that shapes a step."""
     teacher = "teacher" if identity["recipe"].get("teacher") else "teacher_cache"
     for key, flag, other in (
         ("base", "model", "another base"),
@@ -131,10 +128,7 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
 
 
 def with_template_date(settings: RunSettings, base: Base, display: Display) -> RunSettings:
-    """Return settings with the date that the chat template reads, if it reads the clock.
-
-    A resumed run has recorded one.
-    """
+    """Return settings with the date for a template that reads the clock; a resumed run has one."""
     specified = settings.columns.template_date
     if not reads_clock(base.tokenizer):
         if specified is None:

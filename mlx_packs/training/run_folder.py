@@ -92,10 +92,7 @@ class RunFolder:
         return best
 
     def resume_point(self) -> ResumePoint:
-        """Return where a run is resumed; the files of newer checkpoints are checked, too.
-
-        Raises PackError if there is no checkpoint, or all are damaged.
-        """
+        """Return where a run is resumed; a PackError if no checkpoint is whole."""
         damaged: list[str] = []
         for folder in reversed(self.checkpoints()):
             try:
@@ -169,10 +166,7 @@ class RunFolder:
             return False
 
     def metrics_until(self, batches: int) -> list[dict]:
-        """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file.
-
-        So are lines that a crash cut short or damage made unreadable.
-        """
+        """Return the lines of metrics.jsonl up to a batch, and remove all others from it."""
         if not (self.path / METRICS).is_file():
             return []
         lines = [line for line in self.metrics() if line["batch"] <= batches]

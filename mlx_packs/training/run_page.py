@@ -39,11 +39,7 @@ SUMMARY = "seeds.json"  # beside the packs
 
 
 def write_seeds_page(folder: Path, file: Path) -> Path:
-    """Write the page of the seeds in a folder; it links to their own pages if it is there, too.
-
-    Raises:
-        PackError: If no run has started, a run folder is damaged, or the file cannot be written.
-    """
+    """Write the page of the seeds in a folder; it links to their own pages if it is there, too."""
     is_beside = file.absolute().parent == folder.absolute()
     atomic_write(file, render_seeds(seeds_facts(folder, is_beside)))
     return file

@@ -142,11 +142,7 @@ def train_seeds(  # noqa: PLR0913 (the public face)
 
 
 def train_with_seeds(request: Request) -> SeedRuns:
-    """Train a pack for each of ``seeds`` seeds, from that of the recipe on.
-
-    Each is a pack of its own in ``out``: ``seed-0``, and its run ``seed-0-run``. Errors are as of
-    `train_seeds`.
-    """
+    """Train a pack for each of ``seeds`` seeds in the folder ``out``, as `train_seeds`."""
     recipe = request.recipe
     if group().size > 1:
         raise PackError(

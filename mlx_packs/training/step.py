@@ -150,10 +150,7 @@ class Stepper:
         return inputs
 
     def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
-        """Start the step on the pieces of a batch, as `start`.
-
-        Of several each waits for the one before; the loss is the sum of theirs.
-        """
+        """Start the step on the pieces of a batch, as `start`; each waits for the one before."""
         if len(pieces) > 1:
             self.wait_for_each()
 

@@ -246,10 +246,7 @@ def interrupted(run: "Run", checkpoint: Path, number: int) -> RunStopped:
 
 @contextmanager
 def resumable(run: "Run") -> Iterator[None]:
-    """Raise `RunStopped` for a signal, a disk or a base that fails, if there is a checkpoint.
-
-    The run folder contains none of another run any more.
-    """
+    """Raise `RunStopped` for a signal, a disk or a base that fails, if there is a checkpoint."""
     try:
         yield
     except KeyboardInterrupt as error:

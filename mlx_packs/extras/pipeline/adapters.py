@@ -65,10 +65,7 @@ class PipelinedAdapters(TrainableWrapper):
 
 
 def check_splittable(base: "BaseModel", stages: int) -> None:
-    """Raise a PackError unless the blocks of a base can be split over so many ranks.
-
-    Its family must be known to pass one array from block to block, and have enough blocks.
-    """
+    """Raise a PackError unless a family is known to pass one array on, and has enough blocks."""
     family = base.config["model_type"]
     if family not in FAMILIES:
         raise PackError(
@@ -121,10 +118,7 @@ def _remote_modules(base: "BaseModel", own: range, stages: Stages) -> list[tuple
 
 
 def join_stages(lora: LoRAConfig) -> None:
-    """Let the ranks be the stages of a pipeline from here on.
-
-    Raises a PackError if this process is alone, or a setting needs the whole base on one rank.
-    """
+    """Let the ranks be stages from here on; a PackError if a setting needs the base on one rank."""
     ranks = group()
     if ranks.is_alone:
         raise PackError(

@@ -51,10 +51,7 @@ class Console(Observer):
         self._display.line("valid", f"batch {line['batch']}: {score.text}")
 
     def _progress(self, line: dict) -> str:
-        """Return the losses and the throughput of a line; of rewards, which have no loss, these.
-
-        The throughput counts all tokens where they are known, otherwise the targets.
-        """
+        """Return the loss or reward of a line, and its throughput, if known of all tokens."""
         rate = f"{line.get(COMPUTED_PER_S, line[self._rate]):,.0f} {self._unit}/s"
         if rewards := [entry["reward"] for entry in self._curve if "reward" in entry]:
             return f"reward {rewards[-1]:.3f}  {rate}"

@@ -19,10 +19,7 @@ from . import ObservedRun
 
 
 class ReportPage(Observer):
-    """Writes report.json and report.html when a run ends or is interrupted.
-
-    A run that succeeded is not ended by a file that cannot be written: there is a note.
-    """
+    """Writes report.json and report.html when a run ends or is interrupted."""
 
     def __init__(self, observed: ObservedRun) -> None:
         self._folder = observed.run.folder
