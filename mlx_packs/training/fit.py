@@ -37,7 +37,6 @@ from .observer import Observer
 from .observers import ObservedRun, make_observers
 from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
-from .settings import Run
 from .state import COMPUTED_PER_S, TrainingState
 from .step import BatchStep, Stepper
 from .update import add_scale, scale_facts
@@ -69,17 +68,13 @@ def check_scores(scores: Scores, saved: bool) -> None:
 class Fit:
     """Training through the phases of a run, and its outcome besides the trained parameters."""
 
-    run: Run
+    prepared: PreparedRun
     trainable: Trainable
     objectives: Objectives
-    data: Sequence[PhaseData]  # of every phase
-    observers: Sequence[Observer]
-    curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
-    float16: bool  # whether the base computes in it, and the loss is scaled
-    on_nan: OnNan
     origin: PhaseReference  # what the run started from
-    memory: Memory | None = None
-    before: Scores | None = None  # the scores at the start; several phases need them
+    before: Scores | None  # the scores at the start; several phases need them
+    observed: ObservedRun
+    observers: Sequence[Observer]
     parts: int = 1  # that batches are taken in; it only grows
     state: TrainingState = field(default_factory=TrainingState)
     # Before the first phase and after each; empty where they are not known.
@@ -89,22 +84,22 @@ class Fit:
     traces: int = 0  # compiled
     end: dict = field(default_factory=dict)  # why it ended early, and which weights it ended with
 
-    @property
-    def unit(self) -> str:
-        """What the run counts, as a plural: the unit of its last phase."""
-        return self.objectives[self.run.last_phase.name].unit
+    def __post_init__(self) -> None:
+        self.run = self.prepared.run
+        self.data = self.prepared.data
+        self.curve = self.observed.curve
+        self.unit = self.observed.unit
+        self.float16 = self.prepared.dtype.name == "float16"  # then the loss is scaled
+        self.on_nan = OnNan(self.run, self.observers)
+        self.memory = Memory(self.run.display, self.observers)
 
-    def trained(self, sources: Sequence[str]) -> Trained:
-        """Return what is measured; ``sources`` are the public names of the phases' examples."""
-        return Trained(
-            self.trainable,
-            self.data,
-            sources,
-            self.run.phases,
-            self.curve,
-            self.scores,
-            self.origin,
-        )
+    @property
+    def trained(self) -> Trained:
+        """What is measured, once the run is over."""
+        sources = self.prepared.sources
+        phases = self.run.phases
+        own = (self.curve, self.scores, self.origin)
+        return Trained(self.trainable, self.data, sources, phases, *own)
 
     def train(self) -> None:
         """Train every phase that is not over, and score the result on the held-out examples."""
@@ -390,16 +385,4 @@ def start_fit(
     run.files.write_identity(prepared.identity)
     origin.save()
 
-    return Fit(
-        run=run,
-        trainable=trainable,
-        objectives=objectives,
-        data=prepared.data,
-        observers=observers,
-        curve=observed.curve,
-        float16=float16,
-        on_nan=OnNan(run, observers),
-        origin=origin,
-        memory=Memory(run.display, observers),
-        before=before,
-    )
+    return Fit(prepared, trainable, objectives, origin, before, observed, observers)

@@ -148,7 +148,7 @@ def _train(request: Request, settings: RunSettings, place: Place) -> TrainRun:
             fit = start_fit(prepared, trainable, objectives, origin)
             with resumable(run):
                 fit.train()
-                summary = prepared.task.summary(fit.trained(prepared.sources))
+                summary = prepared.task.summary(fit.trained)
         with resumable(run):
             pack = save_pack(prepared, trainable, fit, summary)
 
