@@ -14,7 +14,6 @@ its *segments*. The arrays of B rows of T inputs, with room for M targets:
 
 import dataclasses
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,28 +39,22 @@ PADDING = {"positions": 0, "targets": 0, "owners": -1}  # of what each target ha
 Allowed = Collection[Shape] | Mapping[Spans, int]
 
 
-class _RowCollate(ABC):
-    @abstractmethod
-    def shape(self, examples: Examples, order: Order) -> Shape:
-        """Return (T, M) of a batch without laying it out."""
-
-    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
-        return {self.shape(examples, order) for order in orders}
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        return split_rows(batch, parts)
-
-
 @dataclass(frozen=True)
-class TokenCollate(_RowCollate):
-    """Lays out an example in each row; missing ones are empty, as is a row whose index is -1."""
+class TokenCollate:
+    """Lays out an example in each row, or several of a `Packed` order; missing rows are empty.
+
+    A row whose index is -1 is empty, too. Aligned batches have no missing rows.
+    """
 
     batch_size: int  # rows
-    limit: int  # most inputs of a row
-    allowed: Collection[Shape] | None = None  # shapes of batches; None allows any
+    limit: int  # most inputs of a row, or those of a packed one
+    allowed: Allowed | None = None  # None allows any
     prefix: int = 0  # inputs that all rows begin with, after which they are padded
 
-    def __call__(self, examples: Sequence[Example], order: Sequence[int]) -> Batch:
+    def __call__(self, examples: Sequence[Example], order: Order) -> Batch:
+        if isinstance(order, Packed):
+            return self._packed(examples, order)
+
         rows = [row for row, i in enumerate(order) if i >= 0]
         indices = [order[row] for row in rows]
         chosen = [examples[i] for i in indices]
@@ -73,7 +66,18 @@ class TokenCollate(_RowCollate):
         batch = _laid_out(chosen, starts, (self.batch_size, width), slots)
         return dataclasses.replace(batch, examples=_numbers(indices), source=examples)
 
-    def shape(self, examples: Examples, order: np.ndarray) -> Shape:
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
+        return {self.shape(examples, order) for order in orders}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        return split_rows(batch, parts)
+
+    def shape(self, examples: Examples, order: Order) -> Shape:
+        """Return (T, M) of a batch without laying it out."""
+        if isinstance(order, Packed):
+            targets = int(examples.target_counts[order.examples].sum())
+            return self.limit, self._packed_slots(order, targets)
+
         order = np.asarray(order)
         order = order[order >= 0]
         longest = int(examples.lengths[order].max()) - 1
@@ -97,16 +101,7 @@ class TokenCollate(_RowCollate):
         slots = padded_targets(targets, self.batch_size * width)
         return fitting_shape((width, slots), self.batch_size, self.allowed)
 
-
-@dataclass(frozen=True)
-class PackedCollate(_RowCollate):
-    """Lays out several examples in each row; missing rows are empty, unless it is aligned."""
-
-    batch_size: int  # rows
-    limit: int  # inputs of a row
-    allowed: Mapping[Spans, int] | None = None  # the targets that aligned ones have room for
-
-    def __call__(self, examples: Sequence[Example], order: Packed) -> Batch:
+    def _packed(self, examples: Sequence[Example], order: Packed) -> Batch:
         rows = self._rows(order)
         segments = np.zeros((rows, self.limit), dtype=np.int32)
         chosen = []
@@ -120,20 +115,17 @@ class PackedCollate(_RowCollate):
                 at += room
                 segments[row, at:] = number + 1
 
-        slots = self._slots(order, sum(int(e.target.sum()) for e in chosen))
+        slots = self._packed_slots(order, sum(int(e.target.sum()) for e in chosen))
         batch = _laid_out(chosen, starts, (rows, self.limit), slots)
         batch = dataclasses.replace(batch, examples=_numbers(order.examples), source=examples)
         if order.spans:
             return dataclasses.replace(batch, layout=order.spans)
         return batch.having(segments=segments)
 
-    def shape(self, examples: Examples, order: Packed) -> Shape:
-        return self.limit, self._slots(order, int(examples.target_counts[order.examples].sum()))
-
     def _rows(self, order: Packed) -> int:
         return len(order.sequences) if order.spans else self.batch_size
 
-    def _slots(self, order: Packed, targets: int) -> int:
+    def _packed_slots(self, order: Packed, targets: int) -> int:
         if order.spans and self.allowed:
             targets = max(targets, self.allowed[order.spans])
         return padded_targets(targets, self._rows(order) * self.limit)
@@ -211,9 +203,8 @@ def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
-def token_collate(sampler: Sampler, allowed: Allowed | None = None) -> TokenCollate | PackedCollate:
-    kind = PackedCollate if sampler.packing else TokenCollate
-    return kind(sampler.batch_size, sampler.inputs, allowed)
+def token_collate(sampler: Sampler, allowed: Allowed | None = None) -> TokenCollate:
+    return TokenCollate(sampler.batch_size, sampler.inputs, allowed)
 
 
 def training_set(examples: Examples, sampler: Sampler) -> Dataset:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.data import teacher_cache
-from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Packed
 from mlx_packs.data.teacher_cache import FACTS, CacheFacts, TeacherCache, split_facts
@@ -63,7 +63,7 @@ def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path)
     starts = np.concatenate([[0], np.cumsum(own.target_counts)])
     for collate, order in (
         (TokenCollate(4, 16), np.array([3, 0, 4])),
-        (PackedCollate(2, 32), Packed([[2, 1], [4, 0, 3]])),
+        (TokenCollate(2, 32), Packed([[2, 1], [4, 0, 3]])),
     ):
         batch = collate(own, order)
         whole = targets.having(batch)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.data.batches import PackedCollate
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.sampler import Packed, aligned_batches, first_fit
@@ -19,14 +19,14 @@ def packed_batch(rows: list[Example] = ROWS, batch_size: int = 3) -> Batch:
     """All rows in one batch."""
     inputs = np.array([len(e.tokens) - 1 for e in rows])
     packed = Packed(first_fit(inputs, np.arange(len(rows)), LIMIT))
-    return PackedCollate(batch_size, LIMIT)(rows, packed)
+    return TokenCollate(batch_size, LIMIT)(rows, packed)
 
 
 def aligned_batch(rows: list[Example] = ROWS) -> Batch:
     """All rows in one batch whose attention is computed segment by segment."""
     inputs = np.array([len(e.tokens) - 1 for e in rows])
     (packed,) = aligned_batches(inputs, len(rows), LIMIT, np.random.default_rng(0))
-    return PackedCollate(len(rows), LIMIT)(rows, packed)
+    return TokenCollate(len(rows), LIMIT)(rows, packed)
 
 
 def attached_model(

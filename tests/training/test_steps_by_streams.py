@@ -9,7 +9,7 @@ from mlx_packs import runtime
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.cpu.profile import CPU
-from mlx_packs.data.batches import PackedCollate
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.sampler import Packed
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import split_head
@@ -33,7 +33,7 @@ def batches() -> list:
     unpacked = [make_batch(some, range(3), 3, 128)]
     unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
     packed = Packed([np.array([0, 1]), np.array([2, 3]), np.array([4, 5])])
-    return [*unpacked, PackedCollate(3, 127)(some, packed), *unpacked]
+    return [*unpacked, TokenCollate(3, 127)(some, packed), *unpacked]
 
 
 def model_with_adapters(family: str, path: str, recompute: str):

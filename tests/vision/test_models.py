@@ -16,7 +16,7 @@ from mlx_packs.bases.families import VISION_FAMILIES
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.config.lora import LoRAConfig
 from mlx_packs.cpu.profile import CPU
-from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.sampler import Packed
 from mlx_packs.data.token_store import Example
@@ -199,7 +199,7 @@ def test_batches_of_any_layout_equal_rows_alone(family, folder_of):
     lengths = [len(example.tokens) - 1 for example in examples]
     for spans in (None, (tuple(lengths),)):
         order = Packed([np.arange(4)], spans)
-        check_equal(model, PackedCollate(1, sum(lengths))(examples, order), expected)
+        check_equal(model, TokenCollate(1, sum(lengths))(examples, order), expected)
 
     common = [_common(examples[0], examples[1]), _common(examples[2], examples[3])]
     root = _common(examples[0], examples[2])
