@@ -159,22 +159,18 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
     tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
     by_split = _files_of_splits(path, tables)
     used = [file for chosen in by_split.values() for file in chosen]
-
     if not used:
         return _all_splits({"train": _text_folder(path, tables)}), []
 
-    rows = {}
+    rows = {split: _rows_of(chosen) for split, chosen in by_split.items()}
     for split, chosen in by_split.items():
-        if len(chosen) == 1:  # an error if it is empty
-            rows[split] = read_rows(chosen[0])
-        else:
-            rows[split] = _rows_of(chosen)
+        if len(chosen) == 1 and not len(rows[split]):
+            raise file_error(chosen[0], "has no examples.", "data")
 
     others = [file.name for file in tables if file not in used]
-    notes = []
-    if others:
-        notes.append(f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})")
-    return rows, notes
+    if not others:
+        return rows, []
+    return rows, [f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})"]
 
 
 def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]]:
@@ -183,29 +179,22 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
     Without either, a single file or the shards of a single name are training data.
     """
     stems = {file: file.name.lower().removesuffix(suffix_of(file) or "") for file in tables}
-    by_split = {
-        split: [file for file in tables if stems[file] in names]
-        for split, names in SPLIT_NAMES.items()
-    }
     shards = numbered_shards(stems)
+    by_split: dict[str, list[Path]] = {}
 
     for split, names in SPLIT_NAMES.items():
         sharded = [shards[name] for name in names if name in shards]
-        chosen = [[file] for file in by_split[split]] or sharded
+        chosen = [[file] for file in tables if stems[file] in names] or sharded
         if len(chosen) > 1:
             fault = f"{chosen[0][0].name} and {chosen[1][0].name} both contain {split}."
             raise file_error(path, fault, "conflict")
-        by_split[split] = chosen[0] if chosen else []
+        by_split[split] = next(iter(chosen), [])
 
-    if any(by_split.values()):
-        return by_split
-
+    others = list(shards.values())
     if len(tables) == 1:
-        by_split["train"] = list(tables)
-    elif len(shards) == 1:
-        (files,) = shards.values()
-        if len(files) == len(tables):
-            by_split["train"] = files
+        others = [list(tables)]
+    if not any(by_split.values()) and len(others) == 1 and len(others[0]) == len(tables):
+        by_split["train"] = others[0]
     return by_split
 
 
