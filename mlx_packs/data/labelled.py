@@ -18,7 +18,7 @@ from .encoding import EncodingOptions, Examples
 from .formats import CHAT, COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, check_input, read_label
 from .sources import ConvertedRows, Rows, as_rows
-from .texts import Selected, TextGroups
+from .texts import TextGroups
 from .token_cache import encode_cached
 
 NO_LIMIT = 1 << 30  # of the tokens of an example
@@ -107,7 +107,7 @@ def _fitted(
         )
 
     examples = replace(examples, cut=cut, dropped=len(prompts) - len(kept))
-    texts = Selected(examples, kept, prompts[kept])
+    texts = examples.items.select(kept, prompts[kept])
     row_format = CHAT if classes.chat else TEXT
     return TextGroups.of_examples(row_format, examples, texts, labels[kept])
 

@@ -26,7 +26,7 @@ from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .sources import ConvertedRows, Rows, as_rows
 from .task_formats import PREFERENCE_FORMATS, RATED, RATED_FORMATS
-from .texts import Selected, TextGroups
+from .texts import TextGroups
 from .token_cache import encode_cached
 from .trees import TreeCollate, TreePlan, felled
 
@@ -71,7 +71,7 @@ def encode_preferences(
     else:
         first = np.flatnonzero((kept[:-1] % 2 == 0) & (kept[:-1] + 1 == kept[1:]))
         kept = kept[first] // 2
-        items = Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+        items = examples.items.select(np.stack([first, first + 1], axis=1).reshape(-1))
         labels = np.ones(len(kept), np.float32)
 
     if not len(kept):
@@ -228,7 +228,7 @@ def encode_scored(
         )
 
     numbers = np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1)
-    texts = Selected(examples, numbers)
+    texts = examples.items.select(numbers)
     labels = np.tile(np.float32([1, 0]), (len(kept), 1))
     examples = replace(examples, cut=0, dropped=examples.dropped + len(longest) - len(kept))
     return TextGroups.of_examples(PREFERENCE, examples, texts, labels)

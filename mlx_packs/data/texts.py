@@ -20,7 +20,7 @@ from .row_format import BadRows
 from .sampler import Sampler
 from .shapes import Shape, joined_shapes, padded_length
 from .sources import as_rows, canonical_line
-from .token_store import Example, JoinedExamples, StoredExamples, TokenStore
+from .token_store import JoinedExamples, StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
 NAMES = DataConfig()  # such rows have column names of their own
@@ -47,7 +47,7 @@ class TextGroups(ExampleSet):
 
     @classmethod
     def of_examples(
-        cls, row_format: RowFormat, examples: Examples, texts: "Selected", labels: np.ndarray
+        cls, row_format: RowFormat, examples: Examples, texts: StoredExamples, labels: np.ndarray
     ) -> "TextGroups":
         """Return encoded rows, of which ``texts`` are read: as many of each row, in their order."""
         groups = np.arange(len(texts)).reshape(len(labels), -1)
@@ -212,27 +212,6 @@ class _TextStore:
             self._is_cut.append(is_cut)
             self._store.add(len(self._store), tokens, np.zeros(0, bool))
         self._waiting = []
-
-
-class Selected(Sequence):
-    """Some examples of others, by their ``numbers``; ``lengths`` are the tokens read of each."""
-
-    def __init__(
-        self, examples: Examples, numbers: np.ndarray, lengths: np.ndarray | None = None
-    ) -> None:
-        self._items = examples.items
-        self._numbers = numbers
-        self.lengths = examples.lengths[numbers]
-        if lengths is not None:
-            self.lengths = lengths
-        self.target_counts = examples.target_counts[numbers]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, i: int) -> Example:
-        example = self._items[int(self._numbers[i])]
-        return replace(example, tokens=example.tokens[: int(self.lengths[i])])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Encoded examples, one after the other in two arrays; large ones are files mapped into memory."""
 
+import copy
 import io
 import tempfile
 from array import array
@@ -49,8 +50,10 @@ class StoredExamples(Sequence):
         self._where = where
         self._tokens = np.asarray(parts["tokens"])
         self._target = np.asarray(parts["target"])
-        self._edges = np.concatenate([[0], parts["ends"]])
+        self._ends = np.asarray(parts["ends"])
+        self._starts = np.concatenate([[0], self._ends])[:-1]
         self._rows = parts["rows"]
+        self.target_counts = parts["target_counts"]  # supervised tokens of each, int32 [N]
         self._reads = 0
 
     def __len__(self) -> int:
@@ -64,25 +67,30 @@ class StoredExamples(Sequence):
             release(self._tokens)
             release(self._target)
 
-        here = slice(self._edges[i], self._edges[i + 1])
+        here = slice(self._starts[i], self._ends[i])
         return Example(self._tokens[here], self._target[here], self._where(int(self._rows[i])))
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each example, int64 [N]."""
-        return np.diff(self._edges)
-
-    @property
-    def target_counts(self) -> np.ndarray:
-        """Supervised tokens of each example, int32 [N]."""
-        return self.parts["target_counts"]
+        return self._ends - self._starts
 
     @property
     def prompt_lengths(self) -> np.ndarray:
         """Tokens of each example before its first target, int64 [N]."""
         hits = np.flatnonzero(self._target)
-        starts = self._edges[:-1]
-        return hits[np.searchsorted(hits, starts)] - starts
+        return hits[np.searchsorted(hits, self._starts)] - self._starts
+
+    def select(self, numbers: np.ndarray, lengths: np.ndarray | None = None) -> "StoredExamples":
+        """Return some examples, or the first ``lengths`` tokens of each."""
+        chosen = copy.copy(self)
+        chosen._starts = self._starts[numbers]
+        chosen._ends = self._ends[numbers]
+        if lengths is not None:
+            chosen._ends = chosen._starts + lengths
+        chosen._rows = self._rows[numbers]
+        chosen.target_counts = self.target_counts[numbers]
+        return chosen
 
 
 class JoinedExamples(Sequence):

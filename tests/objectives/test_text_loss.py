@@ -16,7 +16,8 @@ from mlx_packs.data.labels import MULTI, ORDINAL, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import MOST_SHAPES
-from mlx_packs.data.texts import Selected, TextCollate, TextGroups, doubling_widths, joined_widths
+from mlx_packs.data.texts import TextCollate, TextGroups, doubling_widths, joined_widths
+from mlx_packs.data.token_store import JoinedExamples
 from mlx_packs.evaluation.preferences import score_pairs
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reader import (
@@ -96,7 +97,7 @@ def test_compiled_batches_of_texts_have_few_widths(monkeypatch):
     lengths = np.random.default_rng(0).integers(4, 300, 400)
     items = [Example(np.ones(n, np.int32), np.arange(n) > 0, "x") for n in lengths]
     examples = Examples(items, "text", "all")
-    rows = Selected(examples, np.arange(400))
+    rows = JoinedExamples([examples])
     texts = TextGroups.of_examples(TEXT, examples, rows, np.zeros((200, 2), np.float32))
     sampler = Sampler(texts.lengths, 8, 320)
     collate = TextCollate(8, 320, joined_widths(texts, sampler))

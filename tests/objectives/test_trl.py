@@ -23,7 +23,8 @@ from mlx_packs.data.labels import COLUMNS, MULTI, REGRESSION, SINGLE, Classes
 from mlx_packs.data.preferences import preference_set
 from mlx_packs.data.rankings import RankingCollate, RerankPrompt, encode_rankings
 from mlx_packs.data.sampler import GroupedSampler
-from mlx_packs.data.texts import Selected, TextCollate, TextGroups
+from mlx_packs.data.texts import TextCollate, TextGroups
+from mlx_packs.data.token_store import JoinedExamples
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
@@ -347,7 +348,7 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     sides = examples_of(tokens, zip(real, real, strict=True))
     half = len(sides) // 2
     rows = Examples(interleaved(sides[:half], sides[half:]), "preferences", "last token")
-    texts = Selected(rows, np.arange(2 * half))
+    texts = JoinedExamples([rows])
     data = TextGroups.of_examples(PREFERENCE, rows, texts, np.tile(np.float32([1, 0]), (half, 1)))
     laid_out = TextCollate(half, 64)(data, np.arange(half))
 
