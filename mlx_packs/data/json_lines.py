@@ -320,16 +320,14 @@ def _unquoted(cell: str) -> str:
 
 def _lines(file: Path) -> Iterator[str]:
     """Line ends are kept."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest = ""
     try:
-        for block in _blocks(file):
-            lines = io.StringIO(rest + decoder.decode(block), newline="").readlines()
-            rest = lines.pop() if lines else ""
+        for text in codecs.iterdecode(_blocks(file), "utf-8-sig"):
+            *lines, rest = io.StringIO(rest + text, newline="").readlines() or [""]
             if len(rest) > MOST_LINE_BYTES:
                 raise file_error(file, f"a line is longer than {MOST_LINE_BYTES:,} bytes.", "data")
-
             yield from lines
-        yield from io.StringIO(rest + decoder.decode(b"", final=True), newline="").readlines()
+        if rest:
+            yield rest
     except UnicodeDecodeError:
         raise file_error(file, "is not UTF-8 text. Save it as UTF-8.") from None
