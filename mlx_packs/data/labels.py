@@ -16,7 +16,7 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from .formats import CHAT, TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
-from .row_format import RowError, list_of, number_of, optional
+from .row_format import BadRows, list_of, number_of, optional
 from .task_formats import LABEL_COLUMNS
 
 # What is decided; all but one are transformers' names.
@@ -234,36 +234,27 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
 
     Rows that cannot be used are left to the encoding, unless they stop the run.
     """
-    column = None
+    column = ""
     first_format = None
-    first_error = None
     first_kind = None
     seen: dict[Any, None] = {}
     in_all: set[Any] = set()  # labels that every row has
 
-    for row in rows:
-        try:
-            row_format = check_input(row, names)
-            column = column or label_column(row)
-            label = read_label(row, column)
-            if column != "score":
-                first_kind = _check_kind(row, column, first_kind)
-        except RowError as error:
-            if names.on_bad_row == "stop":
-                raise
-            first_error = first_error or error
-            continue
+    def read(row: Row) -> tuple[RowFormat, Label]:
+        nonlocal column, first_kind
+        row_format = check_input(row, names)
+        column = column or label_column(row)
+        label = read_label(row, column)
+        if column != "score":
+            first_kind = _check_kind(row, column, first_kind)
+        return row_format, label
 
+    bad = BadRows(names.on_bad_row == "stop")
+    for _, _, (row_format, label) in bad.usable(rows, read):
         labels = _each(label)
         in_all = in_all.intersection(labels) if seen else set(labels)
         first_format = first_format or row_format
         seen |= dict.fromkeys(labels)
-
-    if column is None:
-        fault = f"--data {source}: no training example can be used."
-        if first_error is not None:
-            fault += f" The first: {first_error.message}"
-        raise PackError(fault, "data", "data")
 
     _check_count(len(seen), column, source)
     if len(in_all) == len(seen):

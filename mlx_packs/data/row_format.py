@@ -67,23 +67,23 @@ class BadRows:
         error.__traceback__ = None  # of a million rows the frames would stay
         self._errors.setdefault(example // self.per_row, error)
 
-    def usable(self, rows: Sequence[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
+    def usable(self, rows: Iterable[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
         """Yield the number of each row, the row, and what ``read`` returns for it.
 
         A row for which it raises a RowError is added; if no row is left, that is a PackError.
         """
-        if not len(rows):
-            raise PackError("--data: the split has no examples.", "data")
-
-        for i, row in enumerate(rows):
+        count = 0
+        for count, row in enumerate(rows, 1):
             try:
                 value = read(row)
             except RowError as error:
-                self.add(i, error)
+                self.add(count - 1, error)
             else:
-                yield i, row, value
+                yield count - 1, row, value
 
-        self.check_some_left(len(rows))
+        if not count:
+            raise PackError("--data: the split has no examples.", "data")
+        self.check_some_left(count)
 
     def __len__(self) -> int:
         return len(self._errors)
