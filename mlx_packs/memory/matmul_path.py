@@ -1,11 +1,9 @@
 """Choose how the frozen weights are used: by times on this machine, remembered for later runs.
 
-The times of a base's kinds of weights are added up; it takes one path: a path for each kind never
-won more than 3 % (benchmarks/LOG.md). A path that cannot fit into memory is not taken. Work that is
-too short to measure for takes the path that a formula expects to be the fastest.
-
-Weights of one shape and quantization are timed by one of them. Of a large weight the first rows are
-timed: what a path takes is in proportion to them.
+A base takes one path for all weights: a path for each kind never won more than 3 %
+(benchmarks/LOG.md). So the kind that a step multiplies most by is timed for all. A path that
+cannot fit into memory is not taken. Work that is too short to measure for takes the path that a
+formula expects to be the fastest.
 """
 
 import math
@@ -83,21 +81,6 @@ class WeightKind:
         return self.used * self.tokens
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of a step by kind of weight and matmul path.
-
-    Attributes:
-        step_s: Of each kind; of those that there was no time for by the rate of the others.
-        timed: How many kinds were timed.
-        seconds: That it took.
-    """
-
-    step_s: list[dict[str, float]]
-    timed: int
-    seconds: float
-
-
 def weight_kinds(
     model: nn.Module, tokens: int | Sequence[int], head_tokens: int
 ) -> list[WeightKind]:
@@ -127,59 +110,33 @@ def weight_kinds(
     ]
 
 
-def time_paths(kinds: Sequence[WeightKind], paths: Sequence[str], limit_s: float) -> Timing | None:
-    """Time products by each path for ``limit_s`` seconds at most; None if that was too short.
-
-    The kinds that a step multiplies most by come first. Repetitions of the paths alternate, so that
-    what else the machine does hits all of them.
-    """
-    start = perf_counter()
-    end = start + limit_s
-    timed: dict[int, dict[str, float]] = {}
-
-    order = sorted(range(len(kinds)), key=lambda i: -kinds[i].multiply_adds)
-    for done, i in enumerate(order):
-        now = perf_counter()
-        share_end = now + (end - now) / (len(order) - done)
-        seconds = _time_kind(kinds[i], paths, share_end, end)
-        if seconds is not None:
-            timed[i] = {path: kinds[i].count * seconds[path] for path in paths}
-
-    if not timed:
-        return None
-
-    work = sum(kinds[i].multiply_adds for i in timed)
-    pace = {path: sum(times[path] for times in timed.values()) / work for path in paths}
-    step_s = [
-        timed.get(i) or {path: pace[path] * kind.multiply_adds for path in paths}
-        for i, kind in enumerate(kinds)
-    ]
-    return Timing(step_s, len(timed), perf_counter() - start)
-
-
-def _time_kind(
-    kind: WeightKind, paths: Sequence[str], share_end: float, end: float
+def time_paths(
+    kinds: Sequence[WeightKind], paths: Sequence[str], limit_s: float
 ) -> dict[str, float] | None:
-    """Return the seconds of one weight by path, the best of some repetitions with its first rows.
+    """Return the seconds of a step by path, timed for ``limit_s`` seconds at most.
 
-    None if not each path could be timed until ``end``, after a run that compiles and allocates.
+    The first rows of a weight of the kind that a step multiplies most by are timed, the best of
+    some repetitions, after a run that compiles and allocates. Those of the paths alternate, so that
+    what else the machine does hits all of them. None if there was no time for each path.
     """
+    end = perf_counter() + limit_s
+    kind = max(kinds, key=lambda kind: kind.multiply_adds)
     rows = min(kind.shape[0], max(_LEAST_ROWS, _MOST_NUMBERS[runtime.on_cpu()] // kind.shape[1]))
     products = _products(kind, paths, rows)
     best = dict.fromkeys(paths, math.inf)
 
     for repetition in range(1 + _REPETITIONS):
-        until = end if repetition < 2 else share_end
         for path, compute in products.items():
             start = perf_counter()
-            if start < until:
+            if start < end:
                 compute()
                 if repetition:
                     best[path] = min(best[path], perf_counter() - start)
 
     if math.inf in best.values():
         return None
-    return {path: seconds / _share(kind, path, rows) for path, seconds in best.items()}
+    times = kind.count * sum(each.multiply_adds for each in kinds) / kind.multiply_adds
+    return {path: times * seconds / _share(kind, path, rows) for path, seconds in best.items()}
 
 
 def _share(kind: WeightKind, path: str, rows: int) -> float:
@@ -273,13 +230,13 @@ def choose_matmul_path(
         return MatmulPathChoice(paths[0], {}, left_out)
 
     with weights_readable(model):
-        source, step_s = _times(kinds, paths, steps)
+        source, seconds = _times(kinds, paths, steps)
     reason = f"{source}; {left_out}" if left_out else source
-    if step_s is None:
+    if seconds is None:
         expected = _expected(kinds, paths)
         return MatmulPathChoice(min(expected, key=expected.__getitem__), {}, reason)
 
-    step_ms = {path: 1e3 * sum(seconds[path] for seconds in step_s) for path in paths}
+    step_ms = {path: 1e3 * seconds[path] for path in paths}
     return MatmulPathChoice(min(step_ms, key=step_ms.__getitem__), step_ms, reason)
 
 
@@ -302,12 +259,12 @@ def _left_out(model: nn.Module, paths: Sequence[str]) -> str:
 
 def _times(
     kinds: Sequence[WeightKind], paths: Sequence[str], steps: int | None
-) -> tuple[str, list[dict[str, float]] | None]:
-    """Return the seconds of a step by kind and path, None if not known, and where they are from."""
+) -> tuple[str, dict[str, float] | None]:
+    """Return where the seconds of a step by path are from, and these; None if not known."""
     of = {"weights": [[*kind.shape, kind.count, kind.tokens, *kind.precision] for kind in kinds]}
-    before = recall("matmul-path", of)
-    if before is not None and all(path in before["step_s"][0] for path in paths):
-        return "measured before", before["step_s"]
+    before = (recall("matmul-path", of) or {}).get("seconds", {})
+    if before.keys() >= set(paths):
+        return "measured before", before
 
     limit = LIMIT_S
     if steps is not None:
@@ -315,15 +272,13 @@ def _times(
     if limit < _LEAST_S:
         return "by formula, since measuring would take longer than it could save", None
 
-    timing = time_paths(kinds, paths, limit)
-    if timing is None:
+    start = perf_counter()
+    seconds = time_paths(kinds, paths, limit)
+    if seconds is None:
         return f"by formula, since {limit:.1f} s were too short to measure", None
 
-    remember("matmul-path", of, {"step_s": timing.step_s})
-    source = f"measured in {timing.seconds:.1f} s"
-    if timing.timed < len(kinds):
-        source += f", {timing.timed} of {len(kinds)} kinds of weights"
-    return source, timing.step_s
+    remember("matmul-path", of, {"seconds": seconds})
+    return f"measured in {perf_counter() - start:.1f} s", seconds
 
 
 def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
