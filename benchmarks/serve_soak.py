@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY
@@ -40,6 +41,7 @@ PROMPTS = ("What is a list?", "Who was Emma?", "Tell me of the sea.", "Why is it
 TOKENS = 12
 QUEUE, CLIENTS = 32, 24
 EVERY = 1.0  # seconds between samples of memory
+FLOOD_S, BREAK_S = 15.0, 20.0  # between floods, and between steps that raise
 # The server, with a step that raises after each SIGUSR1.
 _PROGRAM = """
 import signal, sys
@@ -112,6 +114,7 @@ class Soak:
             self.count(outcome)
             if outcome == "status 429":
                 time.sleep(0.2)
+        connection.close()
 
     def vanishing(self, number: int) -> None:
         """Begin a stream, read a little of it, and go."""
@@ -171,7 +174,7 @@ class Soak:
                 connection.close()
 
         drawn = random.Random(number)
-        while not self.over.wait(15):
+        while not self.over.wait(FLOOD_S):
             threads = [threading.Thread(target=one) for _ in range(3 * QUEUE)]
             for thread in threads:
                 thread.start()
@@ -194,7 +197,7 @@ class Soak:
 
     def breaks(self, number: int) -> None:
         """Let a step of the batch raise."""
-        while not self.over.wait(20):
+        while not self.over.wait(BREAK_S):
             self.server.send_signal(signal.SIGUSR1)
             self.count("broken steps")
 
@@ -254,12 +257,13 @@ def served(
         try:
             _wait_for(port, server)
             soak = kind(port, server, {})
-            connection = soak.connection()
-            for model in (*MODELS, REMOVED):
-                for prompt in PROMPTS:
-                    soak.expected[model, prompt] = _text(connection, model, prompt)
+            with closing(soak.connection()) as connection:
+                for model in (*MODELS, REMOVED):
+                    for prompt in PROMPTS:
+                        soak.expected[model, prompt] = _text(connection, model, prompt)
             samples = soak.run(60 * options.minutes)
-            state = _settled(soak.connection())
+            with closing(soak.connection()) as connection:
+                state = _settled(connection)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
