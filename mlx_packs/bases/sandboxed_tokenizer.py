@@ -242,15 +242,10 @@ def _encodings(
     counts: Sequence[Sequence[int]], numbers: np.ndarray, has_offsets: bool
 ) -> Iterator[tuple[_Encoding, bool]]:
     """Yield what `sandbox.tokens.encode` returns, and whether it is a part of the one before."""
-    place = 0
-
-    def take(count: int) -> np.ndarray:
-        nonlocal place
-        place += count
-        return numbers[place - count : place]
-
-    for count, is_overflow, has_masks in counts:
-        ids = take(count)
-        offsets = take(2 * count if has_offsets else 0)
-        masks = take(3 * count).reshape(3, count) if has_masks else None
-        yield _Encoding(ids, offsets, masks), bool(is_overflow)
+    sizes = [(count, 2 * count * has_offsets, 3 * count * masks) for count, _, masks in counts]
+    parts = iter(np.split(numbers, np.cumsum(sizes)[:-1]))
+    for (count, is_overflow, has_masks), ids, offsets, masks in zip(
+        counts, parts, parts, parts, strict=False
+    ):
+        rows = masks.reshape(3, count) if has_masks else None
+        yield _Encoding(ids, offsets, rows), bool(is_overflow)
