@@ -14,6 +14,7 @@ import numpy as np
 from ..adapters.lora import read_factors
 from ..adapters.spec import ModuleSpec
 from ..bases.families import FAMILIES, Family, facts_of
+from ..bases.gguf.checkpoint import rows_in_mlx
 from ..bases.readers import DENSE
 from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
@@ -109,7 +110,7 @@ def gguf_tensors(pack: Pack, family: Family) -> tuple[Tensors, float]:
         a, b = (factor.astype(mx.float32) for factor in read_factors(spec, pack.load_tensors()))
         b = folded(spec, b, alpha / spec.rank).T
         if heads := _permuted_heads(path, pack, family):
-            b = _interleaved(b, heads)
+            b = b[mx.array(np.argsort(rows_in_mlx(len(b), heads)))]
 
         name = _tensor_name(path, spec, family, pack.name)
         for suffix, factor in zip(_SUFFIXES, (a.T, b), strict=True):
@@ -132,18 +133,6 @@ def _permuted_heads(path: str, pack: Pack, family: Family) -> int:
             "Merge the pack and convert the whole model.",
         )
     return heads
-
-
-def _interleaved(rows: mx.array, heads: int) -> mx.array:
-    """Return rows [heads * d, r] with the halves of each head interleaved, as GGUF has llama's."""
-    count, rank = rows.shape
-    return rows.reshape(heads, 2, count // heads // 2, rank).swapaxes(1, 2).reshape(count, rank)
-
-
-def _separated(rows: mx.array, heads: int) -> mx.array:
-    """Undo `_interleaved`."""
-    count, rank = rows.shape
-    return rows.reshape(heads, count // heads // 2, 2, rank).swapaxes(1, 2).reshape(count, rank)
 
 
 def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> None:
@@ -169,7 +158,7 @@ def verify_gguf(pack: Pack, file: Path, family: Family) -> None:
         name = _tensor_name(path, spec, family, pack.name)
         a, b = (tensors[name + suffix] for suffix in _SUFFIXES)
         if heads := _permuted_heads(path, pack, family):
-            b = _separated(b, heads)
+            b = b[mx.array(rows_in_mlx(len(b), heads))]
         deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
 
     verify_numerically(pack.specs, pack.load_tensors(), deltas, file)

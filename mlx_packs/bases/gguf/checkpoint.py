@@ -185,11 +185,12 @@ class Conversion:
         if not self.architecture.family.permuted:
             return None
         heads = _heads_of(name, self.config)
-        if heads is None:
-            return None
+        return heads and rows_in_mlx(info.shape[0], heads)
 
-        rows = info.shape[0]
-        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+
+def rows_in_mlx(rows: int, heads: int) -> np.ndarray:
+    """Return the rows of a projection of a file in MLX's order: the halves of a head, not pairs."""
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
 def _heads_of(name: str, config: dict[str, Any]) -> int | None:
