@@ -9,7 +9,7 @@ import bisect
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..errors import PackError
 from ..nn.images import FIRST_IMAGE, ImageInputs, ImageRules, ShownImages, names_images
 from ..runtime import mx
 from .pictures import ImageSource, Picture, open_picture
-from .store import IMAGES, FeatureStore, tower_facts
+from .store import IMAGES, read_features, tower_facts, write_features
 from .tower import Features, Tower
 
 _FEW_ROWS = 64  # features of a batch are padded to one of few numbers if steps are compiled
@@ -40,7 +40,7 @@ class Image:
 
     start: the number of its first feature among those of all images of the process.
     shifts: float32 [count, 4], as `nn.images.ShownImages`; None where positions are places.
-    features: None if they are in a `FeatureStore`.
+    features: None if they are on disk.
     """
 
     key: str
@@ -74,30 +74,26 @@ class _Table:
     """The images of this process that still exist, by their features."""
 
     def __init__(self) -> None:
-        self._images: WeakValueDictionary[int, Image] = WeakValueDictionary()
+        self._images: WeakValueDictionary[int, Image] = WeakValueDictionary()  # in order
         self._starts: list[int] = []  # in order; those of images that are gone among them
         self._lock = threading.Lock()
         self._end = 0
 
-    def reserve(self, count: int) -> int:
-        """Return the first of N numbers that no image has had."""
+    def add(self, count: int, make: Callable[[int], Image]) -> Image:
+        """Return an image that is made from the first of N numbers that no image has had."""
         with self._lock:
-            start = self._end
-            if start + count > _NUMBERS:
+            if self._end + count > _NUMBERS:
                 raise PackError(
                     "this process has encoded images with 2 billion features, and has no numbers "
                     "for more. Start it again.",
                     "conflict",
                 )
-            self._end = start + count
-            return start
-
-    def add(self, image: Image) -> None:
-        with self._lock:
             if len(self._starts) > len(self._images):
-                self._starts = [other.start for other in self._in_order()]
-            bisect.insort(self._starts, image.start)
-            self._images[image.start] = image
+                self._starts = list(self._images)
+            self._starts.append(self._end)
+            image = self._images[self._end] = make(self._end)
+            self._end += count
+            return image
 
     def of(self, token: int) -> Image:
         with self._lock:
@@ -107,10 +103,7 @@ class _Table:
     def all(self) -> list[Image]:
         """Return the images in the order of their numbers."""
         with self._lock:
-            return self._in_order()
-
-    def _in_order(self) -> list[Image]:
-        return sorted(self._images.values(), key=lambda image: image.start)
+            return list(self._images.values())
 
 
 _TABLE = _Table()
@@ -142,7 +135,7 @@ class Images:
         self._used: dict[tuple[str, int], Image] = {}  # since `start_count`
         self._most_bytes: int | None = None  # of known images; None where features are stored
         self._lock = threading.Lock()
-        self._stores: dict[int, FeatureStore] = {}
+        self._facts: dict[int, dict[str, Any]] = {}  # `tower_facts` by limit of pixels
         self._tower: Tower | None = None
 
         self._rules = image_rules(self.config)
@@ -223,26 +216,25 @@ class Images:
         features = self._features_of(picture, pixels)
         in_memory = features if self._most_bytes is not None else None
 
-        image = Image(
-            key=picture.key,
-            owner=self,
-            pixels=pixels,
-            text=features.text,
-            count=len(features.rows),
-            start=_TABLE.reserve(len(features.rows)),
-            shifts=features.shifts,
-            features=in_memory,
-        )
-        _TABLE.add(image)
-        return image
+        def make(start: int) -> Image:
+            return Image(
+                key=picture.key,
+                owner=self,
+                pixels=pixels,
+                text=features.text,
+                count=len(features.rows),
+                start=start,
+                shifts=features.shifts,
+                features=in_memory,
+            )
+
+        return _TABLE.add(len(features.rows), make)
 
     def _features_of(self, picture: Picture, pixels: int) -> Features:
         """Return the features of an image from disk, or computed and maybe written there."""
-        store = None
-        if self.model is not None and self._most_bytes is None:
-            store = self._store(pixels)
-            if (features := store.get(picture.key)) is not None:
-                return features
+        is_stored = self.model is not None and self._most_bytes is None
+        if is_stored and (features := read_features(self._facts_of(pixels), picture.key)):
+            return features
 
         if self._tower is None:
             self._tower = Tower(self.path, self.family, self.token)
@@ -252,8 +244,8 @@ class Images:
 
         features = self._tower.features(image)
         self.computed += 1
-        if store is not None:
-            store.put(picture.key, features)
+        if is_stored:
+            write_features(self._facts_of(pixels), picture.key, features)
         return features
 
     def _remember(self, image: Image) -> None:
@@ -279,8 +271,7 @@ class Images:
         if image.features is not None:
             return image.features
 
-        store = self._store(image.pixels)
-        if (features := store.get(image.key)) is None:
+        if (features := read_features(self._facts_of(image.pixels), image.key)) is None:
             raise PackError(
                 f"{IMAGES.path}: the features of an image are gone or damaged. Start again: those "
                 "that are missing are computed.",
@@ -365,10 +356,10 @@ class Images:
 
         return "".join([*written, tokenizer.decode(text)])
 
-    def _store(self, pixels: int) -> FeatureStore:
-        if pixels not in self._stores:
-            self._stores[pixels] = FeatureStore(tower_facts(self.path, pixels))
-        return self._stores[pixels]
+    def _facts_of(self, pixels: int) -> dict[str, Any]:
+        if pixels not in self._facts:
+            self._facts[pixels] = tower_facts(self.path, pixels)
+        return self._facts[pixels]
 
     def _place_prompt(self, tokens: mx.array) -> mx.array:
         """Return the tokens of a prompt for the model, which is shown its images."""
@@ -420,11 +411,7 @@ def for_step(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     features = [owner.features(image) for image in images]
     ends = np.cumsum([0, *(image.count for image in images)])
-    first = {image.start: int(end) for image, end in zip(images, ends, strict=False)}
-
-    numbered = dict(inputs)
-    for name, values in named.items():
-        numbered[name] = _local(values, images, first)
+    numbered = {**inputs, **{name: _local(v, images, ends[:-1]) for name, v in named.items()}}
 
     rows = mx.concatenate([each.rows for each in features])
     levels = None
@@ -439,10 +426,9 @@ def for_step(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return numbered
 
 
-def _local(tokens: np.ndarray, images: list[Image], first: Mapping[int, int]) -> np.ndarray:
-    """Return tokens with ``-1 - row`` of the features that are shown."""
+def _local(tokens: np.ndarray, images: list[Image], rows: np.ndarray) -> np.ndarray:
+    """Return tokens with ``-1 - row`` of features; ``rows`` are the first ones of the images."""
     starts = np.array([image.start for image in images])
-    rows = np.array([first[image.start] for image in images])
     is_image = tokens <= FIRST_IMAGE
     numbers = FIRST_IMAGE - tokens[is_image]
     which = np.searchsorted(starts, numbers, "right") - 1

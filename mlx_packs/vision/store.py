@@ -19,34 +19,25 @@ IMAGES = Cache("images", days=30, is_needed=True)
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class FeatureStore:
-    """Features by the key of their image.
+def read_features(tower: dict[str, Any], key: str) -> Features | None:
+    """Return the features of an image by `tower_facts`; None if not stored, or damaged."""
+    arrays = IMAGES.get(key_of(tower, key))
+    return arrays and _features_of(arrays)
 
-    Args:
-        base: all that features depend on besides the image: facts of the tower.
-    """
 
-    def __init__(self, base: dict[str, Any]) -> None:
-        self._base = base
-        IMAGES.remove_unused()
-
-    def get(self, key: str) -> Features | None:
-        """Return the features of an image; None if they are not stored, or damaged."""
-        arrays = IMAGES.get(key_of(self._base, key))
-        return arrays and _features_of(arrays)
-
-    def put(self, key: str, features: Features) -> None:
-        """Store the features of an image; a PackError if the disk is full."""
-        if not IMAGES.put(key_of(self._base, key), _arrays_of(features)):
-            raise PackError(
-                f"{IMAGES.path}: the features of images cannot be written. Make room, or set "
-                "MLX_PACKS_CACHE to a folder on another disk.",
-                "unwritable",
-            )
+def write_features(tower: dict[str, Any], key: str, features: Features) -> None:
+    """Store the features of an image; a PackError if the disk is full."""
+    if not IMAGES.put(key_of(tower, key), _arrays_of(features)):
+        raise PackError(
+            f"{IMAGES.path}: the features of images cannot be written. Make room, or set "
+            "MLX_PACKS_CACHE to a folder on another disk.",
+            "unwritable",
+        )
 
 
 def tower_facts(path: Path, max_pixels: int) -> dict[str, Any]:
-    """Return all that features depend on besides the image."""
+    """Return all that features depend on besides the image; remove what was not used for long."""
+    IMAGES.remove_unused()
     files = {}
     for name in _PROCESSOR_FILES:
         if (path / name).is_file():

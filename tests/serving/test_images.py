@@ -47,9 +47,11 @@ def server(folder):
     worker.close(0.0)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_PACKS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def png(number: int, size: tuple[int, int] = (56, 84)) -> str:
@@ -283,9 +285,10 @@ def test_large_images_are_made_smaller(server, base):
         assert usage["prompt_tokens"] < most["prompt_tokens"]
 
 
-def test_images_leave_memory_and_nothing_is_on_disk(server, tmp_path):
+def test_images_leave_memory_and_nothing_is_on_disk(server, tmp_path, monkeypatch):
     from mlx_packs.vision.images import _TABLE
 
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     images = server.worker.base.tokenizer._images
     with Running(server.worker) as running:
         images.keep_in_memory(most_bytes=1)

@@ -7,9 +7,7 @@ from tests.helpers.errors import raises
 
 
 def added(table: images._Table, count: int) -> images.Image:
-    image = images.Image("", None, 0, "", count, table.reserve(count), None)
-    table.add(image)
-    return image
+    return table.add(count, lambda start: images.Image("", None, 0, "", count, start, None))
 
 
 def test_numbers_name_images_that_exist():

@@ -20,11 +20,16 @@ def base(tmp_path_factory):
     return load_base(write_vision_base("smolvlm", tmp_path_factory.mktemp("smolvlm")))
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def picture(tmp_path, monkeypatch):
+def picture(cache, monkeypatch):
     from PIL import Image
 
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(cache))
     pixels = np.random.default_rng(0).integers(0, 255, (56, 84, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
