@@ -11,11 +11,7 @@ Gates = dict[str, dict]
 
 
 def gate_limits(**limits: float | None) -> dict[str, float]:
-    """Return the limits that are set.
-
-    Raises:
-        PackError: one is not a positive number.
-    """
+    """Return the limits that are set; a PackError if one is not a positive number."""
     for name, limit in limits.items():
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise PackError(f"{flag_of(name)} {limit:g}: must be a positive number.")

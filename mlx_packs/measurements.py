@@ -32,9 +32,7 @@ def device() -> dict:
 def recall(kind: str, of: Mapping) -> dict | None:
     """Return an earlier measurement of this device; None if there is none.
 
-    Args:
-        kind: what was measured, such as ``matmul-path``.
-        of: all that the result depends on besides the device: shapes, dtypes. Values are JSON.
+    ``of`` (JSON) is all that the result depends on besides the device: shapes, dtypes.
     """
     return _CACHE.get_json(key_of(kind, device(), of))
 

@@ -146,7 +146,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     models = [pack for _, pack in named]
     _check_sizes(batch_sizes, limit, rounds, max_tokens)
     common = _common(models[1:])
-    base = loaded_base(base, common)
+    base, _ = loaded_base(base, common)
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
     columns = columns or columns_of(common, data)

@@ -12,7 +12,6 @@ from ..display import Display, display_of
 from ..packs.base import Base, activated, check_no_pack, loaded_base, scoring
 from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack
-from ..packs.weighted_sum import as_pack
 from .embeddings import EmbeddingEvaluator
 from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
@@ -92,9 +91,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     """
     check_limit(limit)
     TrainConfig(metric=metric, share_prefix=share_prefix)
-    if pack is not None:
-        pack = as_pack(pack)
-    base = loaded_base(base, pack)
+    base, pack = loaded_base(base, pack)
     check_no_pack(base)
 
     recipe = {}

@@ -27,7 +27,6 @@ from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.manifest import chat_template_of
 from ..packs.pack import Pack
-from ..packs.weighted_sum import as_pack
 from .perplexity import Scorer
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
@@ -67,8 +66,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         PackError: If lm_eval is not installed, a task is unknown, the pack does not fit, or a pack
             is active.
     """
-    opened = None if pack is None else as_pack(pack)
-    base = loaded_base(base, opened)
+    base, opened = loaded_base(base, pack)
     check_no_pack(base)
     if opened is not None:
         base = base.with_chat_template(chat_template_of(opened.manifest))

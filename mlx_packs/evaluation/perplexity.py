@@ -269,11 +269,7 @@ def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[B
 
 
 def why_in_rows(base: Base, inputs: int, share_prefix: str) -> str | None:
-    """Return why a model does not compute trees of rows of ``inputs`` exactly; None if it does.
-
-    Raises:
-        PackError: it does not, and trees are asked for.
-    """
+    """Return why a model does not compute trees exactly; a PackError if they are asked for."""
     reason = why_no_trees(base.tokenizer)
     if reason is None:
         reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)

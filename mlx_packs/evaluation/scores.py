@@ -33,18 +33,12 @@ _LABELS = {name: number.label for name, number in METRICS.items()} | {"accuracy"
 
 @dataclass(frozen=True)
 class MetricScore(Score):
-    """The loss of held-out examples, and their metrics.
+    """The loss of held-out examples, and their metrics."""
 
-    Attributes:
-        loss: Mean loss of an example.
-        metrics: What a line of metrics.jsonl has, with standard errors.
-        rows: Number of examples.
-        facts: What reports have in place of the metrics, and `commonest_share`.
-    """
-
-    loss: float
-    metrics: Metrics
+    loss: float  # mean of an example
+    metrics: Metrics  # of a line of metrics.jsonl, with standard errors
     rows: int = 0
+    # What reports have in place of the metrics, and `commonest_share`.
     facts: Metrics = field(default_factory=dict)
 
     def to_json(self) -> dict[str, float | None]:

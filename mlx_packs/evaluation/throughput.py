@@ -15,15 +15,7 @@ from ..runtime import mx
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the rounds, of a batch of prompts that are completed together.
-
-    Attributes:
-        prompt_tps: tokens of all prompts, by the time until each has its first token.
-        decode_tps: tokens of all completions after the first, per second.
-        first_token_ms: the time until each prompt has its first token.
-        tps_ratio: decode_tps over that of the first model in the same round.
-        peak_gb: of MLX's arrays, weights included.
-    """
+    """Figures of a batch of prompts that are completed together, as `BatchReport` has them."""
 
     batch_size: int
     prompt_tps: float

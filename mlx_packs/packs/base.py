@@ -534,15 +534,15 @@ def load_base_for(
     return load_base(model, trust_remote_code=trust_remote_code, **options)
 
 
-def loaded_base(
-    base: Base | str | Path | None, pack: Pack | None, trust_remote_code: bool = False
-) -> Base:
-    """A loaded base as it is, or by its name; None is the base that a pack was trained on."""
-    if isinstance(base, Base):
-        return base
-    if base is None:
-        base = find_base(pack)
-    return load_base_for(pack, base, trust_remote_code)
+def loaded_base(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Pack | None]:
+    """A loaded base as it is, or by its name, and a pack that is opened if need be.
+
+    Without a base it is the one that the pack was trained on.
+    """
+    opened = None if pack is None else as_pack(pack)
+    if not isinstance(base, Base):
+        base = load_base_for(opened, find_base(opened) if base is None else base)
+    return base, opened
 
 
 def check_no_pack(base: Base) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from ..config.arguments import checked_arguments
 from .base import Base, loaded_base
-from .pack import Pack
-from .weighted_sum import Packs, as_pack
+from .weighted_sum import Packs
 
 
 @checked_arguments
@@ -29,7 +28,7 @@ def generate(
     Raises:
         PackError: As in `Base.generate`, or if the base model cannot be found.
     """
-    loaded, pack = _loaded(base, pack)
+    loaded, pack = loaded_base(base, pack)
     return loaded.generate(prompt, pack, **options)
 
 
@@ -51,7 +50,7 @@ def stream_generate(
     Raises:
         PackError: As in `generate`, before the first piece.
     """
-    loaded, pack = _loaded(base, pack)
+    loaded, pack = loaded_base(base, pack)
     return loaded.stream(prompt, pack, **options)
 
 
@@ -73,10 +72,5 @@ def batch_generate(
     Raises:
         PackError: As in `Base.generate_batch`, or if the base model cannot be found.
     """
-    loaded, pack = _loaded(base, pack)
+    loaded, pack = loaded_base(base, pack)
     return loaded.generate_batch(prompts, pack, **options)
-
-
-def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Pack | None]:
-    opened = None if pack is None else as_pack(pack)
-    return loaded_base(base, opened), opened

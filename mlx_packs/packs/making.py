@@ -41,11 +41,7 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
 
 
 def check_fit(pack: Pack, model: str, trust_remote_code: bool = False) -> dict:
-    """Return a report on a saved pack that fits a base; no weights of the base are loaded.
-
-    Raises:
-        PackError: If a hash, the base or a shape differs.
-    """
+    """Report on a saved pack that fits a base, without its weights; a PackError if it does not."""
     pack.verify()
     check_checkpoint(pack, model)
     base = lazy_base(model, trust_remote_code)

@@ -160,10 +160,7 @@ def unit_of(measured: Iterable[str]) -> str:
 
 
 def loss_name(task: str | None) -> str:
-    """Return the name of a task's loss for an axis, with its unit if it is a mean over tokens.
-
-    None is the default task.
-    """
+    """Return the name of a task's loss, with its unit if it is a mean over tokens."""
     if task is None or (task in TASKS and "ppl" in TASKS[task].metrics):
         return "loss (nats per token)"
     return "loss"

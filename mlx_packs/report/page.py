@@ -125,10 +125,7 @@ def _progress(facts: Page, size: tuple[int, int], mark: tuple[float, str] | None
 
 
 def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
-    """Return about so many round numbers (1, 2 or 5 times a power of ten) from low to high.
-
-    They are at least ``least`` apart.
-    """
+    """Return about ``count`` numbers (1, 2 or 5 times a power of ten), ``least`` apart or more."""
     if not high > low:
         return [low]
 

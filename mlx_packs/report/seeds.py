@@ -155,10 +155,7 @@ def _figures(
 
 
 def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:
-    """Return the curves of all seeds, and their mean.
-
-    It is of the seeds with a result, or of all until two have one.
-    """
+    """Return the curves of all seeds, and the mean of those with a result, if they are two."""
     measure, validation = progress_series({name: 0 for seed in facts.seeds for name in seed.curve})
     averaged = facts.finished if len(facts.finished) > 1 else facts.seeds
 
