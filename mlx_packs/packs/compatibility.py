@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,25 +269,16 @@ def agreed_records(packs: Sequence[Pack]) -> dict[str, dict]:
     """The recipe and objective of the sum of packs: what they have in common."""
     parts = {}
     for part in _SAME:
-        common = reduce(_common, (pack._part(part) for pack in packs))
+        records = [pack._part(part) for pack in packs]
+        first = records[0].items()
+        common = {name: v for name, v in first if all(r.get(name) == v for r in records)}
 
         for name, choose in _SUMMED.items():
-            values = [v for p in packs if (v := p._part(part).get(name)) is not None]
+            values = [value for record in records if (value := record.get(name)) is not None]
             if values and name not in common:
                 common[name] = choose(values)
         parts[part] = common
     return parts
-
-
-def _common(one: Mapping, other: Mapping) -> dict:
-    """The entries that both have, of mappings inside of them too."""
-    common = {}
-    for name, value in one.items():
-        if name in other and value == other[name]:
-            common[name] = value
-        elif isinstance(value, Mapping) and isinstance(other.get(name), Mapping):
-            common[name] = _common(value, other[name])
-    return common
 
 
 def _shown(value: Any) -> str:
