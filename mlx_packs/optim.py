@@ -129,15 +129,14 @@ def _mlx_lm_schedule(values: dict) -> "Schedule":
         if value < 0:
             raise setting_error(f"must be at least 0, but is {value}.", f"lr_schedule.{key}")
 
+    from mlx_lm.tuner.utils import build_schedule
+
     try:
-        main = getattr(optimizers, name)(*numbers)
+        return build_schedule(
+            {"name": name, "arguments": numbers, "warmup": warmup, "warmup_init": start}
+        )
     except (TypeError, ValueError) as error:
         raise setting_error(f"{name}({arguments}): {error}", "lr_schedule.arguments") from None
-
-    if not warmup:
-        return main
-    rise = optimizers.linear_schedule(start, numbers[0], warmup)
-    return optimizers.join_schedules([rise, main], [warmup + 1])
 
 
 def unused_learning_rate(config: TrainConfig) -> str | None:
