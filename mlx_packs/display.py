@@ -256,9 +256,9 @@ class Task:
         pace = (time.monotonic() - self.start) / (self.done - self.initial)
         return pace * (self.total - self.done)
 
-    def advance(self, text: str | None = None, steps: int = 1) -> None:
-        """Count one more step, or several at once; ``text`` is shown beside the bar."""
-        self.done += steps
+    def advance(self, text: str | None = None) -> None:
+        """Count one more step; ``text`` is shown beside the bar."""
+        self.done += 1
         is_first = self.start is None
         if is_first:
             self.start = time.monotonic()

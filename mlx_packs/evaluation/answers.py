@@ -174,28 +174,17 @@ class Exam:
     def first(self, count: int) -> "Exam":
         return Exam(self._base, self.metric, self.questions[:count], self._tokens_at_once)
 
-    def answers(self, advance: Callable[[int], None] = lambda begun: None) -> list[str]:
-        """Return the base's greedy answers as it is now.
-
-        ``advance`` is called with the number of questions whose answers begin together.
-        """
+    def answers(self, advance: Callable[[], None] = lambda: None) -> list[str]:
+        """Return the base's greedy answers as it is now; ``advance`` is called as each ends."""
         tokens: list[list[int]] = [[] for _ in self.questions]
         prompts = [q.tokens for q in self.questions]
-        begun = 0
 
         stream = stream_batch(self._base, prompts, self._limit, self._batch_size)
         for i, token, is_end in stream:
-            if is_end:
-                continue
-            tokens[i].append(token)
-            if len(tokens[i]) == 1:
-                begun += 1
-            elif begun:
-                advance(begun)
-                begun = 0
-
-        if begun:
-            advance(begun)
+            if not is_end:
+                tokens[i].append(token)
+            if is_end or len(tokens[i]) == self._limit:
+                advance()
 
         answers = []
         for question, generated in zip(self.questions, tokens, strict=True):

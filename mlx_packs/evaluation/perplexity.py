@@ -316,7 +316,7 @@ class PerplexityEvaluator:
         answers = None
         if self._exam:
             with self._display.task("score", len(self._exam.questions), "answers") as bar:
-                answers = self._exam.answers(lambda begun: bar.advance(steps=begun))
+                answers = self._exam.answers(bar.advance)
         return Evaluation(examples, answers)
 
     def report(self, base: Evaluation, pack: Evaluation | None) -> EvalReport:

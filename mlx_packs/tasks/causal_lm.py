@@ -309,7 +309,7 @@ class CausalLMTask(TokenTask):
             return None
 
         with self.display.task("eval", len(self.exam.questions), "answers") as bar:
-            return self.exam.answers(lambda begun: bar.advance(steps=begun))
+            return self.exam.answers(bar.advance)
 
 
 def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:

@@ -165,11 +165,15 @@ def test_answers_go_on_past_the_longest_wanted_one(shared_tiny, monkeypatch):
         exam(shared_tiny, metric, "ab").answers()
     assert limits[0] > limits[1] > len(shared_tiny.tokenizer.encode("ab"))
 
-    begun = []  # counted together: one by one, the first would take the time of all
-    stream = [(0, 7), (1, 7), (0, 8), (1, 8), (2, 7)]
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((*each, False) for each in stream))
-    exam(shared_tiny, "exact", *"123").answers(begun.append)
-    assert begun == [2, 1]
+
+def test_answers_are_counted_as_they_end(shared_tiny, monkeypatch):
+    """By an end token, or as long as they may become."""
+    three = exam(shared_tiny, "exact", *"123")
+    stream = [(0, 7, False), (1, 7, False), (0, 2, True), *[(1, 8, False)] * (three._limit - 1)]
+    monkeypatch.setattr(answers, "stream_batch", lambda *_: iter([*stream, (2, 2, True)]))
+    ended = []
+    three.answers(lambda: ended.append(1))
+    assert len(ended) == 3
 
 
 @pytest.fixture(scope="module")
