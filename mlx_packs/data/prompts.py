@@ -14,6 +14,7 @@ from .chat_formats import completion_row
 from .dataset import Batch, ExampleSet, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .row_format import BadRows
+from .shapes import doubled_widths
 from .sources import Rows, as_rows, canonical_line
 from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
 
@@ -95,12 +96,7 @@ class PromptCollate:
 
     def few_shapes(self, sequences: int) -> set[Shape]:
         """Return shapes of which any batch of completions has one; each costs a compilation."""
-        widths = [self.largest[0]]
-        width = 32
-        while width < self.largest[0]:
-            widths.append(width)
-            width *= 2
-
+        widths = doubled_widths(self.largest[0])
         return {(w, max(1, sequences * w * k // 4)) for w in widths for k in (1, 2, 3, 4)}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:

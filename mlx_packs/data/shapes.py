@@ -96,6 +96,11 @@ def padded_length(longest: int, limit: int) -> int:
     return min(-(-longest // step) * step, max(limit, 1))
 
 
+def doubled_widths(limit: int) -> tuple[int, ...]:
+    """Return 32, 64, 128, ... and ``limit``."""
+    return *itertools.takewhile(lambda w: w < limit, (32 << k for k in itertools.count())), limit
+
+
 def padded_suffix(longest: int, limit: int, rows: int) -> int:
     """Return S for ``rows`` rows that follow a common prefix: the next multiple of 8.
 

@@ -261,11 +261,9 @@ def _labels(row: Row, count: int, column: str) -> list[float]:
 def relevance(value: object) -> float | None:
     """Return how well a document answers a query; None if a value does not say that."""
     number = as_number(value)
-    if number is None:
-        truth = as_truth(value)
-        return None if truth is None else float(truth)
-
-    if 0 <= number <= _MOST_LABEL:
+    if number is None and (truth := as_truth(value)) is not None:
+        number = float(truth)
+    if number is not None and 0 <= number <= _MOST_LABEL:
         return number
     return None
 

@@ -18,7 +18,7 @@ from .encoding import Examples
 from .formats import Row, RowFormat, check_format, first_format
 from .row_format import BadRows
 from .sampler import Sampler
-from .shapes import Shape, joined_shapes, padded_length
+from .shapes import Shape, doubled_widths, joined_shapes, padded_length
 from .sources import as_rows, canonical_line
 from .token_store import JoinedExamples, StoredExamples, TokenStore
 
@@ -292,8 +292,7 @@ def doubling_widths(limit: int) -> tuple[int, ...]:
     """Return 32, 64, 128, ... and ``limit`` if steps are compiled; any width else."""
     if not runtime.COMPILES:
         return ()
-    widths = tuple(itertools.takewhile(lambda w: w < limit, (32 << k for k in itertools.count())))
-    return *widths, limit
+    return doubled_widths(limit)
 
 
 def joined_widths(texts: TextGroups, sampler: Sampler) -> tuple[int, ...]:
