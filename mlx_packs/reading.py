@@ -117,7 +117,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(text, parse_int=_integer)
     except RecursionError:
         raise too_deep from None
-    if containers > _DEPTH and _depth(value) > _DEPTH:
+    if containers > _DEPTH and depth_of(value) > _DEPTH:
         raise too_deep
 
     # half of a surrogate pair, perhaps without the other half
@@ -136,7 +136,7 @@ def _check_digits(digits: str) -> None:
         raise ValueError(f"an integer has {len(digits):,} digits")
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
     """Return how deep lists and mappings are nested, counting to one more than allowed."""
     depth = 0
     level = [value]

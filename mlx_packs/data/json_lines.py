@@ -23,8 +23,8 @@ import numpy as np
 
 from ..cache import Cache
 from ..files import free_bytes
-from ..reading import open_regular, read_text, sha256
-from .row_format import MOST_DEPTH, LazyRow, Row, RowError, is_deep
+from ..reading import depth_of, open_regular, read_text, sha256
+from .row_format import MOST_DEPTH, LazyRow, Row, RowError
 from .sources import RowList, Source, file_error
 
 # Of one row: while it is encoded, its tokens take a hundred times as much.
@@ -62,7 +62,8 @@ def parse_json(where: str, content: bytes) -> Any:
     try:
         text = content.decode()
         value = json.loads(text)
-        too_deep = text.count("[") + text.count("{") > MOST_DEPTH and is_deep(value)
+        containers = text.count("[") + text.count("{")
+        too_deep = containers > MOST_DEPTH and depth_of(value) > MOST_DEPTH
     except UnicodeDecodeError as error:
         fault = f"is not UTF-8 text (byte {error.start + 1})."
         raise RowError(where, fault, "not UTF-8", "unreadable") from None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import Code, PackError
+from ..reading import depth_of
 
 TOO_LONG = "images beyond --max-seq-length"  # the reason of such a row
 
@@ -282,20 +283,9 @@ def unpacked(value: Any) -> Any:
         return value
 
     with suppress(ValueError, RecursionError):
-        if not is_deep(content := json.loads(value)):
+        if depth_of(content := json.loads(value)) <= MOST_DEPTH:
             return content
     return value
-
-
-def is_deep(value: object) -> bool:
-    """Whether lists and objects are nested more than `MOST_DEPTH` deep."""
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        values = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [v for inner in values for v in inner if isinstance(v, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def messages_of(value: Any) -> Any:
