@@ -57,7 +57,8 @@ def template_notes(
         if tasks:
             note += f"; train on them with --task {any_of(tasks)}"
         notes.insert(0, note)
-    if _is_rendered(row_format) and (end := answer_end_note(tokenizer)):
+    is_rendered = isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
+    if is_rendered and (end := answer_end_note(tokenizer)):
         notes.append(end)
     return notes
 
@@ -103,10 +104,6 @@ class _Rendered:
                 "in --template-kwargs '{\"enable_thinking\": false}'"
             )
         return notes
-
-
-def _is_rendered(row_format: RowFormat) -> bool:
-    return isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
 
 
 def _listed(names: list[str]) -> str:

@@ -139,7 +139,12 @@ def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
     if is_pattern(data):
         return _all_splits({"train": _rows_of(matching_files(data))}), []
     if suffix_of(path) is None and is_hub_id(data):
-        return _all_splits(_hf_dataset(data)), []
+        loaded = hub_splits(data, _hf_load(data))
+        rows = {
+            split: Rows([ValueList(f"{data}/{split}", values, label_names(values))])
+            for split, values in loaded.items()
+        }
+        return _all_splits(rows), []
 
     fault = "no such folder or file, and not a data set id (owner/name)."
     raise data_error(data, fault, "not-found")
@@ -302,13 +307,6 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
     datasets = hub_library(name, purpose)
     with hub_errors(name, "cannot be loaded from the Hub"):
         return datasets.load_dataset(name, **arguments)
-
-
-def _hf_dataset(name: str) -> dict[str, Rows]:
-    return {
-        split: Rows([ValueList(f"{name}/{split}", values, label_names(values))])
-        for split, values in hub_splits(name, _hf_load(name)).items()
-    }
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import date, time
+from functools import partial
 from typing import Any, BinaryIO
 
 from ..cache import key_of
@@ -59,16 +60,13 @@ def hub_stream(data: str) -> dict[str, Rows]:
 
     rows = {}
     for split, stream in hub_splits(data, streams).items():
+        name = f"{data}/{split}"
         values = map(label_names(stream), itertools.islice(stream, count))
-        rows[split] = _kept(f"{data}/{split}", str(revision), values)
+        # written if it is missing
+        file = f"{key_of(name, str(revision), _VERSION)}-stream.jsonl"
+        copy = ROWS.file(file, partial(_write, name, values))
+        rows[split] = Rows([JsonLines(copy, name, has_same_lines=False)])
     return rows
-
-
-def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
-    """Return the rows of a stream in a copy of the cache, which is written if it is missing."""
-    key = key_of(name, revision, _VERSION)
-    copy = ROWS.file(f"{key}-stream.jsonl", lambda file: _write(name, values, file))
-    return Rows([JsonLines(copy, name, has_same_lines=False)])
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
