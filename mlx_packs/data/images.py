@@ -207,15 +207,11 @@ def images_key(row: Row) -> str:
     It is cheap, and the same image under two names has two.
     """
     named = [row.value.get(column) for column in IMAGE_COLUMNS]
-    for column in row.value.values():
-        if not isinstance(column, list):
-            continue
-        for message in column:
-            if not isinstance(message, Mapping):
-                continue
-            parts = message.get("content")
-            if isinstance(parts, list):
-                named += [part.get(key) for part in parts for key in _KEYS.get(_type_of(part), ())]
+    lists = [column for column in row.value.values() if isinstance(column, list)]
+    messages = [each for own in lists for each in own if isinstance(each, Mapping)]
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    named += [part.get(key) for part in parts for key in _KEYS.get(_type_of(part), ())]
 
     named = [each for each in named if each and not isinstance(each, float)]
     if not named:
