@@ -2,23 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map_with_path
 
 from .config import choices
 from .config.choices import registered
-from .config.optimizer import SCHEDULES
 from .config.schema import TrainConfig
 from .config.values import setting_error, typed_value
 from .errors import did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx
-
-if TYPE_CHECKING:
-    from .config.optimizer import Schedule
 
 _MIN_8BIT_SIZE = 4096  # numbers; smaller states stay float32, as in bitsandbytes
 
@@ -68,10 +64,40 @@ OPTIMIZERS: dict[str, type[optimizers.Optimizer]] = registered(
         "lion": optimizers.Lion,
     },
 )
+Schedule = Callable[[mx.array], mx.array]
+_WSD_DECAY = 0.2  # share of the updates in which `wsd` decays
+
+
+def _linear(peak: float, updates: int) -> Schedule:
+    return optimizers.linear_schedule(peak, 0.0, updates)
+
+
+def _constant(peak: float, updates: int) -> Schedule:
+    return lambda step: mx.array(peak)
+
+
+def _wsd(peak: float, updates: int) -> Schedule:
+    """Warmup-stable-decay: the peak, then a line to zero over the last fifth of the updates.
+
+    Warmup-stable-decay: https://arxiv.org/abs/2404.06395. A linear decay over 20 %:
+    https://arxiv.org/abs/2405.18392
+    """
+    decay = max(1, round(_WSD_DECAY * updates))
+    return optimizers.join_schedules(
+        [_constant(peak, updates), _linear(peak, decay)], [updates - decay]
+    )
+
+
+# Each takes the peak and the number of updates after the warm-up (1 or more), and gives the rate by
+# the number of updates since the warm-up.
+SCHEDULES: dict[str, Callable[[float, int], Schedule]] = registered(
+    choices.SCHEDULES,
+    {"cosine": optimizers.cosine_decay, "linear": _linear, "constant": _constant, "wsd": _wsd},
+)
 _MLX_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_decay")
 
 
-def schedule(config: TrainConfig) -> "Schedule":
+def schedule(config: TrainConfig) -> Schedule:
     """Return the learning rate as a function of the number of updates.
 
     By name: a linear warm-up, then one of `SCHEDULES`, which equal the schedules of transformers by
@@ -103,7 +129,7 @@ def warmup_updates(config: TrainConfig) -> int:
     return config.warmup_steps or math.ceil(updates_of(config) * config.warmup_ratio)
 
 
-def _mlx_lm_schedule(values: dict) -> "Schedule":
+def _mlx_lm_schedule(values: dict) -> Schedule:
     name = values.get("name")
     arguments = values.get("arguments")
     keys = {"name", "arguments", "warmup", "warmup_init"}

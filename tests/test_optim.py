@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_packs.config.choices import OPTIMIZERS, OptimizerFacts
-from mlx_packs.config.optimizer import SCHEDULES
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory.planned_adapters import optimizer_bytes
 from mlx_packs.optim import OPTIMIZERS as REGISTERED
-from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
+from mlx_packs.optim import SCHEDULES, make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 

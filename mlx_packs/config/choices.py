@@ -2,8 +2,7 @@
 
 Each name is listed here once, with the facts that other modules need. The module that implements
 it builds its registry with `registered`, which fails at import unless every name has its code and
-all code has a name. Schedules are not here: their registry (`config.optimizer`) does not load
-MLX.
+all code has a name.
 """
 
 import pkgutil
@@ -471,6 +470,7 @@ OPTIMIZERS = {
     "muon": OptimizerFacts(4, weight_decay=0.01),
     "lion": OptimizerFacts(4, (0.9, 0.99)),
 }
+SCHEDULES = ("cosine", "linear", "constant", "wsd")  # of the learning rate
 WEIGHT_MODES = {  # of `packs quantize --mode`
     "nf4": WeightModeFacts(
         "mlx_packs.bases.nf4:NF4Format", ("absmax", "nested_absmax", "offset"), numbers=2

@@ -1,72 +1,18 @@
-"""The settings of the optimizer and of its learning rate, and the schedules of the rate by name.
+"""The settings of the optimizer and of its learning rate."""
 
-MLX is imported inside the schedules, so that reading a configuration does not load it.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .choices import OPTIMIZERS, OptimizerFacts
+from .choices import OPTIMIZERS, SCHEDULES, OptimizerFacts
 from .fields import Fault, Settings, option
-
-if TYPE_CHECKING:
-    import mlx.core as mx
-
-    Schedule = Callable[[mx.array], mx.array]
 
 _optimizer = partial(option, section="Optimization", own_layers="optimizer")
 _schedule = partial(_optimizer, phase=True)
 
 # Settings that are arguments of the optimizer, by the same names in `optimizer_config`.
 ARGUMENTS = ("bias_correction", "weight_decay", "betas")
-WSD_DECAY = 0.2  # share of the updates in which `wsd` decays
-
-
-def cosine(peak: float, updates: int) -> "Schedule":
-    """Half a cosine, from the peak to zero."""
-    import mlx.optimizers as optimizers
-
-    return optimizers.cosine_decay(peak, updates)
-
-
-def linear(peak: float, updates: int) -> "Schedule":
-    """Return a line from the peak to zero."""
-    import mlx.optimizers as optimizers
-
-    return optimizers.linear_schedule(peak, 0.0, updates)
-
-
-def constant(peak: float, updates: int) -> "Schedule":
-    """Return the peak throughout."""
-    import mlx.core as mx
-
-    return lambda step: mx.array(peak)
-
-
-def wsd(peak: float, updates: int) -> "Schedule":
-    """Warmup-stable-decay: the peak, then a line to zero over the last fifth of the updates.
-
-    Warmup-stable-decay: https://arxiv.org/abs/2404.06395. A linear decay over 20 %:
-    https://arxiv.org/abs/2405.18392
-    """
-    import mlx.optimizers as optimizers
-
-    decay = max(1, round(WSD_DECAY * updates))
-    return optimizers.join_schedules(
-        [constant(peak, updates), optimizers.linear_schedule(peak, 0.0, decay)], [updates - decay]
-    )
-
-
-# Each takes the peak and the number of updates after the warm-up (1 or more), and gives the rate by
-# the number of updates since the warm-up.
-SCHEDULES: dict[str, Callable[[float, int], "Schedule"]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "constant": constant,
-    "wsd": wsd,
-}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -83,7 +29,7 @@ class OptimizerConfig(Settings):
     lr_schedule: str | dict = _schedule(
         "cosine",
         "Learning-rate schedule after the warm-up. YAML accepts any schedule of MLX, as in mlx-lm.",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES,
     )
     warmup_steps: int = _schedule(
         0,
