@@ -30,46 +30,18 @@ from .examples import epilog
 from .options import SETTINGS
 
 _NEAR = 0.75  # similarity of names, as of `difflib`
-# Section of `packs --help` -> command -> "module:attribute" of this package.
+# By section of `packs --help`: the module of each command.
 COMMANDS = {
-    "Train": {"train": "train:train", "sweep": "sweep:sweep", "learn": "learn:learn"},
-    "Prepare": {
-        "data": "data:data",
-        "plan": "plan:plan",
-        "doctor": "doctor:doctor",
-    },
-    "Use": {
-        "generate": "generate:generate",
-        "chat": "generate:chat",
-        "classify": "classify:classify",
-        "serve": "serve:serve",
-    },
-    "Evaluate": {
-        "eval": "evaluate:evaluate",
-        "eval-batch": "evaluate:eval_batch",
-        "eval-tasks": "evaluate:eval_tasks",
-    },
-    "Inspect": {
-        "inspect": "inspect:inspect",
-        "list": "inspect:list_packs",
-        "diff": "inspect:diff",
-        "report": "inspect:report",
-    },
-    "Share": {"push": "share:push", "pull": "share:pull"},
-    "Convert": {
-        "merge": "convert:merge",
-        "combine": "convert:combine",
-        "quantize": "convert:quantize",
-        "export": "convert:export",
-        "import": "convert:import_",
-    },
-    "Benchmark": {"bench": "bench:bench"},
+    "Train": {"train": "train", "sweep": "sweep", "learn": "learn"},
+    "Prepare": {"data": "data", "plan": "plan", "doctor": "doctor"},
+    "Use": {"generate": "generate", "chat": "generate", "classify": "classify", "serve": "serve"},
+    "Evaluate": dict.fromkeys(("eval", "eval-batch", "eval-tasks"), "evaluate"),
+    "Inspect": dict.fromkeys(("inspect", "list", "diff", "report"), "inspect"),
+    "Share": {"push": "share", "pull": "share"},
+    "Convert": dict.fromkeys(("merge", "combine", "quantize", "export", "import"), "convert"),
+    "Benchmark": {"bench": "bench"},
 }
-# Commands that `packs -h` does not list.
-HIDDEN = {
-    "apply": "inspect:apply",
-    "completion": "main:completion",
-}
+HIDDEN = {"apply": "inspect", "completion": "main"}  # which `packs -h` does not list
 
 # Commands that were removed: a sentence that says what to use now.
 REMOVED_COMMANDS: Mapping[str, str] = {
@@ -89,7 +61,7 @@ class Commands(click.Group):
     as a program, under `click.testing.CliRunner` and inside a group of another program.
     """
 
-    listed = {name: place for section in COMMANDS.values() for name, place in section.items()}
+    listed = {name: file for section in COMMANDS.values() for name, file in section.items()}
     lazy = {**listed, **HIDDEN}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -100,8 +72,9 @@ class Commands(click.Group):
         if name not in self.lazy:
             return super().get_command(ctx, name)
 
-        module, _, attribute = self.lazy[name].partition(":")
-        command = getattr(importlib.import_module(f".{module}", __package__), attribute)
+        module = importlib.import_module(f".{self.lazy[name]}", __package__)
+        commands = (each for each in vars(module).values() if isinstance(each, click.Command))
+        command = next(each for each in commands if each.name == name)
         command.epilog = epilog(name)
         return command
 

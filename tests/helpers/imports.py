@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
 # Where a string may name a module: tables of names that settings and users select.
-TABLES = {"config/choices.py", "cli/main.py", "training/observers/__init__.py", "bases/readers.py"}
+TABLES = {"config/choices.py", "training/observers/__init__.py", "bases/readers.py"}
 
 
 def written_files(package: Path = PACKAGE) -> list[Path]:
