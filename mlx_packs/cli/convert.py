@@ -1,7 +1,6 @@
 """Commands that write weights: merge, combine and quantize; and export and import of adapters."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +11,6 @@ from . import options
 from .inspect import bits_line
 from .options import option
 from .output import exit_if_failed, print_report
-
-if TYPE_CHECKING:
-    from ..bases.quantization import QuantizeOptions
-
 
 # Options of the comparison that a merged result has to pass.
 _fidelity = options.add(
@@ -78,12 +73,10 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     print_report(report, lines)
     if not report["passed"]:
         scores = report["tried"]
-        passing = report["passes"]
-        if passing:
+        tried = ", ".join(f"{name} {score:.2g}" for name, score in scores.items())
+        advice = f"nothing passes ({tried})"
+        if passing := report["passes"]:
             advice = f"--requantize {passing} passes ({scores[passing]:.2g})"
-        else:
-            tried = ", ".join(f"{name} {score:.2g}" for name, score in scores.items())
-            advice = f"nothing passes ({tried})"
         _fail(scores[requantize], report["max_drift"], advice)
 
 
@@ -306,33 +299,19 @@ def quantize(model: str, out: str, overwrite: bool, trust_remote_code: bool, **s
 
     Tensors are quantized one by one, so the model may be larger than memory.
     """
-    from ..bases.writer import quantize
-
-    how = _options(**settings)
-    report = quantize(model, out, how, overwrite, trust_remote_code, Display())
-    print_report(report, _lines(report))
-
-
-def _options(
-    mode: str,
-    bits: int | None,
-    group_size: int | None,
-    double_quant: bool | None,
-    **others,
-) -> "QuantizeOptions":
     from ..bases.quantization import QuantizeOptions
     from ..bases.weight_formats import specified_format
+    from ..bases.writer import quantize
 
-    weight_format = specified_format(
-        mode, bits=bits, group_size=group_size, double_quant=double_quant
+    geometry = {name: settings[name] for name in ("bits", "group_size", "double_quant")}
+    how = QuantizeOptions(
+        specified_format(settings["mode"], **geometry),
+        options.names(settings["keep"]),
+        tuple(map(_bits_for, settings["bits_for"])),
+        settings["max_shard_gb"],
     )
-
-    return QuantizeOptions(
-        weight_format,
-        options.names(others["keep"]),
-        tuple(_bits_for(text) for text in others["bits_for"]),
-        others["max_shard_gb"],
-    )
+    report = quantize(model, out, how, overwrite, trust_remote_code, Display())
+    print_report(report, _lines(report))
 
 
 def _bits_for(text: str) -> tuple[str, int]:
