@@ -27,7 +27,6 @@ _optimization = partial(option, section="Optimization")
 _step = partial(_optimization, own_layers="step")
 _phase = partial(_optimization, flags=())
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
-_gate = partial(_evaluation, above=0)
 _embedding = partial(option, section="Embedding", tasks=("embedding",))
 _reranking = partial(option, section="Reranking", tasks=("rerank",))
 _preference = partial(option, section="Preferences")
@@ -35,6 +34,9 @@ _generated = partial(option, section="Rewards")
 _rated = partial(_preference, metavar="WEIGHT", above=0, tasks=("kto",))
 _ENCODED = tuple(name for name in DECODER_TASKS if not TASKS[name].generates)
 _TARGETS = tuple(name for name, facts in TASKS.items() if facts.masks and facts.sequences == 1)
+_target = partial(_data, tasks=_TARGETS)
+_gate = partial(_evaluation, above=0, tasks=_TARGETS)
+_teacher = partial(_data, tasks=("distill",))
 _LOSSES = tuple(name for name, facts in TASKS.items() if facts.losses)
 # Tasks with a loss of the margin between two completions.
 PAIR_LOSSES = ("dpo", "cpo")
@@ -120,10 +122,9 @@ class TaskSettings(Settings):
         resumable=True,
         tasks=_ENCODED,
     )
-    packing: bool = _data(
+    packing: bool = _target(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
-        tasks=_TARGETS,
     )
     label_smoothing: float = _step(
         0.0,
@@ -180,13 +181,12 @@ class TaskSettings(Settings):
         above=0,
         tasks=("grpo", "distill"),
     )
-    loss_on: str | None = _data(
+    loss_on: str | None = _target(
         None,
         "Tokens to train on: all, only the completion (the last answer), or every assistant "
         "message.",
         shown_default="assistant for chats, completion for prompts with completions, all for texts",
         choices=("all", "completion", "assistant"),
-        tasks=_TARGETS,
     )
     metric: str | None = _evaluation(
         None,
@@ -197,11 +197,10 @@ class TaskSettings(Settings):
         choices=(*ANSWER_METRICS, "none"),
         tasks=_TARGETS,
     )
-    long_rows: str = _data(
+    long_rows: str = _target(
         "cut",
         "Texts over --max-seq-length: truncate them, or split them into several examples.",
         choices=("cut", "split"),
-        tasks=_TARGETS,
     )
     ce_last_k: int | None = _optimization(
         None,
@@ -215,14 +214,12 @@ class TaskSettings(Settings):
         "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
         "base model's, or in a run that starts from adapters, than RATIO times theirs.",
         metavar="RATIO",
-        tasks=_TARGETS,
     )
     min_tps_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times the base "
         "model's.",
         metavar="RATIO",
-        tasks=_TARGETS,
     )
     fim_rate: float = _share(
         0.0,
@@ -256,31 +253,28 @@ class TaskSettings(Settings):
         at_least=0,
         tasks=("lm",),
     )
-    teacher_cache: str | None = _data(
+    teacher_cache: str | None = _teacher(
         None,
         "Folder with the log-probabilities of a teacher. With --teacher, that model writes them "
         "before the run, unless they are there.",
         metavar="DIR",
         resumable=True,
-        tasks=("distill",),
     )
-    teacher: str | None = _data(
+    teacher: str | None = _teacher(
         None,
         "Teacher: a folder, a GGUF file or a Hugging Face id. It is loaded alongside the student, "
         "or writes --teacher-cache before the run.",
         metavar="MODEL",
         resumable=True,
         memory=True,
-        tasks=("distill",),
     )
-    teacher_top_k: int = _data(
+    teacher_top_k: int = _teacher(
         64,
         "Most likely tokens of --teacher that the student is compared on, at most the vocabulary; "
         "all others count as one.",
         metavar="K",
         at_least=1,
         memory=True,
-        tasks=("distill",),
     )
     on_policy: float = _share(
         0.0,
