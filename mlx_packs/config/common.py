@@ -21,9 +21,6 @@ _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
 _machines = partial(option, section="Several machines", resumable=True)
 
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
-
 
 def described_tasks() -> list[str]:
     """Return what tasks train in words, each with the names of those that train the same."""
@@ -319,12 +316,8 @@ class CommonConfig(Settings):
 
 
 def seconds_of(time: str | float) -> float | None:
-    """Return the seconds of a time above 0 (``6h``, ``1h30m``, ``45``), or None if it is none."""
-    text = str(time).replace(" ", "").lower()
-    if re.fullmatch(_NUMBER, text):
-        text += "s"
-    if not (match := _TIME.fullmatch(text)):
+    """Return the seconds of a time above 0 (``6h``, ``1.5h``, ``45``), or None if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hms]?)", str(time).replace(" ", "").lower())
+    if match is None:
         return None
-
-    factors = zip((3600, 60, 1), match.groups(), strict=True)
-    return sum(factor * float(number or 0) for factor, number in factors) or None
+    return float(match[1]) * {"h": 3600, "m": 60}.get(match[2], 1) or None

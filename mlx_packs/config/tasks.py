@@ -421,22 +421,16 @@ def read_task_config(task: str, values: Mapping[str, Any]) -> Any:
         raise plugin.fault(f"names {code} for its settings, which is no dataclass")
 
     typed = {}
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    names = [field.name for field in dataclasses.fields(config)]
     for name, value in values.items():
         key = f"task_config.{name}"
-        if name not in fields:
-            hint = did_you_mean(str(name), list(fields))
-            text = f"{key}: is not a setting of {task}. {hint}"
+        if name not in names:
+            text = f"{key}: is not a setting of {task}. {did_you_mean(str(name), names)}"
             raise PackError(text, "unknown", "task_config")
         try:
             typed[name] = typed_value(value, typing.get_type_hints(config)[name], key)
         except (NameError, TypeError):
             raise plugin.fault(f"has a setting {name} of a type that is not read") from None
-
-    for name, field in fields.items():
-        has_none = field.default is field.default_factory is dataclasses.MISSING
-        if has_none and name not in typed:
-            raise setting_error(f"must be given for {task}.", f"task_config.{name}")
 
     try:
         json.dumps(typed)
