@@ -58,6 +58,7 @@ def generate(
     Control characters in the text are shown as "?"; --json keeps them, escaped.
     """
     from ..config.sampling import Sampling
+    from ..inference.chat import question
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..memory.matmul_path import generation_path
     from ..packs.base import activated
@@ -79,7 +80,9 @@ def generate(
 
     pack, base = _opened("generate", model, packs, trust_remote_code, offload_base)
 
-    messages = _messages(system, prompt, images)
+    messages = [question(prompt, images)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
     pieces = []
     with activated(base, pack, generation_path(base.model)):
         tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages, **template_kwargs)
@@ -107,15 +110,6 @@ def _opened(
     if (blocks := base.blocks_on_disk) is not None:
         echo(f"offload {blocks.token_line()}", err=True)
     return pack, base
-
-
-def _messages(system: str, prompt: str, images: tuple[str, ...]) -> list[dict]:
-    from ..inference.chat import question
-
-    messages = [question(prompt, images)]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
 
 
 def _text(flag: str, given: str | bytes) -> str:

@@ -22,7 +22,6 @@ _SETTINGS = (
     *("rank", "beta", "seed", "offload_base", "awake"),
 )
 _DEFAULTS = {"epochs": "3", "iters": None, "rank": "16; a version that is continued keeps its rank"}
-_ALONE = ("folder", "lists", "use", "quiet")  # beside which --list and --use have no other setting
 
 
 @click.command(cls=options.SectionedCommand)
@@ -81,8 +80,13 @@ def learn(
     from ..learning.learn import serve_version
 
     settings = {name: value for name, value in flags.items() if value is not None}
-    if lists or use is not None:
-        _check_alone(lists, use)
+    if trust_remote_code:
+        settings["trust_remote_code"] = True
+    every = {"list": lists or None, "use": use, "task": task, "model": model, "data": data}
+    named = [name for name, value in (every | settings).items() if value not in (None, "auto")]
+    if named[1:] and (lists or use is not None):
+        text = f"{flag_of(named[0])}: trains nothing. Leave {flag_of(named[1])} out."
+        raise PackError(text, "conflict")
 
     opened = LearningFolder.at(folder.expanduser())
     if use is not None:
@@ -93,8 +97,6 @@ def learn(
         _print_versions(opened)
         return
 
-    if trust_remote_code:
-        settings["trust_remote_code"] = True
     display = Display(QUIET if quiet else NORMAL)
     try:
         result = learn_from(opened, task, settings, model, display, data)
@@ -104,22 +106,6 @@ def learn(
         stopped.continue_with(shlex.join(command))
         raise
     print_report(result.to_json(), result.lines())
-
-
-def _check_alone(lists: bool, use: int | None) -> None:
-    """Raise a PackError if --list or --use comes with settings of a training."""
-    context = click.get_current_context()
-    default = click.core.ParameterSource.DEFAULT
-    others = [name for name in context.params if name not in _ALONE]
-    others = [name for name in others if context.get_parameter_source(name) is not default]
-
-    alone = "--list" if lists else "--use"
-    if lists and use is not None:
-        others.append("use")
-
-    if others:
-        text = f"{alone}: trains nothing. Leave {flag_of(others[0])} out."
-        raise PackError(text, "conflict")
 
 
 def _print_versions(folder: "LearningFolder") -> None:
