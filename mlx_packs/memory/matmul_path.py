@@ -1,9 +1,9 @@
 """Choose how the frozen weights are used: by times on this machine, remembered for later runs.
 
-A base takes one path for all weights: a path for each kind never won more than 3 %
-(benchmarks/LOG.md). So the kind that a step multiplies most by is timed for all. A path that
-cannot fit into memory is not taken. Work that is too short to measure for takes the path that a
-formula expects to be the fastest.
+A base takes one path for all weights, since all kinds had the same order of paths on CPUs
+(benchmarks/LOG.md). So the kind that a step multiplies most by is timed for all. A path that cannot
+fit into memory is not taken. Work that is too short to measure for takes the path that a formula
+expects to be the fastest.
 """
 
 import math
