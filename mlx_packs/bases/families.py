@@ -11,40 +11,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """How a family takes images, by the vision tower and the image processor of mlx-vlm.
+    """How a family takes images, by the vision tower and the image processor of mlx-vlm."""
 
-    placeholder: what its chat template writes for an image.
-    before, after: what its chat template writes around the placeholder, without which mlx-vlm's
-        processor does not count or place the tokens of an image.
-    scaled: whether the language model scales what it embeds, and so features, too.
-    divided: whether mlx-vlm divides features by that scale, of the hidden_size beside text_config.
-    interleaved: whether three axes of positions take turns in the pairs of a head.
-    sees: in which blocks the tokens of an image see each other: ``none``, ``all``, or ``config``,
-        those with a window if ``use_bidirectional_attention`` is ``vision``.
-    """
-
-    placeholder: str
+    placeholder: str  # what its chat template writes for an image
+    # what it writes around that, without which mlx-vlm's processor does not count or place tokens
     before: str = ""
     after: str = ""
-    scaled: bool = False
-    divided: bool = False
-    interleaved: bool = False
+    scaled: bool = False  # whether the language model scales what it embeds, and so features, too
+    divided: bool = False  # whether mlx-vlm divides by that scale, of the outer hidden_size
+    interleaved: bool = False  # whether three axes of positions take turns in the pairs of a head
+    # blocks in which the tokens of an image see each other: ``none``, ``all``, or ``config``, those
+    # with a window if ``use_bidirectional_attention`` is ``vision``
     sees: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is particular to a model family.
-
-    text_model: the language model's family in mlx-lm, if its own name is none there.
-    one_by_one: whether texts in a batch of mlx-lm differ from each alone: a mask without a batch
-        axis, or a recurrent state that padding runs through.
-    reads_in_parts: whether the logits after a prompt are the same if a part of it is read before;
-        windows that show a key more than caches keep make them differ.
-    """
+    """What is particular to a model family."""
 
     plan: str | None  # ``dense`` or ``hybrid``, or the family of the language model beside a tower
-    text_model: str | None = None
+    text_model: str | None = None  # the language model's in mlx-lm, if its own name is none there
     images: ImageFacts | None = None
     gguf: str = ""  # ``general.architecture`` of its GGUF files; empty if it is not known
     # In GGUF files, the tensors of a block by their path in it, and whether rows of q and k are in
@@ -53,7 +39,11 @@ class Family:
     permuted: bool = False
     untrainable: str = ""
     untrainable_on_metal: str = ""
+    # whether texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or a
+    # recurrent state that padding runs through
     one_by_one: bool = False
+    # whether logits are the same if a part of the prompt is read before: not with windows that show
+    # a key more than caches keep
     reads_in_parts: bool = True
     cache_differs: bool = False  # logits with a cache are other ones than without
 
@@ -196,6 +186,10 @@ def path_from(path: str, model_type: str, program: str) -> str:
 
 
 def _names_in(program: str, model_type: str) -> dict[str, str]:
+    if program == "transformers" and model_type == "gpt2":
+        return {"model.": "transformer."}
+    if model_type not in VISION_FAMILIES:
+        return {}
     return _ELSEWHERE[program][FAMILIES[model_type].text_model is not None]
 
 

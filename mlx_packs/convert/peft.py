@@ -67,20 +67,13 @@ _PART = re.compile(
 
 def path_here(theirs: str, model_type: str) -> str:
     """Return a module's path in mlx-lm, or in `bases.encoder`."""
-    if model_type in VISION_FAMILIES:
-        return path_from(theirs, model_type, "transformers")
-    if model_type == "gpt2":
-        return re.sub(r"^transformer\.", "model.", theirs)
-    return theirs.removeprefix(ARCHITECTURES[architecture_of(model_type)].prefix)
+    prefix = ARCHITECTURES[architecture_of(model_type)].prefix
+    return path_from(theirs.removeprefix(prefix), model_type, "transformers")
 
 
 def path_there(ours: str, model_type: str) -> str:
     """Return a module's path in transformers."""
-    if model_type in VISION_FAMILIES:
-        return path_in(ours, model_type, "transformers")
-    if model_type == "gpt2":
-        return re.sub(r"^model\.", "transformer.", ours)
-    return ours
+    return path_in(ours, model_type, "transformers")
 
 
 class Peft:
