@@ -61,15 +61,12 @@ class RoundingError:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The modules to quantize, and their format.
-
-    ``bits_for`` has pairs of a regular expression and bits: paths that it finds become affine with
-    so many bits, in groups of 64 unless the format is MLX's own.
-    """
+    """The modules to quantize, and their format."""
 
     # of modules that the other options do not name
     weight_format: WeightFormat = field(default_factory=lambda: named_format("nf4"))
     keep: tuple[str, ...] = ()  # modules left dense: leaf (lm_head), tail or path
+    # expressions and bits: paths that one finds become affine, in groups of 64 if not MLX's own
     bits_for: tuple[tuple[str, int], ...] = ()
     max_shard_gb: float = 1.0  # in 10^9 bytes
 

@@ -28,35 +28,23 @@ _TOLERANCE = 1e-5  # of the largest number; factors are products of float32
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as the folder of another tool stores it, under that tool's names.
-
-    Attributes:
-        config: adapter_config.json.
-        file: where the tensors are, for errors.
-        notes: what a reader of the folder should know.
-    """
+    """An adapter as the folder of another tool stores it, under that tool's names."""
 
     tensors: Tensors
-    config: dict
-    file: Path
-    notes: tuple[str, ...] = ()
+    config: dict  # adapter_config.json
+    file: Path  # where the tensors are
+    notes: tuple[str, ...] = ()  # what a reader of the folder should know
 
 
 @dataclass
 class ExternalAdapter:
-    """An adapter of another tool under a pack's names and shapes, which are mlx-lm's.
+    """An adapter of another tool under a pack's names and shapes, which are mlx-lm's."""
 
-    Attributes:
-        tensors: lora_a, lora_b, m by path, as on disk in a pack.
-        scales: by path.
-        full_tensors: tensors of the base that it stores in full.
-        head: whether adapters of embeddings act on a tied head too.
-    """
-
+    # lora_a, lora_b, m by path, as on disk in a pack
     tensors: Tensors = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-    full_tensors: Tensors = field(default_factory=dict)
-    head: bool = True
+    scales: dict[str, float] = field(default_factory=dict)  # by path
+    full_tensors: Tensors = field(default_factory=dict)  # of the base
+    head: bool = True  # whether adapters of embeddings act on a tied head too
 
 
 def unsupported(where: object, fault: str) -> PackError:

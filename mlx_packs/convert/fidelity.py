@@ -66,43 +66,26 @@ Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The difference between a merged model and the base with the pack attached.
+    """The difference between a merged model and the base with the pack attached."""
 
-    Attributes:
-        scores: for the report.
-        recorded: those of the scores that the written folder records.
-        limit: largest distance that passes.
-        tried: the distance of every setting that was tried.
-        passes: the cheapest of them within the limit.
-    """
-
-    scores: dict[str, float]
-    recorded: tuple[str, ...]
-    limit: float
-    tried: dict[str, float]
-    passes: str | None
+    scores: dict[str, float]  # for the report
+    recorded: tuple[str, ...]  # those of the scores that the written folder records
+    limit: float  # largest distance that passes
+    tried: dict[str, float]  # the distance of every setting that was tried
+    passes: str | None  # the cheapest of them within the limit
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Two models on the targets of the same examples.
+    """Two models on the targets of the same examples."""
 
-    Attributes:
-        kl_mean: of the first from the second, nats a target.
-        kl_of_pack: of the first from the base without a pack.
-        same_token: share of targets where both rank the same token first.
-        ppl_before: perplexity of the first.
-        ppl_after: perplexity of the second.
-        rows: number of examples.
-    """
-
-    kl_mean: float
-    kl_of_pack: float
-    same_token: float
-    ppl_before: float
-    ppl_after: float
+    kl_mean: float  # of the first from the second, nats per target
+    kl_of_pack: float  # of the first from the base without a pack
+    same_token: float  # share of targets where both rank the same token first
+    ppl_before: float  # perplexity of the first
+    ppl_after: float  # perplexity of the second
     ppl_ratio: float
-    rows: int
+    rows: int  # number of examples
     targets: int
 
 

@@ -254,16 +254,11 @@ def _config(
 
 @dataclass(frozen=True)
 class _Names:
-    """The tensors of a checkpoint under the names of its files, and where modules are among them.
-
-    Attributes:
-        places: the name of each changed module in the files, by path.
-        transposed: paths whose weight is stored transposed (GPT-2's).
-    """
+    """The tensors of a checkpoint by the names of its files, with the places of modules there."""
 
     tensors: dict[str, mx.array]
-    places: dict[str, str]
-    transposed: frozenset[str] = frozenset()
+    places: dict[str, str]  # the name of each changed module in the files, by path
+    transposed: frozenset[str] = frozenset()  # paths whose weight is stored so (GPT-2's)
 
 
 def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan:

@@ -40,12 +40,7 @@ class LimitExceeded(Exception):  # noqa: N818
 
 
 class Fault(Exception):  # noqa: N818
-    """What a call raised in the sandbox.
-
-    Args:
-        kind: The name of the exception's class.
-        reason: Its message on one line.
-    """
+    """What a call raised in the sandbox: the name of its class, and its message on one line."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason or kind)

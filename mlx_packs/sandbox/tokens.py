@@ -100,14 +100,10 @@ def encode(
     options: dict[str, bool],
     with_offsets: bool,
 ) -> tuple[list[list[int]], bytes]:
-    """Return the tokens of texts.
+    """Return the tokens of texts, or of pairs of texts.
 
-    Args:
-        key: The tokenizer.
-        texts: Texts, or pairs of texts.
-        settings: Truncation, padding and `encode_special_tokens` of the tokenizer.
-        options: Of `Tokenizer.encode_batch`.
-        with_offsets: Whether the places of tokens in the text are computed.
+    ``settings`` are truncation, padding and `encode_special_tokens` of the tokenizer; ``options``
+    are of `Tokenizer.encode_batch`.
 
     Returns:
         For each text and each of its overflowing parts the number of tokens, whether it is such a

@@ -36,21 +36,16 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image that texts have been encoded with. Its tokens have a meaning while it exists.
-
-    start: the number of its first feature among those of all images of the process.
-    shifts: float32 [count, 4], as `nn.images.ShownImages`; None where positions are places.
-    features: None if they are on disk.
-    """
+    """An image that texts have been encoded with. Its tokens have a meaning while it exists."""
 
     key: str
     owner: "Images"
     pixels: int  # the limit that it was read with, as `Images.max_pixels`
     text: str
     count: int  # features
-    start: int
-    shifts: np.ndarray | None
-    features: Features | None = None
+    start: int  # the number of its first feature among those of all images of the process
+    shifts: np.ndarray | None  # as those of `Features`
+    features: Features | None = None  # None if they are on disk
 
     @property
     def nbytes(self) -> int:
@@ -114,19 +109,14 @@ class Images:
     """The images of one base model, and its vision tower while it is needed.
 
     Without a ``model`` images are counted and named, but their features are not computed.
-
-    Attributes:
-        max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
-        allow_urls: whether images are fetched from the network.
-        computed: images whose features were computed since `start_count`.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: Any = None
-    max_pixels: int = 1_003_520
-    allow_urls: bool = False
-    computed: int = 0
+    max_pixels: int = 1_003_520  # of an image, which is made smaller; 0 leaves all as they are
+    allow_urls: bool = False  # whether images are fetched from the network
+    computed: int = 0  # images whose features were computed since `start_count`
 
     def __post_init__(self) -> None:
         self.family = VISION_FAMILIES[self.config["model_type"]]

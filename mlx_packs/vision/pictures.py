@@ -41,28 +41,16 @@ class ImageSource:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that was read and checked.
+    """An image that was read and checked."""
 
-    Args:
-        key: 32 hex digits, of the hash of the file; without a file, of size, mode and pixels.
-        image: a PIL image, RGB, upright, on white where it was transparent.
-    """
-
-    key: str
-    image: Any
+    key: str  # 32 hex digits, of the hash of the file; without a file, of size, mode and pixels
+    image: Any  # a PIL image, RGB, upright, on white where it was transparent
 
 
 def open_picture(source: ImageSource, allow_urls: bool = False) -> Picture:
-    """Return an image, read and checked.
+    """Return an image, read and checked; a fault of it is a ValueError of one line.
 
-    Args:
-        source: the image.
-        allow_urls: whether an HTTP URL is fetched: at most 20 MB, within 30 seconds.
-
-    Raises:
-        ValueError: It is missing, damaged, of another kind, too large, or on the network. The text
-            is one line that names the image, what is wrong, and what to do.
-        PackError: Pillow is not installed.
+    ``allow_urls`` lets an HTTP URL be fetched: at most 20 MB, within 30 seconds.
     """
     _check_pillow()
     try:

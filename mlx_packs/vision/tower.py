@@ -22,17 +22,12 @@ _LOADING = "its vision tower cannot be loaded"
 
 @dataclass(frozen=True)
 class Features:
-    """What a tower makes of one image.
+    """What a tower makes of one image."""
 
-    text: what stands for the image in a text, in which each token of the image is one feature.
-    rows: [n, D], features in the order of these tokens.
-    levels: [K, n, D], added after the first K blocks; None without.
-    shifts: float32 [n, 4], as `nn.images.ShownImages`; None where positions are places.
-    """
-
-    text: str
-    rows: mx.array
-    levels: mx.array | None = None
+    text: str  # what stands for the image, in which each token of the image is one feature
+    rows: mx.array  # [n, D], features in the order of these tokens
+    levels: mx.array | None = None  # [K, n, D], added after the first K blocks
+    # float32 [n, 4], as `nn.images.ShownImages`; None where positions are places
     shifts: np.ndarray | None = None
 
     @property
@@ -43,13 +38,7 @@ class Features:
 
 
 class Tower:
-    """Computes features; its language model is never read from disk.
-
-    Args:
-        path: of the checkpoint.
-        family: of it.
-        token: that stands for a feature.
-    """
+    """Computes features; its language model is never read. ``token`` stands for a feature."""
 
     def __init__(self, path: Path, family: ImageFacts, token: int) -> None:
         self._model = _load_tower(path)
