@@ -1,7 +1,8 @@
 """Every architecture of the installed mlx-lm, small enough to train in a test.
 
 A config is filled in by the names of the architecture's own fields; `SPECIAL` has what a family
-needs besides. `python -m tests.helpers.families` prints docs/families.md.
+needs besides. `python -m tests.helpers.families` writes the tables of docs/families.md, and prints
+what its sentences lack.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ import dataclasses
 import importlib
 import io
 import pkgutil
+import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +31,7 @@ from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
+DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 ONE_BY_ONE = {name for name, facts in FAMILIES.items() if facts.one_by_one}
 LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's
 
@@ -513,85 +517,46 @@ def known() -> list[str]:
     return lines
 
 
-def table() -> str:
-    """docs/families.md for the mlx-lm that is installed."""
+def tables() -> dict[str, list[str]]:
+    """The rows of the tables in docs/families.md for the installed mlx-lm, by the line of headings."""
+    return {
+        "| model | `model_type` | trains |": known(),
+        "| family | kind | adapters by default, or the reason | experts, if named |": [
+            _row(family) for family in architectures()
+        ],
+        "| family | language model, of mlx-lm | tokens of an image see each other |": [
+            _image_row(family) for family in VISION_FAMILIES
+        ],
+    }
+
+
+def facts() -> Iterator[str]:
+    """Parts of the page's sentences that follow from the installed mlx-lm and from lists here."""
     from mlx_lm.utils import MODEL_REMAPPING
 
-    rows = [_row(family) for family in architectures()]
-    refused = [row for row in rows if "| not supported |" in row]
-    aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
-    metal = {f"`{name}`": facts.untrainable_on_metal for name, facts in FAMILIES.items()}
+    count, refused = len(architectures()), len(UNTRAINABLE.keys() & architectures().keys())
+    yield f"The {count} architectures of mlx-lm {metadata.version('mlx-lm')}: `packs train` works on "
+    yield f" works on {count - refused}, {refused} cannot be trained."
+
     others = {name: reason for name, reason in UNTRAINABLE.items() if name not in architectures()}
-    return "\n".join(
-        [
-            "# Supported models",
-            "",
-            "<!-- made by `python -m tests.helpers.families > docs/families.md`; do not edit -->",
-            "",
-            "Names of the Hub, and whether `packs train` trains them:",
-            "",
-            "| model | `model_type` | trains |",
-            "|---|---|---|",
-            *known(),
-            "",
-            "For other models, find the `model_type` in `config.json`, and look it up in the next table.",
-            "",
-            "## All architectures",
-            "",
-            f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
-            f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
-            "tests/bases/test_families.py builds a small model of each and compares the loss and "
-            "gradients of a step with plain LoRA.",
-            "",
-            "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
-            "**per projection**: the family keeps its own blocks, with an adapter on each linear layer.",
-            "- **adapters by default** are on these linear layers of every block. A layer that is "
-            "narrower than the rank is left out, and a note says so.",
-            "",
-            "| family | kind | adapters by default, or the reason | experts, if named |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "## Exceptions",
-            "",
-            "- **MoE**: experts get adapters only if `--target-modules` names them, because each "
-            "expert would have its own: 17 M parameters per block for 128 experts of 2048 x 768 at "
-            "rank 16. Routers and the indexers of sparse attention get none unless named.",
-            "- **In batches**, texts of these families differ from texts generated one at a time, so "
-            f"`mlx_packs` generates them one at a time and says so: {', '.join(sorted(ONE_BY_ONE))}.",
-            "- **Gemma 3n, DeepSeek V4** give different logits with and without a cache. Training uses "
-            "none and generation uses one; a run says so.",
-            "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
-            + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())
-            + f"; {', '.join(SEVERAL_CACHES)} (a block has several caches)"
-            + ". With `--recompute block` also not in "
-            + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED_RECOMPUTED.items())
-            + ".",
-            "- **mlx-vlm** has language models that mlx-lm lacks. With `pip install '.[vision]'` these "
-            f"load and train, too: {', '.join(OF_MLX_VLM)}. Their packs open in mlx-vlm "
-            "(`--adapter-path`). They take no images. These cannot be trained: "
-            + "; ".join(f"{name} ({reason})" for name, reason in others.items())
-            + ". tests/bases/test_mlx_vlm.py compares losses and gradients with plain LoRA, and "
-            "logits with mlx-vlm's own.",
-            *[
-                f"- Not on Metal: {n}: {why}. A CPU or CUDA trains it."
-                for n, why in metal.items()
-                if why
-            ],
-            "",
-            "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",
-            "",
-            "## Images",
-            "",
-            "With `pip install '.[vision]'`, checkpoints of these families take [images](images.md). Their "
-            "vision tower and image processor are mlx-vlm's; adapters are on the language model.",
-            "",
-            "| family | language model, of mlx-lm | tokens of an image see each other |",
-            "|---|---|---|",
-            *[_image_row(family) for family in VISION_FAMILIES],
-            "",
-        ]
-    )
+    for reasons in (NOT_SHARED, NOT_SHARED_RECOMPUTED, others):
+        yield "; ".join(f"{family} ({reason})" for family, reason in reasons.items())
+    for names in (sorted(ONE_BY_ONE), SEVERAL_CACHES, OF_MLX_VLM):
+        yield ", ".join(names)
+    for family, each in FAMILIES.items():
+        if reason := each.untrainable_on_metal:
+            yield f"- Not on Metal: `{family}`: {reason}. A CPU or CUDA trains it."
+    yield ", ".join(f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items()))
+
+
+def page(text: str) -> str:
+    """docs/families.md with the rows of its tables made anew."""
+    for headings, rows in tables().items():
+        lines = re.escape(headings) + r"\n(\|[-|]+\|\n)(?:\|.*\n)*"
+        text = re.sub(
+            lines, lambda m, h=headings, r=rows: "\n".join([h, m[1] + r[0], *r[1:], ""]), text
+        )
+    return text
 
 
 def _image_row(family: str) -> str:
@@ -604,4 +569,6 @@ def _image_row(family: str) -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    written = page(DOCS.read_text())
+    DOCS.write_text(written)
+    print(*(f"missing: {fact}" for fact in facts() if fact not in written), sep="\n")

@@ -2,16 +2,14 @@
 
 import re
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 from mlx_packs.bases.families import UNTRAINABLE
 from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
-from tests.helpers.families import architectures
+from tests.helpers.families import DOCS, architectures
 from tests.helpers.variants import nightly_except
 
-DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 ROWS = re.findall(r"^\| ([\w.-]+) \| (\w[^|]*) \|", DOCS.read_text(), re.M)[1:]
 DOCUMENTED = dict(ROWS)
 IS_DOCUMENTED = f"mlx-lm {metadata.version('mlx-lm')}:" in DOCS.read_text()
