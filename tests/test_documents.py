@@ -16,6 +16,7 @@ from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.cli.recipe import recipe_of
+from mlx_packs.tasks import causal_lm
 from tests.helpers import documents
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
@@ -136,6 +137,7 @@ def test_pictures_of_pages_exist():
 
 def few_batches(text: str) -> str:
     """A recipe in YAML, or Python, with two batches for each phase, or two trials of a sweep."""
+    text = text.replace("batch_sizes=", "max_tokens=8, rounds=1, batch_sizes=")
     return re.sub(r'\b(iters|trials)("?): \d+', r"\1\2: 2", text)
 
 
@@ -200,10 +202,11 @@ def runs_here(document: str) -> bool:
     return not all(not text or ELSEWHERE.search(text) for text in texts)
 
 
-# 45 s for docs/merge.md: even short commands load a model each, and train, merge or evaluate
+# Even short commands load a model each, and train, merge or evaluate.
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [guide for guide in GUIDES if runs_here(guide)])
-def test_commands_and_python_run_on_the_tiny_base(document, material, here, run):
+def test_commands_and_python_run_on_the_tiny_base(document, material, here, run, monkeypatch):
+    monkeypatch.setattr(causal_lm, "_MOST_QUESTIONS", 2)
     shutil.copytree(material, here, dirs_exist_ok=True)
     python = "\n".join(text for _, text in documents.read(document).blocks("python"))
     names: dict = {}

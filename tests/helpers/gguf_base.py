@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_packs import load_base
+from mlx_packs.bases.families import FAMILIES
 from mlx_packs.runtime import mx
 
 _OUTSIDE = {
@@ -16,15 +17,9 @@ _OUTSIDE = {
     "lm_head": "output",
 }
 _IN_BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
+    **FAMILIES["qwen3"].gguf_names,
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
