@@ -116,6 +116,7 @@ def test_two_phase_example_trains_and_shows_what_was_forgotten(tmp_path, run, mo
     short.write_text(text.replace("iters: 40", "iters: 4").replace("iters: 20", "iters: 3"))
 
     flags = ["--test-batches", 2, "--val-batches", 0, "--matmul-path", "dense"]
+    flags += ["--max-seq-length", 128, "--metric", "none"]
     code, out, err = run("train", "-c", short, "--out", tmp_path / "p", "--json", *flags)
     assert code == 0, err
 
