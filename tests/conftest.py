@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_packs import macos, runtime, train_pack
+from mlx_packs.bases import loading
 from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.bases.supported import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
@@ -233,13 +234,8 @@ def nothing_is_loaded(monkeypatch) -> None:
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    places = (
-        "training.prepare.load_base",
-        "packs.base.load_base_model",
-        "bases.loading.load_model_of",
-    )
-    for place in places:
-        monkeypatch.setattr(f"mlx_packs.{place}", load)
+    for place in ("mlx_packs.training.prepare.load_base", "mlx_packs.bases.loading.load_model_of"):
+        monkeypatch.setattr(place, load)
 
 
 @pytest.fixture
@@ -313,11 +309,12 @@ def _tokenizer_read_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _embedded_base_loaded_once() -> Iterator[None]:
     """Embedded bases are copies of one, with its arrays: to read it takes four times as long."""
-    load = packs_base.load_base_model
+    load, load_model = packs_base.load_base_model, loading.load_model_of
     loaded = {}
 
     def load_or_copied(name=TINY, quantize="none", trust_remote_code=False, **options):
-        if (name, quantize) != (TINY, "none") or options != defaults:
+        is_watched = loading.load_model_of is not load_model
+        if (name, quantize) != (TINY, "none") or options != defaults or is_watched:
             return load(name, quantize, trust_remote_code, **options)
         device = runtime.on_cpu()
         if device not in loaded:

@@ -24,8 +24,8 @@ def check(report: Report) -> None:
 @pytest.mark.parametrize(
     "numbers",
     [
-        pytest.param(range(6), id="6"),
-        pytest.param(range(6, 100), id="94 more", marks=pytest.mark.slow),
+        pytest.param(range(12), id="12"),
+        pytest.param(range(12, 100), id="88 more", marks=pytest.mark.slow),
     ],
 )
 def test_100_mutants(kind, numbers):
