@@ -23,7 +23,7 @@ import numpy as np
 
 from .. import runtime
 from .batches import TokenCollate, few_shapes, split_rows
-from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
+from .dataset import Batch, Dataset, Tree, by_length
 from .encoding import Example, Examples
 from .sampler import Sampler
 from .shapes import Shape, TreeShape, sequence_inputs
@@ -140,9 +140,10 @@ class TreeCollate:
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Pieces of a tree are trees if that saves enough."""
+        together = max(self.together, 1)
         if not isinstance(batch.layout, Tree):
-            return split_rows(batch, parts, together=max(self.together, 1))
-        pieces = split_rows(felled(batch), parts, together=max(self.together, 1))
+            return split_rows(batch, parts, together)
+        pieces = split_rows(felled(batch), parts, together)
         return [self.tree(piece, batch.layout.prefix) for piece in pieces]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
@@ -226,10 +227,7 @@ class TreePlan:
     def saved(self, examples: Examples) -> float:
         """Return the share of the inputs of batches that is saved, about."""
         inputs = float(examples.lengths.mean()) - 1
-        if self.common is None:
-            return saved_share((self.batch_size, inputs), 1, self.prefix)
-
-        groups = self.batch_size / self.together
+        groups = self.batch_size / (self.together or self.batch_size)
         return saved_share((self.batch_size, inputs), groups, self.mean_prefix, self.root)
 
     def to_json(self, examples: Examples) -> dict:
@@ -245,13 +243,11 @@ class TreePlan:
         tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
         return TreeCollate(tokens, self.common, self.together, self.least, self.root)
 
-    def dataset(
-        self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
-    ) -> Dataset:
-        return Dataset(examples, self.collate(examples, sampler), order or sampler)
+    def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
+        return Dataset(examples, self.collate(examples, sampler), sampler)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
         """Return the chosen examples once, by length."""
         sampler = Sampler(examples.lengths, self.batch_size, sequence_inputs(max_seq_length))
         order = by_length(examples.lengths, self.batch_size, chosen)
-        return self.dataset(examples, sampler, order)
+        return Dataset(examples, self.collate(examples, sampler), order)
