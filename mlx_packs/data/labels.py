@@ -17,6 +17,7 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .formats import CHAT, TEXT, Row, RowFormat, check_unicode, format_of, shown, text_of
 from .row_format import BadRows, list_of, number_of, optional
+from .sources import data_error
 from .task_formats import LABEL_COLUMNS
 
 # What is decided; all but one are transformers' names.
@@ -258,11 +259,10 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
 
     _check_count(len(seen), column, source)
     if len(in_all) == len(seen):
-        raise PackError(
-            f"--data {source}: every training example has all {len(seen)} labels, so there is "
-            "nothing to tell apart. List only the labels that apply to an example.",
-            "data",
-            "data",
+        raise data_error(
+            source,
+            f"every training example has all {len(seen)} labels, so there is nothing to tell "
+            "apart. List only the labels that apply to an example.",
         )
 
     are_numbers = first_kind is not None and first_kind[0] == "a number"
@@ -272,20 +272,17 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
 
 
 def _check_count(count: int, column: str, source: str) -> None:
-    where = f"--data {source}: the training examples have"
+    fault = ""
     if count < 2:
-        raise PackError(
-            f"{where} {count} '{column}' in all, so there is nothing to tell apart. Add examples "
-            "of another one.",
-            "data",
-            "data",
+        fault = (
+            f"the training examples have {count} '{column}' in all, so there is nothing to tell "
+            "apart. Add examples of another one."
         )
-
     if column != "score" and count > MOST_CLASSES:
-        raise PackError(
-            f"{where} {count:,} different labels, and at most {MOST_CLASSES:,} are supported: most "
-            "would have too few examples to be learned. Join rare ones, or train embeddings and "
-            "look for the nearest (--task embedding).",
-            "data",
-            "data",
+        fault = (
+            f"the training examples have {count:,} different labels, and at most {MOST_CLASSES:,} "
+            "are supported: most would have too few examples to be learned. Join rare ones, or "
+            "train embeddings and look for the nearest (--task embedding)."
         )
+    if fault:
+        raise data_error(source, fault)
