@@ -36,7 +36,7 @@ from .formats import (
     with_task,
 )
 from .images import FEWER_BY_MAX_PIXELS
-from .row_format import TOO_LONG, BadRows, RowError
+from .row_format import TOO_LONG, BadRows, RowError, all_too_long
 from .sources import Rows, as_rows, canonical_line
 from .token_store import ByteFile, Example, JoinedExamples, TokenStore
 
@@ -251,12 +251,8 @@ class Encoder:
     def examples(self) -> Examples:
         self.bad.check_some_left(len(self.rows) // self.rows.per_row)
         if not len(self.store):
-            raise PackError(
-                f"{self.rows.where(0)}: no example has a target within --max-seq-length "
-                f"{self.options.max_seq_length}. Raise it.",
-                "data",
-                "max_seq_length",
-            )
+            fault = f"has a target within --max-seq-length {self.options.max_seq_length}. Raise it."
+            raise all_too_long(self.rows.where(0), fault)
 
         return Examples(
             self.store.examples(self.rows.where),

@@ -17,6 +17,7 @@ from .chat_formats import completion_row
 from .encoding import EncodingOptions, Examples
 from .formats import CHAT, COMPLETION, TEXT, Row
 from .labels import COLUMNS, Classes, check_input, read_label
+from .row_format import all_too_long
 from .sources import ConvertedRows, Rows, as_rows
 from .texts import TextGroups
 from .token_cache import encode_cached
@@ -99,12 +100,11 @@ def _fitted(
 
     kept = np.flatnonzero(fits)
     if not len(kept):
-        raise PackError(
-            f"{examples.items[0].where}: no example has fewer than {limit} tokens, and the end of "
-            "a chat cannot be cut. Raise --max-seq-length.",
-            "data",
-            "max_seq_length",
+        fault = (
+            f"has fewer than {limit} tokens, and the end of a chat cannot be cut. Raise "
+            "--max-seq-length."
         )
+        raise all_too_long(examples.items[0].where, fault)
 
     examples = replace(examples, cut=cut, dropped=len(prompts) - len(kept))
     texts = examples.items.select(kept, prompts[kept])

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from ..config.data import DataConfig
-from ..errors import PackError
 from .batches import TokenCollate, allowed_shapes, split_rows, token_collate
 from .chat_formats import completion_row, prompt_and_completion
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, format_of
-from .row_format import RowFormat, messages_of, optional, truth_of
+from .row_format import RowFormat, all_too_long, messages_of, optional, truth_of
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 from .sources import ConvertedRows, Rows, as_rows
@@ -75,12 +74,8 @@ def encode_preferences(
         labels = np.ones(len(kept), np.float32)
 
     if not len(kept):
-        raise PackError(
-            f"{rows.where(0)}: no example has targets within --max-seq-length "
-            f"{options.max_seq_length}. Raise it.",
-            "data",
-            "max_seq_length",
-        )
+        fault = f"has targets within --max-seq-length {options.max_seq_length}. Raise it."
+        raise all_too_long(rows.where(0), fault)
 
     return Examples(
         items,
@@ -220,12 +215,11 @@ def encode_scored(
     kept = np.flatnonzero(longest < options.max_seq_length)
 
     if not len(kept):
-        raise PackError(
-            f"{examples.items[0].where}: no example has fewer than {options.max_seq_length} "
-            "tokens, and one that is cut cannot be scored. Raise --max-seq-length.",
-            "data",
-            "max_seq_length",
+        fault = (
+            f"has fewer than {options.max_seq_length} tokens, and one that is cut cannot be "
+            "scored. Raise --max-seq-length."
         )
+        raise all_too_long(examples.items[0].where, fault)
 
     numbers = np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1)
     texts = examples.items.select(numbers)

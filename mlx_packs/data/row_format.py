@@ -118,6 +118,11 @@ class BadRows:
             self.add(example, RowError(where(example), fault, reason, code, flag))
 
 
+def all_too_long(where: str, fault: str) -> PackError:
+    """Return the error of a split in which no example ``fault``."""
+    return PackError(f"no example {fault}", "data", "max_seq_length", where)
+
+
 def shown_counts(counts: Mapping[str, int]) -> str:
     """Return counts for people: ``2 not JSON, 1 no target``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
